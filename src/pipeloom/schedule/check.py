@@ -1,0 +1,189 @@
+"""`check`: the proof that a schedule is complete, in order, on its ranks, and free of deadlock, before anything starts."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Literal
+
+from pipeloom.errors import ScheduleError
+from pipeloom.schedule.actions import KIND_WORDS, Action, Cell
+from pipeloom.schedule.batches import check_batches
+from pipeloom.schedule.channels import neighbours, smallest_depths, traffic
+from pipeloom.schedule.graph import Graph, Run, nothing_but_order, walk
+from pipeloom.schedule.model import Schedule, parts
+
+TransportName = Literal["individual", "batched"]
+
+
+def check(
+    schedule: Schedule,
+    *,
+    receive_depth: int | None = None,
+    transport: TransportName = "individual",
+    overlap_p2p: bool = True,
+) -> None:
+    """Raises ScheduleError with the reason when `schedule` is not one that every rank can run to its end.
+
+    Checked: each (stage, micro-batch) of a route has F and either B or I and W, once, on the placed rank; no cycle among
+    data dependencies and program order. Sends do not block, and each channel keeps at least `smallest_depths` receives open,
+    so the individual transport adds no cycle of its own; a smaller `receive_depth` given here is refused by name. The
+    batched transport does add order (a batch ends when all its messages have met, and batches of a rank follow one
+    another), which is walked too.
+
+    Time is linear in the number of actions.
+    """
+    _check_actions(schedule)
+    graph = Graph.of(schedule)
+    run = walk(schedule, graph, nothing_but_order(schedule))
+    if run.stuck:
+        raise ScheduleError(_explain(schedule, graph, run))
+    if receive_depth is not None:
+        _check_depth(schedule, receive_depth)
+    if transport == "batched":
+        check_batches(traffic(schedule), overlap_p2p)
+
+
+def _check_actions(schedule: Schedule) -> None:
+    """Complete, once each, on the placed rank. The quick way says only yes or no; `_diagnose` then finds the sentence."""
+    stride, m = schedule.kind_stride, schedule.microbatches
+    limit = 4 * stride
+    seen = bytearray(limit)
+    total = 0
+    misplaced = False
+    for rank, program in enumerate(schedule.codes):
+        codes: list[int] | tuple[int, ...] = program
+        if schedule.has_pairs:
+            codes = [c for code in program for c in ((code,) if code < limit else (code // limit - 1, code % limit))]
+        total += len(codes)
+        for code in codes:
+            seen[code] = 1
+        held = {stage + kind * schedule.stages for stage in schedule.stages_of[rank] for kind in range(4)}
+        misplaced = misplaced or not held.issuperset({code // m for code in codes})
+    wanted = bytearray(stride)
+    for mb, route in enumerate(schedule.route_of):
+        for stage in schedule.routes[route] if len(schedule.routes) > 1 else ():
+            wanted[stage * m + mb] = 1
+    if len(schedule.routes) == 1:
+        wanted = bytearray(b"\x01") * stride
+    forward, fused, inputs, weights = (seen[at : at + stride] for at in range(0, limit, stride))
+    backward = (int.from_bytes(fused, "little") ^ int.from_bytes(inputs, "little")).to_bytes(stride, "little")
+    once = total == sum(seen)
+    both = int.from_bytes(fused, "little") & int.from_bytes(inputs, "little")
+    if misplaced or not once or both or forward != wanted or backward != wanted or inputs != weights:
+        _diagnose(schedule)
+
+
+def _diagnose(schedule: Schedule) -> None:
+    """Raises for the first fault, in the order of the programs, then of the stages."""
+    place: dict[Action, int] = {}
+    for rank, program in enumerate(schedule.programs):
+        for at, cell in enumerate(program):
+            for action in parts(cell):
+                if schedule.placement[action.stage] != rank:
+                    raise ScheduleError(
+                        f"rank {rank}, action {at}: {action} is on the wrong rank; stage {action.stage} is placed on "
+                        f"rank {schedule.placement[action.stage]}"
+                    )
+                if action in place:
+                    raise ScheduleError(f"rank {rank}, action {at}: {action} is there twice")
+                place[action] = rank
+                if action.stage not in schedule.routes[schedule.route_of[action.microbatch]]:
+                    raise ScheduleError(
+                        f"rank {rank}, action {at}: {action}, but micro-batch {action.microbatch} takes route "
+                        f"{schedule.route_of[action.microbatch]}, which does not pass through stage {action.stage}"
+                    )
+    for microbatch, route in enumerate(schedule.route_of):
+        for stage in schedule.routes[route]:
+            _diagnose_stage(schedule, place, stage, microbatch)
+
+
+def _diagnose_stage(schedule: Schedule, place: dict[Action, int], stage: int, microbatch: int) -> None:
+    has = {kind for kind in KIND_WORDS if Action(kind, stage, microbatch) in place}  # type: ignore[arg-type]
+    where = f"stage {stage} micro-batch {microbatch} (rank {schedule.placement[stage]})"
+    if "F" not in has:
+        raise ScheduleError(f"{where} has no forward: {stage}F{microbatch} is missing")
+    if "B" in has and has & {"I", "W"}:
+        extra = " and ".join(f"{stage}{kind}{microbatch}" for kind in "IW" if kind in has)
+        raise ScheduleError(f"{where} has its backward twice: {stage}B{microbatch} and {extra}")
+    if has == {"F"}:
+        raise ScheduleError(f"{where} has no backward: {stage}B{microbatch} (or {stage}I{microbatch} and {stage}W{microbatch}) is missing")
+    for kind in "IW":
+        if "B" not in has and kind not in has:
+            raise ScheduleError(f"{where} has no {KIND_WORDS[kind]}: {stage}{kind}{microbatch} is missing")
+
+
+def _explain(schedule: Schedule, graph: Graph, run: Run) -> str:
+    """The shortest cycle among the ranks that are stuck, in words."""
+    at = {rank: len(run.ends[rank]) for rank in run.stuck}
+    place = {action: (rank, i) for rank in at for i, cell in enumerate(schedule.programs[rank]) for action in parts(cell)}
+    waits: dict[int, list[tuple[Action, int]]] = {}
+    for rank, position in at.items():
+        cell = schedule.programs[rank][position]
+        for action in parts(cell):
+            need = _need(schedule, place, action)
+            if need is not None and place[need][1] >= at.get(place[need][0], 0) and place[need][0] in at:
+                if place[need] == (rank, position):
+                    return f"rank {rank}, action {position}: {cell} depends on itself: {action} waits for {need} of the same pair"
+                waits.setdefault(rank, []).append((need, place[need][0]))
+    return _cycle_words(schedule, at, _shortest_cycle(waits), place)
+
+
+def _need(schedule: Schedule, place: dict[Action, tuple[int, int]], action: Action) -> Action | None:
+    """The action whose result `action` waits for, among those still to come (None if it has happened, or none)."""
+    before, after = neighbours(schedule)
+    stage, mb = action.stage, action.microbatch
+    previous, following = before[stage], after[stage]
+    if action.kind == "F":
+        options = [Action("F", previous, mb)] if previous is not None else []
+    elif action.kind == "W":
+        options = [Action("I", stage, mb)]
+    elif following is None:
+        options = [Action("F", stage, mb)]
+    else:
+        options = [Action("B", following, mb), Action("I", following, mb)]
+    return next((option for option in options if option in place), None)
+
+
+def _shortest_cycle(waits: dict[int, list[tuple[Action, int]]]) -> list[tuple[int, Action]]:
+    """The shortest [(rank, what it waits for), …] in which each waits for the next; breadth first from every rank."""
+    best: list[tuple[int, Action]] = []
+    for start in waits:
+        paths: deque[tuple[int, list[tuple[int, Action]]]] = deque([(start, [])])
+        seen: set[int] = set()
+        while paths:
+            rank, path = paths.popleft()
+            if best and len(path) >= len(best):
+                break
+            for need, owner in waits.get(rank, ()):
+                if owner == start:
+                    best = [*path, (rank, need)]
+                    paths.clear()
+                    break
+                if owner not in seen:
+                    seen.add(owner)
+                    paths.append((owner, [*path, (rank, need)]))
+    return best
+
+
+def _cycle_words(
+    schedule: Schedule, at: dict[int, int], cycle: list[tuple[int, Action]], place: dict[Action, tuple[int, int]]
+) -> str:
+    lines = ["the schedule deadlocks; the shortest cycle:"]
+    for rank, need in cycle:
+        cell: Cell = schedule.programs[rank][at[rank]]
+        owner, position = place[need]
+        lines.append(
+            f"  rank {rank} is at {cell.words} (action {at[rank]}), which waits for {need.words} on rank {owner} "
+            f"(action {position}, where it has come to action {at[owner]})"
+        )
+    return "\n".join(lines)
+
+
+def _check_depth(schedule: Schedule, receive_depth: int) -> None:
+    for program in traffic(schedule):
+        for channel, least in smallest_depths(program).items():
+            if receive_depth < least:
+                raise ScheduleError(
+                    f"receive depth {receive_depth} deadlocks: rank {channel.destination} uses {channel.kind}s from rank "
+                    f"{channel.source} out of order and needs {least} receives open at once"
+                )

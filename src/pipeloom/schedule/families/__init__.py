@@ -1,0 +1,71 @@
+"""The schedule families, one file each, and the table that finds them by name."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pipeloom.errors import UsageError, did_you_mean
+from pipeloom.schedule.families.gpipe import gpipe
+from pipeloom.schedule.families.interleaved import interleaved
+from pipeloom.schedule.families.looped_bfs import looped_bfs
+from pipeloom.schedule.families.one_f_one_b import one_f_one_b
+from pipeloom.schedule.model import Schedule
+
+Family = Callable[..., Schedule]
+
+FAMILIES: dict[str, Family] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "looped-bfs": looped_bfs,
+}
+
+__all__ = ["FAMILIES", "build", "gpipe", "interleaved", "looped_bfs", "one_f_one_b"]
+
+
+def build(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Schedule:
+    """The schedule called `name`: a family, or `module:function` (called as a family is).
+
+    `chunks` None takes the family's own default. Raises UsageError for an unknown name, an option that the family does not
+    take, or a value that it refuses, with the nearest valid ones.
+    """
+    family = _find(name)
+    parameters = inspect.signature(family).parameters
+    arguments: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches, **(options or {})}
+    if chunks is not None and ("chunks" in parameters or chunks != 1):
+        arguments["chunks"] = chunks
+    for key in arguments:
+        if key not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            if key == "chunks":
+                looped = ", ".join(n for n, f in FAMILIES.items() if "chunks" in inspect.signature(f).parameters)
+                raise UsageError(f"schedule {name} holds a fixed number of chunks a rank, not {chunks}; {looped} take chunks")
+            known = [p for p in parameters if p not in ("ranks", "microbatches", "chunks")]
+            raise UsageError(f"schedule {name} has no option {key!r}{did_you_mean(key, known) or '; it has none'}")
+    made = family(**arguments)
+    if not isinstance(made, Schedule):
+        raise UsageError(f"{name} returned {type(made).__name__}, not a Schedule")
+    return made
+
+
+def _find(name: str) -> Family:
+    if name in FAMILIES:
+        return FAMILIES[name]
+    if ":" in name:
+        module_name, _, function = name.partition(":")
+        try:
+            found = getattr(importlib.import_module(module_name), function)
+        except (ImportError, AttributeError) as error:
+            raise UsageError(f"schedule {name!r}: {error}") from None
+        if not callable(found):
+            raise UsageError(f"schedule {name!r} is not a function")
+        return found  # type: ignore[no-any-return]
+    raise UsageError(f"there is no schedule {name!r}{did_you_mean(name, FAMILIES)}")

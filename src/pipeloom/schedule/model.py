@@ -1,0 +1,239 @@
+"""The Schedule: a frozen value that says, for every rank, which actions it runs and in which order.
+
+Inside, a program is a tuple of integers, so that half a million actions are checked and simulated in about a second:
+
+    code of an action = (kind * S + stage) * m + microbatch      kind: F 0, B 1, I 2, W 3
+    code of a pair    = (code of F + 1) * 4 S m + code of B or I
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from pipeloom.errors import ScheduleError
+from pipeloom.schedule.actions import KINDS, Action, Cell, Pair, parse_cell
+
+Program = tuple[int, ...]
+_KIND_INDEX = {kind: index for index, kind in enumerate(KINDS)}
+
+
+@dataclass(frozen=True, repr=False)
+class Schedule:
+    """A pipeline schedule as data. Make one with a family, `Schedule.of`, or from CSV or JSON.
+
+    Attributes:
+        name: family or file that it came from.
+        ranks: p, the number of places in the pipeline.
+        microbatches: m.
+        placement: stage -> rank, S entries.
+        codes: a rank's program as integers (see the module's docstring); `programs` gives them as actions.
+        routes: each route's stages, in order; stages at the same position are replicas of the same layers.
+        route_of: micro-batch -> index of its route.
+        options: the family's options, sorted, for printing and for the text forms.
+    """
+
+    name: str
+    ranks: int
+    microbatches: int
+    placement: tuple[int, ...]
+    codes: tuple[Program, ...]
+    routes: tuple[tuple[int, ...], ...]
+    route_of: tuple[int, ...]
+    options: tuple[tuple[str, Any], ...] = field(default=())
+
+    @classmethod
+    def of(
+        cls,
+        programs: Sequence[Iterable[Cell | str]],
+        *,
+        placement: Sequence[int],
+        microbatches: int,
+        name: str = "custom",
+        options: Mapping[str, Any] | None = None,
+        routes: Sequence[Sequence[int]] | None = None,
+        route_of: Sequence[int] | None = None,
+    ) -> Schedule:
+        """A schedule from actions, pairs or their text, one program a rank.
+
+        One route through all stages in order unless `routes` and `route_of` say otherwise.
+        Raises ScheduleError for a stage, rank or micro-batch out of range. Whether the programs are complete and free of
+        cycles is `check`'s to say.
+        """
+        stages = len(placement)
+        _check_sizes(len(programs), microbatches, placement)
+        codes = tuple(
+            tuple(_encode(cell, stages, microbatches, rank, at) for at, cell in enumerate(program))
+            for rank, program in enumerate(programs)
+        )
+        return cls.of_codes(
+            codes,
+            placement=placement,
+            microbatches=microbatches,
+            name=name,
+            options=options,
+            routes=routes,
+            route_of=route_of,
+        )
+
+    @classmethod
+    def of_codes(
+        cls,
+        codes: Sequence[Iterable[int]],
+        *,
+        placement: Sequence[int],
+        microbatches: int,
+        name: str,
+        options: Mapping[str, Any] | None = None,
+        routes: Sequence[Sequence[int]] | None = None,
+        route_of: Sequence[int] | None = None,
+    ) -> Schedule:
+        """As `of`, from programs that are already integers (what the families make)."""
+        chosen_routes = tuple(map(tuple, routes)) if routes is not None else (tuple(range(len(placement))),)
+        chosen_route_of = tuple(route_of) if route_of is not None else (0,) * microbatches
+        _check_routes(chosen_routes, chosen_route_of, len(placement), microbatches)
+        return cls(
+            name=name,
+            ranks=len(codes),
+            microbatches=microbatches,
+            placement=tuple(placement),
+            codes=tuple(tuple(program) for program in codes),
+            routes=chosen_routes,
+            route_of=chosen_route_of,
+            options=tuple(sorted((options or {}).items())),
+        )
+
+    @property
+    def stages(self) -> int:
+        """S, all routes' stages counted."""
+        return len(self.placement)
+
+    @property
+    def kind_stride(self) -> int:
+        """S * m: the distance between the codes of two kinds."""
+        return len(self.placement) * self.microbatches
+
+    @cached_property
+    def stages_of(self) -> tuple[tuple[int, ...], ...]:
+        """rank -> its stages, ascending; the c-th is its chunk c."""
+        held: list[list[int]] = [[] for _ in range(self.ranks)]
+        for stage, rank in enumerate(self.placement):
+            held[rank].append(stage)
+        return tuple(map(tuple, held))
+
+    @property
+    def chunks(self) -> int:
+        """v, the most stages that a rank holds."""
+        return max(map(len, self.stages_of))
+
+    @cached_property
+    def position_of(self) -> tuple[int, ...]:
+        """stage -> its position in its route (which layers it holds)."""
+        position = [0] * self.stages
+        for route in self.routes:
+            for index, stage in enumerate(route):
+                position[stage] = index
+        return tuple(position)
+
+    @property
+    def positions(self) -> int:
+        """The number of distinct stages of the model: the length of a route."""
+        return len(self.routes[0])
+
+    @cached_property
+    def has_pairs(self) -> bool:
+        limit = 4 * self.kind_stride
+        return any(program and max(program) >= limit for program in self.codes)
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether any backward is written as I and W."""
+        return any(action.kind == "W" for program in self.programs for cell in program for action in parts(cell))
+
+    @cached_property
+    def actions(self) -> int:
+        """The number of program entries of all ranks (a pair is one)."""
+        return sum(map(len, self.codes))
+
+    @cached_property
+    def programs(self) -> tuple[tuple[Cell, ...], ...]:
+        """rank -> its actions and pairs, in order."""
+        return tuple(tuple(map(self.decode, program)) for program in self.codes)
+
+    def decode(self, code: int) -> Cell:
+        """The action or pair that `code` stands for."""
+        limit = 4 * self.kind_stride
+        if code >= limit:
+            forward, backward = divmod(code, limit)
+            return Pair(self._decode_action(forward - 1), self._decode_action(backward))
+        return self._decode_action(code)
+
+    def _decode_action(self, code: int) -> Action:
+        rest, microbatch = divmod(code, self.microbatches)
+        kind, stage = divmod(rest, self.stages)
+        return Action(KINDS[kind], stage, microbatch)
+
+    def __repr__(self) -> str:
+        shown = "".join(f", {key}={value!r}" for key, value in self.options if key != "chunks")
+        return f"Schedule({self.name}, ranks={self.ranks}, chunks={self.chunks}, microbatches={self.microbatches}{shown})"
+
+    def __str__(self) -> str:
+        """The representation and one line a rank, cut at 20 actions."""
+        lines = [repr(self)]
+        for rank, codes in enumerate(self.codes):
+            cells = " ".join(str(self.decode(code)) for code in codes[:20])
+            lines.append(f"rank {rank}: {cells}{' …' if len(codes) > 20 else ''}")
+        return "\n".join(lines)
+
+
+def parts(cell: Cell) -> tuple[Action, ...]:
+    """The one action of `cell`, or a pair's two."""
+    return (cell.forward, cell.backward) if isinstance(cell, Pair) else (cell,)
+
+
+def _encode(cell: Cell | str, stages: int, microbatches: int, rank: int, at: int) -> int:
+    try:
+        value = parse_cell(cell) if isinstance(cell, str) else cell
+    except ScheduleError as error:
+        raise ScheduleError(f"rank {rank}, action {at}: {error}") from None
+    codes = []
+    for action in parts(value):
+        if not 0 <= action.stage < stages:
+            raise ScheduleError(f"rank {rank}, action {at}: {action} names stage {action.stage} of {stages} (0..{stages - 1})")
+        if not 0 <= action.microbatch < microbatches:
+            raise ScheduleError(
+                f"rank {rank}, action {at}: {action} names micro-batch {action.microbatch} of {microbatches} "
+                f"(0..{microbatches - 1})"
+            )
+        codes.append((_KIND_INDEX[action.kind] * stages + action.stage) * microbatches + action.microbatch)
+    if len(codes) == 1:
+        return codes[0]
+    if parts(value)[0].kind != "F" or parts(value)[1].kind not in "BI":
+        raise ScheduleError(f"rank {rank}, action {at}: {value} is not a forward with a backward (F|B or F|I)")
+    return (codes[0] + 1) * 4 * stages * microbatches + codes[1]
+
+
+def _check_sizes(ranks: int, microbatches: int, placement: Sequence[int]) -> None:
+    if ranks < 1 or microbatches < 1 or not placement:
+        raise ScheduleError(
+            f"a schedule needs at least one rank, stage and micro-batch; got {ranks}, {len(placement)}, {microbatches}"
+        )
+    for stage, rank in enumerate(placement):
+        if not 0 <= rank < ranks:
+            raise ScheduleError(f"stage {stage} is placed on rank {rank} of {ranks} (0..{ranks - 1})")
+    empty = set(range(ranks)) - set(placement)
+    if empty:
+        raise ScheduleError(f"rank {min(empty)} holds no stage: placement {list(placement)}")
+
+
+def _check_routes(routes: tuple[tuple[int, ...], ...], route_of: tuple[int, ...], stages: int, microbatches: int) -> None:
+    if sorted(stage for route in routes for stage in route) != list(range(stages)):
+        raise ScheduleError(f"the routes {[list(r) for r in routes]} do not hold each of the {stages} stages exactly once")
+    if len({len(route) for route in routes}) != 1:
+        raise ScheduleError(f"the routes are of different lengths: {[len(route) for route in routes]}")
+    if len(route_of) != microbatches or not all(0 <= route < len(routes) for route in route_of):
+        raise ScheduleError(
+            f"route_of must give each of the {microbatches} micro-batches a route 0..{len(routes) - 1}; got {list(route_of)}"
+        )

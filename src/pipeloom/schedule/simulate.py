@@ -1,0 +1,56 @@
+"""`simulate`: a schedule and costs in, a timeline out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeloom.errors import ScheduleError
+from pipeloom.schedule.check import check
+from pipeloom.schedule.costs import Costs, durations
+from pipeloom.schedule.graph import Graph, Run, Weights, walk
+from pipeloom.schedule.model import Schedule
+from pipeloom.schedule.timeline import Timeline
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+    """Every action as early as its rank's order and its messages allow, on idle ranks at time 0.
+
+    A message leaves when its action ends and arrives one hop later (`Costs.hop`); ranks do not wait while they send. A
+    pair takes the sum of its parts. Linear in the number of actions.
+
+    Raises:
+        ScheduleError: the schedule cannot run to its end.
+        UsageError: the costs have not one value for each stage.
+    """
+    chosen = costs if costs is not None else Costs()
+    run = run_once(schedule, chosen)
+    if run.stuck:
+        check(schedule)
+        raise ScheduleError(f"ranks {run.stuck} cannot finish")  # pragma: no cover - check has raised
+    return Timeline(schedule, chosen, tuple(map(tuple, run.starts)), tuple(map(tuple, run.ends)))
+
+
+def run_once(schedule: Schedule, costs: Costs, clocks: Sequence[float] | None = None) -> Run:
+    """One walk of the schedule with these costs, its ranks starting at `clocks`."""
+    costs.check_links(schedule.ranks)
+    graph = Graph.of(schedule)
+    return walk(schedule, graph, weights_of(schedule, graph, costs), clocks)
+
+
+def weights_of(schedule: Schedule, graph: Graph, costs: Costs) -> Weights:
+    """What `walk` adds up for these costs."""
+    duration = durations(schedule, costs)
+    if costs.p2p == 0 and costs.message == 0:
+        hop = [0.0] * len(duration)
+    else:
+        ranks = range(schedule.ranks)
+        table = [[costs.hop(source, destination) for destination in ranks] for source in ranks]
+        hop = [table[source][home] for source, home in zip(graph.source, graph.home, strict=True)]
+    limit = 4 * schedule.kind_stride
+    pairs: dict[int, float] = {}
+    if schedule.has_pairs:
+        for program in schedule.codes:
+            for code in program:
+                if code >= limit:
+                    pairs[code] = duration[code // limit - 1] + duration[code % limit]
+    return Weights(duration, hop, pairs)
