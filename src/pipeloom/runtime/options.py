@@ -1,0 +1,55 @@
+"""How a pipeline runs: everything that changes speed or safety and never the gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from pipeloom.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RuntimeOptions:
+    """Options of a `Pipeline`.
+
+    Attributes:
+        transport: `"individual"`: one message, one call; `"batched"`: what falls between two actions is one call.
+        overlap_p2p: post the receives of coming actions before the present one computes.
+        receive_depth: receives that each channel keeps open (more where the schedule needs more).
+        shapes: `"once"`: a boundary's shapes are sent with its first message for each shape of the step's inputs and
+            remembered; `"each"`: with every message, for outputs whose shape depends on the data.
+        deallocate: drop a stage's output once it is sent; its graph stays.
+        device: where stages live; None: the current CUDA device under NCCL, else the CPU.
+        timeout: seconds that a rank may wait for one message before the watchdog reports a stall.
+        monitor: run the watchdog thread (several processes only).
+        microbatch_sizes: rows of each micro-batch; None: as even as possible, larger ones first.
+        fault: a fault to make on purpose (any object with `kind` and its values, see runtime/faults.py).
+        trace: measure with CUDA events on a GPU (on a CPU every step is measured).
+    """
+
+    transport: Literal["individual", "batched"] = "individual"
+    overlap_p2p: bool = True
+    receive_depth: int = 2
+    shapes: Literal["once", "each"] = "once"
+    deallocate: bool = True
+    device: torch.device | None = None
+    timeout: float = 300.0
+    monitor: bool = True
+    microbatch_sizes: tuple[int, ...] | None = None
+    fault: Any = None
+    trace: bool = False
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.transport not in ("individual", "batched"):
+            problems.append(f"transport is {self.transport!r}; it must be 'individual' or 'batched'")
+        if self.shapes not in ("once", "each"):
+            problems.append(f"shapes is {self.shapes!r}; it must be 'once' or 'each'")
+        if self.receive_depth < 1:
+            problems.append(f"receive_depth is {self.receive_depth}; it must be at least 1")
+        if not self.timeout > 0:
+            problems.append(f"timeout is {self.timeout}; it must be above 0 seconds")
+        if problems:
+            raise ConfigError(problems)
