@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeloom.schedule.actions import Action, Cell
-from pipeloom.schedule.channels import Channel, Message, batched_plan, posting_plan, smallest_depths, traffic
+from pipeloom.schedule.channels import Channel, Entry, Message, batched_plan, posting_plan, traffic
 from pipeloom.schedule.model import Schedule, parts
 from pipeloom.runtime.options import RuntimeOptions
 
@@ -33,11 +33,18 @@ class Step:
 
 @dataclass(frozen=True)
 class RankProgram:
-    """What one rank runs in a step, and the channels that it takes part in, in an order that all ranks share."""
+    """What one rank runs in a step.
+
+    Attributes:
+        steps: in order.
+        channels: those that the rank takes part in, sorted, so that all ranks create them in one order.
+        acknowledges: a message received -> the rank's own sends that must have arrived by then, because the peer's program
+            uses them before it makes that message. So send buffers are released without asking the network.
+    """
 
     steps: tuple[Step, ...]
     channels: tuple[Channel, ...]
-    depths: dict[Channel, int]
+    acknowledges: dict[Message, tuple[Message, ...]]
 
 
 def lower(schedule: Schedule, rank: int, options: RuntimeOptions) -> RankProgram:
@@ -58,8 +65,29 @@ def lower(schedule: Schedule, rank: int, options: RuntimeOptions) -> RankProgram
         sends = tuple(_of(action, entry.sends, schedule, incoming=False) for action in actions)
         steps.append(Step(at, entry.cell, actions, posts, receives, sends))
     channels = sorted({m.channel for entry in mine for m in (*entry.receives, *entry.sends)})
-    least = smallest_depths(mine)
-    return RankProgram(tuple(steps), tuple(channels), {c: max(options.receive_depth, d) for c, d in least.items()})
+    return RankProgram(tuple(steps), tuple(channels), _acknowledges(programs, rank))
+
+
+def _acknowledges(programs: tuple[tuple[Entry, ...], ...], rank: int) -> dict[Message, tuple[Message, ...]]:
+    peers = {m.channel.destination for entry in programs[rank] for m in entry.sends}
+    used_at: dict[int, list[tuple[int, Message]]] = {}
+    made_at: dict[Message, int] = {}
+    for peer in peers:
+        entries = enumerate(programs[peer])
+        used_at[peer] = [(at, m) for at, entry in entries for m in entry.receives if m.channel.source == rank]
+        made_at |= {m: at for at, entry in enumerate(programs[peer]) for m in entry.sends if m.channel.destination == rank}
+    next_use = dict.fromkeys(peers, 0)
+    result: dict[Message, tuple[Message, ...]] = {}
+    for entry in programs[rank]:
+        for message in entry.receives:
+            peer = message.channel.source
+            released = []
+            uses = used_at.get(peer, [])
+            while next_use.get(peer, 0) < len(uses) and uses[next_use[peer]][0] <= made_at[message]:
+                released.append(uses[next_use[peer]][1])
+                next_use[peer] += 1
+            result[message] = tuple(released)
+    return result
 
 
 def forward_only(schedule: Schedule, microbatches: int | None = None) -> Schedule:
