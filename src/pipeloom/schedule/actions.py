@@ -47,8 +47,8 @@ class Pair(NamedTuple):
 
 Cell = Action | Pair
 
-_ACTION = re.compile(r"(\d+)(F|B|I|W)(\d+)")
-_PAIR = re.compile(r"\((\d+F\d+);(\d+[BI]\d+)\)(?:OVERLAP_F_B)?")
+_ACTION = re.compile(r"(\d{1,9})(F|B|I|W)(\d{1,9})", re.ASCII)
+_PAIR = re.compile(r"\((\d{1,9}F\d{1,9});(\d{1,9}[BI]\d{1,9})\)(?:OVERLAP_F_B)?")
 _COMMUNICATION = re.compile(r"\d+(SEND|RECV|UNSHARD|RESHARD|REDUCE)")
 
 

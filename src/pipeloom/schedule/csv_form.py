@@ -1,0 +1,129 @@
+"""The CSV form: one row a rank, one action or pair a cell, as `torch.distributed.pipelining` reads and writes it.
+
+A row says nothing about the number of micro-batches or about where a stage belongs, so that both are derived: m is the number
+of micro-batches that most stages have, and a stage's rank is the one that holds most of its actions. What disagrees with the
+majority is then refused by name, here or by `check`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from typing import NamedTuple
+
+from pipeloom.errors import ScheduleError
+from pipeloom.schedule.actions import Action, Cell, parse_cell
+from pipeloom.schedule.model import Schedule, parts
+
+_REDUCE = re.compile(r"\d+REDUCE_GRAD")
+_COMMUNICATION = re.compile(r"\d+(SEND|RECV|UNSHARD|RESHARD)")
+
+
+class _Place(NamedTuple):
+    """Where a cell stands in the text; line and column count from 1."""
+
+    line: int
+    column: int
+
+
+def to_csv(schedule: Schedule) -> str:
+    """One line a rank, its cells in program order, without idle cells; `from_csv` and torch read it.
+
+    Raises ScheduleError for a schedule with two routes, which this form cannot say.
+    """
+    if len(schedule.routes) > 1:
+        raise ScheduleError(
+            f"{schedule.name} has {len(schedule.routes)} routes, and the CSV form cannot say which micro-batch takes which; "
+            "write it as JSON (--json)"
+        )
+    return "".join(",".join(map(str, program)) + "\n" for program in schedule.programs)
+
+
+def from_csv(text: str, name: str = "csv", source: str | None = None) -> Schedule:
+    """The schedule that `text` writes, with one route through all stages in order; `check` is the caller's to run.
+
+    Empty cells are idle and are left out; spaces around a cell, quotes, trailing commas and empty lines at the end do not
+    matter. torch's `sREDUCE_GRAD` is left out too: gradients are always reduced after a stage's last backward.
+
+    Args:
+        name: the schedule's name.
+        source: the file, for messages.
+
+    Raises:
+        ScheduleError: with file:line:column, for a cell that is no action (torch's sends and receives among them) and for a
+            stage or micro-batch that only some rows know.
+    """
+    where = source or name
+    rows, places = _read(text, where)
+    every = [
+        (action, places[r][i]) for r, row in enumerate(rows) for i, cell in enumerate(row) for action in parts(cell)
+    ]
+    if not every:
+        raise ScheduleError(f"{where}: it holds no action")
+    stages = len({action.stage for action, _ in every})
+    microbatches = _microbatches([action for action, _ in every])
+    for action, place in every:
+        for what, value, count in (
+            ("stage", action.stage, stages),
+            ("micro-batch", action.microbatch, microbatches),
+        ):
+            if value >= count:
+                raise ScheduleError(
+                    f"{where}:{place.line}:{place.column}: {action} names {what} {value} of {count} (0..{count - 1}); "
+                    f"{'most stages run' if what == 'micro-batch' else 'the file names'} {count}"
+                )
+    try:
+        return Schedule.of(rows, placement=_placement(rows, stages), microbatches=microbatches, name=name)
+    except ScheduleError as error:
+        raise ScheduleError(f"{where}: {error}") from None
+
+
+def _read(text: str, where: str) -> tuple[list[list[Cell]], list[list[_Place]]]:
+    """Each rank's cells and where they stand."""
+    rows: list[list[Cell]] = []
+    places: list[list[_Place]] = []
+    for line, content in enumerate(text.removeprefix("\ufeff").rstrip().splitlines(), start=1):
+        row: list[Cell] = []
+        row_places: list[_Place] = []
+        column = 1
+        for piece in content.split(","):
+            word = piece.strip().strip('"').strip()
+            if word and not _REDUCE.fullmatch(word):
+                place = _Place(line, column + len(piece) - len(piece.lstrip()))
+                row.append(_cell(word, f"{where}:{place.line}:{place.column}"))
+                row_places.append(place)
+            column += len(piece) + 1
+        rows.append(row)
+        places.append(row_places)
+    return rows, places
+
+
+def _cell(word: str, where: str) -> Cell:
+    if _COMMUNICATION.match(word):
+        raise ScheduleError(
+            f"{where}: {word} is a communication; sends and receives are derived here, so export the schedule without "
+            'them (in torch: format="compute_only")'
+        )
+    try:
+        return parse_cell(word)
+    except ScheduleError as error:
+        raise ScheduleError(f"{where}: {error}") from None
+
+
+def _microbatches(actions: list[Action]) -> int:
+    """m: how many micro-batches go forward through most of the stages; of two that are equally common, the larger."""
+    seen: dict[int, set[int]] = defaultdict(set)
+    forwards = [action for action in actions if action.kind == "F"]
+    for action in forwards or actions:
+        seen[action.stage].add(action.microbatch)
+    return max(Counter(map(len, seen.values())).items(), key=lambda item: (item[1], item[0]))[0]
+
+
+def _placement(rows: list[list[Cell]], stages: int) -> list[int]:
+    """stage -> the rank with most of its actions; the first of two with equally many."""
+    votes: list[Counter[int]] = [Counter() for _ in range(stages)]
+    for rank, row in enumerate(rows):
+        for cell in row:
+            for action in parts(cell):
+                votes[action.stage][rank] += 1
+    return [vote.most_common(1)[0][0] for vote in votes]

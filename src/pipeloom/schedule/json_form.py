@@ -1,0 +1,140 @@
+"""The JSON form: everything that a Schedule says, routes and options included."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+from pipeloom.errors import ScheduleError, UsageError
+from pipeloom.schedule.model import Schedule
+
+FORMAT = "pipeloom.schedule/1"
+
+
+def to_dict(schedule: Schedule) -> dict[str, Any]:
+    """The keys of the JSON form, ready for `json.dumps`: format, name, options, ranks, microbatches, placement (stage -> rank),
+    routes, route_of (micro-batch -> route), programs (rank -> cells as in the CSV form)."""
+    return {
+        "format": FORMAT,
+        "name": schedule.name,
+        "options": {key: _plain(value) for key, value in schedule.options},
+        "ranks": schedule.ranks,
+        "microbatches": schedule.microbatches,
+        "placement": list(schedule.placement),
+        "routes": [list(route) for route in schedule.routes],
+        "route_of": list(schedule.route_of),
+        "programs": [[str(cell) for cell in program] for program in schedule.programs],
+    }
+
+
+def to_json(schedule: Schedule) -> str:
+    """`to_dict` as text, one line."""
+    return json.dumps(to_dict(schedule), allow_nan=False) + "\n"
+
+
+def from_json(text: str, source: str = "json") -> Schedule:
+    """The schedule that `text` writes; keys that are not of the form are ignored, and `check` is the caller's to run.
+
+    Args:
+        source: the file, for messages.
+
+    Raises:
+        UsageError: no JSON (with file:line:column), another format, a missing key, a value of the wrong type.
+        ScheduleError: a cell that is no action, or a rank, stage, route or micro-batch out of range.
+    """
+    try:
+        found = json.loads(text.removeprefix("\ufeff"))
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{source}:{error.lineno}:{error.colno}: this is not JSON: {error.msg}") from None
+    if not isinstance(found, dict):
+        raise UsageError(f"{source}: a schedule is a JSON object, and this is a {type(found).__name__}")
+    if found.get("format") != FORMAT:
+        raise UsageError(f"{source}: format is {found.get('format')!r}; this version reads {FORMAT!r}")
+    programs = _programs(found, source)
+    ranks = _whole(found, "ranks", source, default=len(programs))
+    if ranks != len(programs):
+        raise ScheduleError(f"{source}: ranks is {ranks}, and there are programs for {len(programs)}")
+    microbatches = _whole(found, "microbatches", source)
+    placement = _wholes(_key(found, "placement", source), "placement", source)
+    cells = sum(map(len, programs))
+    if microbatches * len(placement) > 4 * cells:
+        raise ScheduleError(
+            f"{source}: {cells} actions are too few for {microbatches} micro-batches through {len(placement)} stages"
+        )
+    name, options = found.get("name", "json"), found.get("options", {})
+    if not isinstance(name, str) or not isinstance(options, dict):
+        raise UsageError(f"{source}: name must be a text and options an object")
+    try:
+        return Schedule.of(
+            programs,
+            placement=placement,
+            microbatches=microbatches,
+            name=name,
+            options={key: _frozen(value) for key, value in options.items()},
+            routes=_routes(found, source),
+            route_of=_wholes(found["route_of"], "route_of", source) if "route_of" in found else None,
+        )
+    except ScheduleError as error:
+        raise ScheduleError(f"{source}: {error}") from None
+
+
+def _key(found: dict[str, Any], key: str, source: str) -> Any:
+    if key not in found:
+        raise UsageError(f"{source}: the key {key!r} is missing")
+    return found[key]
+
+
+def _whole(found: dict[str, Any], key: str, source: str, default: int | None = None) -> int:
+    value = found.get(key, default) if default is not None else _key(found, key, source)
+    return _wholes([value], key, source)[0]
+
+
+def _wholes(value: Any, key: str, source: str) -> list[int]:
+    if not isinstance(value, list):
+        raise UsageError(f"{source}: {key} must be a list of whole numbers, not {value!r:.60}")
+    for item in value:
+        if not isinstance(item, int) or isinstance(item, bool):
+            raise UsageError(f"{source}: {key} holds {item!r:.60}, which is not a whole number")
+    return value
+
+
+def _routes(found: dict[str, Any], source: str) -> list[list[int]] | None:
+    if "routes" not in found:
+        return None
+    routes = found["routes"]
+    if not isinstance(routes, list) or not routes:
+        raise UsageError(f"{source}: routes must be a list of lists of stages, not {routes!r:.60}")
+    return [_wholes(route, "routes", source) for route in routes]
+
+
+def _programs(found: dict[str, Any], source: str) -> list[list[str]]:
+    programs = _key(found, "programs", source)
+    if not isinstance(programs, list) or not all(isinstance(program, list) for program in programs):
+        raise UsageError(f"{source}: programs must be one list of cells for each rank")
+    for rank, program in enumerate(programs):
+        for at, cell in enumerate(program):
+            if not isinstance(cell, str):
+                raise UsageError(f'{source}: rank {rank}, action {at}: {cell!r:.60} is not a text such as "0F0"')
+    return programs
+
+
+def _plain(value: Any) -> Any:
+    """An option as JSON can say it: tuples as lists, a dataclass as an object, what is not finite as null."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {spec.name: _plain(getattr(value, spec.name)) for spec in dataclasses.fields(value)}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)
+
+
+def _frozen(value: Any) -> Any:
+    """An option as a Schedule can hold and hash it: lists as tuples, objects as tuples of (key, value)."""
+    if isinstance(value, list):
+        return tuple(_frozen(item) for item in value)
+    if isinstance(value, dict):
+        return tuple((key, _frozen(item)) for key, item in sorted(value.items()))
+    return value
