@@ -1,0 +1,31 @@
+"""Typed configuration: TOML files, overrides, model sizes, and the layout that they resolve to. Needs no torch."""
+
+from pipeloom.config.dump import to_toml
+from pipeloom.config.fault import Fault, parse_fault
+from pipeloom.config.layout import Layout, even_sizes, resolve, stage_costs
+from pipeloom.config.load import load, load_layout
+from pipeloom.config.overrides import split_arguments
+from pipeloom.config.sections import SECTIONS, Config, ModelSection
+from pipeloom.config.sizes import LayerSize, layer_sizes, parameter_count, training_flops
+from pipeloom.config.stages_text import parse_stages
+
+__all__ = [
+    "SECTIONS",
+    "Config",
+    "Fault",
+    "LayerSize",
+    "Layout",
+    "ModelSection",
+    "even_sizes",
+    "layer_sizes",
+    "load",
+    "load_layout",
+    "parameter_count",
+    "parse_fault",
+    "parse_stages",
+    "resolve",
+    "split_arguments",
+    "stage_costs",
+    "to_toml",
+    "training_flops",
+]

@@ -1,0 +1,111 @@
+"""What must hold between keys. A check says which keys it reads, and is left out when one of those is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+
+from pipeloom.config.sections import Config
+
+Check = Callable[[Config], Iterator[str]]
+_CHECKS: list[tuple[tuple[str, ...], Check]] = []
+
+
+def _reads(*keys: str) -> Callable[[Check], Check]:
+    def register(check: Check) -> Check:
+        _CHECKS.append((keys, check))
+        return check
+
+    return register
+
+
+def cross_problems(config: Config, wrong: Collection[str] = ()) -> list[str]:
+    """A sentence for each contradiction between keys; checks that read one of the `wrong` keys are skipped."""
+    return [
+        sentence
+        for keys, check in _CHECKS
+        if not any(key in wrong or key.partition(".")[0] in wrong for key in keys)
+        for sentence in check(config)
+    ]
+
+
+@_reads("model.hidden_size", "model.num_attention_heads")
+def _heads_divide(config: Config) -> Iterator[str]:
+    hidden, heads = config.model.hidden_size, config.model.num_attention_heads
+    valid = [n for n in range(1, hidden + 1) if hidden % n == 0 and hidden // n % 2 == 0]
+    if heads not in valid:
+        rest = (
+            f"leaves {hidden % heads}"
+            if hidden % heads
+            else "leaves heads of odd width, which rotary positions cannot turn"
+        )
+        yield (
+            f"model.num_attention_heads = {heads}: model.hidden_size {hidden} divided by it {rest}; "
+            f"{_nearest(heads, valid) if valid else 'make the hidden size even'}"
+        )
+
+
+@_reads("model.num_attention_heads", "model.num_key_value_heads")
+def _groups_divide(config: Config) -> Iterator[str]:
+    heads, key_value = config.model.num_attention_heads, config.model.num_key_value_heads
+    if heads % key_value:
+        yield (
+            f"model.num_key_value_heads = {key_value}: it must divide model.num_attention_heads {heads}; "
+            f"{_nearest(key_value, [n for n in range(1, heads + 1) if heads % n == 0])}"
+        )
+
+
+@_reads("model.vocab_size", "data.tokenizer")
+def _vocabulary_holds_bytes(config: Config) -> Iterator[str]:
+    if config.data.tokenizer == "bytes" and config.model.vocab_size < 256:
+        yield f"model.vocab_size = {config.model.vocab_size}: the byte tokenizer has 256 tokens; nearest: 256"
+
+
+@_reads("parallel")
+def _axes_of_later(config: Config) -> Iterator[str]:
+    names = {"dp": "data", "tp": "tensor", "sp": "sequence", "ep": "expert"}
+    for axis, word in names.items():
+        degree = getattr(config.parallel, axis)
+        if degree > 1:
+            yield f"parallel.{axis} = {degree}: {word} parallelism is not there yet, it comes in a later version; use 1"
+
+
+@_reads("train.global_batch_size", "parallel.dp", "schedule.microbatches")
+def _batch_is_large_enough(config: Config) -> Iterator[str]:
+    batch, dp, m = config.train.global_batch_size, config.parallel.dp, config.schedule.microbatches
+    if batch < dp * m:
+        yield (
+            f"train.global_batch_size = {batch}: {m} micro-batches on {dp} data-parallel replica{'s' * (dp > 1)} need "
+            f"at least "
+            f"{dp * m} sequences; set it to {dp * m}"
+            + (f", or schedule.microbatches to {batch // dp}" if batch >= dp else "")
+        )
+    elif batch % dp:
+        yield f"train.global_batch_size = {batch}: parallel.dp {dp} must divide it; nearest: {round(batch / dp) * dp}"
+
+
+@_reads("optimizer.lr", "optimizer.min_lr")
+def _rates_fall(config: Config) -> Iterator[str]:
+    lr, low = config.optimizer.lr, config.optimizer.min_lr
+    if low > lr:
+        yield f"optimizer.min_lr = {low}: it must not be above optimizer.lr {lr}; nearest: {lr}"
+
+
+@_reads("data.source")
+def _source_exists(config: Config) -> Iterator[str]:
+    source = config.data.source
+    if source != "stdlib" and not Path(source).expanduser().exists():
+        yield f'data.source = "{source}": there is no such file or folder; "stdlib" is Python\'s own source'
+
+
+@_reads("log.dir")
+def _log_is_folder(config: Config) -> Iterator[str]:
+    path = Path(config.log.dir).expanduser()
+    if path.exists() and not path.is_dir():
+        yield f'log.dir = "{config.log.dir}": it is a file, not a folder'
+
+
+def _nearest(value: int, valid: list[int]) -> str:
+    below = [n for n in valid if n < value][-1:]
+    above = [n for n in valid if n > value][:1]
+    return "nearest: " + " or ".join(map(str, below + above))

@@ -1,0 +1,154 @@
+"""The layout: a configuration made concrete. Its schedule, the layers of each stage, the sizes of the micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import groupby
+
+from pipeloom.config.balance import balance
+from pipeloom.config.cross_checks import cross_problems
+from pipeloom.config.fault import Fault, fault_problem, parse_fault
+from pipeloom.config.problems import shown
+from pipeloom.config.schedules import make_schedule
+from pipeloom.config.sections import Config
+from pipeloom.config.sizes import layer_sizes
+from pipeloom.config.stages_text import parse_stages
+from pipeloom.errors import ConfigError, ScheduleError, UsageError
+from pipeloom.schedule import Schedule, check
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What every worker runs, the same value on each.
+
+    Attributes:
+        config: the configuration that it came from.
+        schedule: checked.
+        stage_layers: position in a route -> number of layers, of [embedding, blocks …, norm and output].
+        microbatch_sizes: sequences of each micro-batch of one data-parallel replica, larger ones first.
+        world_size: workers.
+        notes: sentences about what is uneven, to be printed.
+        fault: a failure to make on purpose, or None.
+    """
+
+    config: Config
+    schedule: Schedule
+    stage_layers: tuple[int, ...]
+    microbatch_sizes: tuple[int, ...]
+    world_size: int
+    notes: tuple[str, ...]
+    fault: Fault | None = None
+
+
+def resolve(config: Config) -> Layout:
+    """The layout of `config`. Raises ConfigError with all problems, ScheduleError for a schedule that cannot run."""
+    layout, problems = examine(config)
+    if problems or layout is None:
+        raise ConfigError(problems)
+    return layout
+
+
+def examine(config: Config, wrong: Collection[str] = ()) -> tuple[Layout | None, list[str]]:
+    """(the layout or None, a sentence for each problem). What depends on a `wrong` key is not looked at.
+
+    Raises ScheduleError when the schedule cannot run and nothing else is the matter.
+    """
+    problems = cross_problems(config, wrong)
+    if wrong and any(key.partition(".")[0] in ("schedule", "parallel") for key in wrong):
+        return None, problems
+    broken: ScheduleError | None = None
+    schedule: Schedule | None = None
+    try:
+        schedule = make_schedule(config)
+        check(schedule, transport=config.schedule.transport, overlap_p2p=config.schedule.overlap_p2p)
+    except ConfigError as error:
+        problems += error.problems
+    except UsageError as error:
+        problems.append(f'schedule.name = "{config.schedule.name}": {error}')
+    except ScheduleError as error:
+        broken = error
+    stage_layers: tuple[int, ...] = ()
+    if schedule is not None:
+        stage_problems, stage_layers = _stage_layers(config, schedule, wrong)
+        problems += stage_problems
+    if schedule is not None and broken is None and "debug.fault" not in wrong:
+        problems += _fault_problems(config, schedule)
+    if broken is not None and not problems:
+        raise broken
+    if schedule is None or problems or wrong:
+        return None, problems
+    sizes = even_sizes(config.train.global_batch_size // config.parallel.dp, schedule.microbatches)
+    return Layout(
+        config=config,
+        schedule=schedule,
+        stage_layers=stage_layers,
+        microbatch_sizes=sizes,
+        world_size=config.parallel.pp * config.parallel.dp * config.parallel.tp,
+        notes=tuple(_notes(config, stage_layers, sizes)),
+        fault=parse_fault(config.debug.fault),
+    ), []
+
+
+def even_sizes(total: int, parts: int) -> tuple[int, ...]:
+    """`total` in `parts` as even as possible, larger ones first: micro-batch i gets total // parts, and one more if
+    i < total % parts."""
+    base, larger = divmod(total, parts)
+    return (base + 1,) * larger + (base,) * (parts - larger)
+
+
+def stage_costs(config: Config, stage_layers: tuple[int, ...]) -> list[int]:
+    """Forward and backward FLOPs of one sequence at each position."""
+    sizes = layer_sizes(config.model, config.train.seq_len)
+    costs, start = [], 0
+    for count in stage_layers:
+        costs.append(sum(size.flops for size in sizes[start : start + count]))
+        start += count
+    return costs
+
+
+def _stage_layers(config: Config, schedule: Schedule, wrong: Collection[str]) -> tuple[list[str], tuple[int, ...]]:
+    if any(key.startswith("model") for key in wrong):
+        return [], ()
+    blocks, stages = config.model.num_hidden_layers, schedule.positions
+    if config.parallel.stages:
+        try:
+            return [], tuple(parse_stages(config.parallel.stages, blocks, stages))
+        except UsageError as error:
+            return [f"parallel.stages = {shown(config.parallel.stages)}: {error}"], ()
+    if stages > blocks:
+        return [
+            f"model.num_hidden_layers = {blocks}: the schedule has {stages} stages, more than layers; "
+            f"nearest: {stages} layers, or fewer ranks or chunks (now {schedule.ranks} ranks of {schedule.chunks})"
+        ], ()
+    sizes = layer_sizes(config.model, config.train.seq_len)
+    return [], tuple(balance([size.flops for size in sizes], stages))
+
+
+def _fault_problems(config: Config, schedule: Schedule) -> list[str]:
+    fault = parse_fault(config.debug.fault)
+    problem = fault_problem(fault, schedule, config.train.steps) if fault is not None else None
+    return [f"debug.fault = {shown(config.debug.fault)}: {problem}"] if problem else []
+
+
+def _notes(config: Config, stage_layers: tuple[int, ...], sizes: tuple[int, ...]) -> list[str]:
+    notes = []
+    blocks = list(stage_layers)
+    blocks[0] -= 1
+    blocks[-1] -= 1
+    if len(set(blocks)) > 1:
+        costs = stage_costs(config, stage_layers)
+        worst = max(costs) * len(costs) / sum(costs)
+        what = " ".join(map(str, blocks))
+        notes.append(
+            f"uneven stages: {what} blocks; the largest costs {worst:.2f} times the mean (embedding and output counted)"
+        )
+    if 0 in stage_layers:
+        empty = [str(at) for at, count in enumerate(stage_layers) if count == 0]
+        notes.append(f"stages without layers, as parallel.stages asks: {', '.join(empty)}")
+    if len(set(sizes)) > 1:
+        runs = " and ".join(f"{len(list(group))} of {size}" for size, group in groupby(sizes))
+        notes.append(f"uneven micro-batches: {sum(sizes)} sequences in {len(sizes)}: {runs}; each counts by its tokens")
+    if config.optimizer.warmup_steps > config.train.steps:
+        notes.append(f"warm-up takes {config.optimizer.warmup_steps} steps, training stops after {config.train.steps}")
+    return notes

@@ -1,0 +1,114 @@
+"""Loads a configuration: the package's default, a file and what it extends, then overrides; all problems in one error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from pipeloom.config.files import Merged, built_in, lay_file
+from pipeloom.config.layout import Layout, examine
+from pipeloom.config.overrides import nested
+from pipeloom.config.problems import sentences
+from pipeloom.config.schedules import is_file, read_schedule
+from pipeloom.config.sections import Config
+from pipeloom.errors import ConfigError, PipeloomError
+
+
+def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
+    """The configuration of a file (None: the package's default) with `overrides` ("section.key" -> value) on top.
+
+    Raises ConfigError with every problem of every key; contradictions between keys are `resolve`'s to find.
+    """
+    merged = merge(path, overrides)
+    config, problems, _ = _validate(merged)
+    if problems or config is None:
+        raise ConfigError(list(problems.values()))
+    return config
+
+
+def load_layout(
+    path: str | Path | None = None, overrides: Mapping[str, Any] | None = None, *, world_size: int | None = None
+) -> Layout:
+    """`resolve(load(path, overrides))` with the problems of both in one ConfigError.
+
+    `world_size` is the number of workers that somebody else started (torchrun); another number than the layout's is a
+    problem too. Raises ScheduleError when all keys are fine and the schedule cannot run.
+    """
+    merged = merge(path, overrides)
+    config, wrong, fallback = _validate(merged)
+    problems = list(wrong.values())
+    if config is None and fallback is None:
+        raise ConfigError(problems)
+    chosen = config or fallback
+    assert chosen is not None
+    try:
+        layout, more = examine(chosen, wrong)
+    except PipeloomError:
+        if problems:
+            raise ConfigError(problems) from None
+        raise
+    problems += more
+    if world_size is not None and not any(key.startswith("parallel") for key in wrong):
+        problems += _world_problems(chosen, world_size)
+    if problems or layout is None:
+        raise ConfigError(problems)
+    return layout
+
+
+def merge(path: str | Path | None, overrides: Mapping[str, Any] | None = None) -> Merged:
+    """The merged tables, not validated. Raises ConfigError for files that cannot be read."""
+    merged = Merged()
+    merged.lay(built_in("default"), "default", default=True)
+    if path is not None and str(path) != "default":
+        lay_file(merged, path)
+    for key, value in (overrides or {}).items():
+        merged.lay(nested({key: value}), f"--{key}")
+    _adopt_file_sizes(merged)
+    return merged
+
+
+def _adopt_file_sizes(merged: Merged) -> None:
+    """A schedule file knows its ranks and micro-batches: they replace the default's, not what the user gave."""
+    schedule, parallel = merged.values.get("schedule"), merged.values.get("parallel")
+    if not isinstance(schedule, dict) or not isinstance(parallel, dict):
+        return
+    name = schedule.get("name")
+    if not isinstance(name, str) or not is_file(name) or not Path(name).is_file():
+        return
+    made = read_schedule(name)
+    if "parallel.pp" not in merged.given:
+        parallel["pp"] = made.ranks
+    if "schedule.microbatches" not in merged.given:
+        schedule["microbatches"] = made.microbatches
+
+
+def _validate(merged: Merged) -> tuple[Config | None, dict[str, str], Config | None]:
+    """(the configuration or None, key -> problem, the configuration with wrong keys set back to the default's)."""
+    try:
+        return Config.model_validate(merged.values), {}, None
+    except ValidationError as error:
+        problems = sentences(error, merged.values, merged.origins)
+    default = built_in("default")
+    repaired: dict[str, Any] = {section: dict(table) for section, table in default.items()}
+    for section, table in merged.values.items():
+        if section in default and isinstance(table, dict):
+            sound = {key: value for key, value in table.items() if f"{section}.{key}" not in problems}
+            repaired[section] |= sound
+    try:
+        return None, problems, Config.model_validate(repaired)
+    except ValidationError:
+        return None, problems, None
+
+
+def _world_problems(config: Config, world_size: int) -> list[str]:
+    parallel = config.parallel
+    needed = parallel.pp * parallel.dp * parallel.tp
+    if needed == world_size:
+        return []
+    return [
+        f"parallel.pp = {parallel.pp}: pp {parallel.pp} x dp {parallel.dp} x tp {parallel.tp} needs {needed} workers, "
+        f"but WORLD_SIZE is {world_size}; start {needed} workers, or set parallel.pp = {world_size}"
+    ]

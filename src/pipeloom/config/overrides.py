@@ -1,0 +1,109 @@
+"""`--section.key value` and `--section.key=value`: flags for every key of the configuration."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from typing import Any
+
+from pipeloom.config.sections import SECTIONS
+from pipeloom.errors import UsageError, did_you_mean
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
+    """(path of the configuration or None, dotted key -> value) from a command's arguments.
+
+    A value is read as TOML, else taken as text. A switch (a key that is true or false) may stand alone. Raises
+    UsageError for a second path, a flag without a dot, or one without its value.
+    """
+    path: str | None = None
+    overrides: dict[str, Any] = {}
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-"):
+            if path is not None:
+                raise UsageError(
+                    f"two configurations are named, {path!r} and {word!r}; give one, and flags as --section.key value"
+                )
+            path = word
+            continue
+        flag, equals, text = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or "." not in flag:
+            raise UsageError(f"there is no option {word!r}{_near_flag(flag)}")
+        if not equals:
+            if rest and not rest[0].startswith("--") and not (_is_switch(flag) and not _is_truth(rest[0])):
+                text = rest.pop(0)
+            elif _is_switch(flag):
+                text = "true"
+            else:
+                raise UsageError(f"--{flag} needs a value: --{flag} VALUE")
+        overrides[flag.replace("-", "_")] = parse_value(flag.replace("-", "_"), text)
+    return path, overrides
+
+
+def parse_value(key: str, text: str) -> Any:
+    """The value that `text` stands for: what TOML reads, else the text; always text for a key that holds text."""
+    kind = _annotation(key)
+    if kind is bool and _is_truth(text):
+        return text.lower() == "true"
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+        if kind not in (str, None):
+            value = _number(text)
+    if _is_text(key) and not isinstance(value, str):
+        return text
+    return value
+
+
+def nested(overrides: dict[str, Any]) -> dict[str, Any]:
+    """section -> key -> value (and deeper for a key that is a table) from dotted keys."""
+    tables: dict[str, Any] = {}
+    for dotted, value in overrides.items():
+        table = tables
+        *path, last = dotted.split(".")
+        for part in path:
+            inner = table.setdefault(part, {})
+            if not isinstance(inner, dict):
+                raise UsageError(f"--{dotted}: {part} was given a value of its own before")
+            table = inner
+        table[last] = value
+    return tables
+
+
+def _number(text: str) -> Any:
+    for read in (int, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _is_truth(text: str) -> bool:
+    return text.lower() in ("true", "false")
+
+
+def _annotation(key: str) -> Any:
+    section, _, name = key.partition(".")
+    field = SECTIONS[section].model_fields.get(name) if section in SECTIONS else None
+    return field.annotation if field is not None else None
+
+
+def _is_switch(key: str) -> bool:
+    return _annotation(key.replace("-", "_")) is bool
+
+
+def _is_text(key: str) -> bool:
+    kind = _annotation(key)
+    return kind is str or all(isinstance(value, str) for value in getattr(kind, "__args__", (0,)))
+
+
+def _near_flag(flag: str) -> str:
+    known = [f"--{section}.{key}" for section, model in SECTIONS.items() for key in model.model_fields]
+    ends = [name for name in known if name.endswith(f".{flag.replace('-', '_')}")]
+    if ends:
+        return f"; did you mean {' or '.join(map(repr, ends))}?"
+    return did_you_mean(f"--{flag}", known) if "." in flag else "; a key is given as --section.key value"

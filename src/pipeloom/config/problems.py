@@ -1,0 +1,94 @@
+"""Turns pydantic's errors into Pipeloom's sentences: key, value, where it was set, and the nearest valid ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from pipeloom.config.sections import SECTIONS
+from pipeloom.errors import did_you_mean
+
+_KINDS = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text in quotes",
+    "dict_type": "a table",
+    "model_type": "a table",
+    "tuple_type": "a list",
+    "finite_number": "a finite number",
+}
+
+
+def key_words(key: str, value: Any, origins: Mapping[str, str]) -> str:
+    """`train.steps = 0 (in run.toml)`: how every problem begins. Nothing is said of where for a default."""
+    origin = origins.get(key) or origins.get(key.rpartition(".")[0], "")
+    where = f" (in {origin})" if origin and origin != "default" and not origin.startswith("--") else ""
+    return f"{key} = {shown(value)}{where}"
+
+
+def shown(value: Any) -> str:
+    """`value` as TOML writes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def sentences(error: ValidationError, values: Mapping[str, Any], origins: Mapping[str, str]) -> dict[str, str]:
+    """ "section.key" -> the sentence for it, one for each key that pydantic refuses."""
+    found: dict[str, str] = {}
+    for detail in error.errors(include_url=False):
+        path = [str(part) for part in detail["loc"]]
+        key = ".".join(path[:2])
+        sentence = _sentence(dict(detail), path, values, origins)
+        found.setdefault(key, sentence)
+    return found
+
+
+def _sentence(detail: dict[str, Any], path: list[str], values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
+    kind, limits = detail["type"], detail.get("ctx", {})
+    key = ".".join(path[:2])
+    value: Any = values
+    for part in path:
+        value = value.get(part) if isinstance(value, Mapping) else value[int(part)] if part.isdigit() else None
+    start = key_words(key, value, origins)
+    if kind == "extra_forbidden":
+        return _unknown(path, start)
+    if kind == "missing":
+        return f"{key} is missing"
+    if kind == "literal_error":
+        choices = [choice.strip("'") for choice in limits["expected"].replace(" or ", ", ").split(", ")]
+        near = did_you_mean(str(value), choices)
+        return f"{start}: it must be {limits['expected']}{near if near.startswith('; did') else ''}"
+    if kind in ("greater_than_equal", "less_than_equal"):
+        side, limit = ("at least", limits["ge"]) if kind == "greater_than_equal" else ("at most", limits["le"])
+        return f"{start}: it must be {side} {limit}; nearest: {limit}"
+    if kind in ("greater_than", "less_than"):
+        return (
+            f"{start}: it must be {'above' if kind == 'greater_than' else 'below'} {limits.get('gt', limits.get('lt'))}"
+        )
+    if kind in ("too_long", "too_short", "missing_argument"):
+        return f"{start}: it must hold {limits.get('max_length', limits.get('min_length'))} values"
+    if kind == "string_too_short":
+        return f"{start}: it must not be empty"
+    if kind == "value_error":
+        return f"{start}: {detail['msg'].removeprefix('Value error, ')}"
+    wanted = _KINDS.get(kind)
+    return f"{start}: it must be {wanted}" if wanted else f"{start}: {detail['msg'].lower()}"
+
+
+def _unknown(path: list[str], start: str) -> str:
+    name = path[-1]
+    if len(path) == 1:
+        elsewhere = [section for section, model in SECTIONS.items() if name in model.model_fields]
+        if elsewhere:
+            return f"{start}: keys belong to a section; did you mean {elsewhere[0]}.{name}?"
+        return f"there is no section [{name}]{did_you_mean(name, SECTIONS)}"
+    elsewhere = [f"{section}.{name}" for section, model in SECTIONS.items() if name in model.model_fields]
+    near = did_you_mean(name, SECTIONS[path[0]].model_fields)
+    if elsewhere and not near.startswith("; did"):
+        near = f"; did you mean {' or '.join(elsewhere)}?"
+    return f"{start}: there is no such key{near}"

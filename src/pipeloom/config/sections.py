@@ -1,0 +1,134 @@
+"""The configuration's typed sections. Defaults are in default.toml, nowhere else."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from pipeloom.config.fault import parse_fault
+from pipeloom.errors import UsageError
+
+Count = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+DtypeName = Literal["float32", "bfloat16", "float64"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+TransportName = Literal["individual", "batched"]
+
+
+def _is_fault(text: str) -> str:
+    try:
+        parse_fault(text)
+    except UsageError as error:
+        raise ValueError(str(error)) from None
+    return text
+
+
+class Section(BaseModel):
+    """Base of the sections: frozen, no unknown keys, no conversions between types."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
+
+
+class ModelSection(Section):
+    """`[model]`: the shape of the decoder, in Hugging Face's names."""
+
+    num_hidden_layers: Count = Field(description="transformer blocks")
+    hidden_size: Count = Field(description="width of a token")
+    num_attention_heads: Count = Field(description="query heads")
+    num_key_value_heads: Count = Field(description="key and value heads; fewer than query heads is grouped attention")
+    intermediate_size: Count = Field(description="width inside the feed-forward part")
+    vocab_size: Count = Field(description="tokens known; 256 or more for the byte tokenizer")
+    tie_word_embeddings: bool = Field(description="the output layer uses the embedding's weight")
+    rope_theta: Positive = Field(description="base of the rotary position frequencies")
+
+
+class ParallelSection(Section):
+    """`[parallel]`: over how many ranks each axis spreads."""
+
+    pp: Count = Field(description="pipeline ranks")
+    dp: Count = Field(description="data-parallel replicas")
+    tp: Count = Field(description="tensor-parallel ranks")
+    sp: Count = Field(description="sequence-parallel ranks")
+    ep: Count = Field(description="expert-parallel ranks")
+    stages: str = Field(description='layers of each stage, as "Et*3|(tt|)*2tL"; empty: balanced from costs')
+
+
+class ScheduleSection(Section):
+    """`[schedule]`: a family, a CSV or JSON file, or module:function."""
+
+    name: Annotated[str, Field(min_length=1)] = Field(description="a family, a CSV or JSON file, or module:function")
+    microbatches: Count = Field(description="micro-batches of a step; any number")
+    chunks: Count | None = Field(default=None, description="stages a rank holds; not given: the schedule's own default")
+    options: dict[str, Any] = Field(description="the schedule's own options, such as rounds")
+    overlap_p2p: bool = Field(description="post receives before the present action computes")
+    transport: TransportName = Field(description="one message a call, or all between two actions in one")
+
+
+class TrainSection(Section):
+    """`[train]`: how long, on what, in which arithmetic."""
+
+    steps: Count = Field(description="optimizer steps")
+    seq_len: Count = Field(description="tokens of a sequence")
+    global_batch_size: Count = Field(description="sequences of a step, over all data-parallel replicas")
+    seed: Whole = Field(description="of the weights and of the order of the data")
+    dtype: DtypeName = Field(description="of parameters and computation")
+    device: DeviceName = Field(description="auto: CUDA if there is a device for each worker, else the CPU")
+    deterministic: bool = Field(description="refuse operations that differ from run to run")
+    timeout: Positive = Field(description="seconds that a rank may wait for a message or another rank")
+
+
+class OptimizerSection(Section):
+    """`[optimizer]`: AdamW with warm-up and cosine decay."""
+
+    lr: Positive = Field(description="learning rate after warm-up")
+    min_lr: NotNegative = Field(description="learning rate at the last step")
+    weight_decay: NotNegative = Field(description="of matrices only")
+    betas: tuple[Fraction, Fraction] = Field(strict=False, description="AdamW's two averages")
+    warmup_steps: Whole = Field(description="steps of linear warm-up")
+    clip_norm: NotNegative = Field(description="largest global gradient norm; 0: no clipping")
+
+
+class DataSection(Section):
+    """`[data]`: what is read."""
+
+    source: Annotated[str, Field(min_length=1)] = Field(description="stdlib, or a text file or folder")
+    tokenizer: Literal["bytes"] = Field(description="bytes: one token a byte")
+
+
+class LogSection(Section):
+    """`[log]`: what is written."""
+
+    dir: Annotated[str, Field(min_length=1)] = Field(description="folder in which each run makes its own")
+    every: Count = Field(description="steps between log lines")
+
+
+class DebugSection(Section):
+    """`[debug]`: failures made on purpose."""
+
+    fault: Annotated[str, AfterValidator(_is_fault)] = Field(
+        description="swap-microbatches:A,B and others; empty: none"
+    )
+
+
+class Config(Section):
+    """A whole configuration. `load` makes one from files and overrides."""
+
+    model: ModelSection
+    parallel: ParallelSection
+    schedule: ScheduleSection
+    train: TrainSection
+    optimizer: OptimizerSection
+    data: DataSection
+    log: LogSection
+    debug: DebugSection
+
+
+SECTIONS: dict[str, type[Section]] = {
+    name: field.annotation
+    for name, field in Config.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+}

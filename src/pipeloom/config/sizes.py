@@ -1,0 +1,49 @@
+"""What each layer of the model costs and holds, from its shape alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeloom.config.sections import ModelSection
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """One layer of the model.
+
+    Attributes:
+        letter: E embedding, t block, L final norm and output layer.
+        parameters: weights that the layer holds (a tied output layer holds its copy).
+        flops: floating-point operations of the forward and backward of one sequence.
+    """
+
+    letter: str
+    parameters: int
+    flops: int
+
+
+def layer_sizes(model: ModelSection, seq_len: int) -> list[LayerSize]:
+    """[embedding, block, …, block, output layer]: num_hidden_layers + 2 entries.
+
+    A matrix of n weights takes 2n operations a token forward and 4n backward (a product for each of two gradients).
+    Causal attention takes 2 s h forward for a token: two products of 2 s h, of which the mask leaves half.
+    The embedding is a look-up forward, and one addition a weight of the row backward.
+    """
+    h, vocab = model.hidden_size, model.vocab_size
+    key_value = h // model.num_attention_heads * model.num_key_value_heads
+    matrices = 2 * h * h + 2 * h * key_value + 3 * h * model.intermediate_size
+    block = LayerSize("t", matrices + 2 * h, 3 * seq_len * (2 * matrices + 2 * seq_len * h))
+    embedding = LayerSize("E", vocab * h, seq_len * h)
+    output = LayerSize("L", vocab * h + h, 3 * seq_len * 2 * vocab * h)
+    return [embedding, *[block] * model.num_hidden_layers, output]
+
+
+def parameter_count(model: ModelSection) -> int:
+    """Parameters of the whole model; a tied weight counts once."""
+    total = sum(size.parameters for size in layer_sizes(model, 1))
+    return total - model.vocab_size * model.hidden_size if model.tie_word_embeddings else total
+
+
+def training_flops(model: ModelSection, seq_len: int, sequences: int) -> int:
+    """Floating-point operations of the forward and backward of `sequences` sequences."""
+    return sequences * sum(size.flops for size in layer_sizes(model, seq_len))

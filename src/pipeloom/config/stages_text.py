@@ -1,0 +1,74 @@
+"""The stages string: `"Et*3|(tt|)*29|L"` says which layers each stage holds.
+
+E is the embedding, t a block, L the final norm and output layer; `|` stands between stages; `x*3` repeats a letter and
+`(…)*n` a group, whose `|` repeat with it.
+"""
+
+from __future__ import annotations
+
+import re
+
+from pipeloom.errors import UsageError
+
+_REPEATED_LETTER = re.compile(r"([EtL|])\*(\d+)")
+_REPEATED_GROUP = re.compile(r"\(([EtL|]*)\)(?:\*(\d+))?")
+_LONGEST = 100_000
+
+
+def parse_stages(text: str, blocks: int, stages: int) -> list[int]:
+    """The number of layers of each stage that `text` gives for a model of `blocks` blocks cut into `stages` stages.
+
+    A `|` at the end closes the last stage; `||` asks for a stage without layers. Raises UsageError for other
+    characters, wrong counts, and layers out of order.
+    """
+    letters = expand(text)
+    parts = letters.removesuffix("|").split("|")
+    counts = {letter: letters.count(letter) for letter in "EtL"}
+    if counts["t"] != blocks:
+        raise UsageError(f"it holds {counts['t']} blocks (t), but model.num_hidden_layers is {blocks}")
+    for letter, what in (("E", "embedding"), ("L", "output layer")):
+        if counts[letter] != 1:
+            raise UsageError(f"it must hold the {what} ({letter}) once; it holds it {counts[letter]} times")
+    order = letters.replace("|", "")
+    if order != "E" + "t" * blocks + "L":
+        raise UsageError("its layers must be E, then every t, then L")
+    if len(parts) != stages:
+        empty = f" ({parts.count('')} of them empty: `||`)" if "" in parts else ""
+        raise UsageError(f"it makes {len(parts)} stages{empty}, but the schedule has {stages}")
+    if not parts[0] or not parts[-1]:
+        raise UsageError("its first stage must hold E and its last one L")
+    return [len(part) for part in parts]
+
+
+def expand(text: str) -> str:
+    """`text` with its repetitions written out, spaces, commas and backslashes left out."""
+    plain = re.sub(r"[\s,\\]", "", text)
+    wrong = re.search(r"[^EtL|()*\d]", plain)
+    if wrong:
+        raise UsageError(f"{wrong[0]!r} stands for no layer; it is made of E, t, L, |, *n and (…)*n")
+    while True:
+        plain, letters = _REPEATED_LETTER.subn(lambda found: _repeat(found[1], found[2]), plain)
+        plain, groups = _REPEATED_GROUP.subn(lambda found: _repeat(found[1], found[2]), plain)
+        if not letters and not groups:
+            break
+    wrong = re.search(r"[^EtL|]", plain)
+    if wrong:
+        raise UsageError(f"{wrong[0]!r} has no partner; repetitions are written t*3 and (tt|)*3")
+    return plain
+
+
+def write_stages(sizes: list[int], blocks: int) -> str:
+    """The string that `parse_stages` reads as `sizes`, without repetitions."""
+    letters = "E" + "t" * blocks + "L"
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(letters[start : start + size])
+        start += size
+    return "|".join(parts)
+
+
+def _repeat(what: str, times: str | None) -> str:
+    count = int(times) if times is not None else 1
+    if len(what) * count > _LONGEST:
+        raise UsageError(f"({what})*{count} is longer than {_LONGEST} layers")
+    return what * count
