@@ -54,6 +54,12 @@ class DistributedError(PipeloomError):
     exit_code = 6
 
 
+class Preempted(PipeloomError):
+    """Somebody asked the run to stop (SIGTERM), and it did at the end of a step."""
+
+    exit_code = 75
+
+
 def did_you_mean(word: str, candidates: Iterable[str], count: int = 3) -> str:
     """`"; did you mean 'x' or 'y'?"` for the nearest candidates, or the list of all when none is near.
 

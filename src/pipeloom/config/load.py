@@ -1,4 +1,4 @@
-"""Loads a configuration: the package's default, a file and what it extends, then overrides; all problems in one error."""
+"""Loads a configuration: the package's default, a file and what it extends, then overrides; one error holds all problems."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from pipeloom.config.files import Merged, built_in, lay_file
 from pipeloom.config.layout import Layout, examine
 from pipeloom.config.overrides import nested
 from pipeloom.config.problems import sentences
-from pipeloom.config.schedules import is_file, read_schedule
+from pipeloom.config.schedules import read_schedule
 from pipeloom.config.sections import Config
 from pipeloom.errors import ConfigError, PipeloomError
+from pipeloom.schedule.files import names_a_file
 
 
 def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
@@ -76,7 +77,7 @@ def _adopt_file_sizes(merged: Merged) -> None:
     if not isinstance(schedule, dict) or not isinstance(parallel, dict):
         return
     name = schedule.get("name")
-    if not isinstance(name, str) or not is_file(name) or not Path(name).is_file():
+    if not isinstance(name, str) or not names_a_file(name) or not Path(name).is_file():
         return
     made = read_schedule(name)
     if "parallel.pp" not in merged.given:

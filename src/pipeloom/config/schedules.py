@@ -12,17 +12,11 @@ from pipeloom.config.sections import Config
 from pipeloom.errors import ConfigError, PipeloomError
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.families import build
-
-
-def is_file(name: str) -> bool:
-    """Whether `[schedule] name` means a file rather than a family or function."""
-    return name.lower().endswith((".csv", ".json")) or (os.sep in name and ":" not in name)
+from pipeloom.schedule.files import load, names_a_file
 
 
 def read_schedule(name: str) -> Schedule:
     """The schedule in the CSV or JSON file `name`. Raises ConfigError without one, ScheduleError for its content."""
-    from pipeloom.schedule.files import load
-
     if not Path(name).is_file():
         raise ConfigError(f'schedule.name = "{name}": there is no such file')
     return load(Path(name))
@@ -35,7 +29,7 @@ def make_schedule(config: Config) -> Schedule:
     or when a user's function fails.
     """
     wanted = config.schedule
-    if is_file(wanted.name):
+    if names_a_file(wanted.name):
         return _sized(read_schedule(wanted.name), config)
     with _from_here():
         try:
