@@ -29,8 +29,11 @@ class Merged:
     origins: dict[str, str] = field(default_factory=dict)
     given: set[str] = field(default_factory=set)
 
-    def lay(self, tables: Mapping[str, Any], origin: str, *, default: bool = False) -> None:
-        """Puts `tables` over what is there. Chunks and options go with a schedule's name: another name drops them."""
+    def lay(self, tables: Mapping[str, Any], origin: str | None, *, default: bool = False) -> None:
+        """Puts `tables` over what is there. Chunks and options go with a schedule's name: another name drops them.
+
+        `origin` None stands for flags.
+        """
         tables = copy.deepcopy(dict(tables))
         named = tables.get("schedule")
         held = self.values.get("schedule")
@@ -47,7 +50,6 @@ class Merged:
                 self._remember(section, origin, default)
                 continue
             self.values.setdefault(section, {})
-            self.origins.setdefault(section, origin)
             for key, value in table.items():
                 self._put(self.values[section], key, value)
                 self._remember(f"{section}.{key}", origin, default)
@@ -59,8 +61,8 @@ class Merged:
         else:
             table[key] = value
 
-    def _remember(self, key: str, origin: str, default: bool) -> None:
-        self.origins[key] = origin
+    def _remember(self, key: str, origin: str | None, default: bool) -> None:
+        self.origins[key] = origin or f"--{key}"
         if not default:
             self.given.add(key)
 

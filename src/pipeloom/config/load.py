@@ -1,4 +1,4 @@
-"""Loads a configuration: the package's default, a file and what it extends, then overrides; one error holds all problems."""
+"""Loads a configuration: the package's default, a file and what it extends, overrides. One error holds all problems."""
 
 from __future__ import annotations
 
@@ -18,27 +18,25 @@ from pipeloom.errors import ConfigError, PipeloomError
 from pipeloom.schedule.files import names_a_file
 
 
-def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
-    """The configuration of a file (None: the package's default) with `overrides` ("section.key" -> value) on top.
+def load(path: str | Path | None = None, *overrides: Mapping[str, Any]) -> Config:
+    """The configuration of a file (None: the package's default), then `overrides` ("section.key" -> value) in order.
 
     Raises ConfigError with every problem of every key; contradictions between keys are `resolve`'s to find.
     """
-    merged = merge(path, overrides)
+    merged = merge(path, *overrides)
     config, problems, _ = _validate(merged)
     if problems or config is None:
         raise ConfigError(list(problems.values()))
     return config
 
 
-def load_layout(
-    path: str | Path | None = None, overrides: Mapping[str, Any] | None = None, *, world_size: int | None = None
-) -> Layout:
-    """`resolve(load(path, overrides))` with the problems of both in one ConfigError.
+def load_layout(path: str | Path | None = None, *overrides: Mapping[str, Any], world_size: int | None = None) -> Layout:
+    """`resolve(load(path, *overrides))` with the problems of both in one ConfigError.
 
     `world_size` is the number of workers that somebody else started (torchrun); another number than the layout's is a
     problem too. Raises ScheduleError when all keys are fine and the schedule cannot run.
     """
-    merged = merge(path, overrides)
+    merged = merge(path, *overrides)
     config, wrong, fallback = _validate(merged)
     problems = list(wrong.values())
     if config is None and fallback is None:
@@ -59,14 +57,14 @@ def load_layout(
     return layout
 
 
-def merge(path: str | Path | None, overrides: Mapping[str, Any] | None = None) -> Merged:
+def merge(path: str | Path | None, *overrides: Mapping[str, Any]) -> Merged:
     """The merged tables, not validated. Raises ConfigError for files that cannot be read."""
     merged = Merged()
     merged.lay(built_in("default"), "default", default=True)
     if path is not None and str(path) != "default":
         lay_file(merged, path)
-    for key, value in (overrides or {}).items():
-        merged.lay(nested({key: value}), f"--{key}")
+    for layer in overrides:
+        merged.lay(nested(layer), None)
     _adopt_file_sizes(merged)
     return merged
 

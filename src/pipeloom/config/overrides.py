@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeloom.config.sections import SECTIONS
@@ -58,7 +58,7 @@ def parse_value(key: str, text: str) -> Any:
     return value
 
 
-def nested(overrides: dict[str, Any]) -> dict[str, Any]:
+def nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """section -> key -> value (and deeper for a key that is a table) from dotted keys."""
     tables: dict[str, Any] = {}
     for dotted, value in overrides.items():
