@@ -9,7 +9,7 @@ from pipeloom.errors import ScheduleError
 from pipeloom.schedule.actions import KIND_WORDS, Action, Cell
 from pipeloom.schedule.batches import check_batches
 from pipeloom.schedule.channels import neighbours, smallest_depths, traffic
-from pipeloom.schedule.graph import Graph, Run, nothing_but_order, walk
+from pipeloom.schedule.graph import Graph, reach
 from pipeloom.schedule.model import Schedule, parts
 
 TransportName = Literal["individual", "batched"]
@@ -34,9 +34,9 @@ def check(
     """
     _check_actions(schedule)
     graph = Graph.of(schedule)
-    run = walk(schedule, graph, nothing_but_order(schedule))
-    if run.stuck:
-        raise ScheduleError(_explain(schedule, graph, run))
+    reached = reach(schedule, graph)
+    if reached != list(map(len, schedule.codes)):
+        raise ScheduleError(_explain(schedule, reached))
     if receive_depth is not None:
         _check_depth(schedule, receive_depth)
     if transport == "batched":
@@ -112,9 +112,9 @@ def _diagnose_stage(schedule: Schedule, place: dict[Action, int], stage: int, mi
             raise ScheduleError(f"{where} has no {KIND_WORDS[kind]}: {stage}{kind}{microbatch} is missing")
 
 
-def _explain(schedule: Schedule, graph: Graph, run: Run) -> str:
+def _explain(schedule: Schedule, reached: list[int]) -> str:
     """The shortest cycle among the ranks that are stuck, in words."""
-    at = {rank: len(run.ends[rank]) for rank in run.stuck}
+    at = {rank: count for rank, count in enumerate(reached) if count < len(schedule.codes[rank])}
     place = {action: (rank, i) for rank in at for i, cell in enumerate(schedule.programs[rank]) for action in parts(cell)}
     waits: dict[int, list[tuple[Action, int]]] = {}
     for rank, position in at.items():

@@ -11,13 +11,16 @@ That a backward follows its own F needs no edge of its own: the chain through th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any
 
 from pipeloom.schedule.channels import neighbours
 from pipeloom.schedule.model import Program, Schedule
+
+NEVER = math.inf
 
 
 @dataclass(frozen=True)
@@ -28,40 +31,47 @@ class Graph:
         always: the index of an event that has always happened.
         event: code -> the event that the action ends with.
         needs: code -> the event that it waits for.
-        source: code -> the rank where that event happens (its own rank for `always`).
-        home: code -> its own rank.
+
+    Both lists have one more entry, for the code that is no action: it needs `always` and makes `always + 1`.
     """
 
     always: int
     event: list[int]
     needs: list[int]
-    source: list[int]
-    home: list[int]
 
     @classmethod
     def of(cls, schedule: Schedule) -> Graph:
         m, stride = schedule.microbatches, schedule.kind_stride
         always = 3 * stride
-        event = [*range(2 * stride), *range(stride, 3 * stride)]
         before, after = neighbours(schedule)
-        forward, backward, weight = [], [], []
-        forward_source, backward_source, own = [], [], []
-        for stage, rank in enumerate(schedule.placement):
+        forward: list[int] = []
+        backward: list[int] = []
+        for stage in range(schedule.stages):
             at = stage * m
-            own += [rank] * m
             previous, following = before[stage], after[stage]
             forward += range(previous * m, previous * m + m) if previous is not None else [always] * m
-            forward_source += [schedule.placement[previous] if previous is not None else rank] * m
             backward += range(stride + following * m, stride + following * m + m) if following is not None else range(at, at + m)
-            backward_source += [schedule.placement[following] if following is not None else rank] * m
-            weight += range(stride + at, stride + at + m)
         return cls(
             always,
-            event,
-            forward + backward + backward + weight,
-            forward_source + backward_source + backward_source + own,
-            own * 4,
+            [*range(2 * stride), *range(stride, 3 * stride), always + 1],
+            [*forward, *backward, *backward, *range(stride, 2 * stride), always],
         )
+
+    def maker(self, schedule: Schedule, event: int) -> int:
+        """The rank where `event` happens."""
+        return schedule.placement[event % schedule.kind_stride // schedule.microbatches]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Times that a walk adds up: code -> duration, code -> hop of the message waited for, pair code -> duration.
+
+    `hop` is None when all hops are free. Both lists have one more entry, for the code that is no action.
+    """
+
+    duration: Sequence[float]
+    hop: Sequence[float] | None
+    pair: dict[int, float]
 
 
 @dataclass(frozen=True)
@@ -70,155 +80,196 @@ class Run:
 
     Attributes:
         starts, ends: rank -> times of its program's entries, as many as could run.
-        event_end: event -> when it happened, None if never.
         stuck: the ranks that could not finish their program.
     """
 
     starts: list[list[float]]
     ends: list[list[float]]
-    event_end: list[float | None]
     stuck: list[int]
 
 
-@dataclass(frozen=True)
-class Weights:
-    """Times that a walk adds up: code -> duration, code -> hop of the message waited for, pair code -> duration."""
-
-    duration: Sequence[float]
-    hop: Sequence[float]
-    pair: dict[int, float]
+Step = Callable[[int, Iterator[Any]], "tuple[tuple[Any, ...], int] | None"]
 
 
-@dataclass(frozen=True)
-class Sleepers:
-    """Event -> the ranks that wait for it; the ranks that may go on; rank -> the entry that it fell asleep at."""
+def _in_turn(schedule: Schedule, feeds: list[Iterator[Any]], step: Step, graph: Graph) -> None:
+    """Lets every rank run until it must wait; a rank that waits is tried again when the one it waits for has moved.
 
-    waiting: dict[int, list[int]]
-    ready: list[int]
-    held: list[tuple[Any, ...]]
+    `step(rank, feed)` runs the entries of `feed`; it returns the entry that has to wait and the event that it waits for, or
+    None at the end of the program.
+    """
+    ready = list(range(schedule.ranks))
+    waiting: list[list[int]] = [[] for _ in ready]
+    held: list[tuple[Any, ...] | None] = [None] * len(ready)
+    while ready:
+        rank = ready.pop()
+        entry = held[rank]
+        stopped = step(rank, feeds[rank] if entry is None else chain((entry,), feeds[rank]))
+        moved = stopped is None or stopped[0] != entry
+        held[rank] = None
+        if stopped is not None:
+            held[rank] = stopped[0]
+            waiting[graph.maker(schedule, stopped[1])].append(rank)
+        if moved:
+            ready += waiting[rank]
+            waiting[rank] = []
 
-    def entries(self, rank: int, feed: Iterator[Any]) -> Iterator[Any]:
-        """The entry that `rank` fell asleep at, then the rest of its feed."""
-        held, self.held[rank] = self.held[rank], ()
-        return chain(held, feed)
+
+def reach(schedule: Schedule, graph: Graph) -> list[int]:
+    """rank -> how many entries of its program can run, with data dependencies and program order alone."""
+    happened = bytearray(graph.always + 2)
+    happened[graph.always] = 1
+    split = split_pairs if schedule.has_pairs else None
+    feeds = [_events(program, schedule, graph, split) for program in schedule.codes]
+
+    def step(rank: int, feed: Iterator[Any]) -> tuple[tuple[Any, ...], int] | None:
+        for event, need in feed:
+            if not happened[need]:
+                return (event, need), need
+            happened[event] = 1
+        return None
+
+    def step_pairs(rank: int, feed: Iterator[Any]) -> tuple[tuple[Any, ...], int] | None:
+        for entry in feed:
+            event, need, event2, need2 = entry
+            if not (happened[need] and happened[need2]):
+                return entry, need2 if happened[need] else need
+            happened[event] = happened[event2] = 1
+        return None
+
+    _in_turn(schedule, feeds, step_pairs if split else step, graph)
+    return [_reached(program, schedule, graph, happened) for program in schedule.codes]
 
 
-def walk(schedule: Schedule, graph: Graph, weights: Weights, clocks: Sequence[float] | None = None) -> Run:
+def _reached(program: Program, schedule: Schedule, graph: Graph, happened: bytearray) -> int:
+    firsts = split_pairs(program, schedule)[0] if schedule.has_pairs else program
+    return sum(map(happened.__getitem__, map(graph.event.__getitem__, firsts)))
+
+
+def split_pairs(program: Program, schedule: Schedule) -> tuple[list[int], list[int]]:
+    """The first code of every entry, and the second: a pair's backward, or the code that is no action."""
+    limit = 4 * schedule.kind_stride
+    firsts = [code if code < limit else code // limit - 1 for code in program]
+    return firsts, [limit if code < limit else code % limit for code in program]
+
+
+def _events(program: Program, schedule: Schedule, graph: Graph, split: Any) -> Iterator[Any]:
+    event, needs = graph.event.__getitem__, graph.needs.__getitem__
+    if split is None:
+        return zip(map(event, program), map(needs, program), strict=True)
+    firsts, seconds = split(program, schedule)
+    return zip(map(event, firsts), map(needs, firsts), map(event, seconds), map(needs, seconds), strict=True)
+
+
+def walk(
+    schedule: Schedule, graph: Graph, weights: Weights, clocks: Sequence[float] | None = None, overlap_p2p: bool = True
+) -> Run:
     """Every rank runs its program as early as order and messages allow; each starts at its clock (default 0).
 
-    Linear in the number of actions. A rank that waits for an event sleeps until that event wakes it; a schedule with a
-    cycle leaves ranks asleep, listed in `stuck`.
+    With `overlap_p2p` a message travels while its receiver computes; without, its hop starts when the receiver is free.
+    Linear in the number of actions. A schedule with a cycle leaves ranks that wait for ever, listed in `stuck`.
     """
-    event_end: list[float | None] = [None] * graph.always
-    event_end.append(0.0)
-    event_end.append(None)  # written by entries that are no pair
-    feed = _pair_feed if schedule.has_pairs else _feed
-    feeds = [feed(program, schedule, graph, weights) for program in schedule.codes]
+    end_of = [NEVER] * graph.always
+    end_of += [0.0, 0.0]
     starts: list[list[float]] = [[] for _ in schedule.codes]
     ends: list[list[float]] = [[] for _ in schedule.codes]
     clock = list(clocks) if clocks is not None else [0.0] * schedule.ranks
-    sleepers = Sleepers({}, list(range(schedule.ranks)), [()] * schedule.ranks)
-    step = _advance_pairs if schedule.has_pairs else _advance
-    while sleepers.ready:
-        rank = sleepers.ready.pop()
-        clock[rank] = step(rank, feeds, event_end, clock[rank], (starts[rank], ends[rank]), sleepers)
+    feeds: list[Iterator[Any]]
+    step: Step
+    if schedule.has_pairs or (weights.hop is not None and not overlap_p2p):
+        feeds = [_pair_feed(program, schedule, graph, weights) for program in schedule.codes]
+        step = _pair_step(end_of, starts, ends, clock, overlap_p2p)
+    else:
+        feeds = [_feed(program, graph, weights) for program in schedule.codes]
+        step = (_step if weights.hop is None else _hop_step)(end_of, starts, ends, clock)
+    _in_turn(schedule, feeds, step, graph)
     stuck = [rank for rank, program in enumerate(schedule.codes) if len(ends[rank]) < len(program)]
-    return Run(starts, ends, event_end[: graph.always], stuck)
+    return Run(starts, ends, stuck)
 
 
-def _feed(program: Program, schedule: Schedule, graph: Graph, weights: Weights) -> Iterator[Any]:
-    return zip(
-        map(graph.event.__getitem__, program),
-        map(graph.needs.__getitem__, program),
-        map(weights.hop.__getitem__, program),
-        map(weights.duration.__getitem__, program),
-        strict=True,
-    )
+def _feed(program: Program, graph: Graph, weights: Weights) -> Iterator[Any]:
+    columns: list[Any] = [map(table.__getitem__, program) for table in (graph.event, graph.needs, weights.duration)]
+    if weights.hop is not None:
+        columns.append(map(weights.hop.__getitem__, program))
+    return zip(*columns, strict=True)
 
 
-def _advance(
-    rank: int,
-    feeds: list[Iterator[Any]],
-    event_end: list[float | None],
-    clock: float,
-    times: tuple[list[float], list[float]],
-    sleepers: Sleepers,
-) -> float:
-    """Runs `rank` until its program ends or it must wait; returns its clock."""
-    start, end = times[0].append, times[1].append
-    waiting, ready = sleepers.waiting, sleepers.ready
-    for entry in sleepers.entries(rank, feeds[rank]):
-        event, need, hop, duration = entry
-        at = event_end[need]
-        if at is None:
-            waiting.setdefault(need, []).append(rank)
-            sleepers.held[rank] = (entry,)
-            break
-        at += hop
-        if at < clock:
-            at = clock
-        start(at)
-        clock = at + duration
-        end(clock)
-        event_end[event] = clock
-        if event in waiting:
-            ready.extend(waiting.pop(event))
-    return clock
+def _step(end_of: list[float], starts: list[list[float]], ends: list[list[float]], clocks: list[float]) -> Step:
+    """Runs one rank where hops are free and nothing is paired."""
+
+    def step(rank: int, feed: Iterator[Any]) -> tuple[tuple[Any, ...], int] | None:
+        start, end, clock = starts[rank].append, ends[rank].append, clocks[rank]
+        for event, need, duration in feed:
+            at = end_of[need]
+            if at > clock:
+                if at == NEVER:
+                    clocks[rank] = clock
+                    return (event, need, duration), need
+                clock = at
+            start(clock)
+            clock += duration
+            end_of[event] = clock
+            end(clock)
+        clocks[rank] = clock
+        return None
+
+    return step
+
+
+def _hop_step(end_of: list[float], starts: list[list[float]], ends: list[list[float]], clocks: list[float]) -> Step:
+    """As `_step`, with a hop before what is waited for arrives."""
+
+    def step(rank: int, feed: Iterator[Any]) -> tuple[tuple[Any, ...], int] | None:
+        start, end, clock = starts[rank].append, ends[rank].append, clocks[rank]
+        for event, need, duration, hop in feed:
+            at = end_of[need] + hop
+            if at > clock:
+                if at == NEVER:
+                    clocks[rank] = clock
+                    return (event, need, duration, hop), need
+                clock = at
+            start(clock)
+            clock += duration
+            end_of[event] = clock
+            end(clock)
+        clocks[rank] = clock
+        return None
+
+    return step
 
 
 def _pair_feed(program: Program, schedule: Schedule, graph: Graph, weights: Weights) -> Iterator[Any]:
-    """As `_feed`, with a second event, need and hop: those of a pair's backward, or ones that do nothing."""
+    """As `_feed` with hops, and a second event, need and hop: those of a pair's backward, or ones that do nothing."""
+    firsts, seconds = split_pairs(program, schedule)
     limit = 4 * schedule.kind_stride
-    for code in program:
-        if code < limit:
-            nothing = (graph.always + 1, graph.always, 0.0)
-            yield graph.event[code], graph.needs[code], weights.hop[code], weights.duration[code], *nothing
-        else:
-            forward, backward = divmod(code, limit)
-            forward -= 1
-            yield (
-                graph.event[forward],
-                graph.needs[forward],
-                weights.hop[forward],
-                weights.pair[code],
-                graph.event[backward],
-                graph.needs[backward],
-                weights.hop[backward],
-            )
+    times = [weights.duration[code] if code < limit else weights.pair[code] for code in program]
+    hop = weights.hop if weights.hop is not None else [0.0] * (limit + 1)
+    tables = [graph.event, graph.needs, hop]
+    columns = [map(table.__getitem__, codes) for codes in (firsts, seconds) for table in tables]  # type: ignore[attr-defined]
+    return zip(times, *columns, strict=True)
 
 
-def _advance_pairs(
-    rank: int,
-    feeds: list[Iterator[Any]],
-    event_end: list[float | None],
-    clock: float,
-    times: tuple[list[float], list[float]],
-    sleepers: Sleepers,
-) -> float:
-    """As `_advance`, for programs with pairs."""
-    waiting, ready = sleepers.waiting, sleepers.ready
-    for entry in sleepers.entries(rank, feeds[rank]):
-        event, need, hop, duration, event2, need2, hop2 = entry
-        at, at2 = event_end[need], event_end[need2]
-        if at is None or at2 is None:
-            waiting.setdefault(need if at is None else need2, []).append(rank)
-            sleepers.held[rank] = (entry,)
-            break
-        at = max(clock, at + hop, at2 + hop2)
-        times[0].append(at)
-        clock = at + duration
-        times[1].append(clock)
-        event_end[event] = event_end[event2] = clock
-        for happened in (event, event2):
-            if happened in waiting:
-                ready.extend(waiting.pop(happened))
-    return clock
+def _pair_step(
+    end_of: list[float], starts: list[list[float]], ends: list[list[float]], clocks: list[float], overlap_p2p: bool
+) -> Step:
+    """As `_hop_step`, for programs with pairs and for hops that keep their receiver waiting."""
 
+    def step(rank: int, feed: Iterator[Any]) -> tuple[tuple[Any, ...], int] | None:
+        clock = clocks[rank]
+        for entry in feed:
+            duration, event, need, hop, event2, need2, hop2 = entry
+            at, at2 = end_of[need], end_of[need2]
+            if at == NEVER or at2 == NEVER:
+                clocks[rank] = clock
+                return entry, need if at == NEVER else need2
+            if overlap_p2p:
+                clock = max(clock, at + hop, at2 + hop2)
+            else:
+                clock = max(max(clock, at) + hop, max(clock, at2) + hop2)
+            starts[rank].append(clock)
+            clock += duration
+            end_of[event] = end_of[event2] = clock
+            ends[rank].append(clock)
+        clocks[rank] = clock
+        return None
 
-def nothing_but_order(schedule: Schedule) -> Weights:
-    """Weights of zero: a walk with them finds out only whether the schedule can run."""
-    zeros = [0.0] * (4 * schedule.kind_stride)
-    limit = 4 * schedule.kind_stride
-    pairs: Iterable[int] = (code for program in schedule.codes for code in program if code >= limit)
-    return Weights(zeros, zeros, dict(zip(pairs, repeat(0.0))) if schedule.has_pairs else {})
-
+    return step

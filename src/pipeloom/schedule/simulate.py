@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeloom.errors import ScheduleError
+from pipeloom.schedule.channels import neighbours
 from pipeloom.schedule.check import check
 from pipeloom.schedule.costs import Costs, durations
 from pipeloom.schedule.graph import Graph, Run, Weights, walk
@@ -34,18 +35,12 @@ def run_once(schedule: Schedule, costs: Costs, clocks: Sequence[float] | None = 
     """One walk of the schedule with these costs, its ranks starting at `clocks`."""
     costs.check_links(schedule.ranks)
     graph = Graph.of(schedule)
-    return walk(schedule, graph, weights_of(schedule, graph, costs), clocks)
+    return walk(schedule, graph, weights_of(schedule, costs), clocks)
 
 
-def weights_of(schedule: Schedule, graph: Graph, costs: Costs) -> Weights:
+def weights_of(schedule: Schedule, costs: Costs) -> Weights:
     """What `walk` adds up for these costs."""
     duration = durations(schedule, costs)
-    if costs.p2p == 0 and costs.message == 0:
-        hop = [0.0] * len(duration)
-    else:
-        ranks = range(schedule.ranks)
-        table = [[costs.hop(source, destination) for destination in ranks] for source in ranks]
-        hop = [table[source][home] for source, home in zip(graph.source, graph.home, strict=True)]
     limit = 4 * schedule.kind_stride
     pairs: dict[int, float] = {}
     if schedule.has_pairs:
@@ -53,4 +48,21 @@ def weights_of(schedule: Schedule, graph: Graph, costs: Costs) -> Weights:
             for code in program:
                 if code >= limit:
                     pairs[code] = duration[code // limit - 1] + duration[code % limit]
-    return Weights(duration, hop, pairs)
+    return Weights(duration, _hops(schedule, costs), pairs)
+
+
+def _hops(schedule: Schedule, costs: Costs) -> list[float] | None:
+    """code -> time of the message that it waits for, None when all are free."""
+    before, after = neighbours(schedule)
+
+    def column(neighbour: list[int | None]) -> list[float]:
+        hops: list[float] = []
+        for stage, rank in enumerate(schedule.placement):
+            other = neighbour[stage]
+            hops += [costs.hop(schedule.placement[other], rank) if other is not None else 0.0] * schedule.microbatches
+        return hops
+
+    forward, backward = column(before), column(after)
+    if not any(forward) and not any(backward):
+        return None
+    return [*forward, *backward, *backward, *[0.0] * schedule.kind_stride, 0.0]
