@@ -1,0 +1,130 @@
+"""LocalPipeline: all ranks of a schedule in one process and one thread, for notebooks, debuggers and tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.errors import ScheduleError
+from pipeloom.runtime.assembly import Assembly, assemble, unique_parameters
+from pipeloom.runtime.batch import Microbatches, Weight, batch_rows, split_batch, split_sizes
+from pipeloom.runtime.layers import LayerSource
+from pipeloom.runtime.lowering import forward_only, lower
+from pipeloom.runtime.options import RuntimeOptions
+from pipeloom.runtime.pipeline import join
+from pipeloom.runtime.rank import Loss, StepResult
+from pipeloom.runtime.ties import share
+from pipeloom.runtime.transport import InProcessTransport, Mailroom
+from pipeloom.schedule.check import check
+from pipeloom.schedule.model import Schedule
+
+
+class LocalPipeline:
+    """As `Pipeline`, with every rank here: the same lowering, engine and channels, over memory instead of a network.
+
+    `check_first=False` runs a schedule unproved (for tests of the engine); one that deadlocks then raises ScheduleError.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerSource],
+        schedule: Schedule,
+        *,
+        loss: Loss,
+        weight: Weight | None = None,
+        stages: Sequence[int] | None = None,
+        tied: Sequence[Sequence[str]] = (),
+        options: RuntimeOptions = RuntimeOptions(),
+        check_first: bool = True,
+    ) -> None:
+        if check_first:
+            check(schedule)
+        self.schedule = schedule
+        self.options = options
+        self._weight = weight
+        device = options.device if options.device is not None else torch.device("cpu")
+        self._assemblies: list[Assembly] = [
+            assemble(layers, schedule, rank, stages, tied, loss, options, device) for rank in range(schedule.ranks)
+        ]
+        modules = {name: module for assembly in self._assemblies for name, module in assembly.modules.items()}
+        for tie in {tie for assembly in self._assemblies for tie in assembly.ties}:
+            share(tie, modules)
+        self._parameters = unique_parameters(modules)
+        self._results: list[StepResult] = []
+
+    def step(self, inputs: Any, targets: Any, **keywords: Any) -> Tensor:
+        """Forward and backward of the whole schedule; returns the mean loss."""
+        self._run(self.schedule, self._split(inputs, targets, keywords, self.schedule.microbatches))
+        return self._loss()
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Any, targets: Any, **keywords: Any) -> Tensor:
+        """The mean loss, forward only."""
+        count = min(self.schedule.microbatches, batch_rows(_tuple(inputs)))
+        self._run(forward_only(self.schedule, count), self._split(inputs, targets, keywords, count))
+        return self._loss()
+
+    @torch.no_grad()
+    def predict(self, inputs: Any, **keywords: Any) -> Any:
+        """The outputs of the last stage for the whole batch."""
+        count = min(self.schedule.microbatches, batch_rows(_tuple(inputs)))
+        self._run(forward_only(self.schedule, count), self._split(inputs, None, keywords, count), keep_outputs=True)
+        outputs = {mb: output for result in self._results for mb, output in result.outputs.items()}
+        return join([outputs[mb] for mb in range(count)])
+
+    def _run(self, schedule: Schedule, batch: Microbatches, keep_outputs: bool = False) -> None:
+        mailroom = Mailroom()
+        runs = {}
+        for rank, assembly in enumerate(self._assemblies):
+            program = lower(schedule, rank, self.options)
+            transport = InProcessTransport(mailroom)
+            runs[rank] = assembly.rank.run(program, batch, transport, keep_outputs=keep_outputs)
+        results: dict[int, StepResult] = {}
+        waits: dict[int, Any] = {}
+        while runs:
+            before = [a.rank.status.done for a in self._assemblies], len(runs)
+            for rank in list(runs):
+                try:
+                    waits[rank] = next(runs[rank])
+                except StopIteration as done:
+                    results[rank] = done.value
+                    del runs[rank]
+            if runs and before == ([a.rank.status.done for a in self._assemblies], len(runs)):
+                stuck = "; ".join(f"rank {rank} waits for {waits[rank].words}" for rank in runs)
+                raise ScheduleError(f"the schedule deadlocks: {stuck}")
+        self._results = [results[rank] for rank in range(schedule.ranks)]
+
+    def _loss(self) -> Tensor:
+        shares = [result.loss for result in self._results if result.loss is not None]
+        return torch.stack(shares).sum()
+
+    def _split(self, inputs: Any, targets: Any, keywords: Mapping[str, Any], count: int) -> Microbatches:
+        sizes = self.options.microbatch_sizes
+        rows = batch_rows(_tuple(inputs))
+        if sizes is None or len(sizes) != count or sum(sizes) != rows:
+            sizes = tuple(split_sizes(rows, count))
+        return split_batch(_tuple(inputs), targets, keywords, sizes, self._weight)
+
+    @property
+    def peak_activations(self) -> tuple[int, ...]:
+        """rank -> the most stage-micro-batches alive at once in the last step, counted."""
+        return tuple(result.peak_alive for result in self._results)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(global name, parameter) of all ranks."""
+        yield from self._parameters.items()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        yield from self._parameters.values()
+
+    def zero_grad(self) -> None:
+        """Sets every gradient to None."""
+        for parameter in self.parameters():
+            parameter.grad = None
+
+
+def _tuple(inputs: Any) -> tuple[Any, ...]:
+    return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)

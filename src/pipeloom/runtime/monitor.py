@@ -1,0 +1,133 @@
+"""The watchdog: a thread on every rank that ends the rank, even inside a wait, when any rank fails, dies or stalls.
+
+Keys in the store, under one prefix a pipeline: `failure` (the first failure, as text), `seen` (ranks that have reported it),
+`beat/R` (a counter that rank R's thread raises), `at/R` (where rank R was when it stopped).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pipeloom.runtime.status import Status
+
+POLL_SECONDS = 0.2
+BEAT_SECONDS = 1.0
+DEAD_AFTER_SECONDS = 8.0
+EXIT_CODE = 6
+
+
+def end_process(report: str) -> None:
+    """Prints the report and ends the process at once: the main thread may be inside a wait that nothing can interrupt."""
+    sys.stderr.write(report + "\n")
+    sys.stderr.flush()
+    os._exit(EXIT_CODE)
+
+
+class Monitor:
+    """Watches for one rank. `failed` tells the others; the thread ends this process when another has told."""
+
+    def __init__(
+        self,
+        store: Any,
+        prefix: str,
+        status: Status,
+        peers: Sequence[int],
+        ranks: int,
+        timeout: float,
+        end: Callable[[str], None] = end_process,
+    ) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._status = status
+        self._ranks = ranks
+        self._timeout = timeout
+        self._end = end
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._beats: dict[int, tuple[bytes, float]] = {peer: (b"", time.monotonic()) for peer in peers}
+        self._thread = threading.Thread(target=self._watch, name=f"pipeloom-monitor-{status.rank}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops the thread; other ranks do not take it for a death."""
+        self._stop.set()
+        self._thread.join(timeout=2)
+        try:
+            with self._lock:
+                self._store.set(f"{self._prefix}/beat/{self._status.rank}", b"closed")
+        except RuntimeError:
+            pass  # the store is gone: so are the others
+
+    def failed(self, error: BaseException) -> None:
+        """Tells all ranks that this one has failed, and waits (at most 1.5 s) until they have reported it."""
+        self._stop.set()
+        where = f"rank {self._status.rank} failed: {self._status.words}"
+        text = "".join(traceback.format_exception(error)).rstrip()
+        try:
+            with self._lock:
+                self._announce(f"{where}\n{text}")
+                deadline = time.monotonic() + 1.5
+                while int(self._store.add(f"{self._prefix}/seen", 0)) < self._ranks - 1 and time.monotonic() < deadline:
+                    time.sleep(0.05)
+        except RuntimeError:
+            pass  # the store's host is gone; the others see that themselves
+
+    def _announce(self, text: str) -> bool:
+        """Sets the failure unless there is one already; true if this was the first."""
+        mine = f"{self._status.rank}\n{text}"
+        return bool(self._store.compare_set(f"{self._prefix}/failure", "", mine) == mine.encode())
+
+    def _watch(self) -> None:
+        beat = 0
+        next_beat = 0.0
+        while not self._stop.wait(POLL_SECONDS):
+            try:
+                with self._lock:
+                    if self._stop.is_set():
+                        return
+                    if self._store.check([f"{self._prefix}/failure"]):
+                        self._report(self._store.get(f"{self._prefix}/failure").decode())
+                        return
+                    if time.monotonic() >= next_beat:
+                        beat += 1
+                        next_beat = time.monotonic() + BEAT_SECONDS
+                        self._store.set(f"{self._prefix}/beat/{self._status.rank}", str(beat))
+                        self._look_for_the_dead()
+                    self._look_for_a_stall()
+            except RuntimeError as error:  # torch's DistStoreError and DistNetworkError are RuntimeErrors
+                if not self._stop.is_set():
+                    self._end(self._own_words(f"the store's host (global rank 0) is gone: {str(error).splitlines()[0]}"))
+                return
+
+    def _look_for_the_dead(self) -> None:
+        now = time.monotonic()
+        for peer, (last, since) in self._beats.items():
+            key = f"{self._prefix}/beat/{peer}"
+            value = self._store.get(key) if self._store.check([key]) else b""
+            if value != last or value == b"closed":
+                self._beats[peer] = (value, now)
+            elif now - since > DEAD_AFTER_SECONDS:
+                self._announce(f"rank {peer} is dead: no sign of life for {now - since:.0f} s")
+
+    def _look_for_a_stall(self) -> None:
+        status = self._status
+        waiting, since = status.waiting, status.since
+        if waiting is not None and time.monotonic() - since > self._timeout:
+            self._announce(f"the step stalls: rank {status.rank}, {status.words} (timeout {self._timeout:g} s)")
+
+    def _report(self, failure: str) -> None:
+        origin, _, text = failure.partition("\n")
+        self._store.set(f"{self._prefix}/at/{self._status.rank}", self._status.words)
+        self._store.add(f"{self._prefix}/seen", 1)
+        self._end(self._own_words(text if int(origin) != self._status.rank else text))
+
+    def _own_words(self, cause: str) -> str:
+        return f"[rank {self._status.rank}] {self._status.words}\n[rank {self._status.rank}] stopped, because {cause}"

@@ -1,0 +1,311 @@
+"""Pipeline: a model's layers, a schedule, and the processes that run it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from pipeloom.errors import ConfigError, DistributedError, UsageError
+from pipeloom.parallel.mesh import PipelineMesh
+from pipeloom.runtime import handshake, ties
+from pipeloom.runtime.assembly import Assembly, assemble
+from pipeloom.runtime.batch import Microbatches, Weight, batch_rows, split_batch, split_sizes
+from pipeloom.runtime.buffers import BufferPool
+from pipeloom.runtime.layers import LayerSource
+from pipeloom.runtime.lowering import RankProgram, forward_only, lower
+from pipeloom.runtime.monitor import Monitor
+from pipeloom.runtime.options import RuntimeOptions
+from pipeloom.runtime.rank import Loss, Rank, StepResult
+from pipeloom.runtime.torch_transport import Links, TorchTransport
+from pipeloom.runtime.trace import clock_offset, gather_timeline
+from pipeloom.runtime.transport import InProcessTransport, Mailroom, Transport
+from pipeloom.schedule.channels import Message
+from pipeloom.schedule.check import check
+from pipeloom.schedule.model import Schedule
+from pipeloom.schedule.timeline import Timeline
+
+
+class Pipeline:
+    """One process's part of a pipeline; every process of the mesh makes one, with the same arguments.
+
+    Args:
+        layers: the model, in order: factories (with a `name`, their parameters' prefix), or modules on the meta device. A
+            rank builds its own stages' layers only.
+        schedule: what to run; it is checked first.
+        loss: `loss(output, targets)`, the mean over one micro-batch's targets.
+        mesh: the pipeline's processes; a PipelineMesh, a torch DeviceMesh with an axis `pp`, or None for all processes.
+        weight: `weight(targets)` of a micro-batch in the step's mean; default: the number of targets.
+        stages: layers of each stage position; default: spread evenly.
+        tied: groups of parameter names that are one weight.
+        options: see RuntimeOptions.
+
+    Raises:
+        ScheduleError: a schedule that cannot run. ConfigError: sizes that do not fit. DistributedError: ranks that disagree.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerSource],
+        schedule: Schedule,
+        *,
+        loss: Loss,
+        mesh: PipelineMesh | DeviceMesh | None = None,
+        weight: Weight | None = None,
+        stages: Sequence[int] | None = None,
+        tied: Sequence[Sequence[str]] = (),
+        options: RuntimeOptions = RuntimeOptions(),
+    ) -> None:
+        check(schedule, transport=options.transport, overlap_p2p=options.overlap_p2p)
+        self.schedule = schedule
+        self.options = options
+        self.mesh = _mesh(mesh)
+        self.device = _device(options, self.mesh)
+        self._weight = weight
+        self._steps = 0
+        self._result = StepResult()
+        self._programs: dict[int | None, RankProgram] = {}
+        self._monitor: Monitor | None = None
+        self._closed = False
+        if len(self.mesh.ranks) != schedule.ranks:
+            raise ConfigError(f"the schedule has {schedule.ranks} ranks, and the pipeline {len(self.mesh.ranks)} processes")
+        prefix = self._shake_hands(layers, stages, tied)
+        self._assembly: Assembly = assemble(layers, schedule, self.mesh.rank, stages, tied, loss, options, self.device)
+        self._rank: Rank = self._assembly.rank
+        self._pool = BufferPool(self.device)
+        if self.mesh.group is not None:
+            self._start_distributed(prefix)
+
+    # -- running ---------------------------------------------------------------------------------------------------------
+
+    def step(self, inputs: Any, targets: Any, **keywords: Any) -> Tensor:
+        """Forward and backward of the whole schedule; gradients add to `.grad` of this rank's parameters.
+
+        Every rank passes the same batch (a rank with neither a first nor a last stage may pass tensors on the meta device).
+        Tensors are cut along dimension 0; keyword arguments go to every layer that takes them.
+
+        Returns:
+            the mean loss over all targets of the batch, a 0-dim fp32 tensor, the same on every rank.
+        """
+        self._steps += 1
+        self._rank.status.step = self._steps - 1
+        self._rank.faults.at_step(self._steps - 1)
+        batch = self._split(inputs, targets, keywords, self.schedule.microbatches)
+        before = {tie: weight.grad for tie, weight in self._assembly.ties.items()}
+        for weight in self._assembly.ties.values():
+            weight.grad = None  # only this step's share is summed over the holders
+        self._result = self._run(self._program(None), batch)
+        for tie, old in before.items():
+            weight = self._assembly.ties[tie]
+            ties.sum_gradients(tie, self.rank, weight, self._control())
+            if old is not None and weight.grad is not None:
+                weight.grad += old
+        return self._spread(self._result.loss)
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Any, targets: Any, **keywords: Any) -> Tensor:
+        """The mean loss, forward only. A batch of fewer rows than micro-batches is cut into one micro-batch a row."""
+        batch = self._split(inputs, targets, keywords, self._forward_count(inputs))
+        return self._spread(self._run(self._program(batch.count), batch).loss)
+
+    @torch.no_grad()
+    def predict(self, inputs: Any, **keywords: Any) -> Any:
+        """The outputs of the last stage for the whole batch, on the rank that holds it; None on the others."""
+        batch = self._split(inputs, None, keywords, self._forward_count(inputs))
+        outputs = self._run(self._program(batch.count), batch, keep_outputs=True).outputs
+        return join([outputs[mb] for mb in sorted(outputs)]) if len(outputs) == batch.count else None
+
+    def _run(self, program: RankProgram, batch: Microbatches, keep_outputs: bool = False) -> StepResult:
+        transport = self._transport(program)
+        try:
+            return drive(self._rank.run(program, batch, transport, keep_outputs=keep_outputs))
+        except Exception as error:
+            self._fail(error)
+            raise
+
+    # -- what it holds ---------------------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        return self.mesh.rank
+
+    @property
+    def ranks(self) -> int:
+        return len(self.mesh.ranks)
+
+    @property
+    def group(self) -> Any:
+        """The pipeline's process group; None for one process."""
+        return self.mesh.group
+
+    @property
+    def peak_activations(self) -> int:
+        """The most stage-micro-batches alive on this rank at once in the last step, counted."""
+        return self._result.peak_alive
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(global name, parameter) of this rank's stages; a weight tied within the rank once, under its first name."""
+        yield from self._assembly.parameters.items()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        yield from self._assembly.parameters.values()
+
+    def owns(self, name: str) -> bool:
+        """False where another rank holds the first copy of this tied weight: norms and checkpoints count it once."""
+        return name not in self._assembly.copies
+
+    def zero_grad(self) -> None:
+        """Sets every gradient to None."""
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Global name -> parameter or buffer of this rank's stages."""
+        return {**dict(self.named_parameters()), **self._assembly.buffers}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Copies values by global name; raises UsageError when one of this rank's is missing."""
+        for name, value in self.state_dict().items():
+            if name not in state:
+                raise UsageError(f"the state holds no {name!r}")
+            with torch.no_grad():
+                value.copy_(state[name])
+
+    def train(self, mode: bool = True) -> None:
+        for stage in self._rank.stages.values():
+            for module in stage.modules:
+                module.train(mode)
+
+    def eval(self) -> None:
+        self.train(False)
+
+    def timeline(self) -> Timeline:
+        """The last step as measured, in seconds, with the ranks' clocks aligned; collective."""
+        if not self._result.starts:
+            raise UsageError("no step has run yet")
+        offset = clock_offset(self.mesh, self._control())
+        return gather_timeline(self.schedule, self.mesh, self._result.starts, self._result.ends, offset)
+
+    def close(self) -> None:
+        """Ends the watchdog. Call it on every rank before the process group is destroyed."""
+        if self._monitor is not None:
+            self._monitor.close()
+            self._monitor = None
+
+    # -- set-up ----------------------------------------------------------------------------------------------------------
+
+    def _shake_hands(self, layers: Sequence[LayerSource], stages: Sequence[int] | None, tied: Sequence[Sequence[str]]) -> str:
+        """Compares what the ranks are about to run; returns the prefix of this pipeline's keys in the store."""
+        if self.mesh.group is None:
+            return ""
+        from pipeloom import __version__
+
+        store = dist.distributed_c10d._get_default_store()
+        own = f"pipeloom/{'-'.join(map(str, self.mesh.ranks))}"
+        prefix = f"{own}/{store.add(f'{own}/{self.rank}', 1)}"
+        facts = {
+            "versions": f"pipeloom {__version__}, torch {torch.__version__}",
+            **handshake.schedule_facts(self.schedule),
+            "layers": f"{len(layers)} {handshake.digest([getattr(layer, 'name', at) for at, layer in enumerate(layers)])}",
+            "layers of each stage": None if stages is None else list(stages),
+            "tied weights": [list(names) for names in tied],
+            "transport": f"{self.options.transport}, overlap_p2p {self.options.overlap_p2p}",
+            "receive depth": self.options.receive_depth,
+            "shapes": self.options.shapes,
+            "sizes of the micro-batches": self.options.microbatch_sizes and list(self.options.microbatch_sizes),
+        }
+        handshake.compare(store, prefix, self.rank, self.ranks, facts, min(self.options.timeout, 60.0))
+        return prefix
+
+    def _start_distributed(self, prefix: str) -> None:
+        batched = self.options.transport == "batched"
+        self._links = Links(self.mesh, self._program(None).channels, self.device, batched)
+        for tie, weight in self._assembly.ties.items():
+            ties.start_equal(tie, self.rank, weight, self._control())
+        if self.options.monitor:
+            store = dist.distributed_c10d._get_default_store().clone()
+            peers = {rank for channel in self._program(None).channels for rank in channel[:2]} - {self.rank}
+            self._monitor = Monitor(store, prefix, self._rank.status, sorted(peers), self.ranks, self.options.timeout)
+            self._monitor.start()
+
+    def _control(self) -> Any:
+        return self._links.control if self.device.type == "cpu" else self.mesh.group
+
+    def _program(self, forward_count: int | None) -> RankProgram:
+        """The training program, or the forward-only one of so many micro-batches; lowered once each."""
+        if forward_count not in self._programs:
+            schedule = self.schedule if forward_count is None else forward_only(self.schedule, forward_count)
+            self._programs[forward_count] = lower(schedule, self.rank, self.options)
+        return self._programs[forward_count]
+
+    def _transport(self, program: RankProgram) -> Transport:
+        if self.mesh.group is None:
+            return InProcessTransport(Mailroom())
+        batched = self.options.transport == "batched"
+        return TorchTransport(self._links, program.acknowledges, self._rank.book, self._pool, batched)
+
+    def _forward_count(self, inputs: Any) -> int:
+        rows = batch_rows(tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,))
+        return min(self.schedule.microbatches, rows)
+
+    def _split(self, inputs: Any, targets: Any, keywords: Mapping[str, Any], count: int) -> Microbatches:
+        positional = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+        rows = batch_rows(positional)
+        sizes = self.options.microbatch_sizes
+        if sizes is None or sum(sizes) != rows or len(sizes) != count:
+            sizes = tuple(split_sizes(rows, count))
+        return split_batch(positional, targets, keywords, sizes, self._weight)
+
+    def _spread(self, loss: Tensor | None) -> Tensor:
+        """The sum of all ranks' shares of the loss."""
+        total = loss if loss is not None else torch.zeros((), dtype=torch.float32, device=self.device)
+        if self.mesh.group is not None:
+            total = total.clone()
+            self.mesh.group.allreduce([total]).wait()
+        return total
+
+    def _fail(self, error: Exception) -> None:
+        if self._monitor is not None:
+            self._monitor.failed(error)
+            self._monitor = None
+        status = self._rank.status
+        if status.waiting is not None and isinstance(error, RuntimeError) and not isinstance(error, UsageError):
+            raise DistributedError(f"rank {self.rank} lost rank {status.waiting.channel.source}: {status.words}: {error}") from error
+
+
+def drive(run: Generator[Message, None, StepResult]) -> StepResult:
+    """Runs one rank's engine to its end, on a transport that waits by itself."""
+    while True:
+        try:
+            message = next(run)
+        except StopIteration as done:
+            return done.value  # type: ignore[no-any-return]
+        raise DistributedError(f"{message.words} never comes: there is no other rank in this process")
+
+
+def join(outputs: Sequence[Any]) -> Any:
+    """Micro-batches' outputs as one: tensors concatenated along dimension 0, tuples element by element."""
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(outputs)) if first.ndim else torch.stack(list(outputs))
+    if isinstance(first, (tuple, list)):
+        return tuple(join(items) for items in zip(*outputs, strict=True))
+    return first
+
+
+def _mesh(mesh: PipelineMesh | DeviceMesh | None) -> PipelineMesh:
+    if isinstance(mesh, PipelineMesh):
+        return mesh
+    return PipelineMesh.whole_world() if mesh is None else PipelineMesh.of_device_mesh(mesh)
+
+
+def _device(options: RuntimeOptions, mesh: PipelineMesh) -> torch.device:
+    if options.device is not None:
+        return torch.device(options.device)
+    if mesh.group is not None and "nccl" in str(dist.get_backend_config(mesh.group)) and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,0 +1,189 @@
+"""One rank: its stages, its program, and the engine that runs the program.
+
+The engine is a generator that yields where it would wait, so that all ranks of a schedule can run in one thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeloom.runtime.batch import Microbatches
+from pipeloom.runtime.boundary import Boundary, Values, boundary_of
+from pipeloom.runtime.faults import Faults
+from pipeloom.runtime.lowering import RankProgram, Step
+from pipeloom.runtime.specs import SpecBook
+from pipeloom.runtime.stage import Stage
+from pipeloom.runtime.status import Status
+from pipeloom.runtime.transport import Outgoing, Transport
+from pipeloom.schedule.actions import Action
+from pipeloom.schedule.channels import Message
+from pipeloom.schedule.model import Schedule
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+@dataclass
+class StepResult:
+    """What a rank's run of a step leaves.
+
+    Attributes:
+        loss: the sum of its last stages' shares of the loss; None where it holds no last stage.
+        outputs: micro-batch -> output of the route's last stage, where asked for.
+        starts, ends: seconds (time.perf_counter) of each program entry.
+        peak_alive: the most micro-batches alive on its stages at once.
+    """
+
+    loss: Tensor | None = None
+    outputs: dict[int, Any] = field(default_factory=dict)
+    starts: list[float] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+    peak_alive: int = 0
+
+
+class Rank:
+    """One place in the pipeline, on whatever transport it is given."""
+
+    def __init__(self, schedule: Schedule, rank: int, stages: dict[int, Stage], loss: Loss, book: SpecBook, faults: Faults) -> None:
+        self.schedule = schedule
+        self.rank = rank
+        self.stages = stages
+        self.loss = loss
+        self.book = book
+        self.faults = faults
+        self.status = Status(rank)
+        self._ends = {route[0] for route in schedule.routes}, {route[-1] for route in schedule.routes}
+
+    def run(
+        self, program: RankProgram, batch: Microbatches, transport: Transport, *, keep_outputs: bool = False
+    ) -> Generator[Message, None, StepResult]:
+        """Runs the program once; yields the message that it waits for while the transport has not got it.
+
+        With gradients enabled the program is a training step; otherwise its forwards only.
+        """
+        work = _Work(self, batch, transport, keep_outputs)
+        self.book.begin([(torch.is_grad_enabled(), *each) for each in batch.signatures])
+        outgoing: list[Outgoing] = []
+        for step in program.steps:
+            transport.exchange(outgoing, step.posts)
+            received: list[tuple[Values, Boundary] | None] = []
+            for action, message in zip(step.actions, step.receives, strict=True):
+                if message is None:
+                    received.append(None)
+                    continue
+                self.status.wait_for(action, message)
+                while not transport.arrived(message):
+                    yield message
+                received.append(transport.take(message))
+            outgoing = work.execute(step, received)
+            self.status.done += 1
+        transport.exchange(outgoing, ())
+        transport.finish()
+        self.status.leave()
+        return work.result
+
+
+class _Work:
+    """One run of a program: values on their way between stages of this rank, and the result so far."""
+
+    def __init__(self, rank: Rank, batch: Microbatches, transport: Transport, keep_outputs: bool) -> None:
+        self.rank = rank
+        self.batch = batch
+        self.transport = transport
+        self.keep_outputs = keep_outputs
+        self.result = StepResult()
+        self._local: dict[tuple[str, int, int], tuple[Values, Boundary]] = {}
+        self._alive = 0
+        self._after = {left: right for route in rank.schedule.routes for left, right in zip(route, route[1:], strict=False)}
+        self._before = {right: left for left, right in self._after.items()}
+
+    def execute(self, step: Step, received: list[tuple[Values, Boundary] | None]) -> list[Outgoing]:
+        """Runs the entry's actions; sends what a pair's first part made at once, and returns what is left to send."""
+        outgoing: list[Outgoing] = []
+        self.result.starts.append(time.perf_counter())
+        for action, value, send in zip(step.actions, received, step.sends, strict=True):
+            if outgoing:
+                self.transport.exchange(outgoing, ())
+            self.rank.status.enter(action)
+            try:
+                self.rank.faults.before(action)
+                outgoing = self._send(send, *_RUN[action.kind](self, action, value))
+            except Exception as error:
+                error.add_note(f"(rank {self.rank.rank}, {action.words})")
+                raise
+        self.result.ends.append(time.perf_counter())
+        return outgoing
+
+    def _send(self, message: Message | None, values: Values, boundary: Boundary) -> list[Outgoing]:
+        if message is None or self.rank.faults.drops(1):
+            return []
+        return [Outgoing(message, values, boundary)]
+
+    def forward(self, action: Action, received: tuple[Values, Boundary] | None) -> tuple[Values, Boundary]:
+        stage, mb = self.rank.stages[action.stage], action.microbatch
+        carries: Boundary | None = None
+        if received is not None:
+            values, carries = received
+            self.rank.book.learn(self._before[stage.index], mb, carries)
+        elif stage.index in self._before:
+            values, carries = self._local.pop(("activation", stage.index, mb))
+        else:
+            values = self.batch.inputs[self.rank.faults.input_of(mb)]
+        if torch.is_grad_enabled():
+            self._alive += 1
+            self.result.peak_alive = max(self.result.peak_alive, self._alive)
+        if stage.index not in self._after:
+            self._last(stage, mb, values, carries)
+            outputs: Values = ()
+        else:
+            outputs = stage.forward(mb, values, carries, self.batch.keywords[mb])
+        if received is not None and not torch.is_grad_enabled():
+            self.transport.recycle(values)
+        boundary = boundary_of(outputs)
+        following = self._after.get(stage.index)
+        if following is not None:
+            self.rank.book.learn(stage.index, mb, boundary)
+            if following in self.rank.stages:
+                detached = tuple(None if v is None else v.detach() for v in outputs)
+                self._local["activation", following, mb] = detached, boundary
+        return outputs, boundary
+
+    def _last(self, stage: Stage, mb: int, values: Values, carries: Boundary | None) -> None:
+        """F of a route's last stage. The loss is scaled here and nowhere else."""
+        keywords = self.batch.keywords[mb]
+        if self.keep_outputs:
+            self.result.outputs[mb] = stage.compute(values, keywords)
+            return
+        targets, share = self.batch.targets[mb], self.batch.shares[mb]
+        part, _ = stage.forward_to_loss(mb, values, carries, keywords, lambda output: self.rank.loss(output, targets) * share)
+        self.result.loss = part.float() if self.result.loss is None else self.result.loss + part
+
+    def backward(self, action: Action, received: tuple[Values, Boundary] | None) -> tuple[Values, Boundary]:
+        stage, mb = self.rank.stages[action.stage], action.microbatch
+        gradients = self._gradients(stage, mb, received)
+        inputs, buffers = stage.backward(mb, gradients)
+        self._alive -= 1
+        return self._pass_back(stage, mb, inputs, buffers, gradients if received is not None else ())
+
+    def _gradients(self, stage: Stage, mb: int, received: tuple[Values, Boundary] | None) -> Values:
+        if received is not None:
+            return received[0]
+        return self._local.pop(("gradient", stage.index, mb))[0] if stage.index in self._after else ()
+
+    def _pass_back(self, stage: Stage, mb: int, inputs: Values, buffers: Values, gradients: Values) -> tuple[Values, Boundary]:
+        """Hands the input gradients on, and the receive buffers back."""
+        previous = self._before.get(stage.index)
+        if previous in self.rank.stages:
+            self._local["gradient", previous, mb] = inputs, ()
+        elif previous is not None:
+            self.transport.recycle(buffers)
+        self.transport.recycle(gradients)
+        return inputs, ()
+
+
+_RUN: dict[str, Callable[[_Work, Action, Any], tuple[Values, Boundary]]] = {"F": _Work.forward, "B": _Work.backward}
