@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from pipeloom.errors import ScheduleError, UsageError, did_you_mean
-from pipeloom.schedule import Action, Pair, Schedule
-from pipeloom.schedule.actions import parse_cell
+from pipeloom.schedule import Action, Schedule
+from pipeloom.schedule.actions import parse_action
+from pipeloom.schedule.model import parts
 
 FaultKind = Literal["swap-microbatches", "drop-send", "raise", "kill"]
 SYNTAX = "swap-microbatches:A,B, drop-send:RANK:N, raise:RANK:ACTION or kill:RANK:STEP"
@@ -26,18 +27,19 @@ class Fault:
 
     Attributes:
         kind: what goes wrong.
-        microbatches: `swap-microbatches`: the two that change places (inputs of one with targets of the other).
-        rank: the rank that does it; -1 for `swap-microbatches`, which every rank does.
-        send: `drop-send`: this send of the rank's step, counted from 0, is not made.
+        a, b: `swap-microbatches`: the two whose inputs change places, while their targets stay.
+        rank: the pipeline rank that does it; -1 for `swap-microbatches`.
+        number: `drop-send`: the rank's send of this number, counted from 0 over the run, is lost.
         action: `raise`: the action at which the rank raises an exception.
-        step: `kill`: the rank ends itself with SIGKILL in this step, counted from 1.
+        step: `kill`: the rank ends itself with SIGKILL as this step, counted from 0, starts.
     """
 
     kind: FaultKind
-    microbatches: tuple[int, int] = (-1, -1)
+    a: int = -1
+    b: int = -1
     rank: int = -1
-    send: int = -1
-    action: Action | Pair | None = None
+    number: int = -1
+    action: Action | None = None
     step: int = -1
 
 
@@ -54,14 +56,14 @@ def parse_fault(text: str) -> Fault | None:
         form = next(part for part in re.split(r", (?=[a-z])| or ", SYNTAX) if part.startswith(kind))
         raise UsageError(f"{text!r} is not a fault; {kind} is written {form}")
     if kind == "swap-microbatches":
-        return Fault(kind, microbatches=(int(match[1]), int(match[2])))
+        return Fault(kind, a=int(match[1]), b=int(match[2]))
     rank = int(match[1])
     if kind == "drop-send":
-        return Fault(kind, rank=rank, send=int(match[2]))
+        return Fault(kind, rank=rank, number=int(match[2]))
     if kind == "kill":
         return Fault(kind, rank=rank, step=int(match[2]))
     try:
-        return Fault(kind, rank=rank, action=parse_cell(match[2]))
+        return Fault(kind, rank=rank, action=parse_action(match[2]))
     except ScheduleError as error:
         raise UsageError(str(error)) from None
 
@@ -70,21 +72,18 @@ def fault_problem(fault: Fault, schedule: Schedule, steps: int) -> str | None:
     """Why `fault` could never happen in `schedule` over `steps` steps, or None when it can."""
     m = schedule.microbatches
     if fault.kind == "swap-microbatches":
-        a, b = fault.microbatches
-        if a == b:
-            return f"it swaps micro-batch {a} with itself"
-        if max(a, b) >= m:
-            return f"there is no micro-batch {max(a, b)}; the schedule has {m} (0..{m - 1})"
+        if fault.a == fault.b:
+            return f"it swaps micro-batch {fault.a} with itself"
+        if max(fault.a, fault.b) >= m:
+            return f"there is no micro-batch {max(fault.a, fault.b)}; the schedule has {m} (0..{m - 1})"
         return None
     if fault.rank >= schedule.ranks:
         return f"there is no rank {fault.rank}; the schedule has {schedule.ranks} (0..{schedule.ranks - 1})"
-    if fault.kind == "raise" and fault.action not in schedule.programs[fault.rank]:
-        return f"rank {fault.rank} does not run {fault.action}; it runs {_some(schedule, fault.rank)}"
-    if fault.kind == "kill" and not 1 <= fault.step <= steps:
-        return f"there is no step {fault.step}; nearest: {min(max(fault.step, 1), steps)}"
+    if fault.kind == "raise":
+        runs = [str(action) for cell in schedule.programs[fault.rank] for action in parts(cell)]
+        if str(fault.action) not in runs:
+            held = ", ".join(map(str, schedule.stages_of[fault.rank]))
+            return f"rank {fault.rank} does not run {fault.action}; it holds stages {held} and micro-batches 0..{m - 1}"
+    if fault.kind == "kill" and fault.step >= steps:
+        return f"there is no step {fault.step}; the run has {steps} (0..{steps - 1})"
     return None
-
-
-def _some(schedule: Schedule, rank: int) -> str:
-    cells = [str(cell) for cell in schedule.programs[rank][:4]]
-    return ", ".join(cells) + (", …" if len(schedule.programs[rank]) > 4 else "")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pipeloom.config.files import BUILT_IN
 from pipeloom.config.sections import SECTIONS
 from pipeloom.errors import UsageError, did_you_mean
 
@@ -32,7 +34,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[str | None, dict[str, Any
         if not word.startswith("--") or "." not in flag:
             raise UsageError(f"there is no option {word!r}{_near_flag(flag)}")
         if not equals:
-            if rest and not rest[0].startswith("--") and not (_is_switch(flag) and not _is_truth(rest[0])):
+            if rest and not rest[0].startswith("--") and not (_is_switch(flag) and _is_path(rest[0])):
                 text = rest.pop(0)
             elif _is_switch(flag):
                 text = "true"
@@ -86,6 +88,10 @@ def _is_truth(text: str) -> bool:
     return text.lower() in ("true", "false")
 
 
+def _is_path(word: str) -> bool:
+    return word.endswith(".toml") or word in BUILT_IN
+
+
 def _annotation(key: str) -> Any:
     section, _, name = key.partition(".")
     field = SECTIONS[section].model_fields.get(name) if section in SECTIONS else None
@@ -103,7 +109,8 @@ def _is_text(key: str) -> bool:
 
 def _near_flag(flag: str) -> str:
     known = [f"--{section}.{key}" for section, model in SECTIONS.items() for key in model.model_fields]
-    ends = [name for name in known if name.endswith(f".{flag.replace('-', '_')}")]
-    if ends:
-        return f"; did you mean {' or '.join(map(repr, ends))}?"
-    return did_you_mean(f"--{flag}", known) if "." in flag else "; a key is given as --section.key value"
+    if "." in flag:
+        return did_you_mean(f"--{flag}", known)
+    keys = {name.rpartition(".")[2]: name for name in known}
+    near = difflib.get_close_matches(flag.replace("-", "_"), keys, n=1)
+    return f"; did you mean {keys[near[0]]}?" if near else "; a key is given as --section.key value"

@@ -52,8 +52,8 @@ def _sentence(detail: dict[str, Any], path: list[str], values: Mapping[str, Any]
     kind, limits = detail["type"], detail.get("ctx", {})
     key = ".".join(path[:2])
     value: Any = values
-    for part in path:
-        value = value.get(part) if isinstance(value, Mapping) else value[int(part)] if part.isdigit() else None
+    for part in path[:2]:
+        value = value.get(part) if isinstance(value, Mapping) else None
     start = key_words(key, value, origins)
     if kind == "extra_forbidden":
         return _unknown(path, start)

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pipeloom.errors import DistributedError
+
 FAILURES = "PIPELOOM_FAILURES"
 _DEAD = "dead"
 # a process that dies so was hit by something outside; SIGABRT and SIGTERM are how it ends because of others
@@ -54,7 +56,7 @@ def first_failure(codes: Mapping[int, int], failures: Mapping[int, Failure]) -> 
     """The rank that failed first: one killed from outside, else the earliest note, else the first that was seen to end.
 
     `codes` gives the return codes in the order in which the workers were seen to end. A worker that stops because of
-    another leaves its note after that one's.
+    another does so as a DistributedError, so a note of any other kind comes before those.
     """
     bad = [rank for rank, code in codes.items() if code not in (0, 75)]
     for rank in bad:
@@ -62,7 +64,7 @@ def first_failure(codes: Mapping[int, int], failures: Mapping[int, Failure]) -> 
             return rank
     noted = [failures[rank] for rank in bad if rank in failures]
     if noted:
-        return min(noted, key=lambda note: note.at).rank
+        return min(noted, key=lambda note: (note.exit_code == DistributedError.exit_code, note.at)).rank
     return bad[0]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import re
 import signal
 import sys
 import threading
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 INTERRUPTED = 130
+_LOST = re.compile(r"[Cc]onnection (closed|reset)|gloo/transport|remote process exited|Timed out waiting")
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,12 @@ def describe(error: BaseException) -> tuple[int, str]:
         return error.exit_code, str(error)
     if isinstance(error, SystemExit):
         return (error.code if isinstance(error.code, int) else int(error.code is not None)), ""
+    if isinstance(error, RuntimeError) and _LOST.search(str(error)):
+        where = next(
+            frame for frame in reversed(traceback.extract_tb(error.__traceback__)) if "torch" not in frame.filename
+        )
+        reason = death_notice() or _first_line(error).rpartition("] ")[2].partition(". ")[0]
+        return DistributedError.exit_code, f"lost another worker in {where.name} (line {where.lineno}): {reason}"
     return 1, "".join(traceback.format_exception(error)).rstrip()
 
 

@@ -1,0 +1,73 @@
+"""`pipeloom train`: starts its own workers, or is one when torchrun (or it itself) started it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pipeloom.cli.workers import be_worker, describe_keys, require_torch, start_workers
+
+if TYPE_CHECKING:
+    from pipeloom.config import Layout
+
+USAGE = """Usage: pipeloom train [CONFIG] [--section.key VALUE …]
+
+Trains a language model through a pipeline of worker processes on this machine.
+
+CONFIG is a TOML file, or the name of one that comes with the package (default, tiny).
+It may say extends = "other.toml"; what it does not set is as in default.
+Each key has a flag. A value is read as TOML, else taken as text:
+
+  pipeloom train --parallel.pp 2 --schedule.name 1f1b --train.steps 20
+  torchrun --nproc-per-node 4 -m pipeloom train run.toml
+
+Keys (with their defaults):
+"""
+
+
+def command(arguments: Sequence[str]) -> int:
+    """Runs the command with the words after `train`; returns the exit code, or raises a PipeloomError."""
+    if "--help" in arguments or "-h" in arguments:
+        print(USAGE + describe_keys())
+        return 0
+    from pipeloom.config import load_layout, split_arguments
+    from pipeloom.train.worker import is_worker, world_size_given
+
+    require_torch("train")
+    path, overrides = split_arguments(arguments)
+    layout = load_layout(path, overrides, world_size=world_size_given())
+    if not is_worker():
+        announce(layout)
+        return start_workers("train", arguments, layout.world_size)
+
+    def train(context: object) -> None:
+        from pipeloom.train.loop import run
+
+        run(layout, context)
+
+    return be_worker(layout, train)
+
+
+def announce(layout: Layout) -> None:
+    """Prints what is about to run, in one line, and the layout's notes."""
+    from pipeloom.config import parameter_count
+
+    config, schedule = layout.config, layout.schedule
+    options = "".join(f", {key} {value}" for key, value in schedule.options if key != "chunks")
+    chunks = f" of {schedule.chunks} stages" if schedule.chunks > 1 else ""
+    train = config.train
+    print(
+        f"training {_short(parameter_count(config.model))} parameters: {schedule.name}{options}, {schedule.ranks} "
+        f"rank{'s' * (schedule.ranks > 1)}{chunks}, {schedule.microbatches} micro-batches; "
+        f"{train.steps} steps of {train.global_batch_size} x {train.seq_len} tokens, {train.dtype}"
+    )
+    for note in layout.notes:
+        print(f"  {note}")
+    print(end="", flush=True)
+
+
+def _short(count: int) -> str:
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if count >= size:
+            return f"{count / size:.3g} {letter}"
+    return str(count)

@@ -1,0 +1,63 @@
+"""What `train` and `verify` share: the flags of a configuration, and being the launcher or one of its workers."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pipeloom.errors import UsageError
+
+if TYPE_CHECKING:
+    from pipeloom.config import Layout
+
+
+def require_torch(command: str) -> None:
+    """Raises UsageError that names the extra when the trainer's packages are not installed; imports none of them."""
+    missing = [name for name in ("torch", "numpy") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"pipeloom {command} needs {' and '.join(missing)}, which the core install leaves out: "
+            'pip install "pipeloom[train]"'
+        )
+
+
+def start_workers(command: str, arguments: Sequence[str], world_size: int) -> int:
+    """Runs this same command line as `world_size` workers; returns the exit code."""
+    from pipeloom.train.launch import launch
+
+    return launch([sys.executable, "-m", "pipeloom", command, *arguments], world_size)
+
+
+def be_worker(layout: Layout, body: Callable[[Any], None]) -> int:
+    """Runs `body` as one worker of `layout`. Returns 0, or ends the process with the exit code of what went wrong."""
+    from pipeloom.train.worker import leave, main
+
+    code = main(layout, body)
+    if code:
+        leave(code)
+    return code
+
+
+def describe_keys() -> str:
+    """Every key of the configuration with its default and a phrase, one a line, by section."""
+    from pipeloom.config import SECTIONS, load
+
+    default = load().model_dump()
+    lines = []
+    for section, model in SECTIONS.items():
+        lines.append(f"\n[{section}]")
+        for key, field in model.model_fields.items():
+            value = default[section][key]
+            shown = "" if value is None or value == "" else f" ({_shown(value)})"
+            lines.append(f"  --{section}.{key:<{29 - len(section)}} {field.description}{shown}")
+    return "\n".join(lines)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(str, value)) + "]"
+    return "{}" if value == {} else str(value)

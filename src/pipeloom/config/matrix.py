@@ -1,0 +1,110 @@
+"""A verify matrix: many layouts in one TOML file.
+
+skip_invalid = true                      # leave out combinations that are refused, and say how many
+[base.train]
+seq_len = 16
+[[layout]]                               # lists are expanded into every combination
+schedule.name = ["gpipe", "1f1b"]
+parallel.pp = [2, 3]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from pipeloom.config.files import read_toml
+from pipeloom.config.layout import Layout
+from pipeloom.config.load import load_layout
+from pipeloom.config.sections import SECTIONS
+from pipeloom.errors import ConfigError, PipeloomError, ScheduleError, UsageError, did_you_mean
+
+_KEYS = ("base", "layout", "skip_invalid")
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The layouts of a matrix file.
+
+    Attributes:
+        layouts: in the file's order, the last list of a table varying fastest.
+        names: what each sets beyond the base, as `pp=2 name=1f1b`.
+        skipped: why each of the others was left out.
+    """
+
+    layouts: tuple[Layout, ...]
+    names: tuple[str, ...]
+    skipped: tuple[str, ...]
+
+
+def load_matrix(path: str | Path, config: str | Path | None, overrides: Mapping[str, Any]) -> Matrix:
+    """The layouts of the matrix file `path`: `config`, the file's `[base]`, a combination, `overrides`.
+
+    Raises ConfigError for a file that is no matrix, and, unless it says `skip_invalid`, with the problems of every
+    combination that is refused; also when none is left.
+    """
+    tables = read_toml(Path(path))
+    problems = [f"{path}: a matrix has no key {key!r}{did_you_mean(key, _KEYS)}" for key in tables if key not in _KEYS]
+    rows, skip = tables.get("layout"), tables.get("skip_invalid", False)
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        problems.append(f"{path}: a matrix needs at least one [[layout]] table")
+    if not isinstance(skip, bool):
+        problems.append(f"{path}: skip_invalid is {skip!r}; it must be true or false")
+    if problems:
+        raise ConfigError(problems)
+    base = flat(tables.get("base", {}))
+    layouts, names, refused = [], [], []
+    for row in rows or []:
+        for combination in expand(row):
+            try:
+                layouts.append(load_layout(config, base, combination, overrides))
+                names.append(_name(combination))
+            except (UsageError, ScheduleError) as error:
+                refused.append(f"{_name(combination)}: {_reason(error)}")
+    if refused and not skip:
+        raise ConfigError([f"{path}: {reason}" for reason in refused])
+    if not layouts:
+        raise ConfigError([f"{path}: every layout is refused; the first: {refused[0]}"])
+    return Matrix(tuple(layouts), tuple(names), tuple(refused))
+
+
+def expand(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Every combination of the lists in a `[[layout]]` table, as dotted key -> value."""
+    keys = flat(row)
+    choices = [value if isinstance(value, list) and not _holds_list(key) else [value] for key, value in keys.items()]
+    return [dict(zip(keys, values, strict=True)) for values in product(*choices)]
+
+
+def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value, tables within tables joined by dots."""
+    found: dict[str, Any] = {}
+    for key, value in tables.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found
+
+
+def _holds_list(key: str) -> bool:
+    section, _, name = key.partition(".")
+    field = SECTIONS[section].model_fields.get(name) if section in SECTIONS else None
+    return field is not None and getattr(field.annotation, "__origin__", None) is tuple
+
+
+def _name(combination: Mapping[str, Any]) -> str:
+    parts = []
+    for key, value in combination.items():
+        if isinstance(value, dict):
+            parts += [f"{inner}={item}" for inner, item in value.items()]
+        else:
+            parts.append(str(value) if key == "schedule.name" else f"{key.rpartition('.')[2]}={value}")
+    return " ".join(parts)
+
+
+def _reason(error: PipeloomError) -> str:
+    problems = error.problems if isinstance(error, ConfigError) else [" ".join(str(error).split())]
+    return "; ".join(problems)
