@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeloom.schedule.actions import Action, Cell
-from pipeloom.schedule.channels import Channel, Entry, Message, batched_plan, posting_plan, traffic
+from pipeloom.schedule.channels import Channel, Entry, Message, posting_plan, traffic
 from pipeloom.schedule.model import Schedule, parts
 from pipeloom.runtime.options import RuntimeOptions
 
@@ -54,10 +54,8 @@ def lower(schedule: Schedule, rank: int, options: RuntimeOptions) -> RankProgram
     """
     programs = traffic(schedule)
     mine = programs[rank]
-    if options.transport == "batched":
-        plan = batched_plan(mine, options.overlap_p2p)
-    else:
-        plan = posting_plan(mine, options.receive_depth, options.overlap_p2p)
+    ahead = options.overlap_p2p and options.transport == "individual"
+    plan = posting_plan(mine, options.receive_depth, ahead)
     steps = []
     for at, (entry, posts) in enumerate(zip(mine, plan, strict=True)):
         actions = parts(entry.cell)

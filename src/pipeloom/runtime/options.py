@@ -16,7 +16,8 @@ class RuntimeOptions:
 
     Attributes:
         transport: `"individual"`: one message, one call; `"batched"`: what falls between two actions is one call.
-        overlap_p2p: post the receives of coming actions before the present one computes.
+        overlap_p2p: post the receives of coming actions before the present one computes (individual transport; a batch
+            holds what its two neighbours need and nothing later, or it would hold up the sends behind it).
         receive_depth: receives that each channel keeps open (more where the schedule needs more).
         shapes: `"once"`: a boundary's shapes are sent with its first message for each shape of the step's inputs and
             remembered; `"each"`: with every message, for outputs whose shape depends on the data.

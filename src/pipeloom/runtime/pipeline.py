@@ -60,7 +60,7 @@ class Pipeline:
         tied: Sequence[Sequence[str]] = (),
         options: RuntimeOptions = RuntimeOptions(),
     ) -> None:
-        check(schedule, transport=options.transport, overlap_p2p=options.overlap_p2p)
+        check(schedule, transport=options.transport)
         self.schedule = schedule
         self.options = options
         self.mesh = _mesh(mesh)

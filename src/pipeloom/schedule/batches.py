@@ -2,7 +2,8 @@
 
 Between two program entries a rank puts its sends and receives into one batch. On one communicator batches run one after the
 other, a message moves when both of its ends are in a batch that has its turn, and a batch ends when all its messages have
-moved. An entry runs when the batches with its receives have ended.
+moved. An entry runs when the batches with its receives have ended. Receives are
+posted just before the entry that needs them: posted earlier, they would hold up the sends behind them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeloom.errors import ScheduleError
-from pipeloom.schedule.channels import Entry, Message, batched_plan
+from pipeloom.schedule.channels import Entry, Message, posting_plan
 
 
 @dataclass
@@ -23,9 +24,9 @@ class _RankState:
     head: int = 0
 
 
-def check_batches(programs: tuple[tuple[Entry, ...], ...], overlap: bool) -> None:
+def check_batches(programs: tuple[tuple[Entry, ...], ...]) -> None:
     """Raises ScheduleError when some batches wait for one another for ever; names the ranks and messages."""
-    states = [_RankState(program, batched_plan(program, overlap), batches=[]) for program in programs]
+    states = [_RankState(program, posting_plan(program, 1, ahead=False), batches=[]) for program in programs]
     arrived: set[Message] = set()
     moving = True
     while moving:

@@ -140,18 +140,3 @@ def posting_plan(program: tuple[Entry, ...], depth: int, ahead: bool) -> tuple[t
             used[message.channel] += 1
         plan.append(tuple(now))
     return tuple(plan)
-
-
-def batched_plan(program: tuple[Entry, ...], overlap: bool) -> tuple[tuple[Message, ...], ...]:
-    """As `posting_plan`, just in time: a batch holds what its neighbours need next and nothing that comes much later.
-
-    With `overlap`, the receives of entry k + 1 are posted before entry k runs.
-    """
-    plan: list[tuple[Message, ...]] = []
-    posted: set[Message] = set()
-    incoming = posting_plan(program, 1, ahead=False)
-    for at in range(len(program)):
-        wanted = incoming[at] + (incoming[at + 1] if overlap and at + 1 < len(program) else ())
-        plan.append(tuple(message for message in wanted if message not in posted))
-        posted.update(wanted)
-    return tuple(plan)

@@ -20,7 +20,6 @@ def check(
     *,
     receive_depth: int | None = None,
     transport: TransportName = "individual",
-    overlap_p2p: bool = True,
 ) -> None:
     """Raises ScheduleError with the reason when `schedule` is not one that every rank can run to its end.
 
@@ -40,7 +39,7 @@ def check(
     if receive_depth is not None:
         _check_depth(schedule, receive_depth)
     if transport == "batched":
-        check_batches(traffic(schedule), overlap_p2p)
+        check_batches(traffic(schedule))
 
 
 def _check_actions(schedule: Schedule) -> None:
