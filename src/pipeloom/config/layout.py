@@ -61,7 +61,7 @@ def examine(config: Config, wrong: Collection[str] = ()) -> tuple[Layout | None,
     schedule: Schedule | None = None
     try:
         schedule = make_schedule(config)
-        check(schedule, transport=config.schedule.transport, overlap_p2p=config.schedule.overlap_p2p)
+        check(schedule, transport=config.schedule.transport)
     except ConfigError as error:
         problems += error.problems
     except UsageError as error:

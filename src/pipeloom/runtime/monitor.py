@@ -40,6 +40,7 @@ class Monitor:
         peers: Sequence[int],
         ranks: int,
         timeout: float,
+        notice: Callable[[], str | None] | None = None,
         end: Callable[[str], None] = end_process,
     ) -> None:
         self._store = store
@@ -47,6 +48,7 @@ class Monitor:
         self._status = status
         self._ranks = ranks
         self._timeout = timeout
+        self._notice = notice
         self._end = end
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -102,6 +104,9 @@ class Monitor:
                         self._store.set(f"{self._prefix}/beat/{self._status.rank}", str(beat))
                         self._look_for_the_dead()
                     self._look_for_a_stall()
+                    notice = self._notice() if self._notice is not None else None
+                    if notice is not None:
+                        self._announce(notice)
             except RuntimeError as error:  # torch's DistStoreError and DistNetworkError are RuntimeErrors
                 if not self._stop.is_set():
                     self._end(self._own_words(f"the store's host (global rank 0) is gone: {str(error).splitlines()[0]}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ class RuntimeOptions:
         device: where stages live; None: the current CUDA device under NCCL, else the CPU.
         timeout: seconds that a rank may wait for one message before the watchdog reports a stall.
         monitor: run the watchdog thread (several processes only).
+        notice: asked by the watchdog now and then; a text says that some process is dead, and ends the run.
         microbatch_sizes: rows of each micro-batch; None: as even as possible, larger ones first.
         fault: a fault to make on purpose (any object with `kind` and its values, see runtime/faults.py).
         trace: measure with CUDA events on a GPU (on a CPU every step is measured).
@@ -38,6 +40,7 @@ class RuntimeOptions:
     device: torch.device | None = None
     timeout: float = 300.0
     monitor: bool = True
+    notice: Callable[[], str | None] | None = None
     microbatch_sizes: tuple[int, ...] | None = None
     fault: Any = None
     trace: bool = False

@@ -229,7 +229,9 @@ class Pipeline:
         if self.options.monitor:
             store = dist.distributed_c10d._get_default_store().clone()
             peers = {rank for channel in self._program(None).channels for rank in channel[:2]} - {self.rank}
-            self._monitor = Monitor(store, prefix, self._rank.status, sorted(peers), self.ranks, self.options.timeout)
+            self._monitor = Monitor(
+                store, prefix, self._rank.status, sorted(peers), self.ranks, self.options.timeout, self.options.notice
+            )
             self._monitor.start()
 
     def _control(self) -> Any:

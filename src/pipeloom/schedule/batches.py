@@ -32,14 +32,14 @@ def check_batches(programs: tuple[tuple[Entry, ...], ...]) -> None:
     while moving:
         moving = False
         for state in states:
-            moving = _issue(state, arrived) or moving
+            moving = _issue(state) or moving
         moving = _meet(states, arrived) or moving
     stuck = [rank for rank, state in enumerate(states) if state.position < len(state.program)]
     if stuck:
         raise ScheduleError(_words(states, stuck, arrived))
 
 
-def _issue(state: _RankState, arrived: set[Message]) -> bool:
+def _issue(state: _RankState) -> bool:
     """Launches the batches and runs the entries that `state` can; true if anything happened."""
     assert state.batches is not None
     moved = False
@@ -51,7 +51,8 @@ def _issue(state: _RankState, arrived: set[Message]) -> bool:
                 state.batches.append(batch)
             state.launched += 1
             moved = True
-        if not all(message in arrived for message in state.program[state.position].receives):
+        waiting = set(state.program[state.position].receives)
+        if any(not waiting.isdisjoint(batch) for batch in state.batches[state.head :]):
             return moved
         state.position += 1
         moved = True
@@ -96,9 +97,10 @@ def _words(states: list[_RankState], stuck: list[int], arrived: set[Message]) ->
         state = states[rank]
         need = [m for m in state.program[state.position].receives if m not in arrived]
         held = sorted((state.batches or [set()])[state.head] - arrived) if state.head < len(state.batches or []) else []
-        first = f"; its batch at the front still holds {held[0].words}" if held else ""
-        lines.append(
-            f"  rank {rank} is at {state.program[state.position].cell.words}, which waits for "
-            f"{need[0].words if need else 'nothing'} from rank {need[0].channel.source if need else rank}{first}"
-        )
+        state_words = f"  rank {rank} is at {state.program[state.position].cell.words}, which waits for "
+        if need:
+            state_words += f"{need[0].words} from rank {need[0].channel.source}"
+        else:
+            state_words += "the end of the batch with its message"
+        lines.append(f"{state_words}; the batch at its front still holds {held[0].words}" if held else state_words)
     return "\n".join(lines)
