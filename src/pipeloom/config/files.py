@@ -22,7 +22,7 @@ class Merged:
     Attributes:
         values: section -> key -> value, as TOML gives them.
         origins: "section.key" -> file or flag that set it last.
-        given: the keys that something other than the package's default set.
+        given: the keys that something other than the package's own configurations set.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -101,12 +101,12 @@ def lay_file(merged: Merged, path: str | Path) -> None:
 
     A name of BUILT_IN that is no file stands for the package's own. Raises ConfigError for a cycle of `extends`.
     """
-    chain: list[tuple[str, dict[str, Any]]] = []
+    chain: list[tuple[str, dict[str, Any], bool]] = []
     seen: list[Path] = []
     here: Path | None = Path(path)
     while here is not None:
         if str(here) in BUILT_IN and not here.exists():
-            chain.append((str(here), built_in(str(here))))
+            chain.append((str(here), built_in(str(here)), True))
             break
         resolved = here.resolve()
         if resolved in seen:
@@ -115,7 +115,7 @@ def lay_file(merged: Merged, path: str | Path) -> None:
         seen.append(resolved)
         tables = read_toml(here)
         parent = tables.pop("extends", None)
-        chain.append((str(here), tables))
+        chain.append((str(here), tables, False))
         if parent is None:
             here = None
         elif not isinstance(parent, str):
@@ -123,5 +123,5 @@ def lay_file(merged: Merged, path: str | Path) -> None:
         else:
             beside = here.parent / parent
             here = Path(parent) if parent in BUILT_IN and not beside.exists() else beside
-    for name, tables in reversed(chain):
-        merged.lay(tables, name)
+    for name, tables, ours in reversed(chain):
+        merged.lay(tables, name, default=ours)

@@ -57,6 +57,8 @@ def _sentence(detail: dict[str, Any], path: list[str], values: Mapping[str, Any]
     start = key_words(key, value, origins)
     if kind == "extra_forbidden":
         return _unknown(path, start)
+    if kind == "missing" and len(path) > 2:
+        return f"{start}: it needs more values"
     if kind == "missing":
         return f"{key} is missing"
     if kind == "literal_error":

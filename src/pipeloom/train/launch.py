@@ -38,7 +38,7 @@ class Patience:
         poll: between two looks at the workers.
     """
 
-    reports: float = 8.0
+    reports: float = 10.0
     term: float = 3.0
     poll: float = 0.03
 

@@ -1,0 +1,119 @@
+"""From a configuration to its layout: schedule, stages, micro-batches, notes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeloom.config import even_sizes, layer_sizes, load, load_layout, parameter_count, stage_costs, training_flops
+from pipeloom.errors import ConfigError, ScheduleError
+from pipeloom.schedule.csv_form import to_csv
+from pipeloom.schedule.families import build
+
+
+@given(st.integers(1, 60), st.integers(1, 20))
+def test_even_sizes(total: int, parts: int) -> None:
+    sizes = even_sizes(total, parts)
+    assert sum(sizes) == total
+    assert len(sizes) == parts
+    assert max(sizes) - min(sizes) <= 1
+    assert list(sizes) == sorted(sizes, reverse=True)
+
+
+def test_uneven_microbatches_are_announced() -> None:
+    layout = load_layout(None, {"train.global_batch_size": 32})
+    assert layout.microbatch_sizes == (4, 4, 4, 4, 4, 3, 3, 3, 3)
+    assert any("5 of 4 and 4 of 3" in note for note in layout.notes)
+    even = load_layout(None, {"train.global_batch_size": 36})
+    assert even.microbatch_sizes == (4,) * 9
+    assert not any("micro-batches" in note for note in even.notes)
+
+
+def test_stages_as_many_as_blocks_carry_embedding_and_output_along() -> None:
+    assert load_layout().stage_layers == (2, 1, 1, 1, 1, 1, 1, 2)
+
+
+def test_uneven_stages_are_announced() -> None:
+    layout = load_layout("tiny", {"parallel.pp": 3, "schedule.name": "1f1b"})
+    assert sum(layout.stage_layers) == 6
+    assert any(note.startswith("uneven stages") for note in layout.notes)
+
+
+def test_a_heavy_output_layer_gets_fewer_blocks_beside_it() -> None:
+    overrides = {"model.vocab_size": 4096, "model.num_hidden_layers": 16}
+    layout = load_layout(None, overrides)
+    costs = stage_costs(layout.config, layout.stage_layers)
+    blocks = layout.stage_layers[-1] - 1
+    even = stage_costs(layout.config, (3, *(2,) * 6, 3))
+    assert blocks < 2
+    assert max(costs) < max(even)
+
+
+def test_stages_string_decides() -> None:
+    layout = load_layout("tiny", {"schedule.name": "1f1b", "parallel.stages": "Et*3|tL"})
+    assert layout.stage_layers == (4, 2)
+
+
+def test_sizes_of_a_schedule_file_replace_those_that_nobody_gave(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text(to_csv(build("gpipe", 2, 3)))
+    assert load_layout("tiny", {"schedule.name": str(path)}).schedule.microbatches == 3
+    layout = load_layout(None, {"schedule.name": str(path)})
+    assert (layout.world_size, layout.schedule.microbatches, layout.config.parallel.pp) == (2, 3, 2)
+    with pytest.raises(ConfigError, match=r"set schedule.microbatches = 3"):
+        load_layout(None, {"schedule.name": str(path), "schedule.microbatches": 4})
+    with pytest.raises(ConfigError, match=r"set parallel.pp = 2"):
+        load_layout(None, {"schedule.name": str(path), "parallel.pp": 4})
+    path.write_text("0F0,0B0\n1F0,1B0x\n")
+    with pytest.raises(ScheduleError, match="1B0x"):
+        load_layout(None, {"schedule.name": str(path)})
+
+
+def test_a_function_in_the_working_directory_is_a_schedule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "loom_schedule_here.py").write_text(
+        "from pipeloom.schedules import gpipe\n"
+        "def make(ranks, microbatches, wrong=False):\n"
+        "    return gpipe(ranks + wrong, microbatches)\n"
+        "def broken(ranks, microbatches):\n"
+        "    raise KeyError('lost')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    layout = load_layout("tiny", {"schedule.name": "loom_schedule_here:make"})
+    assert layout.schedule == build("gpipe", 2, 5)
+    with pytest.raises(ConfigError, match=r"set parallel.pp = 3"):
+        load_layout("tiny", {"schedule.name": "loom_schedule_here:make", "schedule.options.wrong": True})
+    with pytest.raises(ConfigError, match="failed with KeyError"):
+        load_layout("tiny", {"schedule.name": "loom_schedule_here:broken"})
+
+
+def test_layer_sizes_of_a_shape_counted_by_hand() -> None:
+    model = load("tiny").model  # width 32, 4 heads of 8, 2 key-value heads, 64 inside, vocabulary 256
+    sizes = layer_sizes(model, 16)
+    matrices = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64
+    assert [size.letter for size in sizes] == ["E", "t", "t", "t", "t", "L"]
+    assert [size.parameters for size in sizes] == [256 * 32, *[matrices + 64] * 4, 256 * 32 + 32]
+    assert sizes[1].flops == 3 * 16 * (2 * matrices + 2 * 16 * 32)
+    assert sizes[-1].flops == 3 * 16 * 2 * 256 * 32
+    assert parameter_count(model) == sum(size.parameters for size in sizes)
+    tied = load("tiny", {"model.tie_word_embeddings": True}).model
+    assert parameter_count(tied) == parameter_count(model) - 256 * 32
+    assert training_flops(model, 16, 3) == 3 * sum(size.flops for size in sizes)
+
+
+def test_the_fault_is_parsed() -> None:
+    fault = load_layout(None, {"debug.fault": "raise:2:6F3"}).fault
+    assert fault is not None
+    assert (fault.kind, fault.rank, str(fault.action)) == ("raise", 2, "6F3")
+    swap = load_layout(None, {"debug.fault": "swap-microbatches:0,1"}).fault
+    assert swap is not None
+    assert (swap.a, swap.b) == (0, 1)
+    drop = load_layout(None, {"debug.fault": "drop-send:3:7"}).fault
+    assert drop is not None
+    assert (drop.rank, drop.number) == (3, 7)
+    kill = load_layout(None, {"debug.fault": "kill:1:2"}).fault
+    assert kill is not None
+    assert (kill.rank, kill.step) == (1, 2)
+    assert load_layout().fault is None
