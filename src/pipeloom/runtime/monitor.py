@@ -1,16 +1,16 @@
 """The watchdog: a thread on every rank that ends the rank, even inside a wait, when any rank fails, dies or stalls.
 
 Keys in the store, under one prefix a pipeline: `failure` (the first failure, as text), `seen` (ranks that have reported it),
-`beat/R` (a counter that rank R's thread raises), `at/R` (where rank R was when it stopped).
+`beat/R` (a counter that rank R's thread raises).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,12 +19,13 @@ from pipeloom.runtime.status import Status
 POLL_SECONDS = 0.2
 BEAT_SECONDS = 1.0
 DEAD_AFTER_SECONDS = 8.0
+REPORT_SECONDS = 1.0
 EXIT_CODE = 6
 
 
 def end_process(report: str) -> None:
     """Prints the report and ends the process at once: the main thread may be inside a wait that nothing can interrupt."""
-    sys.stderr.write(report + "\n")
+    sys.stderr.write(f"{report}\n" if report else "")
     sys.stderr.flush()
     os._exit(EXIT_CODE)
 
@@ -62,30 +63,34 @@ class Monitor:
         """Stops the thread; other ranks do not take it for a death."""
         self._stop.set()
         self._thread.join(timeout=2)
-        try:
-            with self._lock:
-                self._store.set(f"{self._prefix}/beat/{self._status.rank}", b"closed")
-        except RuntimeError:
-            pass  # the store is gone: so are the others
+        with self._lock, contextlib.suppress(RuntimeError):  # the store is gone: so are the others
+            self._store.set(f"{self._prefix}/beat/{self._status.rank}", b"closed")
 
-    def failed(self, error: BaseException) -> None:
-        """Tells all ranks that this one has failed, and waits (at most 1.5 s) until they have reported it."""
+    def failed(self, text: str) -> str:
+        """Tells all ranks that this one has failed, unless another did so before, and waits until they have reported it.
+
+        Returns the text of the first failure, this one's or another's.
+        """
         self._stop.set()
-        where = f"rank {self._status.rank} failed: {self._status.words}"
-        text = "".join(traceback.format_exception(error)).rstrip()
         try:
             with self._lock:
-                self._announce(f"{where}\n{text}")
-                deadline = time.monotonic() + 1.5
-                while int(self._store.add(f"{self._prefix}/seen", 0)) < self._ranks - 1 and time.monotonic() < deadline:
-                    time.sleep(0.05)
+                cause = self._announce(text)
+                self._wait_for_reports()
+                return cause
         except RuntimeError:
-            pass  # the store's host is gone; the others see that themselves
+            return f"{text}\n(the store's host, global rank 0, is gone)"
 
-    def _announce(self, text: str) -> bool:
-        """Sets the failure unless there is one already; true if this was the first."""
-        mine = f"{self._status.rank}\n{text}"
-        return bool(self._store.compare_set(f"{self._prefix}/failure", "", mine) == mine.encode())
+    def _announce(self, text: str) -> str:
+        """Sets the failure unless there is one already; returns the one that stands."""
+        return str(self._store.compare_set(f"{self._prefix}/failure", "", text).decode())
+
+    def _wait_for_reports(self) -> None:
+        """Counts this rank's report, and gives the others time for theirs: they need its connections, and the store."""
+        reports = int(self._store.add(f"{self._prefix}/seen", 1))
+        deadline = time.monotonic() + REPORT_SECONDS
+        while reports < self._ranks and time.monotonic() < deadline:
+            time.sleep(0.05)
+            reports = int(self._store.add(f"{self._prefix}/seen", 0))
 
     def _watch(self) -> None:
         beat = 0
@@ -129,10 +134,11 @@ class Monitor:
             self._announce(f"the step stalls: rank {status.rank}, {status.words} (timeout {self._timeout:g} s)")
 
     def _report(self, failure: str) -> None:
-        origin, _, text = failure.partition("\n")
-        self._store.set(f"{self._prefix}/at/{self._status.rank}", self._status.words)
-        self._store.add(f"{self._prefix}/seen", 1)
-        self._end(self._own_words(text if int(origin) != self._status.rank else text))
+        words = self._own_words(failure)
+        with contextlib.suppress(RuntimeError):  # the store may go away while the others end
+            sys.stderr.write(words + "\n")
+            self._wait_for_reports()
+        self._end("")
 
     def _own_words(self, cause: str) -> str:
         return f"[rank {self._status.rank}] {self._status.words}\n[rank {self._status.rank}] stopped, because {cause}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -271,12 +272,19 @@ class Pipeline:
         return total
 
     def _fail(self, error: Exception) -> None:
-        if self._monitor is not None:
-            self._monitor.failed(error)
-            self._monitor = None
+        """Tells the other ranks; raises DistributedError in place of an error that only says that a peer has gone."""
         status = self._rank.status
-        if status.waiting is not None and isinstance(error, RuntimeError) and not isinstance(error, UsageError):
-            raise DistributedError(f"rank {self.rank} lost rank {status.waiting.channel.source}: {status.words}: {error}") from error
+        lost = status.waiting is not None and isinstance(error, RuntimeError)
+        if lost and status.waiting is not None:
+            text = f"rank {status.waiting.channel.source} is gone: rank {self.rank}, {status.words}: {error}"
+        else:
+            trace = "".join(traceback.format_exception(error)).rstrip()
+            text = f"rank {self.rank} failed: {status.words}\n{trace}"
+        if self._monitor is not None:
+            text = self._monitor.failed(text)
+            self._monitor = None
+        if lost:
+            raise DistributedError(f"[rank {self.rank}] {status.words}\n[rank {self.rank}] stopped, because {text}") from None
 
 
 def drive(run: Generator[Message, None, StepResult]) -> StepResult:
