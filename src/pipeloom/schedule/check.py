@@ -105,7 +105,9 @@ def _diagnose_stage(schedule: Schedule, place: dict[Action, int], stage: int, mi
         extra = " and ".join(f"{stage}{kind}{microbatch}" for kind in "IW" if kind in has)
         raise ScheduleError(f"{where} has its backward twice: {stage}B{microbatch} and {extra}")
     if has == {"F"}:
-        raise ScheduleError(f"{where} has no backward: {stage}B{microbatch} (or {stage}I{microbatch} and {stage}W{microbatch}) is missing")
+        raise ScheduleError(
+            f"{where} has no backward: {stage}B{microbatch} (or {stage}I{microbatch} and {stage}W{microbatch}) is missing"
+        )
     for kind in "IW":
         if "B" not in has and kind not in has:
             raise ScheduleError(f"{where} has no {KIND_WORDS[kind]}: {stage}{kind}{microbatch} is missing")
@@ -114,7 +116,9 @@ def _diagnose_stage(schedule: Schedule, place: dict[Action, int], stage: int, mi
 def _explain(schedule: Schedule, reached: list[int]) -> str:
     """The shortest cycle among the ranks that are stuck, in words."""
     at = {rank: count for rank, count in enumerate(reached) if count < len(schedule.codes[rank])}
-    place = {action: (rank, i) for rank in at for i, cell in enumerate(schedule.programs[rank]) for action in parts(cell)}
+    place = {
+        action: (rank, i) for rank in at for i, cell in enumerate(schedule.programs[rank]) for action in parts(cell)
+    }
     waits: dict[int, list[tuple[Action, int]]] = {}
     for rank, position in at.items():
         cell = schedule.programs[rank][position]

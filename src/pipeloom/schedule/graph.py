@@ -12,7 +12,7 @@ That a backward follows its own F needs no edge of its own: the chain through th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -29,14 +29,14 @@ class Graph:
 
     Attributes:
         always: the index of an event that has always happened.
-        event: code -> the event that the action ends with.
+        event: code -> the event that the action ends with; None where every code is its own event (no I, no W).
         needs: code -> the event that it waits for.
 
-    Both lists have one more entry, for the code that is no action: it needs `always` and makes `always + 1`.
+    A table for pairs has one more entry, for the code that is no action: it needs `always` and makes `always + 1`.
     """
 
     always: int
-    event: list[int]
+    event: list[int] | None
     needs: list[int]
 
     @classmethod
@@ -44,29 +44,33 @@ class Graph:
         m, stride = schedule.microbatches, schedule.kind_stride
         always = 3 * stride
         before, after = neighbours(schedule)
-        forward: list[int] = []
-        backward: list[int] = []
-        for stage in range(schedule.stages):
-            at = stage * m
-            previous, following = before[stage], after[stage]
-            forward += range(previous * m, previous * m + m) if previous is not None else [always] * m
-            backward += range(stride + following * m, stride + following * m + m) if following is not None else range(at, at + m)
-        return cls(
-            always,
-            [*range(2 * stride), *range(stride, 3 * stride), always + 1],
-            [*forward, *backward, *backward, *range(stride, 2 * stride), always],
-        )
+        needs: list[int] = []
+        for previous in before:
+            needs += range(previous * m, previous * m + m) if previous is not None else [always] * m
+        for stage, following in enumerate(after):
+            first = stride + following * m if following is not None else stage * m
+            needs += range(first, first + m)
+        if not schedule.has_split:
+            return cls(always, None, needs)
+        needs += needs[stride:]
+        needs += range(stride, 2 * stride)
+        needs.append(always)
+        return cls(always, [*range(2 * stride), *range(stride, 3 * stride), always + 1], needs)
 
-    def maker(self, schedule: Schedule, event: int) -> int:
-        """The rank where `event` happens."""
-        return schedule.placement[event % schedule.kind_stride // schedule.microbatches]
+    def events_of(self, codes: Sequence[int]) -> Iterable[int]:
+        """The events that `codes`, in order, end with."""
+        return codes if self.event is None else map(self.event.__getitem__, codes)
+
+    def needs_of(self, codes: Sequence[int]) -> Iterable[int]:
+        """The events that `codes`, in order, wait for."""
+        return map(self.needs.__getitem__, codes)
 
 
 @dataclass(frozen=True)
 class Weights:
     """Times that a walk adds up: code -> duration, code -> hop of the message waited for, pair code -> duration.
 
-    `hop` is None when all hops are free. Both lists have one more entry, for the code that is no action.
+    `hop` is None when all hops are free.
     """
 
     duration: Sequence[float]
@@ -88,61 +92,67 @@ class Run:
     stuck: list[int]
 
 
-Step = Callable[[int, Iterator[Any]], "tuple[tuple[Any, ...], int] | None"]
+class _Turns:
+    """Who may run: ranks that are ready, ranks that wait for an event, and the entry that each of those stopped at."""
 
+    def __init__(self, feeds: Sequence[Iterator[Any]]) -> None:
+        self.feeds = feeds
+        self.ready = list(range(len(feeds)))
+        self.waiting: dict[int, int] = {}
+        self.held: list[tuple[Any, ...]] = [()] * len(feeds)
 
-def _in_turn(schedule: Schedule, feeds: list[Iterator[Any]], step: Step, graph: Graph) -> None:
-    """Lets every rank run until it must wait; a rank that waits is tried again when the one it waits for has moved.
+    def entries(self, rank: int) -> Iterator[Any]:
+        """The entry that `rank` stopped at, then the rest of its program."""
+        return chain(self.held[rank], self.feeds[rank])
 
-    `step(rank, feed)` runs the entries of `feed`; it returns the entry that has to wait and the event that it waits for, or
-    None at the end of the program.
-    """
-    ready = list(range(schedule.ranks))
-    waiting: list[list[int]] = [[] for _ in ready]
-    held: list[tuple[Any, ...] | None] = [None] * len(ready)
-    while ready:
-        rank = ready.pop()
-        entry = held[rank]
-        stopped = step(rank, feeds[rank] if entry is None else chain((entry,), feeds[rank]))
-        moved = stopped is None or stopped[0] != entry
-        held[rank] = None
-        if stopped is not None:
-            held[rank] = stopped[0]
-            waiting[graph.maker(schedule, stopped[1])].append(rank)
-        if moved:
-            ready += waiting[rank]
-            waiting[rank] = []
+    def stop(self, rank: int, entry: tuple[Any, ...], need: int) -> None:
+        self.held[rank] = (entry,)
+        self.waiting[need] = rank
 
 
 def reach(schedule: Schedule, graph: Graph) -> list[int]:
-    """rank -> how many entries of its program can run, with data dependencies and program order alone."""
+    """rank -> how many entries of its program can run, with data dependencies and program order alone.
+
+    The loops of this file are written out, one for each shape of entry: a call for each action would cost as much as the rest.
+    """
     happened = bytearray(graph.always + 2)
     happened[graph.always] = 1
-    split = split_pairs if schedule.has_pairs else None
-    feeds = [_events(program, schedule, graph, split) for program in schedule.codes]
+    if schedule.has_pairs:
+        _reach_pairs(schedule, graph, happened)
+    else:
+        turns = _Turns([zip(graph.events_of(p), graph.needs_of(p), strict=True) for p in schedule.codes])
+        ready, waiting = turns.ready, turns.waiting
+        while ready:
+            rank = ready.pop()
+            for event, need in turns.entries(rank):
+                if not happened[need]:
+                    turns.stop(rank, (event, need), need)
+                    break
+                happened[event] = 1
+                if event in waiting:
+                    ready.append(waiting.pop(event))
+    firsts = (split_pairs(p, schedule)[0] if schedule.has_pairs else p for p in schedule.codes)
+    return [sum(map(happened.__getitem__, graph.events_of(program))) for program in firsts]
 
-    def step(rank: int, feed: Iterator[Any]) -> tuple[tuple[Any, ...], int] | None:
-        for event, need in feed:
-            if not happened[need]:
-                return (event, need), need
-            happened[event] = 1
-        return None
 
-    def step_pairs(rank: int, feed: Iterator[Any]) -> tuple[tuple[Any, ...], int] | None:
-        for entry in feed:
+def _reach_pairs(schedule: Schedule, graph: Graph, happened: bytearray) -> None:
+    feeds: list[Iterator[Any]] = []
+    for program in schedule.codes:
+        firsts, seconds = split_pairs(program, schedule)
+        columns = [column(codes) for codes in (firsts, seconds) for column in (graph.events_of, graph.needs_of)]
+        feeds.append(zip(*columns, strict=True))
+    turns = _Turns(feeds)
+    while turns.ready:
+        rank = turns.ready.pop()
+        for entry in turns.entries(rank):
             event, need, event2, need2 = entry
             if not (happened[need] and happened[need2]):
-                return entry, need2 if happened[need] else need
+                turns.stop(rank, entry, need2 if happened[need] else need)
+                break
             happened[event] = happened[event2] = 1
-        return None
-
-    _in_turn(schedule, feeds, step_pairs if split else step, graph)
-    return [_reached(program, schedule, graph, happened) for program in schedule.codes]
-
-
-def _reached(program: Program, schedule: Schedule, graph: Graph, happened: bytearray) -> int:
-    firsts = split_pairs(program, schedule)[0] if schedule.has_pairs else program
-    return sum(map(happened.__getitem__, map(graph.event.__getitem__, firsts)))
+            for made in (event, event2):
+                if made in turns.waiting:
+                    turns.ready.append(turns.waiting.pop(made))
 
 
 def split_pairs(program: Program, schedule: Schedule) -> tuple[list[int], list[int]]:
@@ -150,14 +160,6 @@ def split_pairs(program: Program, schedule: Schedule) -> tuple[list[int], list[i
     limit = 4 * schedule.kind_stride
     firsts = [code if code < limit else code // limit - 1 for code in program]
     return firsts, [limit if code < limit else code % limit for code in program]
-
-
-def _events(program: Program, schedule: Schedule, graph: Graph, split: Any) -> Iterator[Any]:
-    event, needs = graph.event.__getitem__, graph.needs.__getitem__
-    if split is None:
-        return zip(map(event, program), map(needs, program), strict=True)
-    firsts, seconds = split(program, schedule)
-    return zip(map(event, firsts), map(needs, firsts), map(event, seconds), map(needs, seconds), strict=True)
 
 
 def walk(
@@ -168,108 +170,101 @@ def walk(
     With `overlap_p2p` a message travels while its receiver computes; without, its hop starts when the receiver is free.
     Linear in the number of actions. A schedule with a cycle leaves ranks that wait for ever, listed in `stuck`.
     """
-    end_of = [NEVER] * graph.always
-    end_of += [0.0, 0.0]
-    starts: list[list[float]] = [[] for _ in schedule.codes]
-    ends: list[list[float]] = [[] for _ in schedule.codes]
+    end_of = [NEVER] * graph.always + [0.0, 0.0]
+    run = Run([[] for _ in schedule.codes], [[] for _ in schedule.codes], [])
     clock = list(clocks) if clocks is not None else [0.0] * schedule.ranks
-    feeds: list[Iterator[Any]]
-    step: Step
     if schedule.has_pairs or (weights.hop is not None and not overlap_p2p):
         feeds = [_pair_feed(program, schedule, graph, weights) for program in schedule.codes]
-        step = _pair_step(end_of, starts, ends, clock, overlap_p2p)
+        _walk_pairs(_Turns(feeds), end_of, run, clock, overlap_p2p)
     else:
         feeds = [_feed(program, graph, weights) for program in schedule.codes]
-        step = (_step if weights.hop is None else _hop_step)(end_of, starts, ends, clock)
-    _in_turn(schedule, feeds, step, graph)
-    stuck = [rank for rank, program in enumerate(schedule.codes) if len(ends[rank]) < len(program)]
-    return Run(starts, ends, stuck)
+        (_walk if weights.hop is None else _walk_hops)(_Turns(feeds), end_of, run, clock)
+    run.stuck.extend(rank for rank, program in enumerate(schedule.codes) if len(run.ends[rank]) < len(program))
+    return run
 
 
 def _feed(program: Program, graph: Graph, weights: Weights) -> Iterator[Any]:
-    columns: list[Any] = [map(table.__getitem__, program) for table in (graph.event, graph.needs, weights.duration)]
-    if weights.hop is not None:
-        columns.append(map(weights.hop.__getitem__, program))
+    columns: list[Iterable[Any]] = [graph.events_of(program), graph.needs_of(program)]
+    columns += [map(t.__getitem__, program) for t in (weights.duration, weights.hop) if t is not None]
     return zip(*columns, strict=True)
 
 
-def _step(end_of: list[float], starts: list[list[float]], ends: list[list[float]], clocks: list[float]) -> Step:
-    """Runs one rank where hops are free and nothing is paired."""
-
-    def step(rank: int, feed: Iterator[Any]) -> tuple[tuple[Any, ...], int] | None:
-        start, end, clock = starts[rank].append, ends[rank].append, clocks[rank]
-        for event, need, duration in feed:
+def _walk(turns: _Turns, end_of: list[float], run: Run, clocks: list[float]) -> None:
+    """Where hops are free and nothing is paired."""
+    ready, waiting = turns.ready, turns.waiting
+    while ready:
+        rank = ready.pop()
+        start, end, clock = run.starts[rank].append, run.ends[rank].append, clocks[rank]
+        for event, need, duration in turns.entries(rank):
             at = end_of[need]
             if at > clock:
                 if at == NEVER:
-                    clocks[rank] = clock
-                    return (event, need, duration), need
+                    turns.stop(rank, (event, need, duration), need)
+                    break
                 clock = at
             start(clock)
             clock += duration
             end_of[event] = clock
             end(clock)
+            if event in waiting:
+                ready.append(waiting.pop(event))
         clocks[rank] = clock
-        return None
-
-    return step
 
 
-def _hop_step(end_of: list[float], starts: list[list[float]], ends: list[list[float]], clocks: list[float]) -> Step:
-    """As `_step`, with a hop before what is waited for arrives."""
-
-    def step(rank: int, feed: Iterator[Any]) -> tuple[tuple[Any, ...], int] | None:
-        start, end, clock = starts[rank].append, ends[rank].append, clocks[rank]
-        for event, need, duration, hop in feed:
+def _walk_hops(turns: _Turns, end_of: list[float], run: Run, clocks: list[float]) -> None:
+    """As `_walk`, with a hop before what is waited for arrives."""
+    ready, waiting = turns.ready, turns.waiting
+    while ready:
+        rank = ready.pop()
+        start, end, clock = run.starts[rank].append, run.ends[rank].append, clocks[rank]
+        for event, need, duration, hop in turns.entries(rank):
             at = end_of[need] + hop
             if at > clock:
                 if at == NEVER:
-                    clocks[rank] = clock
-                    return (event, need, duration, hop), need
+                    turns.stop(rank, (event, need, duration, hop), need)
+                    break
                 clock = at
             start(clock)
             clock += duration
             end_of[event] = clock
             end(clock)
+            if event in waiting:
+                ready.append(waiting.pop(event))
         clocks[rank] = clock
-        return None
-
-    return step
 
 
 def _pair_feed(program: Program, schedule: Schedule, graph: Graph, weights: Weights) -> Iterator[Any]:
-    """As `_feed` with hops, and a second event, need and hop: those of a pair's backward, or ones that do nothing."""
-    firsts, seconds = split_pairs(program, schedule)
+    """The duration of every entry, then event, need and hop of its first action and of its second, or ones that do nothing."""
     limit = 4 * schedule.kind_stride
     times = [weights.duration[code] if code < limit else weights.pair[code] for code in program]
     hop = weights.hop if weights.hop is not None else [0.0] * (limit + 1)
-    tables = [graph.event, graph.needs, hop]
-    columns = [map(table.__getitem__, codes) for codes in (firsts, seconds) for table in tables]  # type: ignore[attr-defined]
-    return zip(times, *columns, strict=True)
+    columns: list[Iterable[Any]] = [times]
+    for codes in split_pairs(program, schedule):
+        columns += [graph.events_of(codes), graph.needs_of(codes), map(hop.__getitem__, codes)]
+    return zip(*columns, strict=True)
 
 
-def _pair_step(
-    end_of: list[float], starts: list[list[float]], ends: list[list[float]], clocks: list[float], overlap_p2p: bool
-) -> Step:
-    """As `_hop_step`, for programs with pairs and for hops that keep their receiver waiting."""
-
-    def step(rank: int, feed: Iterator[Any]) -> tuple[tuple[Any, ...], int] | None:
+def _walk_pairs(turns: _Turns, end_of: list[float], run: Run, clocks: list[float], overlap_p2p: bool) -> None:
+    """As `_walk_hops`, for programs with pairs and for hops that keep their receiver waiting."""
+    ready, waiting = turns.ready, turns.waiting
+    while ready:
+        rank = ready.pop()
         clock = clocks[rank]
-        for entry in feed:
+        for entry in turns.entries(rank):
             duration, event, need, hop, event2, need2, hop2 = entry
             at, at2 = end_of[need], end_of[need2]
             if at == NEVER or at2 == NEVER:
-                clocks[rank] = clock
-                return entry, need if at == NEVER else need2
+                turns.stop(rank, entry, need if at == NEVER else need2)
+                break
             if overlap_p2p:
                 clock = max(clock, at + hop, at2 + hop2)
             else:
                 clock = max(max(clock, at) + hop, max(clock, at2) + hop2)
-            starts[rank].append(clock)
+            run.starts[rank].append(clock)
             clock += duration
             end_of[event] = end_of[event2] = clock
-            ends[rank].append(clock)
+            run.ends[rank].append(clock)
+            for made in (event, event2):
+                if made in waiting:
+                    ready.append(waiting.pop(made))
         clocks[rank] = clock
-        return None
-
-    return step

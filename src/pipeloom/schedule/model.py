@@ -143,9 +143,17 @@ class Schedule:
         return len(self.routes[0])
 
     @cached_property
+    def largest_code(self) -> int:
+        return max((max(program) for program in self.codes if program), default=0)
+
+    @property
     def has_pairs(self) -> bool:
-        limit = 4 * self.kind_stride
-        return any(program and max(program) >= limit for program in self.codes)
+        return self.largest_code >= 4 * self.kind_stride
+
+    @property
+    def has_split(self) -> bool:
+        """Whether it has an I, a W or a pair."""
+        return self.largest_code >= 2 * self.kind_stride
 
     @cached_property
     def splits_backward(self) -> bool:
@@ -177,7 +185,9 @@ class Schedule:
 
     def __repr__(self) -> str:
         shown = "".join(f", {key}={value!r}" for key, value in self.options if key != "chunks")
-        return f"Schedule({self.name}, ranks={self.ranks}, chunks={self.chunks}, microbatches={self.microbatches}{shown})"
+        return (
+            f"Schedule({self.name}, ranks={self.ranks}, chunks={self.chunks}, microbatches={self.microbatches}{shown})"
+        )
 
     def __str__(self) -> str:
         """The representation and one line a rank, cut at 20 actions."""
@@ -201,7 +211,9 @@ def _encode(cell: Cell | str, stages: int, microbatches: int, rank: int, at: int
     codes = []
     for action in parts(value):
         if not 0 <= action.stage < stages:
-            raise ScheduleError(f"rank {rank}, action {at}: {action} names stage {action.stage} of {stages} (0..{stages - 1})")
+            raise ScheduleError(
+                f"rank {rank}, action {at}: {action} names stage {action.stage} of {stages} (0..{stages - 1})"
+            )
         if not 0 <= action.microbatch < microbatches:
             raise ScheduleError(
                 f"rank {rank}, action {at}: {action} names micro-batch {action.microbatch} of {microbatches} "
@@ -228,9 +240,13 @@ def _check_sizes(ranks: int, microbatches: int, placement: Sequence[int]) -> Non
         raise ScheduleError(f"rank {min(empty)} holds no stage: placement {list(placement)}")
 
 
-def _check_routes(routes: tuple[tuple[int, ...], ...], route_of: tuple[int, ...], stages: int, microbatches: int) -> None:
+def _check_routes(
+    routes: tuple[tuple[int, ...], ...], route_of: tuple[int, ...], stages: int, microbatches: int
+) -> None:
     if sorted(stage for route in routes for stage in route) != list(range(stages)):
-        raise ScheduleError(f"the routes {[list(r) for r in routes]} do not hold each of the {stages} stages exactly once")
+        raise ScheduleError(
+            f"the routes {[list(r) for r in routes]} do not hold each of the {stages} stages exactly once"
+        )
     if len({len(route) for route in routes}) != 1:
         raise ScheduleError(f"the routes are of different lengths: {[len(route) for route in routes]}")
     if len(route_of) != microbatches or not all(0 <= route < len(routes) for route in route_of):
