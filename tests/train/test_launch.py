@@ -1,0 +1,239 @@
+"""The launcher: environment, ports, first failure, signals, no orphans. Most workers here are one line of Python."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeloom.errors import DistributedError, UsageError
+from pipeloom.train.failures import Failure, death_notice, first_failure, read_failures, record_failure, tell_peers
+from pipeloom.train.launch import Patience, launch
+
+QUICK = Patience(reports=1.0, term=1.0)
+
+
+def worker(code: str) -> list[str]:
+    head = "import os, sys, time, signal, pathlib\nrank = int(os.environ['RANK'])\n"
+    return [sys.executable, "-c", head + textwrap.dedent(code)]
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def wait_for(condition: object, seconds: float = 10.0) -> bool:
+    assert callable(condition)
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def start_launcher(code: str, world: int = 2, before: str = "") -> subprocess.Popen[str]:
+    """A launcher in a process of its own, so that it can be sent signals."""
+    command = worker(code)
+    script = (
+        f"import sys\nfrom pipeloom.train.launch import Patience, launch\n{before}\n"
+        f"sys.exit(launch({command!r}, {world}, patience=Patience(reports=1.0, term=1.0)))"
+    )
+    return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_environment_is_torchruns(tmp_path: Path) -> None:
+    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
+    code = f"""
+    text = ' '.join(os.environ[name] for name in {names!r}.split())
+    pathlib.Path({str(tmp_path)!r}, str(rank)).write_text(text)
+    """
+    assert launch(worker(code), 3) == 0
+    seen = [(tmp_path / str(rank)).read_text().split() for rank in range(3)]
+    assert [line[:5] for line in seen] == [[str(r), str(r), "3", "3", "127.0.0.1"] for r in range(3)]
+    assert len({line[5] for line in seen}) == 1
+
+
+def test_rank_0_gets_the_open_socket_and_nobody_else_the_port(tmp_path: Path) -> None:
+    code = """
+    import socket
+    fd = os.environ.get('PIPELOOM_MASTER_FD')
+    assert (fd is not None) == (rank == 0)
+    if rank == 0:
+        mine = socket.socket(fileno=int(fd))
+        assert mine.getsockname() == ('127.0.0.1', int(os.environ['MASTER_PORT']))
+        mine.accept()
+    else:
+        socket.create_connection(('127.0.0.1', int(os.environ['MASTER_PORT'])), timeout=10)
+    """
+    assert launch(worker(code), 2) == 0
+
+
+def test_a_port_that_is_in_use_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(DistributedError, match=rf"port {port} \(MASTER_PORT\).*in use") as caught:
+            launch(worker("pass"), 1, environment={**os.environ, "MASTER_PORT": str(port)})
+    assert caught.value.exit_code == 6
+    with pytest.raises(UsageError, match="MASTER_PORT is 'http'"):
+        launch(worker("pass"), 1, environment={**os.environ, "MASTER_PORT": "http"})
+
+
+def test_a_port_of_the_users_is_used(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    code = f"assert os.environ['MASTER_PORT'] == {port!r}"
+    assert launch(worker(code), 2, environment={**os.environ, "MASTER_PORT": port}) == 0
+
+
+def test_only_rank_0_writes_to_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch(worker("print('hello from', rank); print('noise', rank, file=sys.stderr)"), 3) == 0
+    out, err = capfd.readouterr()
+    assert out == "hello from 0\n"
+    assert err == "noise 0\n"
+
+
+def test_the_first_failure_decides_and_is_summarised(capfd: pytest.CaptureFixture[str]) -> None:
+    code = """
+    if rank == 2:
+        print('wrong thing in stage 2', file=sys.stderr)
+        sys.exit(3)
+    time.sleep(0.4 if rank == 1 else 60)
+    sys.exit(6)
+    """
+    started = time.monotonic()
+    assert launch(worker(code), 4, patience=QUICK) == 3
+    assert time.monotonic() - started < 5
+    err = capfd.readouterr().err
+    assert "[rank 2] wrong thing in stage 2" in err
+    assert "rank 2 (process " in err
+    assert "failed first: exit code 3; the other 3 were stopped" in err
+
+
+def test_a_worker_that_is_killed_is_named_and_ends_with_6(capfd: pytest.CaptureFixture[str]) -> None:
+    code = """
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    until = time.time() + 30
+    while time.time() < until:
+        notice = pathlib.Path(os.environ['PIPELOOM_FAILURES'], 'dead')
+        if notice.exists():
+            print('peer says:', notice.read_text().strip(), file=sys.stderr)
+            sys.exit(6)
+        time.sleep(0.02)
+    """
+    started = time.monotonic()
+    assert launch(worker(code), 3, patience=QUICK) == 6
+    assert time.monotonic() - started < 5
+    err = capfd.readouterr().err
+    assert "failed first: killed by SIGKILL" in err
+    assert "peer says: rank 1 (process " in err  # its peers are told, and report
+    assert err.count("peer says") == 1 + (err.count("[rank 2] peer says"))
+
+
+def test_workers_that_ignore_sigterm_are_killed(tmp_path: Path) -> None:
+    code = f"""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    pathlib.Path({str(tmp_path)!r}, str(rank)).write_text(str(os.getpid()))
+    if rank == 0:
+        while not pathlib.Path({str(tmp_path)!r}, '1').exists():
+            time.sleep(0.01)
+        sys.exit(2)
+    time.sleep(60)
+    """
+    assert launch(worker(code), 2, patience=Patience(reports=0.3, term=0.3)) == 2
+    assert not alive(int((tmp_path / "1").read_text()))
+
+
+@pytest.mark.parametrize("end", ["sys.exit(75)", "sys.exit(0)"])
+def test_sigterm_is_forwarded_and_waited_for(tmp_path: Path, end: str) -> None:
+    code = f"""
+    def stop(number, frame):
+        time.sleep(0.3)
+        {end}
+    signal.signal(signal.SIGTERM, stop)
+    pathlib.Path({str(tmp_path)!r}, str(rank)).write_text(str(os.getpid()))
+    time.sleep(60)
+    """
+    launcher = start_launcher(code)
+    assert wait_for(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
+    launcher.send_signal(signal.SIGTERM)
+    _, err = launcher.communicate(timeout=20)
+    assert launcher.returncode == (75 if "75" in end else 0)
+    assert err == ""
+
+
+def test_sigterm_before_the_workers_listen_is_preemption_too(tmp_path: Path) -> None:
+    launcher = start_launcher(f"pathlib.Path({str(tmp_path)!r}, str(rank)).write_text('x'); time.sleep(60)")
+    assert wait_for(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
+    launcher.send_signal(signal.SIGTERM)
+    launcher.communicate(timeout=20)
+    assert launcher.returncode == 75
+
+
+def test_ctrl_c_ends_with_130_without_a_traceback(tmp_path: Path) -> None:
+    code = f"pathlib.Path({str(tmp_path)!r}, str(rank)).write_text(str(os.getpid())); time.sleep(60)"
+    launcher = start_launcher(code)
+    assert wait_for(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
+    pids = [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
+    for pid in [*pids, launcher.pid]:  # as a terminal does: to all of the group
+        os.kill(pid, signal.SIGINT)
+    _, err = launcher.communicate(timeout=20)
+    assert launcher.returncode == 130
+    assert "Traceback" not in err
+    assert not any(map(alive, pids))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends the workers on Linux")
+def test_no_orphans_when_the_launcher_is_killed(tmp_path: Path) -> None:
+    code = f"pathlib.Path({str(tmp_path)!r}, str(rank)).write_text(str(os.getpid())); time.sleep(60)"
+    launcher = start_launcher(code)
+    assert wait_for(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
+    pids = [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
+    launcher.kill()
+    launcher.communicate(timeout=20)
+    assert wait_for(lambda: not any(map(alive, pids)), 5.0)
+
+
+def test_handlers_are_put_back() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    launch(worker("pass"), 1)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+
+
+def test_who_failed_first() -> None:
+    def note(rank: int, at: float, code: int) -> tuple[int, Failure]:
+        return rank, Failure(rank, at, code, "")
+
+    assert first_failure({0: 6, 2: -9, 1: 6}, dict([note(0, 1.0, 6)])) == 2  # killed from outside
+    assert first_failure({0: 6, 1: 6}, dict([note(0, 2.0, 6), note(1, 1.0, 6)])) == 1  # the earlier note
+    assert first_failure({0: 6, 1: 1}, dict([note(0, 1.0, 6), note(1, 2.0, 1)])) == 1  # 6 may be because of others
+    assert first_failure({0: 0, 2: 6, 1: 6}, {}) == 2  # seen first
+    assert first_failure({0: -6, 1: -11}, {}) == 1  # an abort may be because of others
+
+
+def test_notes_are_left_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPELOOM_FAILURES", str(tmp_path))
+    assert death_notice() is None
+    record_failure(3, 2, "reason")
+    assert (read_failures(tmp_path)[3].exit_code, read_failures(tmp_path)[3].text) == (2, "reason")
+    tell_peers(tmp_path, "rank 1 is gone")
+    assert death_notice() == "rank 1 is gone"
+    monkeypatch.delenv("PIPELOOM_FAILURES")
+    assert death_notice() is None
+    record_failure(4, 2, "nobody asks")
+    assert set(read_failures(tmp_path)) == {3}

@@ -1,0 +1,155 @@
+"""Workers with torch: process group, exit codes, threads, and the same under torchrun."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from pipeloom.config import load_layout
+from pipeloom.errors import ConfigError, DistributedError, Preempted, ScheduleError
+from pipeloom.train import worker
+from pipeloom.train.launch import Patience, launch
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+
+SCRIPT = """
+import os, signal, sys, time, pathlib
+import torch, torch.distributed as dist
+from pipeloom.config import load_layout
+from pipeloom.errors import Preempted, ScheduleError
+from pipeloom.train.worker import leave, main
+
+def body(context):
+    total = torch.tensor([context.rank + 1.0])
+    dist.all_reduce(total)
+    context.store.set(f"seen/{context.rank}", "yes")
+BODY
+
+leave(main(load_layout("tiny"), body))
+"""
+
+
+def script(tmp_path: Path, body: str) -> Path:
+    path = tmp_path / "work.py"
+    path.write_text(SCRIPT.replace("BODY", textwrap.indent(textwrap.dedent(body), "    ")), encoding="utf-8")
+    return path
+
+
+def run(path: Path, world: int = 2) -> int:
+    return launch([sys.executable, str(path)], world, patience=Patience(reports=5.0, term=1.0))
+
+
+def test_workers_meet_sum_and_share_a_store(tmp_path: Path) -> None:
+    body = f"""
+    context.store.wait(["seen/0", "seen/1"])
+    cores = len(os.sched_getaffinity(0))
+    facts = (context.world_size, context.device.type, total.item(), torch.get_num_threads() == max(1, cores // 2))
+    pathlib.Path({str(tmp_path)!r}, str(context.rank)).write_text(repr(facts))
+    """
+    assert run(script(tmp_path, body)) == 0
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == [repr((2, "cpu", 3.0, True))] * 2
+
+
+def test_a_bug_ends_with_1_and_its_traceback_and_peers_say_that_they_lost_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    body = """
+    if context.rank == 1:
+        raise ValueError("a bug of the test")
+    dist.all_reduce(total)
+    """
+    assert run(script(tmp_path, body)) == 1
+    err = capfd.readouterr().err
+    assert "[rank 1] ValueError: a bug of the test" in err
+    assert "lost another worker in body" in err
+    assert "rank 1 (process " in err
+
+
+def test_pipeloom_errors_keep_their_code_and_are_written_as_a_sentence(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(script(tmp_path, "raise ScheduleError('the same on every rank')")) == 3
+    err = capfd.readouterr().err
+    assert err.count("the same on every rank") == 1
+    assert "Traceback" not in err
+
+
+def test_sigterm_asks_for_a_stop(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    body = """
+    assert not context.stop_requested
+    if context.rank == 0:
+        os.kill(os.getppid(), signal.SIGTERM)
+    until = time.time() + 20
+    while not context.stop_requested and time.time() < until:
+        time.sleep(0.02)
+    raise Preempted("stopped after this step")
+    """
+    path = script(tmp_path, body)
+    code = f"import sys\nfrom pipeloom.train.launch import launch\nsys.exit(launch([sys.executable, {str(path)!r}], 2))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 75, done.stderr
+    assert done.stderr.count("stopped after this step") == 1
+
+
+def test_torchrun_starts_the_same_worker(tmp_path: Path) -> None:
+    body = f"pathlib.Path({str(tmp_path)!r}, str(context.rank)).write_text(f'{{total.item()}} {{context.world_size}}')"
+    path = script(tmp_path, body)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
+    subprocess.run(command, check=True, timeout=100, capture_output=True)
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["3.0 2"] * 2
+
+
+def test_cuda_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r'train.device = "cuda": this machine has no CUDA device for 4 workers'):
+        worker._device("cuda", 0, 4)
+    assert worker._device("auto", 0, 4).type == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match=r"2 CUDA devices for 4 workers; use .cpu., or parallel.pp = 2"):
+        worker._device("cuda", 0, 4)
+
+
+def test_exit_codes_and_texts() -> None:
+    assert worker.describe(KeyboardInterrupt()) == (130, "interrupted")
+    assert worker.describe(Preempted("stopped")) == (75, "stopped")
+    assert worker.describe(ScheduleError("wrong")) == (3, "wrong")
+    assert worker.describe(DistributedError("gone")) == (6, "gone")
+    assert worker.describe(SystemExit(4)) == (4, "")
+    code, text = worker.describe(ZeroDivisionError("nothing there"))
+    assert code == 1
+    assert text.endswith("ZeroDivisionError: nothing there")
+
+
+def test_a_port_that_is_in_use_is_named_by_a_worker_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for name, value in {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("PIPELOOM_FAILURES", raising=False)
+        with pytest.raises(DistributedError, match=rf"port {port} of 127\.0\.0\.1.*in use"):
+            worker.start(load_layout("tiny"))
+
+
+def test_environment_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(ConfigError, match="WORLD_SIZE is 'two'"):
+        worker.world_size_given()
+    monkeypatch.delenv("RANK")
+    assert worker.world_size_given() is None
+    assert not worker.is_worker()
