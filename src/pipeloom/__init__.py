@@ -1,8 +1,15 @@
 """Pipeloom: pipeline-parallel training in which every schedule is data. Importing it does not import torch."""
 
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from pipeloom import schedules
 from pipeloom.errors import PipeloomError, ScheduleError
 from pipeloom.schedule import Action, Costs, Pair, Schedule, Timeline, check, lower_bound, simulate
+
+if TYPE_CHECKING:
+    from pipeloom import draw as draw
 
 __version__ = "0.1.0"
 
@@ -15,7 +22,15 @@ __all__ = [
     "ScheduleError",
     "Timeline",
     "check",
+    "draw",
     "lower_bound",
     "schedules",
     "simulate",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`pl.draw`, imported when it is first asked for."""
+    if name == "draw":
+        return importlib.import_module("pipeloom.draw")
+    raise AttributeError(f"module 'pipeloom' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The JSON form: it keeps everything that a Schedule says, ignores what it does not know, and refuses with the place."""
+"""The JSON form: it keeps all that a Schedule says, ignores what it does not know, and refuses with the place."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The CSV form: one row a rank, one action or pair a cell, as `torch.distributed.pipelining` reads and writes it.
 
-A row says nothing about the number of micro-batches or about where a stage belongs, so that both are derived: m is the number
-of micro-batches that most stages have, and a stage's rank is the one that holds most of its actions. What disagrees with the
-majority is then refused by name, here or by `check`.
+A row says nothing about the number of micro-batches or about where a stage belongs, so that both are derived: m is
+the number of micro-batches that most stages have, and a stage's rank is the one that holds most of its actions. What
+disagrees with the majority is then refused by name, here or by `check`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def to_csv(schedule: Schedule) -> str:
     """
     if len(schedule.routes) > 1:
         raise ScheduleError(
-            f"{schedule.name} has {len(schedule.routes)} routes, and the CSV form cannot say which micro-batch takes which; "
-            "write it as JSON (--json)"
+            f"{schedule.name} has {len(schedule.routes)} routes, and the CSV form cannot say which micro-batch takes "
+            "which; write it as JSON (--json)"
         )
     return "".join(",".join(map(str, program)) + "\n" for program in schedule.programs)
 
@@ -42,16 +42,16 @@ def to_csv(schedule: Schedule) -> str:
 def from_csv(text: str, name: str = "csv", source: str | None = None) -> Schedule:
     """The schedule that `text` writes, with one route through all stages in order; `check` is the caller's to run.
 
-    Empty cells are idle and are left out; spaces around a cell, quotes, trailing commas and empty lines at the end do not
-    matter. torch's `sREDUCE_GRAD` is left out too: gradients are always reduced after a stage's last backward.
+    Empty cells are idle and are left out; spaces around a cell, quotes, trailing commas and empty lines at the end do
+    not matter. torch's `sREDUCE_GRAD` is left out too: gradients are always reduced after a stage's last backward.
 
     Args:
         name: the schedule's name.
         source: the file, for messages.
 
     Raises:
-        ScheduleError: with file:line:column, for a cell that is no action (torch's sends and receives among them) and for a
-            stage or micro-batch that only some rows know.
+        ScheduleError: with file:line:column, for a cell that is no action (torch's sends and receives among them) and
+            for a stage or micro-batch that only some rows know.
     """
     where = source or name
     rows, places = _read(text, where)

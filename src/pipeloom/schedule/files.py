@@ -18,7 +18,8 @@ def names_a_file(name: str) -> bool:
 
 
 def load(path: str | Path) -> Schedule:
-    """The schedule in the file `path`: JSON when its text starts with a brace, else CSV; `check` is the caller's to run.
+    """The schedule in the file `path`: JSON when its text starts with a brace, else CSV; `check` is the caller's to
+    run.
 
     Raises:
         UsageError: the file cannot be read, is not text, or is not a schedule's JSON.

@@ -14,8 +14,8 @@ FORMAT = "pipeloom.schedule/1"
 
 
 def to_dict(schedule: Schedule) -> dict[str, Any]:
-    """The keys of the JSON form, ready for `json.dumps`: format, name, options, ranks, microbatches, placement (stage -> rank),
-    routes, route_of (micro-batch -> route), programs (rank -> cells as in the CSV form)."""
+    """The keys of the JSON form, ready for `json.dumps`: format, name, options, ranks, microbatches, placement (stage
+    -> rank), routes, route_of (micro-batch -> route), programs (rank -> cells as in the CSV form)."""
     return {
         "format": FORMAT,
         "name": schedule.name,

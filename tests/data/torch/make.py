@@ -1,7 +1,7 @@
 """Writes the golden CSVs beside this file: the tables that torch's own schedules make, without starting a process.
 
-Run by hand with the torch that the names say: `python tests/data/torch/make.py`. torch's schedule classes ask their stages
-only for a few numbers before they make their table, so a stand-in with those numbers is enough.
+Run by hand with the torch that the names say: `python tests/data/torch/make.py`. torch's schedule classes ask their
+stages only for a few numbers before they make their table, so a stand-in with those numbers is enough.
 """
 
 from __future__ import annotations

@@ -1,0 +1,35 @@
+"""Draws docs/img: every family (p = 4, m = 8, unit costs) and the README's picture. Run: python docs/draw.py
+
+Families that take costs or options are drawn with their defaults; one that refuses these sizes is named and left out.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pipeloom as pl
+from pipeloom.schedules import FAMILIES, build
+
+IMAGES = Path(__file__).parent / "img"
+
+
+def main() -> int:
+    """Writes the drawings; returns how many families were refused."""
+    IMAGES.mkdir(exist_ok=True)
+    refused = 0
+    for name in FAMILIES:
+        try:
+            timeline = pl.simulate(build(name, 4, 8))
+        except pl.PipeloomError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            refused += 1
+            continue
+        (IMAGES / f"{name}.svg").write_text(pl.draw.svg(timeline, tooltips=False), encoding="utf-8")
+    picture = pl.simulate(pl.schedules.interleaved(ranks=4, chunks=2, microbatches=9))
+    (IMAGES / "pipeline.svg").write_text(pl.draw.svg(picture, tooltips=False), encoding="utf-8")
+    return refused
+
+
+if __name__ == "__main__":
+    sys.exit(main())

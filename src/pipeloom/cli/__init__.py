@@ -1,0 +1,57 @@
+"""The `pipeloom` command. Each command is one small file; heavy imports happen inside the command that needs them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from pipeloom.cli import check, compare, schedule
+from pipeloom.cli.failures import exit_code_of
+
+_OWN_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback(invoke_without_command=True)
+def _pipeloom(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+    """Pipeline-parallel training in which every schedule is data: made, proved, simulated, drawn, run as one object."""
+    if version:
+        from pipeloom import __version__
+
+        typer.echo(f"pipeloom {__version__}")
+        raise typer.Exit()
+
+
+app.command("schedule")(schedule.command)
+app.command("compare")(compare.command)
+app.command("check")(check.command)
+
+
+@app.command("train", context_settings=_OWN_OPTIONS)
+def _train(context: typer.Context) -> None:
+    """Train a language model: [CONFIG] [--section.key value …]."""
+    from pipeloom.cli.train import command
+
+    raise typer.Exit(command(context.args) or 0)
+
+
+@app.command("verify", context_settings=_OWN_OPTIONS)
+def _verify(context: typer.Context) -> None:
+    """Compare loss and gradients with one process: [CONFIG] [--matrix FILE] [--section.key value …]."""
+    from pipeloom.cli.verify import command
+
+    raise typer.Exit(command(context.args) or 0)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs one command and ends the process with its exit code (SPEC 7)."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    sys.exit(exit_code_of(lambda: app(given, prog_name="pipeloom", standalone_mode=False), as_json="--json" in given))

@@ -1,0 +1,184 @@
+"""`pipeloom compare`: several schedules that do the same work, in one table."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from pipeloom.cli import requests
+from pipeloom.errors import PipeloomError, UsageError
+
+if TYPE_CHECKING:
+    from pipeloom.schedule import Costs, Schedule, Timeline
+
+Sizes = tuple[int | None, int | None, int | None]
+_FIGURES = (
+    ("", "makespan"),
+    ("bubble", "ratio"),
+    ("bubble", "rate"),
+    ("span", "rate"),
+    ("", "period"),
+    ("act.", "max"),
+    ("act.", "mean"),
+)
+
+
+class Row(NamedTuple):
+    """One schedule of the comparison: what it was called on the command line, and its timeline."""
+
+    label: str
+    timeline: Timeline
+
+
+def command(
+    names: Annotated[
+        list[str], typer.Argument(metavar="NAME[:key=value,…] …", help="Schedules, with options; or: all.")
+    ],
+    ranks: requests.Ranks = None,
+    microbatches: requests.Microbatches = None,
+    chunks: requests.Chunks = None,
+    forward: requests.Forward = "1",
+    input_grad: requests.InputGrad = "1",
+    weight_grad: requests.WeightGrad = "1",
+    p2p: requests.P2p = "0",
+    held: requests.Held = "1",
+    as_json: requests.Json = False,
+) -> None:
+    """Compare schedules that do the same work: costs are those of 1/p of the model, divided by the chunks.
+
+    pipeloom compare 1f1b interleaved:chunks=4 gpipe --ranks 4 --microbatches 8
+
+    pipeloom compare all --ranks 8 --microbatches 32
+    """
+    from pipeloom.schedule.families import FAMILIES
+
+    costs = requests.costs_of(forward, input_grad, weight_grad, p2p, held)
+    sizes = (ranks, microbatches, chunks)
+    rows: list[Row] = []
+    refused: list[tuple[str, str]] = []
+    for spec in names:
+        for one in FAMILIES if spec == "all" else (spec,):
+            try:
+                rows.append(_row(one, sizes, costs))
+            except PipeloomError as error:
+                if spec != "all" or ranks is None or microbatches is None:
+                    raise
+                refused.append((one, str(error)))
+    if not rows:
+        raise UsageError("every schedule refuses these sizes:\n" + "\n".join(f"  {n}: {why}" for n, why in refused))
+    if as_json:
+        print(json.dumps(_as_dict(rows, refused), allow_nan=False))
+    else:
+        print(table(rows, refused, costs, shutil.get_terminal_size().columns))
+
+
+def _row(spec: str, sizes: Sizes, costs: Costs) -> Row:
+    from pipeloom.schedule import simulate
+    from pipeloom.schedule.families import FAMILIES
+
+    name, options = parse_spec(spec)
+    ranks, microbatches, chunks = sizes
+    if "chunks" in options:
+        chunks = options.pop("chunks")
+    elif not requests.takes_chunks(name):
+        chunks = None
+    schedule = requests.schedule_of(name, (ranks, microbatches, chunks), options)
+    costs = share(costs, schedule)
+    if name in FAMILIES and "costs" in inspect.signature(FAMILIES[name]).parameters:
+        schedule = requests.schedule_of(name, (ranks, microbatches, chunks), options, costs)
+    return Row(spec, simulate(schedule, costs))
+
+
+def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
+    """`name:key=value,key=value` as name and options; a colon without `=` after it belongs to the name."""
+    name, colon, options = spec.rpartition(":")
+    if not colon or "=" not in options:
+        return spec, {}
+    return name, requests.options_of(options.split(","))
+
+
+def share(costs: Costs, schedule: Schedule) -> Costs:
+    """The costs of a stage of `schedule`, from `costs` of 1/p of the model (p values: one for each p-th).
+
+    A stage holds one of `positions` equal parts of the model: p / positions of what a rank of 1F1B holds (1/v in a
+    loop).
+    """
+    factor = schedule.ranks / schedule.positions
+    spread: dict[str, Any] = {}
+    for name in ("forward", "input_grad", "weight_grad", "held"):
+        values = getattr(costs, name)
+        if isinstance(values, tuple):
+            if len(values) != schedule.ranks:
+                option = "held-until-weight-grad" if name == "held" else name.replace("_", "-")
+                raise UsageError(
+                    f"--{option} has {len(values)} values; here costs are those of 1/p of the model: give one number, "
+                    f"or {schedule.ranks}"
+                )
+            spread[name] = tuple(values[at * schedule.ranks // schedule.positions] for at in schedule.position_of)
+    return replace(costs, **spread).scaled(factor)
+
+
+def _as_dict(rows: Sequence[Row], refused: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    from pipeloom.cli.schedule import as_dict
+    from pipeloom.draw.figures import full_rank
+
+    schedules = []
+    for row in rows:
+        full = full_rank(row.timeline.schedule)
+        peaks = [peak * full for peak in row.timeline.peak_activations]
+        schedules.append({"label": row.label, **as_dict(row.timeline), "full_rank_activations": peaks})
+    return {"schedules": schedules, "refused": [{"name": name, "reason": why} for name, why in refused]}
+
+
+def table(rows: Sequence[Row], refused: Sequence[tuple[str, str]], costs: Costs, width: int) -> str:
+    """The comparison as text: a line a schedule, what the figures mean, and who was refused and why."""
+    from pipeloom.draw.figures import BUBBLE_WORDS, cost_numbers
+
+    cells = [_cells(row.timeline) for row in rows]
+    heads = [[head[at] for head in _FIGURES] for at in (0, 1)]
+    wide = [max(len(line[at]) for line in [*heads, *cells]) for at in range(len(_FIGURES))]
+    room = width - sum(wide) - 2 * len(wide)
+    labels = [row.label for row in rows]
+    first = max(len("schedule"), *(len(label) for label in labels if len(label) <= room), 0)
+    lines = []
+    for label, line in zip(["", "schedule", *labels], [*heads, *cells], strict=True):
+        figures = "".join(f"  {cell:>{w}}" for cell, w in zip(line, wide, strict=True))
+        if len(label) > first:
+            lines.append(label)
+            label = ""
+        lines.append(f"{label:<{first}}{figures}".rstrip())
+    lines.insert(2, "─" * (first + sum(wide) + 2 * len(wide)))
+    notes = [
+        "",
+        f"costs of 1/p of the model: {cost_numbers(costs)}",
+        "  (a stage of a schedule with v chunks costs 1/v of them)",
+        *(f"{key.replace('_', ' ')}: {words}" for key, words in BUBBLE_WORDS.items()),
+        "act.: peak activations in full-rank units (micro-batches of 1/p of the model),",
+        "  the maximum and the mean over the ranks",
+    ]
+    if refused:
+        notes += ["", "not at these sizes:", *(f"  {name}: {why}" for name, why in refused)]
+    return "\n".join([*lines, *notes])
+
+
+def _cells(timeline: Timeline) -> list[str]:
+    from pipeloom.draw.figures import full_rank, number
+    from pipeloom.schedule import period
+
+    full = full_rank(timeline.schedule)
+    peaks = [peak * full for peak in timeline.peak_activations]
+    return [
+        number(timeline.makespan),
+        f"{timeline.bubble_ratio:.4f}",
+        f"{timeline.bubble_rate:.4f}",
+        f"{timeline.span_bubble_rate:.4f}",
+        number(period(timeline.schedule, timeline.costs)),
+        number(max(peaks)),
+        number(sum(peaks) / len(peaks)),
+    ]

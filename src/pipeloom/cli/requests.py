@@ -1,0 +1,150 @@
+"""What `schedule` and `compare` are asked for: sizes, options and costs as text, turned into values."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pipeloom.errors import UsageError
+
+if TYPE_CHECKING:
+    from pipeloom.schedule import Costs, Schedule
+
+Ranks = Annotated[int | None, typer.Option("--ranks", metavar="P", help="Places in the pipeline.")]
+Microbatches = Annotated[int | None, typer.Option("--microbatches", metavar="M", help="Micro-batches of one step.")]
+Chunks = Annotated[int | None, typer.Option("--chunks", metavar="V", help="Stages a rank, for looped schedules.")]
+Forward = Annotated[str, typer.Option("--forward", metavar="F", help="Time of a forward.")]
+InputGrad = Annotated[str, typer.Option("--input-grad", metavar="I", help="Time of an input gradient.")]
+WeightGrad = Annotated[str, typer.Option("--weight-grad", metavar="W", help="Time of a weight gradient (B = I + W).")]
+P2p = Annotated[str, typer.Option("--p2p", metavar="C", help="Time of a hop between two ranks.")]
+Held = Annotated[
+    str,
+    typer.Option(
+        "--held-until-weight-grad",
+        metavar="SHARE",
+        help="Share of a micro-batch's activation that stays from I until W, 0 to 1.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def costs_of(forward: str, input_grad: str, weight_grad: str, p2p: str, held: str) -> Costs:
+    """The costs that the options give; UsageError for a word that is no number, or a number that is no cost."""
+    from pipeloom.schedule import Costs
+
+    hop = _numbers("--p2p", p2p)
+    if isinstance(hop, tuple):
+        raise UsageError(f"--p2p is {p2p!r}; give one number, the time of a hop")
+    return Costs(
+        forward=_numbers("--forward", forward),
+        input_grad=_numbers("--input-grad", input_grad),
+        weight_grad=_numbers("--weight-grad", weight_grad),
+        p2p=hop,
+        held=_numbers("--held-until-weight-grad", held),
+    )
+
+
+def options_of(words: Sequence[str]) -> dict[str, Any]:
+    """`key=value` words as a family's options: whole numbers, numbers, true, false, none, else text."""
+    options: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        key = key.strip().replace("-", "_")
+        if not equals or not key:
+            raise UsageError(f"option {word!r} is not of the form key=value")
+        if key in options:
+            raise UsageError(f"option {key} is given twice: {options[key]} and {value}")
+        options[key] = _value(value.strip())
+    return options
+
+
+def schedule_of(
+    name: str,
+    sizes: tuple[int | None, int | None, int | None],
+    options: dict[str, Any],
+    costs: Costs | None = None,
+) -> Schedule:
+    """The schedule called `name`, checked: a family, `module:function`, or a CSV or JSON file.
+
+    Args:
+        sizes: ranks, micro-batches, chunks. A file knows them; if given, they must agree with it.
+        costs: of a stage, for the families whose order depends on them.
+
+    Raises:
+        UsageError: an unknown name, a size that is missing, refused or not the file's, an option that is not taken.
+        ScheduleError: a schedule that cannot run, with the reason.
+    """
+    from pipeloom.schedule import check
+    from pipeloom.schedule.files import load, names_a_file
+
+    ranks, microbatches, chunks = sizes
+    if names_a_file(name):
+        schedule = load(name)
+        _agree(name, schedule, sizes, options)
+    else:
+        missing = [flag for flag, size in (("--ranks", ranks), ("--microbatches", microbatches)) if size is None]
+        if missing:
+            _require_name(name)
+            raise UsageError(f"schedule {name} needs {' and '.join(missing)}")
+        schedule = _build(name, (ranks or 0, microbatches or 0), chunks, options, costs)
+    check(schedule)
+    return schedule
+
+
+def _build(
+    name: str, sizes: tuple[int, int], chunks: int | None, options: dict[str, Any], costs: Costs | None
+) -> Schedule:
+    from pipeloom.schedule.families import build
+
+    extra: dict[str, Any] = {"costs": costs} if "costs" in inspect.signature(build).parameters else {}
+    return build(name, *sizes, chunks, options, **extra)
+
+
+def takes_chunks(name: str) -> bool:
+    """Whether the family `name` has a number of chunks to choose."""
+    from pipeloom.schedule.families import FAMILIES
+
+    return name not in FAMILIES or "chunks" in inspect.signature(FAMILIES[name]).parameters
+
+
+def _require_name(name: str) -> None:
+    """An unknown name is the first thing to say, before the sizes that are missing."""
+    from pipeloom.errors import did_you_mean
+    from pipeloom.schedule.families import FAMILIES
+
+    if name not in FAMILIES and ":" not in name:
+        raise UsageError(f"there is no schedule {name!r}{did_you_mean(name, FAMILIES)}")
+
+
+def _agree(name: str, schedule: Schedule, sizes: tuple[int | None, int | None, int | None], options: object) -> None:
+    """Refuses sizes and options that the file does not have."""
+    if options:
+        raise UsageError(f"{name} is a file: it takes no options")
+    has = (schedule.ranks, schedule.microbatches, schedule.chunks)
+    for flag, given, found in zip(("--ranks", "--microbatches", "--chunks"), sizes, has, strict=True):
+        if given is not None and given != found:
+            raise UsageError(f"{flag} is {given}, and {name} has {found}; leave the option out")
+
+
+def _numbers(option: str, text: str) -> float | tuple[float, ...]:
+    try:
+        values = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        raise UsageError(
+            f"{option} is {text!r}; give a number, or one number for each stage, separated by commas"
+        ) from None
+    return values[0] if len(values) == 1 else values
+
+
+def _value(text: str) -> Any:
+    if text.lower() in ("true", "false", "none"):
+        return {"true": True, "false": False, "none": None}[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,87 @@
+"""`pipeloom schedule`: one schedule, simulated and drawn, or written in another form."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipeloom.cli import requests
+from pipeloom.errors import UsageError
+
+if TYPE_CHECKING:
+    from pipeloom.schedule import Timeline
+
+
+def command(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A family, a CSV or JSON file, or module:function.")],
+    ranks: requests.Ranks = None,
+    microbatches: requests.Microbatches = None,
+    chunks: requests.Chunks = None,
+    option: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of the family.")] = None,
+    forward: requests.Forward = "1",
+    input_grad: requests.InputGrad = "1",
+    weight_grad: requests.WeightGrad = "1",
+    p2p: requests.P2p = "0",
+    held: requests.Held = "1",
+    as_json: requests.Json = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Print the schedule as torch's CSV.")] = False,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the drawing as SVG.")] = None,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto.")] = None,
+) -> None:
+    """Draw a schedule. Costs are a stage's: a number, or a comma list with one value a stage.
+
+    pipeloom schedule interleaved --ranks 4 --microbatches 9 --option rounds=tail
+    """
+    if as_json and csv:
+        raise UsageError("--json and --csv both print on standard output; choose one")
+    from pipeloom.schedule import simulate
+
+    costs = requests.costs_of(forward, input_grad, weight_grad, p2p, held)
+    options = requests.options_of(option or ())
+    schedule = requests.schedule_of(name, (ranks, microbatches, chunks), options, costs)
+    timeline = simulate(schedule, costs)
+    _write_files(timeline, svg, trace)
+    if csv:
+        from pipeloom.schedule.csv_form import to_csv
+
+        sys.stdout.write(to_csv(schedule))
+    elif as_json:
+        print(json.dumps(as_dict(timeline), allow_nan=False))
+    else:
+        from pipeloom.draw import terminal
+
+        sys.stdout.write(terminal(timeline, width=shutil.get_terminal_size().columns))
+
+
+def as_dict(timeline: Timeline) -> dict[str, object]:
+    """The JSON form of the schedule and, beside it, the figures of the timeline."""
+    from pipeloom.draw import figures
+    from pipeloom.schedule.json_form import to_dict
+
+    return to_dict(timeline.schedule) | figures(timeline)
+
+
+def _write_files(timeline: Timeline, svg: Path | None, trace: Path | None) -> None:
+    if svg is not None:
+        from pipeloom.draw import svg as draw_svg
+
+        _write(svg, lambda: draw_svg(timeline))
+    if trace is not None:
+        from pipeloom.draw import trace as make_trace
+
+        _write(trace, lambda: json.dumps(make_trace(timeline)))
+
+
+def _write(path: Path, text: Callable[[], str]) -> None:
+    """Writes the file and says so on standard error, so that standard output stays one thing."""
+    try:
+        path.write_text(text(), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
+    print(f"wrote {path}", file=sys.stderr)

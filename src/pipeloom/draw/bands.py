@@ -1,0 +1,134 @@
+"""The characters of a terminal drawing: each rank's boxes laid on a grid of columns."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from math import gcd
+from typing import NamedTuple
+
+from pipeloom.draw.boxes import boxes, segments
+from pipeloom.schedule import Action, Timeline
+
+
+class Paint(NamedTuple):
+    """How a character is coloured; kind "" is idle."""
+
+    kind: str
+    chunk: int
+    chunks: int
+
+
+IDLE = Paint("", 0, 1)
+Line = list[tuple[str, Paint]]
+_Segment = tuple[float, float, Action, int]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A drawing before it is coloured.
+
+    Attributes:
+        bands: rank -> its lines, each a list of (character, paint).
+        columns: how many columns the makespan takes.
+        scale: columns per unit of time.
+        rows: lines a band; more than one when micro-batches stand below the letters.
+        dithered: whether columns are longer than actions.
+        kinds: the actions that occur.
+    """
+
+    bands: tuple[tuple[Line, ...], ...]
+    columns: int
+    scale: float
+    makespan: float
+    rows: int
+    dithered: bool
+    kinds: frozenset[str]
+
+    @property
+    def gap(self) -> bool:
+        """Whether an empty line belongs between two bands: where they have more than one line."""
+        return self.rows > 1
+
+
+def grid(timeline: Timeline, columns: int, filled: bool) -> Grid:
+    """`timeline` on at most `columns` columns.
+
+    Args:
+        filled: whether a box's rest is filled with a line (it would not show otherwise: no colours).
+    """
+    ranks = [[s for s in segments(row) if s[1] > s[0]] for row in boxes(timeline)]
+    makespan = timeline.makespan
+    scale = _scale(ranks, makespan, columns)
+    used = max(1, round(makespan * scale))
+    widths = sorted(round(end * scale) - round(start * scale) for row in ranks for start, end, _, _ in row)
+    usual = widths[len(widths) // 10] if widths else 1
+    digits = len(str(timeline.schedule.microbatches - 1))
+    chunks = timeline.schedule.chunks
+    kinds = frozenset(action.kind for row in ranks for _, _, action, _ in row)
+    if usual < 1:
+        dithered = tuple((_dithered(row, used, scale, chunks),) for row in ranks)
+        return Grid(dithered, used, scale, makespan, 1, True, kinds)
+    below = 0 if usual >= digits + 2 else 1 if usual >= digits + (digits > 1) else digits
+    bands = tuple(_band(row, used, scale, chunks, below, filled) for row in ranks)
+    return Grid(bands, used, scale, makespan, 1 + below, False, kinds)
+
+
+def _scale(ranks: list[list[_Segment]], makespan: float, columns: int) -> float:
+    """Columns per unit of time: whole columns per tick where all times are multiples of a tick that fits, else all."""
+    if makespan <= 0:
+        return 1.0
+    ticks = 0
+    for row in ranks:
+        for start, end, _, _ in row:
+            for time in (start, end):
+                whole = round(time * 1000)
+                if abs(time * 1000 - whole) > 1e-4:
+                    return columns / makespan
+                ticks = gcd(ticks, whole)
+    count = round(makespan * 1000) // ticks if ticks else columns + 1
+    return columns // count * 1000 / ticks if count <= columns else columns / makespan
+
+
+def _band(row: list[_Segment], columns: int, scale: float, chunks: int, below: int, filled: bool) -> tuple[Line, ...]:
+    """Letters, and `below` lines of micro-batches under them (0: beside the letters)."""
+    lines: list[Line] = [[("·", IDLE)] * columns, *([(" ", IDLE)] * columns for _ in range(below))]
+    for start, end, action, chunk in row:
+        left, right = round(start * scale), min(columns, round(end * scale))
+        paint = Paint(action.kind, chunk, chunks)
+        wide = right - left
+        head = f"{action.kind}{action.microbatch}" if below == 0 else action.kind
+        texts = [head if len(head) <= wide else action.kind]
+        if below == 1:
+            texts.append(str(action.microbatch))
+        elif below > 1:
+            texts += f"{action.microbatch:>{below}}"
+        for index, text in enumerate(texts):
+            rest = "─" if filled and index == 0 and wide > len(text) else " "
+            shown = text if len(text) <= wide else ""
+            # the last column of a filled box stays empty where it can, so that two boxes never touch
+            body = (shown + rest * max(0, wide - len(shown) - 1)).ljust(wide) if filled else shown.ljust(wide)
+            for at, char in enumerate(body[:wide]):
+                lines[index][left + at] = (char, paint)
+    return tuple(lines)
+
+
+def _dithered(row: list[_Segment], columns: int, scale: float, chunks: int) -> Line:
+    """One letter a column: of the actions in the column, the one that has waited for most time so far."""
+    inside: list[dict[Paint, float]] = [defaultdict(float) for _ in range(columns)]
+    for start, end, action, chunk in row:
+        low, high = start * scale, min(end * scale, float(columns))
+        at = int(low)
+        while at < high and at < columns:
+            inside[at][Paint(action.kind, chunk, chunks)] += min(high, at + 1) - max(low, at)
+            at += 1
+    owed: dict[str, float] = defaultdict(float)
+    line: Line = []
+    for found in inside:
+        found[IDLE] = max(0.0, 1 - sum(found.values()))
+        for paint, time in found.items():
+            owed[paint.kind] += time
+        chosen = max((p for p, time in found.items() if time > 1e-9), key=lambda p: (owed[p.kind], found[p]))
+        owed[chosen.kind] -= 1
+        line.append((chosen.kind or "·", chosen))
+    return line

@@ -1,0 +1,149 @@
+"""A timeline in a terminal: one band a rank, to scale, readable with colour and without."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import TYPE_CHECKING, Literal
+
+from pipeloom.draw import palette
+from pipeloom.draw.bands import IDLE, Grid, Paint, grid
+from pipeloom.draw.boxes import nice_step
+from pipeloom.draw.figures import BUBBLE_WORDS, cost_words, figures, full_rank, heading, number
+from pipeloom.schedule.actions import KIND_WORDS, KINDS
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from pipeloom.schedule import Timeline
+
+
+def terminal(timeline: Timeline, width: int = 80, color: bool | None = None) -> str:
+    """The drawing, the legend and the figures as text of at most `width` columns.
+
+    A rank's band is to scale. Boxes with room hold the letter and the micro-batch ("F3"); narrower ones the letter,
+    with the micro-batch below, its digits under one another if need be. Where a column is longer than an action, it
+    holds the letter of the one that is due, so that letters stand in the proportion of the times.
+
+    Args:
+        color: None colours only when standard output is a terminal and NO_COLOR is not set.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    colored = _wants_color() if color is None else color
+    label = len(f"rank {timeline.schedule.ranks - 1}") + 2
+    picture = grid(timeline, max(width, label + 12) - label, filled=not colored)
+    text = Text()
+    text.append(heading(timeline), style="bold")
+    text.append(f"\n{cost_words(timeline)}\n\n")
+    for rank, lines in enumerate(picture.bands):
+        for index, line in enumerate(lines):
+            text.append(f"{f'rank {rank}' if index == 0 else '':<{label}}")
+            _paint(text, line, colored)
+        if picture.gap:
+            text.append("\n")
+    text.append(" " * label + _ruler(picture) + "\n\n")
+    _legend(text, timeline, picture, colored)
+    text.append("\n\n" + _figures(timeline, width))
+    if not colored:
+        return "\n".join(line.rstrip() for line in text.plain.splitlines()) + "\n"
+    console = Console(file=io.StringIO(), force_terminal=True, color_system=_color_system(), width=max(width, 20))
+    with console.capture() as capture:
+        console.print(text, soft_wrap=True, highlight=False)
+    return capture.get()
+
+
+def _wants_color() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _color_system() -> Literal["truecolor", "256"]:
+    """Rich's name of what the terminal can show; 256 colours unless it says that it can do more."""
+    return "truecolor" if os.environ.get("COLORTERM", "").lower() in ("truecolor", "24bit") else "256"
+
+
+def _paint(text: Text, line: list[tuple[str, Paint]], colored: bool) -> None:
+    """Appends one line of a band, runs of the same paint in one go."""
+    if not colored:
+        text.append("".join(char for char, _ in line) + "\n")
+        return
+    run, paint = "", line[0][1] if line else IDLE
+    for char, this in line:
+        if this != paint:
+            text.append(run, style=_style(paint))
+            run, paint = "", this
+        run += char
+    text.append(run, style=_style(paint))
+    text.append("\n")
+
+
+def _style(paint: Paint) -> str:
+    if paint is IDLE or paint.kind == IDLE.kind:
+        return "bright_black"
+    background = palette.color(paint.kind, paint.chunk, paint.chunks)
+    return f"{palette.ink_on(background)} on {background}"
+
+
+def _ruler(picture: Grid) -> str:
+    """Times under the columns where they lie."""
+    step = nice_step(picture.makespan, max(1, picture.columns // 9))
+    out = ""
+    at = 0.0
+    while at <= picture.makespan * (1 + 1e-9):
+        column = round(at * picture.scale)
+        mark = f"|{number(at)}"
+        if column >= len(out) and column + len(mark) <= picture.columns:
+            out = out.ljust(column) + mark
+        at += step
+    return out
+
+
+def _legend(text: Text, timeline: Timeline, picture: Grid, colored: bool) -> None:
+    chunks = timeline.schedule.chunks
+    for kind in (kind for kind in KINDS if kind in picture.kinds):
+        if colored:
+            for chunk in range(chunks):
+                text.append(f" {kind} " if chunk == 0 else " ", style=_style(Paint(kind, chunk, chunks)))
+            text.append(f" {KIND_WORDS[kind]} ")
+        else:
+            text.append(f"{kind} {KIND_WORDS[kind]}  ")
+    text.append("· idle")
+    if picture.dithered:
+        notes = [f"one column is {number(1 / picture.scale)} units of time: letters in proportion, no micro-batches"]
+    else:
+        notes = ["numbers: micro-batch" + (", digits downwards" if picture.rows > 2 else "")]
+    if timeline.schedule.has_pairs:
+        notes.append("a pair F|B is drawn as its F, then its backward")
+    if colored and chunks > 1:
+        notes.append("chunk 0 is the darkest")
+    text.append("\n" + "\n".join(notes), style="bright_black" if colored else "")
+
+
+def _figures(timeline: Timeline, width: int) -> str:
+    found = figures(timeline)
+    lines = [f"makespan          {number(found['makespan'])}"]
+    if timeline.source == "simulated":
+        lines[0] += (
+            f"   lower bound {number(found['lower_bound'])}, gap {100 * found['gap']:.1f} %"
+            f"   period {number(found['period'])}"
+        )
+    for key, words in BUBBLE_WORDS.items():
+        lines.append(f"{key.replace('_', ' '):<17} {found[key]:.4f}  {words}")
+    full = full_rank(timeline.schedule)
+    memory = found["peak_memory"] if found["peak_memory"] != found["peak_activations"] else None
+    columns = ["rank", "busy", "idle", "warm-up", "steady", "cool-down", "peak activations"]
+    rows = []
+    for rank, idle in enumerate(timeline.idle_by_phase):
+        peak = found["peak_activations"][rank]
+        shown = str(peak) if full == 1 else f"{peak} = {number(peak * full)} full-rank"
+        times = (found["busy"][rank], found["idle"][rank], idle.warmup, idle.steady, idle.cooldown)
+        rows.append([str(rank), *map(number, times), shown])
+        if memory is not None:
+            rows[-1].append(number(memory[rank]))
+    if memory is not None:
+        columns.append("peak memory")
+    wide = [max(len(row[at]) for row in [columns, *rows]) for at in range(len(columns))]
+    table = ["  ".join(f"{cell:>{w}}" for cell, w in zip(row, wide, strict=True)) for row in [columns, *rows]]
+    return "\n".join([*lines, "", *(line[:width] for line in table)])

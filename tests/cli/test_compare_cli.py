@@ -1,0 +1,135 @@
+"""`pipeloom compare`: the same work for all, one table, and what refuses the sizes is named."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import pipeloom as pl
+from pipeloom.cli.compare import parse_spec, share
+from pipeloom.errors import UsageError
+from pipeloom.schedule.families import FAMILIES
+
+Run = Callable[[str], Any]
+
+
+def test_costs_are_shared_by_the_chunks(pipeloom: Run) -> None:
+    """SPEC's AFAB and 1F1B literals, and interleaved's bubble of 1/v of theirs."""
+    line = "compare gpipe 1f1b interleaved:chunks=4 --ranks 4 --microbatches 8 --input-grad 1 --weight-grad 1 --json"
+    found = json.loads(pipeloom(line).out)["schedules"]
+    assert [one["makespan"] for one in found] == [33, 33, 24 + 9 / 4]
+    assert [one["bubble_ratio"] for one in found] == [0.375, 0.375, 0.375 / 4]
+    assert [sum(one["busy"]) for one in found] == [96, 96, 96]
+    assert found[2]["full_rank_activations"] == [peak / 4 for peak in found[2]["peak_activations"]]
+    assert found[2]["label"] == "interleaved:chunks=4"
+
+
+def test_afab_ratios(pipeloom: Run) -> None:
+    for microbatches, ratio in ((2, 3.5), (8, 0.875)):
+        found = json.loads(pipeloom(f"compare gpipe --ranks 8 --microbatches {microbatches} --json").out)
+        assert found["schedules"][0]["bubble_ratio"] == ratio
+
+
+def test_mean_and_maximum_of_activations_are_both_printed(pipeloom: Run) -> None:
+    """F-then-B against 1F1B at p = m = 4: the mean falls by 37.5 %, the maximum by nothing."""
+    out = pipeloom("compare gpipe 1f1b --ranks 4 --microbatches 4").out.splitlines()
+    gpipe, one_f_one_b = (line.split() for line in out[3:5])
+    assert gpipe[-2:] == ["4", "4"]
+    assert one_f_one_b[-2:] == ["4", "2.5"]
+
+
+def test_all_is_every_family_in_a_readable_table(pipeloom: Run) -> None:
+    start = time.perf_counter()
+    ended = pipeloom("compare all --ranks 4 --microbatches 8")
+    assert time.perf_counter() - start < 5
+    assert ended.code == 0
+    for name in FAMILIES:
+        assert f"\n{name} " in ended.out or f"\n  {name}: " in ended.out
+    table = ended.out.split("\n\n")[0]
+    assert max(map(len, table.splitlines())) <= 80
+    assert "costs of 1/p of the model: F 1, I 1, W 1; p2p 0" in ended.out
+    assert "1/v" in ended.out
+
+
+def test_families_that_refuse_are_listed_with_the_reason(pipeloom: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def even_only(ranks: int, microbatches: int) -> pl.Schedule:
+        raise UsageError(f"even-only needs an even number of ranks; nearest to {ranks}: {ranks + 1}")
+
+    monkeypatch.setitem(FAMILIES, "even-only", even_only)
+    ended = pipeloom("compare all --ranks 3 --microbatches 6")
+    assert ended.code == 0
+    assert "\nnot at these sizes:\n" in ended.out
+    assert "\n  even-only: even-only needs an even number of ranks; nearest to 3: 4" in ended.out
+    found = json.loads(pipeloom("compare all --ranks 3 --microbatches 6 --json").out)
+    assert {"name": "even-only", "reason": "even-only needs an even number of ranks; nearest to 3: 4"} in found[
+        "refused"
+    ]
+    assert pipeloom("compare even-only 1f1b --ranks 3 --microbatches 6").code == 2
+
+
+def test_families_that_order_by_costs_get_those_of_their_stages(pipeloom: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipeloom.cli import requests
+
+    seen: list[object] = []
+
+    def costly(ranks: int, microbatches: int, costs: pl.Costs | None = None) -> pl.Schedule:
+        seen.append(costs)
+        return pl.schedules.interleaved(ranks=ranks, microbatches=microbatches)
+
+    monkeypatch.setitem(FAMILIES, "costly", costly)
+    monkeypatch.setattr(requests, "_build", lambda name, sizes, chunks, options, costs: costly(*sizes, costs=costs))
+    assert pipeloom("compare costly --ranks 2 --microbatches 4 --forward 3").code == 0
+    assert isinstance(seen[-1], pl.Costs)
+    assert seen[-1].forward == 1.5
+
+
+def test_long_labels_get_a_line_of_their_own(pipeloom: Run) -> None:
+    label = "interleaved:rounds=paper,chunks=2"
+    out = pipeloom(f"compare {label} --ranks 4 --microbatches 9").out
+    assert f"\n{label}\n" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("spec", "parsed"),
+    [
+        ("1f1b", ("1f1b", {})),
+        ("interleaved:chunks=4,rounds=tail", ("interleaved", {"chunks": 4, "rounds": "tail"})),
+        ("module:function", ("module:function", {})),
+        ("module:function:x=1.5,y=true", ("module:function", {"x": 1.5, "y": True})),
+    ],
+)
+def test_specs(spec: str, parsed: tuple[str, dict[str, object]]) -> None:
+    assert parse_spec(spec) == parsed
+
+
+def test_values_for_each_part_of_the_model() -> None:
+    schedule = pl.schedules.interleaved(ranks=2, microbatches=4, chunks=2)
+    shared = share(pl.Costs(forward=(1.0, 3.0), activation=2.0), schedule)
+    assert shared.forward == (0.5, 0.5, 1.5, 1.5)
+    assert shared.activation == 1.0
+    with pytest.raises(UsageError, match=r"--forward has 3 values; .* one number, or 2"):
+        share(pl.Costs(forward=(1.0, 2.0, 3.0)), schedule)
+
+
+def test_two_routes_hold_whole_stages() -> None:
+    """Both routes' stages are replicas of 1/p of the model, so that a stage costs all of it."""
+    schedule = pl.Schedule.of(
+        [["0F0", "3F1", "0B0", "3B1"], ["2F1", "1F0", "1B0", "2B1"]],
+        placement=[0, 1, 1, 0],
+        microbatches=2,
+        routes=[(0, 1), (2, 3)],
+        route_of=[0, 1],
+    )
+    assert share(pl.Costs(forward=3.0), schedule).forward == 3.0
+
+
+def test_errors(pipeloom: Run) -> None:
+    assert "there is no schedule 'gpip'" in pipeloom("compare gpip --ranks 2 --microbatches 2").err
+    assert pipeloom("compare all").code == 2
+    assert pipeloom("compare interleaved:chunks=3,rounds=paper --ranks 4 --microbatches 5").code == 3
+    assert "every schedule refuses" in pipeloom("compare all --ranks 0 --microbatches 2").err

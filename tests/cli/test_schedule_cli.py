@@ -1,0 +1,188 @@
+"""`pipeloom schedule`: drawing, the other forms, and one clear message for every bad request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import pytest
+
+import pipeloom as pl
+from pipeloom.schedule.csv_form import from_csv
+from pipeloom.schedule.json_form import from_json
+
+Run = Callable[[str], Any]
+FIGURES = [
+    "makespan",
+    "busy",
+    "idle",
+    "spans",
+    "bubble_ratio",
+    "bubble_rate",
+    "span_bubble_rate",
+    "period",
+    "peak_activations",
+    "peak_memory",
+    "lower_bound",
+    "gap",
+]
+
+
+def test_it_draws_at_80_columns(pipeloom: Run) -> None:
+    ended = pipeloom("schedule interleaved --ranks 4 --microbatches 9")
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.startswith("interleaved, 4 ranks, 2 chunks, 9 micro-batches, rounds=balanced\n")
+    assert max(map(len, ended.out.splitlines())) <= 80
+    assert "\x1b" not in ended.out
+
+
+def test_json_is_the_text_form_and_the_figures(pipeloom: Run) -> None:
+    ended = pipeloom("schedule interleaved --ranks 4 --microbatches 9 --input-grad 0.5 --weight-grad .5 --json")
+    assert (ended.code, ended.err) == (0, "")
+    found = json.loads(ended.out)
+    assert [key for key in FIGURES if key not in found] == []
+    assert from_json(ended.out) == pl.schedules.interleaved(ranks=4, microbatches=9)
+    assert found["makespan"] == 42
+    assert found["idle"] == [6] * 4
+    assert found["peak_activations"] == [12, 10, 8, 6]
+    assert all(len(found[key]) == 4 for key in ("busy", "idle", "spans", "peak_activations", "peak_memory"))
+
+
+def test_options_reach_the_family(pipeloom: Run) -> None:
+    found = json.loads(
+        pipeloom("schedule interleaved --ranks 4 --microbatches 9 --option group-size=5 --chunks 3 --json").out
+    )
+    assert found["options"] == {"chunks": 3, "group_size": 5}
+
+
+def test_costs_by_stage_and_hop(pipeloom: Run) -> None:
+    line = "schedule gpipe --ranks 2 --microbatches 1 --forward 1,2 --input-grad 3,4 --weight-grad 5,6 --p2p 0.5 --json"
+    assert json.loads(pipeloom(line).out)["makespan"] == 1 + 2 + (4 + 6) + (3 + 5) + 2 * 0.5
+
+
+def test_held_share_of_the_memory(pipeloom: Run, tmp_path: Path) -> None:
+    path = tmp_path / "split.csv"
+    path.write_text("0F0,0I0,0F1,0I1,0W0,0W1\n")
+    whole = json.loads(pipeloom(f"schedule {path} --json").out)
+    part = json.loads(pipeloom(f"schedule {path} --held-until-weight-grad 0.25 --json").out)
+    assert whole["peak_memory"] == [2]
+    assert part["peak_memory"] == [1.25]
+    assert whole["peak_activations"] == part["peak_activations"] == [2]
+
+
+def test_csv_and_back_from_the_file(pipeloom: Run, tmp_path: Path) -> None:
+    ended = pipeloom("schedule 1f1b --ranks 3 --microbatches 5 --csv")
+    assert from_csv(ended.out).codes == pl.schedules.one_f_one_b(ranks=3, microbatches=5).codes
+    path = tmp_path / "mine.csv"
+    path.write_text(ended.out)
+    drawn = pipeloom(f"schedule {path} --ranks 3")
+    assert drawn.code == 0
+    assert drawn.out.startswith("mine, 3 ranks, 5 micro-batches\n")
+    (tmp_path / "mine.json").write_text(pipeloom(f"schedule {path} --json").out)
+    assert pipeloom(f"schedule {tmp_path / 'mine.json'}").out == drawn.out
+
+
+def test_svg_and_trace_are_written(pipeloom: Run, tmp_path: Path) -> None:
+    ended = pipeloom(
+        f"schedule gpipe --ranks 2 --microbatches 2 --json --svg {tmp_path}/a.svg --trace {tmp_path}/a.json"
+    )
+    assert ended.code == 0
+    assert ended.err == f"wrote {tmp_path}/a.svg\nwrote {tmp_path}/a.json\n"
+    json.loads(ended.out)
+    assert ET.parse(tmp_path / "a.svg").getroot().tag.endswith("svg")
+    assert len(json.loads((tmp_path / "a.json").read_text())["traceEvents"]) > 8
+
+
+def test_a_function_of_ones_own(pipeloom: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_schedules.py").write_text(
+        "import pipeloom as pl\ndef mine(ranks, microbatches, twist=1):\n"
+        "    return pl.schedules.gpipe(ranks, microbatches * twist)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = json.loads(pipeloom("schedule my_schedules:mine --ranks 2 --microbatches 2 --option twist=3 --json").out)
+    assert found["microbatches"] == 6
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "schedule interleavd --ranks 2 --microbatches 2",
+            "there is no schedule 'interleavd'; did you mean 'interleaved'?",
+        ),
+        ("schedule interleavd", "there is no schedule 'interleavd'; did you mean 'interleaved'?"),
+        ("schedule 1f1b", "schedule 1f1b needs --ranks and --microbatches"),
+        ("schedule 1f1b --ranks 0 --microbatches 2", "ranks is 0; it must be a whole number of at least 1"),
+        ("schedule 1f1b --ranks 2 --microbatches -1", "microbatches is -1; it must be a whole number of at least 1"),
+        ("schedule 1f1b --ranks 2 --microbatches 2 --chunks 2", "schedule 1f1b holds a fixed number of chunks"),
+        (
+            "schedule 1f1b --ranks 2 --microbatches 2 --forward -1",
+            "forward is -1.0; a cost is a finite number of at least 0",
+        ),
+        ("schedule 1f1b --ranks 2 --microbatches 2 --p2p nan", "p2p is nan; a cost is a finite number of at least 0"),
+        ("schedule 1f1b --ranks 2 --microbatches 2 --p2p 1,2", "--p2p is '1,2'; give one number"),
+        (
+            "schedule 1f1b --ranks 2 --microbatches 2 --forward one",
+            "--forward is 'one'; give a number, or one number for each",
+        ),
+        ("schedule 1f1b --ranks 2 --microbatches 2 --forward 1,2,3", "forward has 3 values and the schedule 2 stages"),
+        (
+            "schedule 1f1b --ranks 2 --microbatches 2 --held-until-weight-grad 2",
+            "held is 2.0; it is a share between 0 and 1",
+        ),
+        (
+            "schedule interleaved --ranks 2 --microbatches 2 --option round=tail",
+            "no option 'round'; did you mean 'rounds'?",
+        ),
+        (
+            "schedule interleaved --ranks 2 --microbatches 2 --option rounds=tall",
+            "no rounds 'tall'; did you mean 'tail'?",
+        ),
+        (
+            "schedule interleaved --ranks 2 --microbatches 2 --option rounds",
+            "option 'rounds' is not of the form key=value",
+        ),
+        ("schedule 1f1b --ranks two --microbatches 2", "Invalid value for '--ranks'"),
+        ("schedule 1f1b --rank 2 --microbatches 2", "(possible options: --ranks"),
+        ("schedule none.csv", "cannot read none.csv: No such file or directory"),
+        ("schedule 1f1b --ranks 2 --microbatches 2 --csv --json", "choose one"),
+        ("schedule 1f1b --ranks 2 --microbatches 2 --svg /nowhere/x.svg", "cannot write /nowhere/x.svg"),
+    ],
+)
+def test_bad_requests_end_with_2_and_one_message(pipeloom: Run, line: str, message: str) -> None:
+    ended = pipeloom(line)
+    assert ended.code == 2
+    if "--json" in line:
+        assert message in json.loads(ended.out)["error"]["message"]
+        return
+    assert ended.out == ""
+    assert ended.err.startswith("pipeloom: ")
+    assert ended.err.count("\n") == 1
+    assert message.lower().replace("'", "").rstrip("?") in ended.err.lower().replace("'", "")
+
+
+def test_sizes_must_be_the_files(pipeloom: Run, tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("0F0,0B0\n1F0,1B0\n")
+    ended = pipeloom(f"schedule {path} --microbatches 3")
+    assert ended.code == 2
+    assert "--microbatches is 3, and" in ended.err
+    assert pipeloom(f"schedule {path} --option x=1").code == 2
+
+
+def test_a_deadlock_ends_with_3_and_the_cycle(pipeloom: Run) -> None:
+    line = "schedule interleaved --ranks 4 --microbatches 5 --chunks 3 --option rounds=paper"
+    ended = pipeloom(line)
+    assert ended.code == 3
+    assert ended.out == ""
+    assert "the schedule deadlocks; the shortest cycle:" in ended.err
+    assert "rank 0 is at F of stage 8 micro-batch 4" in ended.err
+    as_json = pipeloom(line + " --json")
+    assert as_json.code == 3
+    assert as_json.err == ""
+    error = json.loads(as_json.out)["error"]
+    assert (error["type"], error["exit_code"]) == ("ScheduleError", 3)
+    assert "deadlocks" in error["message"]

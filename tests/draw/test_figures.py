@@ -1,0 +1,59 @@
+"""Figures and how numbers are printed."""
+
+from __future__ import annotations
+
+import pytest
+
+import pipeloom as pl
+from pipeloom.draw.boxes import nice_step
+from pipeloom.draw.figures import cost_words, figures, heading, number
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (33, "33"),
+        (0.0, "0"),
+        (36.6, "36.6"),
+        (1 / 3, "0.3333"),
+        (123456.7, "123457"),
+        (0.00012346, "0.0001235"),
+        (2e-9, "0.000000002"),
+    ],
+)
+def test_numbers(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+@pytest.mark.parametrize(("span", "most", "step"), [(63, 8, 10), (12, 8, 2), (0.9, 4, 0.5), (0, 4, 1), (1000, 10, 100)])
+def test_steps_are_round(span: float, most: int, step: float) -> None:
+    assert nice_step(span, most) == pytest.approx(step)
+
+
+def test_figures_are_the_timelines() -> None:
+    timeline = pl.simulate(pl.schedules.one_f_one_b(ranks=4, microbatches=8))
+    found = figures(timeline)
+    assert list(found) == [
+        "makespan",
+        "busy",
+        "idle",
+        "spans",
+        "bubble_ratio",
+        "bubble_rate",
+        "span_bubble_rate",
+        "period",
+        "peak_activations",
+        "peak_memory",
+        "lower_bound",
+        "gap",
+    ]
+    assert (found["makespan"], found["bubble_ratio"]) == (33, 0.375)
+    assert found["bubble_rate"] == pytest.approx(0.2727, abs=1e-4)
+    assert found["gap"] == pytest.approx(33 / 27 - 1)
+    assert found["peak_activations"] == [4, 3, 2, 1]
+
+
+def test_words() -> None:
+    timeline = pl.simulate(pl.schedules.interleaved(ranks=2, microbatches=1), pl.Costs(forward=(1, 2, 2, 1.5)))
+    assert heading(timeline) == "interleaved, 2 ranks, 2 chunks, 1 micro-batch, rounds=balanced"
+    assert cost_words(timeline) == "costs of a stage: F 1..2, I 1, W 1; p2p 0"
