@@ -20,7 +20,12 @@ Run = Callable[[str], Any]
 def test_costs_are_shared_by_the_chunks(pipeloom: Run) -> None:
     """SPEC's AFAB and 1F1B literals, and interleaved's bubble of 1/v of theirs."""
     line = "compare gpipe 1f1b interleaved:chunks=4 --ranks 4 --microbatches 8 --input-grad 1 --weight-grad 1 --json"
-    found = json.loads(pipeloom(line).out)["schedules"]
+    whole = json.loads(pipeloom(line).out)
+    found = whole["schedules"]
+    assert whole["costs"]["of"] == "1/p of the model"
+    assert [(one["costs"]["of"], one["costs"]["forward"]) for one in found] == [
+        ("a stage", cost) for cost in (1, 1, 0.25)
+    ]
     assert [one["makespan"] for one in found] == [33, 33, 24 + 9 / 4]
     assert [one["bubble_ratio"] for one in found] == [0.375, 0.375, 0.375 / 4]
     assert [sum(one["busy"]) for one in found] == [96, 96, 96]

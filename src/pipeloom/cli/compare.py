@@ -73,7 +73,7 @@ def command(
     if not rows:
         raise UsageError("every schedule refuses these sizes:\n" + "\n".join(f"  {n}: {why}" for n, why in refused))
     if as_json:
-        print(json.dumps(_as_dict(rows, refused), allow_nan=False))
+        print(json.dumps(_as_dict(rows, refused, costs), allow_nan=False))
     else:
         print(table(rows, refused, costs, shutil.get_terminal_size().columns))
 
@@ -124,8 +124,8 @@ def share(costs: Costs, schedule: Schedule) -> Costs:
     return replace(costs, **spread).scaled(factor)
 
 
-def _as_dict(rows: Sequence[Row], refused: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    from pipeloom.cli.schedule import as_dict
+def _as_dict(rows: Sequence[Row], refused: Sequence[tuple[str, str]], costs: Costs) -> dict[str, Any]:
+    from pipeloom.cli.schedule import as_dict, costs_dict
     from pipeloom.draw.figures import full_rank
 
     schedules = []
@@ -133,7 +133,11 @@ def _as_dict(rows: Sequence[Row], refused: Sequence[tuple[str, str]]) -> dict[st
         full = full_rank(row.timeline.schedule)
         peaks = [peak * full for peak in row.timeline.peak_activations]
         schedules.append({"label": row.label, **as_dict(row.timeline), "full_rank_activations": peaks})
-    return {"schedules": schedules, "refused": [{"name": name, "reason": why} for name, why in refused]}
+    return {
+        "schedules": schedules,
+        "costs": {"of": "1/p of the model", **costs_dict(costs)},
+        "refused": [{"name": name, "reason": why} for name, why in refused],
+    }
 
 
 def table(rows: Sequence[Row], refused: Sequence[tuple[str, str]], costs: Costs, width: int) -> str:

@@ -15,7 +15,7 @@ from pipeloom.cli import requests
 from pipeloom.errors import UsageError
 
 if TYPE_CHECKING:
-    from pipeloom.schedule import Timeline
+    from pipeloom.schedule import Costs, Timeline
 
 
 def command(
@@ -60,11 +60,19 @@ def command(
 
 
 def as_dict(timeline: Timeline) -> dict[str, object]:
-    """The JSON form of the schedule and, beside it, the figures of the timeline."""
+    """The JSON form of the schedule and, beside it, the costs of a stage and the figures of the timeline."""
     from pipeloom.draw import figures
     from pipeloom.schedule.json_form import to_dict
 
-    return to_dict(timeline.schedule) | figures(timeline)
+    costs = {"of": "a stage", **costs_dict(timeline.costs)}
+    return to_dict(timeline.schedule) | {"costs": costs} | figures(timeline)
+
+
+def costs_dict(costs: Costs) -> dict[str, object]:
+    """The costs that the options set, by the names of `Costs`."""
+    return {
+        name: getattr(costs, name) for name in ("forward", "input_grad", "weight_grad", "p2p", "activation", "held")
+    }
 
 
 def _write_files(timeline: Timeline, svg: Path | None, trace: Path | None) -> None:

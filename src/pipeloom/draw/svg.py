@@ -25,6 +25,7 @@ class _Sheet:
 
     out: list[str] = field(default_factory=list)
     classes: dict[str, str] = field(default_factory=dict)
+    numbered: bool = False
 
     def fill(self, color: str) -> str:
         """The class of boxes filled with `color`."""
@@ -107,6 +108,7 @@ def _panel(sheet: _Sheet, timeline: Timeline, top: float, scale: float, tooltips
             _box(sheet, box, timeline, y, scale, tooltips)
         sheet.out.append("</g>")
         if size:
+            sheet.numbered = True
             sheet.out.append(f'<g class="n" font-size="{_n(size)}">')
             for box in row:
                 _numbers(sheet, box, timeline, y, scale, size)
@@ -184,7 +186,7 @@ def _legend(sheet: _Sheet, timelines: Sequence[Timeline], y: float) -> None:
         x = _word(sheet, x, y, f"{kind} {KIND_WORDS[kind]}")
     sheet.out.append(f'<rect x="{_n(x)}" y="{_n(y)}" width="16" height="16" fill="url(#idle)"/>')
     x = _word(sheet, x + 17, y, "idle")
-    notes = (["chunk 0 is the darkest"] if chunks > 1 else []) + ["numbers: micro-batch"]
+    notes = (["chunk 0 is the darkest"] if chunks > 1 else []) + (["numbers: micro-batch"] if sheet.numbered else [])
     sheet.text(x, y + 12.5, " · ".join(notes), "f")
 
 
