@@ -57,12 +57,12 @@ schedule.options = [{ rounds = "tail" }, { group_size = 2 }]
     assert {layout.config.train.seed for layout in matrix.layouts} == {5}
     assert {layout.config.model.hidden_size for layout in matrix.layouts} == {32}
     assert matrix.names == (
-        "gpipe microbatches=1",
-        "gpipe microbatches=3",
-        "1f1b microbatches=1",
-        "1f1b microbatches=3",
-        "interleaved rounds=tail",
-        "interleaved group_size=2",
+        "gpipe p=2 v=1 m=1",
+        "gpipe p=2 v=1 m=3",
+        "1f1b p=2 v=1 m=1",
+        "1f1b p=2 v=1 m=3",
+        "interleaved rounds=tail p=2 v=2 m=5",
+        "interleaved group_size=2 p=2 v=2 m=5",
     )
 
 

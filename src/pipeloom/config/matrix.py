@@ -31,7 +31,7 @@ class Matrix:
 
     Attributes:
         layouts: in the file's order, the last list of a table varying fastest.
-        names: what each sets beyond the base, as `pp=2 name=1f1b`.
+        names: a label for each, see `label`.
         skipped: why each of the others was left out.
     """
 
@@ -61,7 +61,7 @@ def load_matrix(path: str | Path, config: str | Path | None, overrides: Mapping[
         for combination in expand(row):
             try:
                 layouts.append(load_layout(config, base, combination, overrides))
-                names.append(_name(combination))
+                names.append(label(layouts[-1], combination))
             except (UsageError, ScheduleError) as error:
                 refused.append(f"{_name(combination)}: {_reason(error)}")
     if refused and not skip:
@@ -87,6 +87,20 @@ def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[prefix + key] = value
     return found
+
+
+def label(layout: Layout, combination: Mapping[str, Any] | None = None) -> str:
+    """Words for a layout: its schedule, p, v and m, and what else a matrix's combination sets."""
+    schedule = layout.schedule
+    options = [f"{key}={value}" for key, value in schedule.options if key != "chunks"]
+    others = [
+        f"{key}={value}"
+        for key, value in flat(combination or {}).items()
+        if not key.startswith("schedule.options.")
+        and key not in ("schedule.name", "schedule.chunks", "schedule.microbatches", "parallel.pp")
+    ]
+    sizes = [f"p={schedule.ranks}", f"v={schedule.chunks}", f"m={schedule.microbatches}"]
+    return " ".join([schedule.name, *options, *sizes, *others])
 
 
 def _holds_list(key: str) -> bool:

@@ -1,0 +1,208 @@
+"""`pipeloom verify`: loss and every gradient of a layout, or of many, against one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeloom.cli.workers import be_worker, require_torch, start_workers
+from pipeloom.errors import DistributedError, UsageError
+
+if TYPE_CHECKING:
+    from pipeloom.config import Layout
+
+TOLERANCE = 1e-5
+_VERDICTS = "PIPELOOM_VERDICTS"
+USAGE = """Usage: pipeloom verify [CONFIG] [--matrix FILE] [--tolerance 1e-5] [--json] [--section.key VALUE …]
+
+Runs one step of a layout through the pipeline and in one process, with the same micro-batches in fp32, and compares the
+loss and every gradient: largest |a - b| over largest |b| of each parameter. Exit code 0, or 1 when one differs by more
+than the tolerance.
+
+CONFIG and the flags are those of `pipeloom train`. A matrix is a TOML file with optional [base] tables and any number
+of [[layout]] tables, in which lists stand for every value in turn; one pool of workers runs them all. With
+skip_invalid = true, combinations that are refused are left out and counted.
+"""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for.
+
+    Attributes:
+        names: a label for each layout.
+        layouts: what to verify.
+        skipped: why combinations of a matrix were left out.
+        tolerance: the largest error that passes.
+        as_json: print one JSON object instead of a table.
+    """
+
+    names: tuple[str, ...]
+    layouts: tuple[Layout, ...]
+    skipped: tuple[str, ...]
+    tolerance: float
+    as_json: bool
+
+    @property
+    def largest(self) -> Layout:
+        """The layout with the most workers."""
+        return max(self.layouts, key=lambda layout: layout.world_size)
+
+
+def command(arguments: Sequence[str]) -> int:
+    """Runs the command with the words after `verify`; returns 0, 1 for a difference, or what ended the workers."""
+    if "--help" in arguments or "-h" in arguments:
+        print(USAGE, end="")
+        return 0
+    from pipeloom.train.worker import is_worker, world_size_given
+
+    require_torch("verify")
+    request = read_request(arguments)
+    given = world_size_given()
+    if given is not None and given < request.largest.world_size:
+        raise UsageError(f"WORLD_SIZE is {given}, but the largest layout needs {request.largest.world_size} workers")
+    if is_worker():
+        return _work(request)
+    with tempfile.TemporaryDirectory(prefix="pipeloom-") as folder:
+        verdicts = Path(folder) / "verdicts.json"
+        os.environ[_VERDICTS] = str(verdicts)
+        try:
+            code = start_workers("verify", arguments, request.largest.world_size)
+        finally:
+            del os.environ[_VERDICTS]
+        if code:
+            return _failed(code, request.as_json)
+        return summarise(request, json.loads(verdicts.read_text(encoding="utf-8")))
+
+
+def read_request(arguments: Sequence[str]) -> Request:
+    """The layouts to verify, from the words after `verify`. Raises a PipeloomError with all that is wrong with them."""
+    from pipeloom.config import load_layout, split_arguments
+    from pipeloom.config.matrix import label, load_matrix
+
+    own, rest = _own_options(arguments)
+    path, overrides = split_arguments(rest)
+    tolerance = _tolerance(own.get("tolerance"))
+    as_json = "json" in own
+    if "matrix" not in own:
+        layout = load_layout(path, overrides)
+        return Request((label(layout),), (layout,), (), tolerance, as_json)
+    matrix = load_matrix(own["matrix"], path, overrides)
+    return Request(matrix.names, matrix.layouts, matrix.skipped, tolerance, as_json)
+
+
+def _own_options(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """(`matrix`, `tolerance` and `json` as they were given, the other words)."""
+    own: dict[str, str] = {}
+    others: list[str] = []
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        if word == "--json":
+            own["json"] = "yes"
+        elif word.startswith("--") and name in ("matrix", "tolerance"):
+            if not equals and not words:
+                raise UsageError(f"--{name} needs a value: --{name} VALUE")
+            own[name] = value if equals else words.pop(0)
+        else:
+            others.append(word)
+    return own, others
+
+
+def _tolerance(text: str | None) -> float:
+    try:
+        value = TOLERANCE if text is None else float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise UsageError(f"--tolerance is {text}; it must be a number of at least 0 and below 1, such as {TOLERANCE}")
+    return value
+
+
+def _work(request: Request) -> int:
+    """One worker's part: every layout in turn; rank 0 prints a row for each, and keeps the verdicts."""
+    verdicts: list[dict[str, Any]] = []
+
+    def verify(context: Any) -> None:
+        import torch.distributed as dist
+
+        from pipeloom.train.verify import run
+
+        for name, layout in zip(request.names, request.layouts, strict=True):
+            for result in run([layout], context, request.tolerance):
+                if context.rank == 0:
+                    verdicts.append(verdict(name, result, request.tolerance))
+                    if not request.as_json:
+                        print(row(verdicts[-1], max(map(len, request.names))), flush=True)
+            dist.barrier()  # workers that a layout does not use must not wait for the next one longer than for this one
+
+    code = be_worker(request.largest, verify)
+    if int(os.environ["RANK"]) != 0:
+        return code
+    if _VERDICTS in os.environ:
+        Path(os.environ[_VERDICTS]).write_text(json.dumps(verdicts), encoding="utf-8")
+        return code
+    return summarise(request, verdicts)
+
+
+def verdict(name: str, result: Any, tolerance: float) -> dict[str, Any]:
+    """A layout's result as JSON values: parameters above the tolerance under `failing`, the worst one beside them."""
+    errors: dict[str, float] = dict(result.errors)
+    worst = max(errors, key=lambda key: (errors[key] != errors[key], errors[key])) if errors else ""
+    return {
+        "layout": name,
+        "passed": bool(result.passed),
+        "loss_error": float(result.loss_error),
+        "worst_parameter": worst,
+        "worst_error": errors.get(worst, 0.0),
+        "parameters": len(errors),
+        "failing": {key: error for key, error in errors.items() if not error <= tolerance},
+    }
+
+
+def row(verdict: dict[str, Any], width: int) -> str:
+    """One line of the table."""
+    state = "PASS" if verdict["passed"] else "FAIL"
+    return (
+        f"{state}  {verdict['layout']:<{width}}  loss {verdict['loss_error']:.1e}  "
+        f"worst {verdict['worst_error']:.1e} {verdict['worst_parameter']}"
+    )
+
+
+def summarise(request: Request, verdicts: list[dict[str, Any]]) -> int:
+    """Prints the failing parameters and the count, or everything as JSON; returns 0 when all passed, else 1."""
+    failed = [verdict for verdict in verdicts if not verdict["passed"]]
+    if request.as_json:
+        report = {
+            "passed": not failed,
+            "tolerance": request.tolerance,
+            "layouts": verdicts,
+            "skipped": list(request.skipped),
+        }
+        print(json.dumps(report, indent=1))
+        return int(bool(failed))
+    for verdict in failed:
+        print(f"\n{verdict['layout']}: loss differs by {verdict['loss_error']:.1e}, and these gradients:")
+        for name, error in sorted(verdict["failing"].items(), key=lambda item: -item[1]):
+            print(f"  {error:.1e}  {name}")
+    if request.skipped:
+        print(f"left out as refused: {len(request.skipped)}, such as {request.skipped[0]}")
+    passed = len(verdicts) - len(failed)
+    print(f"{passed} of {len(verdicts)} layouts pass at {request.tolerance:g} (fp32, max |a-b| / max |b| a parameter)")
+    return int(bool(failed))
+
+
+def _failed(code: int, as_json: bool) -> int:
+    if as_json:
+        kind = DistributedError.__name__ if code == DistributedError.exit_code else "WorkerFailure"
+        message = f"the workers ended with exit code {code}; the reason is on standard error"
+        print(json.dumps({"error": {"type": kind, "exit_code": code, "message": message}}))
+        sys.stdout.flush()
+    return code
