@@ -143,6 +143,7 @@ def _start(
         "MASTER_PORT": str(port),
         FAILURES: folder,
     }
+    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a lost peer prints pages of C++ frames
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback is not None:
         environment.setdefault("GLOO_SOCKET_IFNAME", loopback)
@@ -249,7 +250,9 @@ def _show(workers: list[_Worker], first: int, failures: Mapping[int, Failure]) -
         text = "\n".join(worker.lines).strip()
         if text and text not in shown:
             shown.add(text)
-            print("\n".join(f"[rank {worker.rank}] {line}" for line in text.splitlines()), file=sys.stderr, flush=True)
+            head = f"[rank {worker.rank}] "
+            lines = (line if line.startswith(head) else head + line for line in text.splitlines())
+            print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 def _fate(code: int) -> str:
