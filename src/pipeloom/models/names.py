@@ -1,0 +1,21 @@
+"""Names of layers and parameters."""
+
+from __future__ import annotations
+
+EMBEDDING = "model.embed_tokens"
+HEAD = "head"
+EMBEDDING_WEIGHT = f"{EMBEDDING}.weight"
+HEAD_WEIGHT = f"{HEAD}.lm_head.weight"
+
+
+def block(index: int) -> str:
+    """The name of transformer block `index`."""
+    return f"model.layers.{index}"
+
+
+def hub_name(name: str) -> str:
+    """The Hugging Face name of the parameter that is called `name` here.
+
+    They differ in the last layer only, which holds two of Hugging Face's: `model.norm` and `lm_head`.
+    """
+    return {f"{HEAD}.norm.weight": "model.norm.weight", HEAD_WEIGHT: "lm_head.weight"}.get(name, name)

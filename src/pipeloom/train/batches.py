@@ -1,0 +1,55 @@
+"""Batches: which tokens a step trains on, a pure function of the seed and the step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeloom.errors import ConfigError
+from pipeloom.models.weights import stable_seed
+
+
+class Batch(NamedTuple):
+    """Tokens, and for each the one that follows: int64 [rows, seq_len]."""
+
+    tokens: Tensor
+    targets: Tensor
+
+
+def sample(text: Tensor, seed: int, step: int, rows: int, seq_len: int) -> Batch:
+    """`rows` windows of `text` (one dimension) that start anywhere, drawn from (seed, step) alone.
+
+    Raises ConfigError when the text is shorter than a window and the token after it.
+    """
+    _check_length(text, seq_len, "training text")
+    generator = torch.Generator().manual_seed(stable_seed("batch", seed, step))
+    starts = torch.randint(0, len(text) - seq_len, (rows,), generator=generator)
+    return _windows(text, starts, seq_len)
+
+
+def spread(text: Tensor, rows: int, seq_len: int, most: int) -> list[Batch]:
+    """Up to `most` batches of `rows` windows spread evenly over `text` that do not overlap; at least one window.
+
+    The last batch may have fewer rows.
+    """
+    _check_length(text, seq_len, "held-out text")
+    room = (len(text) - 1) // seq_len
+    count = min(rows * most, room)
+    starts = torch.tensor([at * room // count * seq_len for at in range(count)])
+    return [_windows(text, part, seq_len) for part in torch.split(starts, rows)]
+
+
+def _windows(text: Tensor, starts: Tensor, seq_len: int) -> Batch:
+    at = starts[:, None] + torch.arange(seq_len + 1)
+    whole = text[at].to(torch.int64)
+    return Batch(whole[:, :-1].contiguous(), whole[:, 1:].contiguous())
+
+
+def _check_length(text: Tensor, seq_len: int, what: str) -> None:
+    if len(text) <= seq_len:
+        most = max(1, len(text) - 1)
+        raise ConfigError(
+            f"train.seq_len = {seq_len}: the {what} has {len(text)} tokens; use at most {most}, or a larger data.source"
+        )

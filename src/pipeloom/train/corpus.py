@@ -1,0 +1,86 @@
+"""The corpus: a text to train on and another, from other files, to measure on."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeloom.errors import ConfigError
+
+STDLIB = "stdlib"
+HELD_OUT_EVERY = 20
+_NOT_OURS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What was read.
+
+    Attributes:
+        train, held_out: texts, as bytes.
+        files: how many files.
+        name: the source, in words.
+    """
+
+    train: bytes
+    held_out: bytes
+    files: int
+    name: str
+
+
+def read_corpus(source: str) -> Corpus:
+    """The text of `source`: `"stdlib"`, a file, or a folder. The same bytes each time, in every process.
+
+    One file in twenty is held out; of fewer than twenty files, the last twentieth of the text. Raises ConfigError when
+    there is nothing to read.
+    """
+    if source == STDLIB:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files = stdlib_files(root)
+        name = f"Python's standard library ({root})"
+    else:
+        root = Path(source).expanduser()
+        files = text_files(root)
+        name = str(root)
+    texts = [text for text in _read(files, source) if text]
+    if not texts:
+        raise ConfigError(f'data.source = "{source}": {root} holds no text to train on')
+    train, held_out = split(texts)
+    return Corpus(train, held_out, len(texts), name)
+
+
+def stdlib_files(root: Path) -> list[Path]:
+    """The Python sources of the standard library, sorted; without installed packages, and without its tests, which some
+    systems leave out."""
+    found = [(path.relative_to(root), path) for path in root.rglob("*.py")]
+    return [path for inner, path in sorted(found) if not _NOT_OURS.intersection(inner.parts)]
+
+
+def text_files(root: Path) -> list[Path]:
+    """`root` itself, or the files below it that are not hidden, sorted."""
+    if not root.is_dir():
+        return [root]
+    found = sorted(path.relative_to(root) for path in root.rglob("*") if path.is_file())
+    return [root / inner for inner in found if not any(part.startswith(".") for part in inner.parts)]
+
+
+def split(texts: list[bytes]) -> tuple[bytes, bytes]:
+    """(train, held out), each joined by newlines."""
+    if len(texts) >= HELD_OUT_EVERY:
+        held_out = texts[HELD_OUT_EVERY // 2 :: HELD_OUT_EVERY]
+        train = [text for at, text in enumerate(texts) if at % HELD_OUT_EVERY != HELD_OUT_EVERY // 2]
+        return b"\n".join(train), b"\n".join(held_out)
+    whole = b"\n".join(texts)
+    cut = len(whole) - len(whole) // HELD_OUT_EVERY
+    return whole[:cut], whole[cut:]
+
+
+def _read(files: Iterable[Path], source: str) -> list[bytes]:
+    """The contents of the files that are text: those without a zero byte."""
+    try:
+        contents = [path.read_bytes() for path in files]
+    except OSError as error:
+        raise ConfigError(f'data.source = "{source}": cannot read {error.filename}: {error.strerror}') from None
+    return [content for content in contents if b"\0" not in content]

@@ -1,0 +1,201 @@
+"""The training loop of one worker."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from pipeloom.config import Config, Layout
+from pipeloom.errors import PipeloomError, Preempted
+from pipeloom.runtime import Pipeline
+from pipeloom.schedule import Timeline
+from pipeloom.train.batches import Batch, sample, spread
+from pipeloom.train.build import build_pipeline
+from pipeloom.train.collect import maxima, sums
+from pipeloom.train.corpus import read_corpus
+from pipeloom.train.metrics import StepMetrics, memory_in_use, model_flops_utilization, shared_cores, simulated
+from pipeloom.train.optimizer import clip, make_optimizer, set_rate, square_norm
+from pipeloom.train.rate import learning_rate
+from pipeloom.train.report import Report
+from pipeloom.train.sample import generate
+from pipeloom.train.tokenizer import ByteTokenizer
+
+if TYPE_CHECKING:
+    from pipeloom.train.worker import WorkerContext
+
+HELD_OUT_BATCHES = 16
+
+
+def run(layout: Layout, context: WorkerContext) -> None:
+    """Trains `layout` on this worker; every worker of the run calls it. Rank 0 reports.
+
+    Raises:
+        Preempted: a worker was told to stop; the step under way was finished first.
+        ConfigError: a corpus or a folder that cannot be used.
+    """
+    config = layout.config
+    tokenizer = ByteTokenizer()
+    corpus = read_corpus(config.data.source)
+    text, held_out = tokenizer.encode(corpus.train), tokenizer.encode(corpus.held_out)
+    test = spread(held_out, config.train.global_batch_size, config.train.seq_len, HELD_OUT_BATCHES)
+    sample(text, config.train.seed, 0, 1, config.train.seq_len)  # a text that is too short is refused before the start
+    with _reporting(config, context) as report:
+        pipeline = build_pipeline(layout, context.device)
+        trainer = Trainer(config, pipeline, context, report)
+        if report is not None:
+            report.say(f"corpus: {corpus.name}, {corpus.files} files, {len(text):,} bytes, {len(held_out):,} held out")
+        before = trainer.held_out_loss(test)
+        if report is not None:
+            report.say(f"held-out loss before training: {before:.4f} nats a byte")
+        trainer.train(text)
+        after = trainer.held_out_loss(test)
+        written = generate(pipeline, tokenizer, config.train.seq_len, config.train.seed)
+        if report is not None:
+            count = sum(batch.targets.numel() for batch in test)
+            report.record("held-out", before=before, after=after, bytes=count)
+            _conclude(report, trainer.traces, (before, after, count), written, context)
+        pipeline.close()
+
+
+class Trainer:
+    """One rank's optimizer and the traces of its pipeline, from step to step."""
+
+    def __init__(self, config: Config, pipeline: Pipeline, context: WorkerContext, report: Report | None) -> None:
+        self.config = config
+        self.pipeline = pipeline
+        self.traces: list[Timeline] = []
+        self._context = context
+        self._report = report
+        self._optimizer = make_optimizer(pipeline.named_parameters(), config.optimizer)
+        self._seconds: list[float] = []
+
+    def train(self, text: Tensor) -> None:
+        """All steps. Raises Preempted after a step in which a worker was told to stop."""
+        options = self.config.train
+        self.pipeline.train()
+        for step in range(options.steps):
+            start = time.perf_counter()
+            batch = sample(text, options.seed, step, options.global_batch_size, options.seq_len)
+            rate = learning_rate(step, options.steps, self.config.optimizer)
+            loss, norm, stop = self.step(batch, rate)
+            self._seconds.append(time.perf_counter() - start)
+            last = stop or step + 1 == options.steps
+            if self._report is not None:
+                self._report.record("step", step=step + 1, loss=loss, grad_norm=norm, lr=rate)
+                self._report.advance()
+            if not math.isfinite(norm):
+                raise PipeloomError(
+                    f"step {step + 1}: the loss is {loss} and the gradient norm {norm}; training diverged: "
+                    f"use a smaller optimizer.lr than {self.config.optimizer.lr}, or a longer optimizer.warmup_steps"
+                )
+            if last or (step + 1) % self.config.log.every == 0:
+                self._log(step + 1, loss, norm, rate)
+            if stop:
+                self.pipeline.close()
+                raise Preempted(f"stopped after step {step + 1} of {options.steps}, as asked")
+        if self._report is not None:
+            self._report.end_progress()
+
+    def step(self, batch: Batch, rate: float) -> tuple[float, float, bool]:
+        """One optimizer step: (loss, global gradient norm before clipping, whether any worker was told to stop)."""
+        device = self.pipeline.device
+        loss = self.pipeline.step(batch.tokens.to(device), batch.targets.to(device))
+        held = [(name, p.grad) for name, p in self.pipeline.named_parameters() if p.grad is not None]
+        own = square_norm([gradient for name, gradient in held if self.pipeline.owns(name)])
+        total, stops = sums(self.pipeline, [own, float(self._context.stop_requested)])
+        norm = math.sqrt(total)
+        clip([gradient for _, gradient in held], norm, self.config.optimizer.clip_norm)
+        set_rate(self._optimizer, rate)
+        if self._optimizer is not None and math.isfinite(norm):
+            self._optimizer.step()
+        self.pipeline.zero_grad()
+        return loss.item(), norm, stops > 0
+
+    def held_out_loss(self, batches: list[Batch]) -> float:
+        """The mean over all targets of the batches, nats; the same on every rank."""
+        device, total, count = self.pipeline.device, 0.0, 0
+        self.pipeline.eval()
+        for batch in batches:
+            loss = self.pipeline.evaluate(batch.tokens.to(device), batch.targets.to(device))
+            total += loss.item() * batch.targets.numel()
+            count += batch.targets.numel()
+        return total / count
+
+    def _log(self, step: int, loss: float, norm: float, rate: float) -> None:
+        """The figures since the last line; measures the step's bubble, which takes all ranks."""
+        options, pipeline = self.config.train, self.pipeline
+        measured = pipeline.timeline()
+        self.traces.append(measured)
+        (memory,) = maxima(pipeline, [memory_in_use(pipeline.device)])
+        seconds = sum(self._seconds) / len(self._seconds)
+        self._seconds = []
+        if self._report is None:
+            return
+        self._report.step(
+            StepMetrics(
+                step=step,
+                loss=loss,
+                grad_norm=norm,
+                lr=rate,
+                step_time=seconds,
+                tps=options.global_batch_size * options.seq_len / seconds,
+                memory=memory,
+                mfu=model_flops_utilization(self.config, seconds, pipeline.device, pipeline.ranks),
+                bubble_measured=measured.bubble_rate,
+                bubble_simulated=simulated(measured).bubble_rate,
+            )
+        )
+
+
+@contextlib.contextmanager
+def _reporting(config: Config, context: WorkerContext) -> Iterator[Report | None]:
+    """The run's report on rank 0, None on the others."""
+    if context.rank != 0:
+        yield None
+        return
+    with Report(config) as report:
+        yield report
+
+
+def typical(traces: list[Timeline]) -> Timeline:
+    """The trace with the median makespan; the first one, in which things still warm up, only when it is alone."""
+    settled = sorted(traces[1:] or traces, key=lambda timeline: timeline.makespan)
+    return settled[len(settled) // 2]
+
+
+def _conclude(
+    report: Report, traces: list[Timeline], losses: tuple[float, float, int], written: str, context: WorkerContext
+) -> None:
+    """The end of the run on the terminal: losses, bubble, a sample, where the files are."""
+    before, after, count = losses
+    measured = typical(traces)
+    prediction = simulated(measured)
+    report.draw(measured)
+    ranks = measured.schedule.ranks
+    crowded = shared_cores(ranks, context.device)
+    report.say(f"\nheld-out loss: {after:.4f} nats a byte (before training {before:.4f}; {count:,} bytes)")
+    report.say(
+        f"bubble rate, Σ idle / (p · makespan): measured {measured.bubble_rate:.4f}, simulated with the measured stage "
+        f"costs {prediction.bubble_rate:.4f}"
+        + (f" ({crowded}: they take turns, so idle ranks wait for cores too)" if crowded else "")
+    )
+    report.say(f"step: measured {measured.makespan:.3f} s, simulated {prediction.makespan:.3f} s")
+    report.record(
+        "bubble",
+        ranks=ranks,
+        shared_cores=crowded,
+        measured=measured.bubble_rate,
+        simulated=prediction.bubble_rate,
+        makespan_measured=measured.makespan,
+        makespan_simulated=prediction.makespan,
+    )
+    report.record("sample", text=written)
+    report.say("sample:\n" + "\n".join(f"  | {line}" for line in written.split("\n")))
+    report.say(f"log:    {report.folder.log}")
+    report.say(f"trace:  {report.folder.trace}  (open it in ui.perfetto.dev)")
+    report.say(f"svg:    {report.folder.svg}  (measured above simulated)")

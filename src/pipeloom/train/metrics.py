@@ -1,0 +1,99 @@
+"""What is known of a step: as a line for people, as a record for programs."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from pipeloom.config import Config, training_flops
+from pipeloom.schedule import Timeline, simulate
+
+# dense bf16 operations a second, from the makers' data sheets
+_PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "MI300X": 1307e12}
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One step's figures.
+
+    Attributes:
+        step: counted from 1.
+        loss: mean over all targets of the step, nats.
+        grad_norm: global, before clipping.
+        lr: learning rate.
+        step_time: seconds, mean since the last line.
+        tps: tokens a second, over all ranks, since the last line.
+        memory: bytes, the largest over the ranks: what torch allocated on a GPU, the process's peak on a CPU.
+        mfu: share of the devices' peak, None where the peak is not known.
+        bubble_measured, bubble_simulated: bubble rate, Σ idle / (p · makespan), of this step and of its simulation with
+            the stage costs measured in it.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    step_time: float
+    tps: float
+    memory: float
+    mfu: float | None
+    bubble_measured: float
+    bubble_simulated: float
+
+    def line(self, steps: int) -> str:
+        """`step: 10/200  loss: 3.0000  …`: name, colon, value, two spaces."""
+        figures = {
+            "step": f"{self.step:>{len(str(steps))}}/{steps}",
+            "loss": f"{self.loss:.4f}",
+            "grad_norm": f"{self.grad_norm:.3f}",
+            "lr": f"{self.lr:.2e}",
+            "memory": f"{self.memory / 2**30:.2f}GiB",
+            "tps": f"{self.tps:,.0f}",
+            "mfu": "n/a" if self.mfu is None else f"{self.mfu:.1%}",
+            "step_time": f"{self.step_time:.3f}s",
+            "bubble_rate": f"{self.bubble_measured:.1%} (simulated {self.bubble_simulated:.1%})",
+        }
+        return "  ".join(f"{name}: {value}" for name, value in figures.items())
+
+    def record(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def simulated(measured: Timeline) -> Timeline:
+    """The same schedule simulated with the stage costs that were measured, messages free."""
+    return simulate(measured.schedule, measured.costs)
+
+
+def memory_in_use(device: torch.device) -> float:
+    """Bytes: torch's peak on a GPU, the process's peak resident size on a CPU."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(peak if sys.platform == "darwin" else peak * 1024)
+
+
+def model_flops_utilization(config: Config, seconds: float, device: torch.device, devices: int) -> float | None:
+    """Operations that the model needs a second, over the devices' bf16 peak; None where that is not known."""
+    if device.type != "cuda" or config.train.dtype != "bfloat16":
+        return None
+    name = torch.cuda.get_device_name(device)
+    peak = next((value for key, value in _PEAKS.items() if key in name), None)
+    if peak is None:
+        return None
+    return training_flops(config.model, config.train.seq_len, config.train.global_batch_size) / seconds / peak / devices
+
+
+def shared_cores(ranks: int, device: torch.device) -> str:
+    """`"4 ranks on 2 cores"` where ranks share cores and take turns, which their times show; else `""`."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:
+        cores = os.cpu_count() or 1
+    if device.type != "cpu" or ranks <= cores:
+        return ""
+    return f"{ranks} ranks on {cores} core{'s' * (cores > 1)}"

@@ -1,0 +1,175 @@
+"""`verify`: the loss and every gradient of a layout, against one process that knows nothing of pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeloom.config import Layout
+from pipeloom.models import cross_entropy, layers, tied
+from pipeloom.models.weights import stable_seed
+from pipeloom.parallel.mesh import PipelineMesh
+from pipeloom.train.batches import Batch
+from pipeloom.train.build import build_pipeline
+
+if TYPE_CHECKING:
+    from pipeloom.train.worker import WorkerContext
+
+Gradients = dict[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """How far a layout is from one process.
+
+    Attributes:
+        loss_error: |a - b| / |b|, b that of one process.
+        errors: global parameter name -> max |a - b| / max |b|; infinite for a gradient that one of the two has not.
+        passed: whether all of these are within the tolerance.
+    """
+
+    loss_error: float
+    errors: Mapping[str, float]
+    passed: bool
+
+
+class Step(NamedTuple):
+    """A step's mean loss, and the gradient of each parameter that is held (None: it got none)."""
+
+    loss: float
+    gradients: Gradients
+
+
+def run(layouts: Sequence[Layout], context: WorkerContext, tolerance: float) -> Iterator[Result | None]:
+    """Verifies the layouts one by one; every worker of the pool iterates to the end.
+
+    A layout of p ranks runs on the workers 0..p-1, in fp32 (fp64 where configured), one step over random tokens, so
+    that no two micro-batches are alike. Workers that it does not use wait.
+
+    Yields:
+        for each layout its result on rank 0, None on the others.
+    """
+    meshes: dict[int, PipelineMesh] = {}
+    references: dict[tuple[object, ...], Step] = {}
+    for layout in layouts:
+        ranks = layout.schedule.ranks
+        result = None
+        if context.rank < ranks:
+            if ranks not in meshes:
+                meshes[ranks] = PipelineMesh.of(range(ranks))
+            found = pipeline_step(layout, context.device, meshes[ranks])
+            if context.rank == 0:
+                key = _what_one_process_sees(layout)
+                if key not in references:
+                    references[key] = serial_step(layout, context.device)
+                result = compare(found, references[key], tied(layout.config.model), tolerance)
+        if context.world_size > 1:
+            dist.barrier()
+        yield result
+
+
+def make_batch(layout: Layout) -> Batch:
+    """Random tokens and random targets, the same in every process."""
+    config = layout.config
+    rows, vocabulary = sum(layout.microbatch_sizes), config.model.vocab_size
+    generator = torch.Generator().manual_seed(stable_seed("verify", config.train.seed))
+    both = torch.randint(0, vocabulary, (2, rows, config.train.seq_len), generator=generator)
+    return Batch(both[0], both[1])
+
+
+def pipeline_step(layout: Layout, device: torch.device, mesh: PipelineMesh) -> list[Step]:
+    """One step through the pipeline; every rank of `mesh` calls it. Each rank's outcome on rank 0, [] on the others."""
+    batch = make_batch(layout)
+    pipeline = build_pipeline(layout, device, mesh, _dtype(layout))
+    loss = pipeline.step(batch.tokens.to(device), batch.targets.to(device))
+    gradients = {name: None if p.grad is None else p.grad.cpu() for name, p in pipeline.named_parameters()}
+    mine = Step(loss.item(), gradients)
+    everyone: list[Step | None] | None = [None] * len(mesh.ranks) if mesh.rank == 0 else None
+    if mesh.group is None:
+        everyone = [mine]
+    else:
+        dist.gather_object(mine, everyone, dst=mesh.ranks[0], group=mesh.group)
+    pipeline.close()
+    return [step for step in everyone or () if step is not None]
+
+
+def serial_step(layout: Layout, device: torch.device) -> Step:
+    """The same step in one process: the whole model, one micro-batch after the other."""
+    config = layout.config
+    built = [(layer.name, layer()) for layer in layers(config.model, config.train.seed, _dtype(layout), device)]
+    modules = [module for _, module in built]
+    for names in tied(config.model):
+        _share(dict(built), names)
+    batch = make_batch(layout)
+    sizes = list(layout.microbatch_sizes)
+    loss = 0.0
+    for tokens, targets in zip(torch.split(batch.tokens, sizes), torch.split(batch.targets, sizes), strict=True):
+        x = tokens.to(device)
+        for module in modules:
+            x = module(x)
+        part = cross_entropy(x, targets.to(device)) * (targets.numel() / batch.targets.numel())
+        part.backward()  # type: ignore[no-untyped-call]
+        loss += part.item()
+    gradients: Gradients = {}
+    for name, module in built:
+        gradients |= {f"{name}.{inner}": p.grad for inner, p in module.named_parameters()}
+    return Step(loss, {name: None if g is None else g.cpu() for name, g in gradients.items()})
+
+
+def compare(found: Sequence[Step], reference: Step, ties: Sequence[Sequence[str]], tolerance: float) -> Result:
+    """The largest differences between the ranks' outcomes and the one of a single process.
+
+    A parameter that several ranks hold (a tied weight, a replica) counts with its worst copy.
+    """
+    errors: dict[str, float] = {name: float("inf") for name in reference.gradients}
+    seen: set[str] = set()
+    for step in found:
+        for name, gradient in step.gradients.items():
+            error = relative_error(gradient, reference.gradients.get(name))
+            errors[name] = max(errors[name], error) if name in seen else error
+            seen.add(name)
+    for names in ties:  # a rank that holds several of a group's names lists the first one only
+        if any(name in seen for name in names):
+            errors = {name: error for name, error in errors.items() if name not in names or name in seen}
+    loss_error = max(abs(step.loss - reference.loss) / abs(reference.loss) for step in found)
+    passed = all(error <= tolerance for error in (loss_error, *errors.values()))
+    return Result(loss_error, errors, passed)
+
+
+def relative_error(a: Tensor | None, b: Tensor | None) -> float:
+    """max |a - b| / max |b|; 0 where both are None or zero; infinite where one is missing, misshapen or not finite."""
+    if a is None or b is None:
+        return 0.0 if a is b else float("inf")
+    if a.shape != b.shape or not bool(a.isfinite().all()) or not bool(b.isfinite().all()):
+        return float("inf")
+    difference, size = float((a - b).abs().max()), float(b.abs().max())
+    if size == 0:
+        return 0.0 if difference == 0 else float("inf")
+    return difference / size
+
+
+def _dtype(layout: Layout) -> torch.dtype:
+    return torch.float64 if layout.config.train.dtype == "float64" else torch.float32
+
+
+def _what_one_process_sees(layout: Layout) -> tuple[object, ...]:
+    """What the serial step depends on: layouts that differ in other things share it."""
+    train = layout.config.train
+    return layout.config.model, train.seed, train.seq_len, _dtype(layout), layout.microbatch_sizes
+
+
+def _share(modules: Mapping[str, nn.Module], names: Sequence[str]) -> None:
+    """Puts the parameter called `names[0]` in the place of the others."""
+    homes = []
+    for name in names:
+        layer = next(layer for layer in modules if name.startswith(f"{layer}."))
+        path, _, leaf = name[len(layer) + 1 :].rpartition(".")
+        homes.append((modules[layer].get_submodule(path), leaf))
+    owner, first = homes[0]
+    for home, leaf in homes[1:]:
+        setattr(home, leaf, owner.get_parameter(first))
