@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import ConfigError
+from pipeloom.ops.deferred import Desk
 from pipeloom.runtime.faults import Faults
 from pipeloom.runtime.layers import LayerSource, build_stage, split_layers
 from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.runtime.rank import Loss, Rank
 from pipeloom.runtime.specs import SpecBook
 from pipeloom.runtime.stage import Stage
-from pipeloom.runtime.ties import Tie, make_ties, share
+from pipeloom.runtime.ties import Tie, make_ties, replica_ties, share
 from pipeloom.schedule.model import Schedule
 
 
@@ -40,6 +41,14 @@ class Assembly:
     copies: frozenset[str]
 
 
+@dataclass(frozen=True)
+class Thread:
+    """What the ranks of one thread share: the layers built so far (replicas of a layer are one module), and the desk."""
+
+    built: dict[int, nn.Module] = field(default_factory=dict)
+    desk: Desk = field(default_factory=Desk)
+
+
 def assemble(
     layers: Sequence[LayerSource],
     schedule: Schedule,
@@ -49,24 +58,35 @@ def assemble(
     loss: Loss,
     options: RuntimeOptions,
     device: torch.device,
+    thread: Thread | None = None,
 ) -> Assembly:
-    """Builds the layers that `schedule` places on `rank`."""
+    """Builds the layers that `schedule` places on `rank`; `thread` is given where several ranks share one."""
     names = [str(getattr(layer, "name", at)) for at, layer in enumerate(layers)]
     if len(set(names)) != len(names):
         raise ConfigError(f"two layers are called {next(n for n in names if names.count(n) > 1)!r}; names must differ")
     ranges = split_layers(len(layers), schedule.positions, sizes)
-    built = {s: build_stage(layers, ranges[schedule.position_of[s]], device) for s in schedule.stages_of[rank]}
-    stages = {s: Stage(s, modules, options.deallocate) for s, modules in built.items()}
-    modules = {n: m for part in built.values() for n, m in zip(part.names, part.modules, strict=True)}
-    owner = {
-        names[layer]: schedule.placement[stage]
-        for route in schedule.routes[:1]
-        for stage in route
-        for layer in ranges[schedule.position_of[stage]]
+    shop = thread if thread is not None else Thread()
+    stages = {
+        s: Stage(
+            s,
+            build_stage(layers, ranges[schedule.position_of[s]], device, shop.built),
+            options.deallocate,
+            shop.desk if schedule.splits_backward else None,
+        )
+        for s in schedule.stages_of[rank]
     }
+    modules = {n: m for stage in stages.values() for n, m in zip(stage.layers.names, stage.modules, strict=True)}
+    owners: dict[str, tuple[int, ...]] = {}
+    for route in schedule.routes:
+        for stage in route:
+            for layer in ranges[schedule.position_of[stage]]:
+                known = owners.get(names[layer], ())
+                place = schedule.placement[stage]
+                owners[names[layer]] = known if place in known else (*known, place)
     across: dict[Tie, nn.Parameter] = {}
     copies: set[str] = set()
-    for tie in make_ties(tied, owner):
+    asked = make_ties(tied, owners)
+    for tie in (*asked, *replica_ties(modules, owners, asked)):
         weight, first = share(tie, modules)
         if weight is not None and first is not None and len(tie.holders) > 1:
             across[tie] = weight

@@ -72,12 +72,17 @@ def split_layers(count: int, positions: int, stages: Sequence[int] | None) -> li
     return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
 
-def build_stage(layers: Sequence[LayerSource], which: range, device: torch.device) -> StageModules:
-    """Builds the layers `which` on `device`; a module on the meta device is materialized and reset."""
+def build_stage(
+    layers: Sequence[LayerSource], which: range, device: torch.device, built: dict[int, nn.Module]
+) -> StageModules:
+    """Builds the layers `which` on `device`, unless they are in `built`; one on the meta device is materialized and reset."""
     modules, names, keywords = [], [], []
     for index in which:
         source = layers[index]
-        modules.append(_build(source, index).to(device) if not _is_meta(source) else _materialize(source, device))
+        if index not in built:
+            meta = _is_meta(source)
+            built[index] = _materialize(source, device) if meta else _build(source, index).to(device)
+        modules.append(built[index])
         names.append(str(getattr(source, "name", index)))
         keywords.append(_keywords(modules[-1]))
     return StageModules(tuple(modules), tuple(names), tuple(keywords))

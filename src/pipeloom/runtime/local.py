@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import ScheduleError
-from pipeloom.runtime.assembly import Assembly, assemble, unique_parameters
+from pipeloom.runtime.assembly import Assembly, Thread, assemble, unique_parameters
 from pipeloom.runtime.batch import Microbatches, Weight, batch_rows, split_batch, split_sizes
 from pipeloom.runtime.layers import LayerSource
 from pipeloom.runtime.lowering import forward_only, lower
@@ -46,8 +46,9 @@ class LocalPipeline:
         self.options = options
         self._weight = weight
         device = options.device if options.device is not None else torch.device("cpu")
+        thread = Thread()
         self._assemblies: list[Assembly] = [
-            assemble(layers, schedule, rank, stages, tied, loss, options, device) for rank in range(schedule.ranks)
+            assemble(layers, schedule, rank, stages, tied, loss, options, device, thread) for rank in range(schedule.ranks)
         ]
         modules = {name: module for assembly in self._assemblies for name, module in assembly.modules.items()}
         for tie in {tie for assembly in self._assemblies for tie in assembly.ties}:

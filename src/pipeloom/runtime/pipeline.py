@@ -78,6 +78,7 @@ class Pipeline:
         self._assembly: Assembly = assemble(layers, schedule, self.mesh.rank, stages, tied, loss, options, self.device)
         self._rank: Rank = self._assembly.rank
         self._pool = BufferPool(self.device)
+        self._shared = ties.by_holders(self._assembly.ties)
         if self.mesh.group is not None:
             self._start_distributed(prefix)
 
@@ -96,13 +97,14 @@ class Pipeline:
         self._rank.status.step = self._steps - 1
         self._rank.faults.at_step(self._steps - 1)
         batch = self._split(inputs, targets, keywords, self.schedule.microbatches)
-        before = {tie: weight.grad for tie, weight in self._assembly.ties.items()}
-        for weight in self._assembly.ties.values():
-            weight.grad = None  # only this step's share is summed over the holders
+        shared = [weight for weights in self._shared.values() for weight in weights]
+        before = [weight.grad for weight in shared]
+        for weight in shared:
+            weight.grad = None  # only this step's part is summed over the holders
         self._result = self._run(self._program(None), batch)
-        for tie, old in before.items():
-            weight = self._assembly.ties[tie]
-            ties.sum_gradients(tie, self.rank, weight, self._control())
+        for holders, weights in self._shared.items():
+            ties.sum_gradients(holders, self.rank, weights, self._control())
+        for weight, old in zip(shared, before, strict=True):
             if old is not None and weight.grad is not None:
                 weight.grad += old
         return self._spread(self._result.loss)
@@ -118,6 +120,10 @@ class Pipeline:
         """The outputs of the last stage for the whole batch, on the rank that holds it; None on the others."""
         batch = self._split(inputs, None, keywords, self._forward_count(inputs))
         outputs = self._run(self._program(batch.count), batch, keep_outputs=True).outputs
+        if len(self.schedule.routes) > 1 and self.mesh.group is not None:
+            gathered: list[Any] = [None] * self.ranks
+            dist.all_gather_object(gathered, outputs, group=self.mesh.group)
+            outputs = {mb: output for part in gathered for mb, output in part.items()} if outputs else {}
         return join([outputs[mb] for mb in sorted(outputs)]) if len(outputs) == batch.count else None
 
     def _run(self, program: RankProgram, batch: Microbatches, keep_outputs: bool = False) -> StepResult:
@@ -225,8 +231,8 @@ class Pipeline:
     def _start_distributed(self, prefix: str) -> None:
         batched = self.options.transport == "batched"
         self._links = Links(self.mesh, self._program(None).channels, self.device, batched)
-        for tie, weight in self._assembly.ties.items():
-            ties.start_equal(tie, self.rank, weight, self._control())
+        for holders, weights in self._shared.items():
+            ties.start_equal(holders, self.rank, weights, self._control())
         if self.options.monitor:
             store = dist.distributed_c10d._get_default_store().clone()
             peers = {rank for channel in self._program(None).channels for rank in channel[:2]} - {self.rank}

@@ -164,11 +164,18 @@ class _Work:
         self.result.loss = part.float() if self.result.loss is None else self.result.loss + part
 
     def backward(self, action: Action, received: tuple[Values, Boundary] | None) -> tuple[Values, Boundary]:
+        """B or I."""
         stage, mb = self.rank.stages[action.stage], action.microbatch
         gradients = self._gradients(stage, mb, received)
-        inputs, buffers = stage.backward(mb, gradients)
-        self._alive -= 1
+        fused = action.kind == "B"
+        inputs, buffers = (stage.backward if fused else stage.input_gradient)(mb, gradients)
+        self._alive -= fused
         return self._pass_back(stage, mb, inputs, buffers, gradients if received is not None else ())
+
+    def weight_gradient(self, action: Action, received: None) -> tuple[Values, Boundary]:
+        self.rank.stages[action.stage].weight_gradient(action.microbatch)
+        self._alive -= 1
+        return (), ()
 
     def _gradients(self, stage: Stage, mb: int, received: tuple[Values, Boundary] | None) -> Values:
         if received is not None:
@@ -186,4 +193,9 @@ class _Work:
         return inputs, ()
 
 
-_RUN: dict[str, Callable[[_Work, Action, Any], tuple[Values, Boundary]]] = {"F": _Work.forward, "B": _Work.backward}
+_RUN: dict[str, Callable[[_Work, Action, Any], tuple[Values, Boundary]]] = {
+    "F": _Work.forward,
+    "B": _Work.backward,
+    "I": _Work.backward,
+    "W": _Work.weight_gradient,
+}

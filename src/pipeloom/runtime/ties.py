@@ -1,4 +1,4 @@
-"""Tied weights: one weight that several stages use, whose gradients are summed once a step."""
+"""One weight in several places: tied weights, and the replicas of a schedule with two routes. Gradients are summed once."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pipeloom.errors import ConfigError, did_you_mean
 
 _TIE_TAG = 14
+Owners = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -22,31 +23,46 @@ class Tie:
     holders: tuple[int, ...]
 
 
-def make_ties(groups: Sequence[Sequence[str]], owner: Mapping[str, int]) -> tuple[Tie, ...]:
-    """The ties whose weights exist; `owner` says which rank holds each layer (a name's owner is its longest layer prefix).
+def make_ties(groups: Sequence[Sequence[str]], owners: Owners) -> tuple[Tie, ...]:
+    """The ties that a user asks for; `owners` says which ranks hold each layer.
 
     Raises ConfigError for a name that no layer has.
     """
     ties = []
     for names in groups:
-        ranks: list[int] = []
+        holders: dict[int, None] = {}
         for name in names:
-            layers = [layer for layer in owner if name.startswith(f"{layer}.")]
-            if not layers:
-                raise ConfigError(f"tied: no layer holds {name!r}{did_you_mean(name.rsplit('.', 1)[0], owner)}")
-            rank = owner[max(layers, key=len)]
-            if rank not in ranks:
-                ranks.append(rank)
-        ties.append(Tie(tuple(names), tuple(ranks)))
+            layer = layer_of(name, owners)
+            if layer is None:
+                raise ConfigError(f"tied: no layer holds {name!r}{did_you_mean(name.rsplit('.', 1)[0], owners)}")
+            holders.update(dict.fromkeys(owners[layer]))
+        ties.append(Tie(tuple(names), tuple(holders)))
     return tuple(ties)
 
 
+def replica_ties(modules: Mapping[str, nn.Module], owners: Owners, tied: Sequence[Tie]) -> tuple[Tie, ...]:
+    """A tie for every parameter here of a layer that other ranks hold too, unless it is tied already."""
+    taken = {name for tie in tied for name in tie.names}
+    return tuple(
+        Tie((f"{layer}.{inner}",), owners[layer])
+        for layer, module in modules.items()
+        if len(owners[layer]) > 1
+        for inner, _ in module.named_parameters()
+        if f"{layer}.{inner}" not in taken
+    )
+
+
+def layer_of(name: str, layers: Mapping[str, Any]) -> str | None:
+    """The layer that a parameter's global name begins with."""
+    return max((layer for layer in layers if name.startswith(f"{layer}.")), key=len, default=None)
+
+
 def share(tie: Tie, modules: Mapping[str, nn.Module]) -> tuple[nn.Parameter | None, str | None]:
-    """Makes the copies on this rank one Parameter; returns it with its first name here (None when there is none)."""
+    """Makes the copies among `modules` one Parameter; returns it with its first name (None when there is none)."""
     shared: nn.Parameter | None = None
     first: str | None = None
     for name in tie.names:
-        layer = max((m for m in modules if name.startswith(f"{m}.")), key=len, default=None)
+        layer = layer_of(name, modules)
         if layer is None:
             continue
         path, _, leaf = name[len(layer) + 1 :].rpartition(".")
@@ -61,24 +77,32 @@ def share(tie: Tie, modules: Mapping[str, nn.Module]) -> tuple[nn.Parameter | No
     return shared, first
 
 
-def start_equal(tie: Tie, rank: int, weight: nn.Parameter, group: Any) -> None:
+def by_holders(ties: Mapping[Tie, nn.Parameter]) -> dict[tuple[int, ...], list[nn.Parameter]]:
+    """Holders -> the weights that they share and train, in an order that all of them know: that of the names."""
+    groups: dict[tuple[int, ...], list[nn.Parameter]] = {}
+    for tie, weight in sorted(ties.items(), key=lambda item: item[0].names):
+        if weight.requires_grad:
+            groups.setdefault(tie.holders, []).append(weight)
+    return dict(sorted(groups.items()))
+
+
+def start_equal(holders: tuple[int, ...], rank: int, weights: Sequence[nn.Parameter], group: Any) -> None:
     """The first holder's values on every holder."""
-    source = tie.holders[0]
-    if rank == source:
-        for work in [group.send([weight.detach()], to, _TIE_TAG) for to in tie.holders[1:]]:
+    flat = _flatten(weights, [weight.detach() for weight in weights])
+    if rank == holders[0]:
+        for work in [group.send([flat], to, _TIE_TAG) for to in holders[1:]]:
             work.wait()
-    else:
-        buffer = torch.empty_like(weight)
-        group.recv([buffer], source, _TIE_TAG).wait()
-        with torch.no_grad():
-            weight.copy_(buffer)
+        return
+    group.recv([flat], holders[0], _TIE_TAG).wait()
+    with torch.no_grad():
+        for weight, values in zip(weights, _unflatten(flat, weights), strict=True):
+            weight.copy_(values)
 
 
-def sum_gradients(tie: Tie, rank: int, weight: nn.Parameter, group: Any) -> None:
-    """Adds the holders' gradients, in the order of the holders, so that every copy gets bitwise the same sum."""
-    own = weight.grad if weight.grad is not None else torch.zeros_like(weight)
-    own = own.contiguous()
-    others = [to for to in tie.holders if to != rank]
+def sum_gradients(holders: tuple[int, ...], rank: int, weights: Sequence[nn.Parameter], group: Any) -> None:
+    """Sets every weight's gradient to the sum over the holders, added in their order: bitwise the same on each."""
+    own = _flatten(weights, [w.grad if w.grad is not None else torch.zeros_like(w) for w in weights])
+    others = [to for to in holders if to != rank]
     sends = [group.send([own], to, _TIE_TAG) for to in others]
     received: dict[int, Tensor] = {rank: own}
     for origin in others:
@@ -86,7 +110,17 @@ def sum_gradients(tie: Tie, rank: int, weight: nn.Parameter, group: Any) -> None
         group.recv([received[origin]], origin, _TIE_TAG).wait()
     for work in sends:
         work.wait()
-    total = received[tie.holders[0]].clone()
-    for origin in tie.holders[1:]:
+    total = received[holders[0]].clone()
+    for origin in holders[1:]:
         total += received[origin]
-    weight.grad = total
+    for weight, gradient in zip(weights, _unflatten(total, weights), strict=True):
+        weight.grad = gradient
+
+
+def _flatten(weights: Sequence[nn.Parameter], values: Sequence[Tensor]) -> Tensor:
+    return torch.cat([value.reshape(-1).to(weights[0].dtype) for value in values])
+
+
+def _unflatten(flat: Tensor, weights: Sequence[nn.Parameter]) -> list[Tensor]:
+    pieces = flat.split([weight.numel() for weight in weights])
+    return [piece.reshape(weight.shape).to(weight.dtype).clone() for piece, weight in zip(pieces, weights, strict=True)]

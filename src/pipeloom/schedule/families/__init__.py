@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -61,6 +63,8 @@ def _find(name: str) -> Family:
         return FAMILIES[name]
     if ":" in name:
         module_name, _, function = name.partition(":")
+        if "" not in sys.path and os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())  # a command's own path does not hold the folder that it was started in
         try:
             found = getattr(importlib.import_module(module_name), function)
         except (ImportError, AttributeError) as error:

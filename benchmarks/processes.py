@@ -1,0 +1,44 @@
+"""Starts the gloo processes of a benchmark on this machine and brings their results back."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def _child(function: Callable[..., Any], rank: int, world: int, port: int, results: Any, arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    results.put((rank, function(rank, *arguments)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_ranks(function: Callable[..., Any], world: int, *arguments: Any) -> list[Any]:
+    """`function(rank, *arguments)` on each of `world` forked processes; their results in rank order."""
+    torch.set_num_threads(1)
+    context = multiprocessing.get_context("fork")
+    results: Any = context.Queue()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    workers = [
+        context.Process(target=_child, args=(function, rank, world, port, results, arguments), daemon=True)
+        for rank in range(world)
+    ]
+    for worker in workers:
+        worker.start()
+    found = dict(results.get(timeout=600) for _ in workers)
+    for worker in workers:
+        worker.join()
+    return [found[rank] for rank in range(world)]

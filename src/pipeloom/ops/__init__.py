@@ -1,0 +1,1 @@
+"""Autograd pieces that know no process group."""
