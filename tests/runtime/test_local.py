@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import batch, blocks, gradients, mse, serial, worst
 from samples import FAMILIES, Case, sample
 
 import pipeloom as pl
+from models import batch, blocks, gradients, mse, serial, worst
 from pipeloom.errors import UsageError
 from pipeloom.runtime import LocalPipeline, RuntimeOptions
 

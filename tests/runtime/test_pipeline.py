@@ -1,0 +1,226 @@
+"""Pipeline on gloo processes against one process: transports, overlap, shapes, steps, evaluation, trace, buffers."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from samples import FAMILIES
+
+import pipeloom as pl
+from models import batch, blocks, gradients, mse, serial, worst
+from pipeloom.runtime import Pipeline, RuntimeOptions
+from processes import run_ranks
+
+pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("pipeline")]
+
+S = pl.schedules
+QUIET = RuntimeOptions(monitor=False)
+INDIVIDUAL = [
+    RuntimeOptions(),
+    RuntimeOptions(overlap_p2p=False),
+    RuntimeOptions(shapes="each"),
+    RuntimeOptions(receive_depth=1),
+    RuntimeOptions(receive_depth=5, deallocate=False),
+]
+BATCHED = [RuntimeOptions(transport="batched"), RuntimeOptions(transport="batched", shapes="each")]
+
+
+def plans(ranks: int) -> list[tuple[str, Any, tuple[int, ...], RuntimeOptions]]:
+    """(name, schedule, layers of each stage, options): every family with every option at least once."""
+    found = []
+    for at, (family, make) in enumerate(FAMILIES.items()):
+        chunks = 1 if family in ("gpipe", "1f1b") else 2 + at % 2
+        schedule = make(ranks, 2 * ranks + 1 + at % 3, chunks)
+        stages = tuple(1 + (stage + at) % 2 for stage in range(schedule.stages))
+        options = INDIVIDUAL if family in ("1f1b", "balanced", "bfs") else INDIVIDUAL[at % 2 : at % 2 + 1]
+        found += [(f"{family} {number}", schedule, stages, option) for number, option in enumerate(options)]
+    one_chunk = [S.gpipe(ranks, 5), S.one_f_one_b(ranks, 7), S.one_f_one_b(ranks, 1), S.interleaved(ranks, ranks - 1)]
+    for schedule in one_chunk:
+        stages = (1,) * schedule.stages
+        found += [(f"batched {schedule!r} {option.shapes}", schedule, stages, option) for option in BATCHED]
+    return found
+
+
+def equal_to_serial(name: str, schedule: Any, stages: tuple[int, ...], options: RuntimeOptions) -> dict[str, Any]:
+    """One plan on this rank: what the test then asserts."""
+    layers, sizes = blocks(sum(stages)), [1 + at % 3 for at in range(schedule.microbatches)]
+    options = replace(options, microbatch_sizes=tuple(sizes), monitor=False)  # no store connection for each plan
+    pipeline = Pipeline(layers, schedule, loss=mse, stages=stages, options=options)
+    x, y = batch(sum(sizes))
+    loss = pipeline.step(x, y)
+    want_loss, want = serial(layers, x, y, sizes)
+    own = own_layers(schedule, stages, pipeline.rank)
+    mine = {key: value for key, value in want.items() if key.partition(".")[0] in own}
+    report = {
+        "name": name,
+        "loss": loss.item(),
+        "want": want_loss.item(),
+        "worst": worst(gradients(pipeline), mine),
+        "layers": {key.partition(".")[0] for key, _ in pipeline.named_parameters()} == own,
+        "bytes": sum(p.numel() for p in pipeline.parameters()) == sum(v.numel() for v in mine.values()),
+        "peak": pipeline.peak_activations,
+        "expected peak": pl.simulate(schedule, pl.Costs(1, 1, 1, 0)).peak_activations[pipeline.rank],
+    }
+    pipeline.close()
+    return report
+
+
+def own_layers(schedule: Any, stages: tuple[int, ...], rank: int) -> set[str]:
+    starts = [sum(stages[:at]) for at in range(len(stages) + 1)]
+    return {f"block{i}" for s in schedule.stages_of[rank] for i in range(starts[s], starts[s + 1])}
+
+
+def evaluation(rank: int, schedule: Any) -> dict[str, Any]:
+    """Two steps before zero_grad, evaluations of other batch sizes in between and after; then an optimizer's step."""
+    layers = blocks(schedule.stages)
+    pipeline = Pipeline(layers, schedule, loss=mse, options=QUIET)
+    first, second = batch(3 * schedule.microbatches, seed=1), batch(schedule.microbatches + 1, seed=2)
+    pipeline.step(*first)
+    evaluated = {}
+    for rows in (1, 2, schedule.microbatches, 40):
+        x, y = batch(rows, seed=rows)
+        serial_loss = serial(layers, x, y, [rows])[0].item()
+        evaluated[rows] = (pipeline.evaluate(x, y).item(), serial_loss)
+        outputs = pipeline.predict(x)
+        assert (outputs is not None) == (schedule.placement[-1] == rank)
+        if outputs is not None:
+            evaluated[-rows] = (mse(outputs, y).item(), serial_loss)
+    pipeline.step(*second)
+    pipeline.evaluate(*first)
+    one = serial(layers, *first, split(len(first[0]), schedule.microbatches))[1]
+    two = serial(layers, *second, split(len(second[0]), schedule.microbatches))[1]
+    got = gradients(pipeline)
+    off = worst(got, {name: one[name] + two[name] for name in got})
+    before = {name: p.detach().clone() for name, p in pipeline.named_parameters()}
+    torch.optim.SGD(pipeline.parameters(), lr=0.5).step()
+    moved = worst(dict(pipeline.named_parameters()), {n: before[n] - 0.5 * (one[n] + two[n]) for n in before})
+    pipeline.zero_grad()
+    report = {"evaluated": evaluated, "worst": off, "moved": moved, "zeroed": not gradients(pipeline)}
+    pipeline.close()
+    return report
+
+
+def split(rows: int, count: int) -> list[int]:
+    base, larger = divmod(rows, count)
+    return [base + (at < larger) for at in range(count)]
+
+
+def buffers(rank: int, schedule: Any) -> dict[str, Any]:
+    """Receive buffers made, tensors alive, and sends kept, over several steps."""
+    pipeline = Pipeline(blocks(schedule.stages), schedule, loss=mse, options=QUIET)
+    made, alive = [], []
+    for step in range(4):
+        pipeline.step(*batch(2 * schedule.microbatches, seed=step))
+        pipeline.zero_grad()
+        gc.collect()
+        made.append(pipeline._pool.made)
+        alive.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
+    timeline = pipeline.timeline()
+    report = {
+        "made": made,
+        "alive": alive,
+        "messages": sum(m is not None for step in pipeline._program(None).steps for m in step.receives),
+        "peak": pl.simulate(schedule, pl.Costs(1, 1, 1, 0)).peak_activations[rank],
+        "boxes": tuple(map(len, timeline.starts)),
+        "ordered": all(
+            a <= b <= c
+            for s, e in zip(timeline.starts, timeline.ends, strict=True)
+            for a, b, c in zip(s, e, [*s[1:], float("inf")], strict=True)
+        ),
+        "late": lateness(timeline),
+        "makespan": timeline.makespan,
+    }
+    pipeline.close()
+    return report
+
+
+def lateness(timeline: Any) -> float:
+    """The most seconds by which a forward starts before the one that it depends on has ended: the clocks' error."""
+    schedule = timeline.schedule
+    at = {cell: (r, i) for r, program in enumerate(schedule.programs) for i, cell in enumerate(program)}
+    worst_case = float("-inf")
+    for action, (rank, index) in at.items():
+        if action.kind == "F" and action.stage:
+            r, i = at[pl.Action("F", action.stage - 1, action.microbatch)]
+            worst_case = max(worst_case, timeline.ends[r][i] - timeline.starts[rank][index])
+    return worst_case
+
+
+def work(rank: int, ranks: int) -> dict[str, Any]:
+    looped = S.interleaved(ranks, 2 * ranks + 1, 2)
+    return {
+        "plans": [equal_to_serial(*plan) for plan in plans(ranks)],
+        "evaluation": [evaluation(rank, s) for s in (looped, S.one_f_one_b(ranks, 3), S.looped_bfs(ranks, ranks, 2))],
+        "buffers": [buffers(rank, s) for s in (looped, S.one_f_one_b(ranks, 9), S.looped_bfs(ranks, 5, 3))],
+    }
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def reports(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """One spawn for all tests of this file: rank -> its reports."""
+    return run_ranks(work, request.param, request.param, timeout=150)
+
+
+def test_step_equals_one_process(reports: list[dict[str, Any]]) -> None:
+    for found in zip(*(report["plans"] for report in reports), strict=True):
+        assert len({each["loss"] for each in found}) == 1, found  # bitwise the same on every rank
+        for rank, each in enumerate(found):
+            assert each["loss"] == pytest.approx(each["want"], rel=1e-6), (rank, each)
+            assert each["worst"] <= 1e-6, (rank, each)
+
+
+def test_a_rank_holds_its_own_stages_only(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert all(each["layers"] and each["bytes"] for each in report["plans"])
+
+
+def test_activations_alive_equal_the_simulated_peaks(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert [each["peak"] for each in report["plans"]] == [each["expected peak"] for each in report["plans"]]
+
+
+def test_evaluation_between_steps_leaves_gradients_alone(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        for each in report["evaluation"]:
+            for rows, (got, want) in each["evaluated"].items():
+                assert got == pytest.approx(want, rel=1e-5), rows
+            assert each["worst"] <= 1e-6
+            assert each["moved"] <= 1e-6
+            assert each["zeroed"]
+
+
+def test_buffers_do_not_grow(reports: list[dict[str, Any]]) -> None:
+    """Receive buffers are a pool: all are made in the first step, fewer than messages; nothing else is kept either."""
+    for report in reports:
+        for each in report["buffers"]:
+            assert each["made"][1:] == each["made"][:1] * 3, each
+            assert each["alive"][1] >= each["alive"][2] >= each["alive"][3], each
+            assert each["made"][0] <= each["messages"]
+    looped = [report["buffers"][0] for report in reports]
+    assert all(each["made"][0] <= each["peak"] + 2 * 2 for each in looped), looped  # alive, and two open a channel
+    assert sum(each["made"][0] for each in looped) < sum(each["messages"] for each in looped)
+
+
+def test_the_measured_timeline_has_the_simulated_boxes(reports: list[dict[str, Any]]) -> None:
+    ranks = len(reports)
+    schedule = S.interleaved(ranks, 2 * ranks + 1, 2)
+    for report in reports:
+        each = report["buffers"][0]
+        assert each["boxes"] == tuple(map(len, schedule.programs))
+        assert each["ordered"]
+        assert each["makespan"] > 0
+        assert each["late"] < 0.002  # no effect before its cause, but for the clocks' error
+    assert len({report["buffers"][0]["makespan"] for report in reports}) == 1
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_batched_is_refused_where_batches_cannot_meet(ranks: int) -> None:
+    """Before any process starts: `Pipeline` checks for the transport that it is about to use."""
+    for schedule in (S.interleaved(ranks, 3 * ranks, 2), S.looped_bfs(ranks, 3 * ranks, 2)):
+        pl.check(schedule)
+        with pytest.raises(pl.ScheduleError, match="batched transport deadlocks"):
+            Pipeline(blocks(2 * ranks), schedule, loss=mse, options=RuntimeOptions(transport="batched"))
