@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipeloom.config import ModelSection
 from pipeloom.models import names
 from pipeloom.models.rotary import rotate
-from pipeloom.models.weights import draw
+from pipeloom.models.weights import Deviations, draw
 
 NORM_EPSILON = 1e-6
 
@@ -125,11 +125,13 @@ def layers(
     """The decoder as factories: [embedding, block, …, block, norm and output], num_hidden_layers + 2 of them.
 
     Tokens [batch, length] int64 go in, logits [batch, length, vocab_size] come out. A weight's first value depends on
-    `seed` and its global name alone. Projections back into the residual stream start smaller by sqrt(2 L), which keeps
-    its variance independent of the depth (GPT-2).
+    `seed` and its global name alone: normal with deviation sqrt(2 / (5 hidden_size)), 0.02 at a width of 1000 (arXiv
+    1910.05895). Projections back into the residual stream start smaller by sqrt(2 L), which keeps its
+    variance independent of the depth (GPT-2).
     """
-    residual = 0.02 / math.sqrt(2 * shape.num_hidden_layers)
-    deviations = {"o_proj": residual, "down_proj": residual}
+    usual = math.sqrt(2 / (5 * shape.hidden_size))
+    residual = usual / math.sqrt(2 * shape.num_hidden_layers)
+    deviations = Deviations(usual, {"o_proj": residual, "down_proj": residual})
     same = {names.HEAD_WEIGHT: names.EMBEDDING_WEIGHT} if shape.tie_word_embeddings else {}
 
     def build(name: str, make: Callable[[], nn.Module]) -> nn.Module:

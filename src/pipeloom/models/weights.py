@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +16,23 @@ def stable_seed(*parts: object) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-@torch.no_grad()
-def draw(module: nn.Module, layer: str, seed: int, deviations: Mapping[str, float], same: Mapping[str, str]) -> None:
-    """Fills the parameters of `module`, which is called `layer`.
+@dataclass(frozen=True)
+class Deviations:
+    """Standard deviations of matrices: `usual`, and others by the last part of their owner's name (`o_proj`)."""
 
-    Matrices are normal with the standard deviation that `deviations` gives for the last part of their owner's name
-    (`o_proj`), else 0.02; vectors (norms) are 1. Drawn on the CPU in fp32, then converted.
+    usual: float
+    special: Mapping[str, float]
+
+    def of(self, name: str) -> float:
+        """That of the parameter with this global name."""
+        return self.special.get(name.split(".")[-2], self.usual)
+
+
+@torch.no_grad()
+def draw(module: nn.Module, layer: str, seed: int, deviations: Deviations, same: Mapping[str, str]) -> None:
+    """Fills the parameters of `module`, which is called `layer`: matrices normal, vectors (norms) 1.
+
+    Drawn on the CPU in fp32, then converted, so that dtype and device change the rounding only.
 
     Args:
         same: global name -> the name under which it is drawn, for weights that start as copies of another.
@@ -30,8 +42,8 @@ def draw(module: nn.Module, layer: str, seed: int, deviations: Mapping[str, floa
             parameter.fill_(1.0)
             continue
         name = f"{layer}.{inner}"
-        deviation = deviations.get(name.split(".")[-2], 0.02)
-        parameter.copy_(_normal(parameter.shape, stable_seed(seed, same.get(name, name))) * deviation)
+        standard = _normal(parameter.shape, stable_seed(seed, same.get(name, name)))
+        parameter.copy_(standard * deviations.of(name))
 
 
 def _normal(shape: torch.Size, seed: int) -> Tensor:

@@ -59,9 +59,9 @@ def run(layouts: Sequence[Layout], context: WorkerContext, tolerance: float) -> 
     for layout in layouts:
         ranks = layout.schedule.ranks
         result = None
+        if ranks not in meshes:
+            meshes[ranks] = _first_workers(ranks, context)
         if context.rank < ranks:
-            if ranks not in meshes:
-                meshes[ranks] = PipelineMesh.of(range(ranks))
             found = pipeline_step(layout, context.device, meshes[ranks])
             if context.rank == 0:
                 key = _what_one_process_sees(layout)
@@ -151,6 +151,18 @@ def relative_error(a: Tensor | None, b: Tensor | None) -> float:
     if size == 0:
         return 0.0 if difference == 0 else float("inf")
     return difference / size
+
+
+def _first_workers(ranks: int, context: WorkerContext) -> PipelineMesh:
+    """The workers 0..ranks-1 as a pipeline; every worker of the pool calls this.
+
+    All of them, because torch names a group that its members make on their own after the number of groups that each has
+    made before, which differs between workers here.
+    """
+    members = tuple(range(ranks))
+    whole = ranks == context.world_size
+    group = dist.group.WORLD if whole else dist.new_group(list(members))
+    return PipelineMesh(members, context.rank, group)
 
 
 def _dtype(layout: Layout) -> torch.dtype:
