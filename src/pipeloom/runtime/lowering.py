@@ -54,7 +54,7 @@ def lower(schedule: Schedule, rank: int, options: RuntimeOptions) -> RankProgram
     """
     programs = traffic(schedule)
     mine = programs[rank]
-    ahead = options.overlap_p2p and options.transport == "individual"
+    ahead = options.overlap_p2p and options.transport != "batched"
     plan = posting_plan(mine, options.receive_depth, ahead)
     steps = []
     for at, (entry, posts) in enumerate(zip(mine, plan, strict=True)):

@@ -16,7 +16,8 @@ class RuntimeOptions:
     """Options of a `Pipeline`.
 
     Attributes:
-        transport: `"individual"`: one message, one call; `"batched"`: what falls between two actions is one call.
+        transport: `"individual"`: torch.distributed, one message a call; `"batched"`: what falls between two actions is one
+            call; `"shared"`: shared memory, for CPU ranks of one machine; `"auto"`: shared where all ranks can, else individual.
         overlap_p2p: post the receives of coming actions before the present one computes (individual transport; a batch
             holds what its two neighbours need and nothing later, or it would hold up the sends behind it).
         receive_depth: receives that each channel keeps open (more where the schedule needs more).
@@ -32,7 +33,7 @@ class RuntimeOptions:
         trace: measure with CUDA events on a GPU (on a CPU every step is measured).
     """
 
-    transport: Literal["individual", "batched"] = "individual"
+    transport: Literal["auto", "individual", "batched", "shared"] = "auto"
     overlap_p2p: bool = True
     receive_depth: int = 2
     shapes: Literal["once", "each"] = "once"
@@ -47,8 +48,8 @@ class RuntimeOptions:
 
     def __post_init__(self) -> None:
         problems = []
-        if self.transport not in ("individual", "batched"):
-            problems.append(f"transport is {self.transport!r}; it must be 'individual' or 'batched'")
+        if self.transport not in ("auto", "individual", "batched", "shared"):
+            problems.append(f"transport is {self.transport!r}; it must be 'auto', 'individual', 'batched' or 'shared'")
         if self.shapes not in ("once", "each"):
             problems.append(f"shapes is {self.shapes!r}; it must be 'once' or 'each'")
         if self.receive_depth < 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from pipeloom.runtime.lowering import RankProgram, forward_only, lower
 from pipeloom.runtime.monitor import Monitor
 from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.runtime.rank import Loss, Rank, StepResult
+from pipeloom.runtime.shared_memory import SharedLinks, SharedMemoryTransport, machine
 from pipeloom.runtime.torch_transport import Links, TorchTransport
 from pipeloom.runtime.trace import clock_offset, gather_timeline
 from pipeloom.runtime.transport import InProcessTransport, Mailroom, Transport
@@ -61,7 +63,7 @@ class Pipeline:
         tied: Sequence[Sequence[str]] = (),
         options: RuntimeOptions = RuntimeOptions(),
     ) -> None:
-        check(schedule, transport=options.transport)
+        check(schedule, transport="batched" if options.transport == "batched" else "individual")
         self.schedule = schedule
         self.options = options
         self.mesh = _mesh(mesh)
@@ -71,6 +73,7 @@ class Pipeline:
         self._result = StepResult()
         self._programs: dict[int | None, RankProgram] = {}
         self._monitor: Monitor | None = None
+        self._shared_links: SharedLinks | None = None
         self._closed = False
         if len(self.mesh.ranks) != schedule.ranks:
             raise ConfigError(f"the schedule has {schedule.ranks} ranks, and the pipeline {len(self.mesh.ranks)} processes")
@@ -202,6 +205,8 @@ class Pipeline:
         if self._monitor is not None:
             self._monitor.close()
             self._monitor = None
+        if self._shared_links is not None:
+            self._shared_links.close()
 
     # -- set-up ----------------------------------------------------------------------------------------------------------
 
@@ -230,6 +235,7 @@ class Pipeline:
 
     def _start_distributed(self, prefix: str) -> None:
         batched = self.options.transport == "batched"
+        self._shared_links = self._share_memory(prefix)
         self._links = Links(self.mesh, self._program(None).channels, self.device, batched)
         for holders, weights in self._shared.items():
             ties.start_equal(holders, self.rank, weights, self._control())
@@ -240,6 +246,23 @@ class Pipeline:
                 store, prefix, self._rank.status, sorted(peers), self.ranks, self.options.timeout, self.options.notice
             )
             self._monitor.start()
+
+    def _share_memory(self, prefix: str) -> SharedLinks | None:
+        """Connections through shared memory, where the options want them and all ranks can; every rank decides alike."""
+        wanted = self.options.transport
+        if wanted not in ("auto", "shared"):
+            return None
+        store = dist.distributed_c10d._get_default_store()
+        here = machine() if self.device.type == "cpu" else None
+        store.set(f"{prefix}/machine/{self.rank}", str(here))
+        places = {store.get(f"{prefix}/machine/{rank}").decode() for rank in range(self.ranks)}
+        if places != {str(here)} or here is None:
+            if wanted == "shared":
+                raise ConfigError('transport "shared" needs all ranks on the CPUs of one Linux machine; use "individual"')
+            return None
+        spin = self.ranks <= len(os.sched_getaffinity(0))
+        channels = self._program(None).channels
+        return SharedLinks(store, prefix, self.rank, channels, min(self.options.timeout, 60.0), spin)
 
     def _control(self) -> Any:
         return self._links.control if self.device.type == "cpu" else self.mesh.group
@@ -254,6 +277,8 @@ class Pipeline:
     def _transport(self, program: RankProgram) -> Transport:
         if self.mesh.group is None:
             return InProcessTransport(Mailroom())
+        if self._shared_links is not None:
+            return SharedMemoryTransport(self._shared_links, self._pool)
         batched = self.options.transport == "batched"
         return TorchTransport(self._links, program.acknowledges, self._rank.book, self._pool, batched)
 
