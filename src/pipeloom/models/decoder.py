@@ -145,10 +145,15 @@ def layers(
         return DecoderLayer(name, partial(build, name, make))
 
     return [
-        layer(names.EMBEDDING, partial(nn.Embedding, shape.vocab_size, shape.hidden_size)),
+        layer(names.EMBEDDING, partial(_embedding, shape)),
         *(layer(names.block(index), partial(Block, shape)) for index in range(shape.num_hidden_layers)),
         layer(names.HEAD, partial(Head, shape)),
     ]
+
+
+def _embedding(shape: ModelSection) -> nn.Embedding:
+    # torch's own first values would be drawn on the meta device, which imports its compiler: seconds a process
+    return nn.Embedding.from_pretrained(torch.empty(shape.vocab_size, shape.hidden_size), freeze=False)
 
 
 def tied(shape: ModelSection) -> tuple[tuple[str, ...], ...]:
