@@ -71,6 +71,7 @@ class Rank:
         outgoing: list[Outgoing] = []
         for step in program.steps:
             transport.exchange(outgoing, step.posts)
+            outgoing = []  # the transport alone decides how long what was sent stays alive
             received: list[tuple[Values, Boundary] | None] = []
             for action, message in zip(step.actions, step.receives, strict=True):
                 if message is None:
