@@ -75,7 +75,11 @@ def mse(output: Tensor, target: Tensor) -> Tensor:
     return ((output - target) ** 2).mean()
 
 
-def torch_step(name: str, rank: int, ranks: int, chunks: int, m: int, layers: list[nn.Module]) -> Callable[[Tensor, Tensor], None]:
+def total(output: Tensor, target: Tensor) -> Tensor:
+    return output.sum()
+
+
+def torch_step(name: str, rank: int, ranks: int, chunks: int, m: int, layers: list[nn.Module], loss: Any) -> Callable[[Tensor, Tensor], None]:
     """One step of torch's own runtime over the same layers."""
     stages = ranks * chunks
     each = len(layers) // stages
@@ -85,9 +89,9 @@ def torch_step(name: str, rank: int, ranks: int, chunks: int, m: int, layers: li
         for s in held
     ]
     if name == "interleaved":
-        schedule: Any = ScheduleInterleaved1F1B(parts, m, loss_fn=mse)
+        schedule: Any = ScheduleInterleaved1F1B(parts, m, loss_fn=loss)
     else:
-        schedule = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[name](parts[0], m, loss_fn=mse)
+        schedule = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[name](parts[0], m, loss_fn=loss)
 
     def step(x: Tensor, y: Tensor) -> None:
         arguments = (x,) if 0 in held else ()
@@ -96,13 +100,13 @@ def torch_step(name: str, rank: int, ranks: int, chunks: int, m: int, layers: li
     return step
 
 
-def compare(rank: int, name: str, ranks: int, m: int, chunks: int, make: Callable[[int], nn.Module], each: int, shape: Any) -> Any:
+def compare(rank: int, name: str, ranks: int, m: int, chunks: int, make: Callable[[int], nn.Module], each: int, shape: Any, loss: Any = mse) -> Any:
     """(our step times, torch's, our measured timeline) of alternating steps on this rank."""
     layers = ranks * chunks * each
     schedule = pl.schedules.build(name, ranks, m, chunks if chunks > 1 else None)
     torch.manual_seed(0)
-    ours = Pipeline([lambda i=i: make(i) for i in range(layers)], schedule, loss=mse)
-    theirs = torch_step(name, rank, ranks, chunks, m, [make(i) for i in range(layers)])
+    ours = Pipeline([lambda i=i: make(i) for i in range(layers)], schedule, loss=loss)
+    theirs = torch_step(name, rank, ranks, chunks, m, [make(i) for i in range(layers)], loss)
     x, y = torch.randn(*shape), torch.randn(*shape)
 
     def timed(step: Callable[[Tensor, Tensor], Any]) -> float:
@@ -173,7 +177,7 @@ def tiny() -> None:
     print("next to no compute, 2 processes: microseconds a compute action of a rank, medians of", PAIRS, "pairs")
     print(f"{'schedule':24}{'ours':>8}{'torch':>8}{'ratio':>8}")
     for name, m, chunks in (("1f1b", 16, 1), ("interleaved", 16, 2)):
-        results = run_ranks(compare, 2, name, 2, m, chunks, lambda i: TinyLayer(), 1, (m, 8))
+        results = run_ranks(compare, 2, name, 2, m, chunks, lambda i: TinyLayer(), 1, (m, 8), total)
         ours, theirs = (median(r) / (2 * m * chunks) * 1e6 for r in results[0][:2])
         print(f"{name + f' p=2 m={m} v={chunks}':24}{ours:8.0f}{theirs:8.0f}{ours / theirs:8.2f}")
 

@@ -61,7 +61,7 @@ def examine(config: Config, wrong: Collection[str] = ()) -> tuple[Layout | None,
     schedule: Schedule | None = None
     try:
         schedule = make_schedule(config)
-        check(schedule, transport=config.schedule.transport)
+        check(schedule, transport="batched" if config.schedule.transport == "batched" else "individual")
     except ConfigError as error:
         problems += error.problems
     except UsageError as error:

@@ -16,7 +16,7 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 DtypeName = Literal["float32", "bfloat16", "float64"]
 DeviceName = Literal["auto", "cpu", "cuda"]
-TransportName = Literal["individual", "batched"]
+TransportName = Literal["auto", "individual", "batched", "shared"]
 
 
 def _is_fault(text: str) -> str:
@@ -65,7 +65,7 @@ class ScheduleSection(Section):
     chunks: Count | None = Field(default=None, description="stages a rank holds; not given: the schedule's own default")
     options: dict[str, Any] = Field(description="the schedule's own options, such as rounds")
     overlap_p2p: bool = Field(description="post receives before the present action computes")
-    transport: TransportName = Field(description="one message a call, or all between two actions in one")
+    transport: TransportName = Field(description="auto (shared memory where all ranks can), individual (a call a message), batched, shared")
 
 
 class TrainSection(Section):
