@@ -97,14 +97,16 @@ class _Inbox:
 class SharedLinks:
     """Connections to the peers; collective over the pipeline's ranks, which meet through the store."""
 
-    def __init__(self, store: Any, prefix: str, rank: int, channels: Sequence[Channel], timeout: float, spin: bool) -> None:
+    def __init__(
+        self, store: Any, prefix: str, rank: int, channels: Sequence[Channel], timeout: float, spin: bool
+    ) -> None:
         self.rank = rank
         self.spin = _SPIN_SECONDS if spin else 0.0
         senders = sorted({c.source for c in channels if c.destination == rank})
         receivers = sorted({c.destination for c in channels if c.source == rank})
         self.inboxes: dict[int, _Inbox] = {}
         self.outboxes: dict[int, _Outbox] = {}
-        self.arrived: dict[tuple[int, str], deque[tuple[int, list[int], int]]] = {}
+        self.arrived: dict[tuple[int, str, int], deque[tuple[list[int], int]]] = {}
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind("")  # the kernel picks a name in the abstract namespace
             listener.listen(len(senders))
@@ -158,7 +160,7 @@ class SharedLinks:
             os.close(descriptor)
         if fresh is not None:
             inbox.boundaries.append(fresh)
-        self.arrived.setdefault((peer, kind), deque()).append((index, numbers, boundary))
+        self.arrived.setdefault((peer, kind, index), deque()).append((numbers, boundary))
         return True
 
     def read_all(self, timeout: float | None) -> None:
@@ -167,14 +169,19 @@ class SharedLinks:
             while self.read(self._by_descriptor[descriptor]):
                 pass
 
-    def wait(self, channel: Channel) -> tuple[int, list[int], int]:
-        """The next message of `channel`: its index, its segments' numbers, its boundary's number."""
-        key = (channel.source, channel.kind)
+    def wait(self, message: Message) -> tuple[list[int], int]:
+        """The numbers of `message`'s segments and of its boundary.
+
+        By its index, because a rank may use messages in another order than they come in; a queue for each, because a sender
+        may be in the next step already.
+        """
+        source = message.channel.source
+        key = (source, message.channel.kind, message.number)
         queue = self.arrived.setdefault(key, deque())
         if not queue and self.spin:
             until = time.perf_counter() + self.spin
             while not queue and time.perf_counter() < until:
-                self.read(channel.source)
+                self.read(source)
         while not queue:
             self.read_all(None)
         return queue.popleft()
@@ -216,14 +223,14 @@ class SharedMemoryTransport:
         fresh = boundary if known is None else None
         if known is None:
             known = outbox.boundaries[boundary] = len(outbox.boundaries)
-        notice = pickle.dumps((channel.kind, outgoing.message.index, numbers, known, sizes, fresh))
+        notice = pickle.dumps((channel.kind, outgoing.message.number, numbers, known, sizes, fresh))
         self._links.notify(channel.destination, notice, descriptors)
 
     def arrived(self, message: Message) -> bool:
         return True
 
     def take(self, message: Message) -> tuple[Values, Boundary]:
-        _, numbers, known = self._links.wait(message.channel)
+        numbers, known = self._links.wait(message)
         inbox = self._links.inboxes[message.channel.source]
         boundary = inbox.boundaries[known]
         left = iter(numbers)
