@@ -94,7 +94,7 @@ def label(layout: Layout, combination: Mapping[str, Any] | None = None) -> str:
     schedule = layout.schedule
     options = [f"{key}={value}" for key, value in schedule.options if key != "chunks"]
     others = [
-        f"{key}={value}"
+        f"{key.rpartition('.')[2]}={value}"
         for key, value in flat(combination or {}).items()
         if not key.startswith("schedule.options.")
         and key not in ("schedule.name", "schedule.chunks", "schedule.microbatches", "parallel.pp")
@@ -116,7 +116,7 @@ def _name(combination: Mapping[str, Any]) -> str:
             parts += [f"{inner}={item}" for inner, item in value.items()]
         else:
             parts.append(str(value) if key == "schedule.name" else f"{key.rpartition('.')[2]}={value}")
-    return " ".join(parts)
+    return " ".join(parts) or "the base"
 
 
 def _reason(error: PipeloomError) -> str:

@@ -65,7 +65,9 @@ class ScheduleSection(Section):
     chunks: Count | None = Field(default=None, description="stages a rank holds; not given: the schedule's own default")
     options: dict[str, Any] = Field(description="the schedule's own options, such as rounds")
     overlap_p2p: bool = Field(description="post receives before the present action computes")
-    transport: TransportName = Field(description="auto (shared memory where all ranks can), individual (a call a message), batched, shared")
+    transport: TransportName = Field(
+        description="auto (shared memory where all ranks can), individual (a call a message), batched, shared"
+    )
 
 
 class TrainSection(Section):

@@ -79,4 +79,4 @@ def _forward(linear: nn.Linear, desk: Desk, x: Tensor) -> Tensor:
     ledger = desk.ledger
     if ledger is None or not linear.weight.requires_grad or not torch.is_grad_enabled():
         return F.linear(x, linear.weight, linear.bias)
-    return _DeferredLinear.apply(x, linear.weight, linear.bias, ledger)  # type: ignore[no-any-return]
+    return _DeferredLinear.apply(x, linear.weight, linear.bias, ledger)  # type: ignore[no-any-return, no-untyped-call]

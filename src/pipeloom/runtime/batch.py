@@ -68,16 +68,21 @@ def split_batch(
     if sum(sizes) != rows:
         raise UsageError(f"the micro-batches hold {sum(sizes)} rows, and the batch {rows}")
     if min(sizes) < 1:
-        raise UsageError(f"a batch of {rows} rows cannot be split into {len(sizes)} micro-batches; give at least {len(sizes)} rows")
+        raise UsageError(
+            f"a batch of {rows} rows cannot be split into {len(sizes)} micro-batches; give at least {len(sizes)} rows"
+        )
     parts = [_cut(value, sizes, rows) for value in positional]
     wanted = [_cut_tree(targets, sizes, rows), *(_cut(v, sizes, rows) for v in keywords.values())]
     each_targets, each_keywords = wanted[0], wanted[1:]
     each_inputs = tuple(zip(*parts, strict=True))
     keyword_parts = tuple(
-        dict(zip(keywords, values, strict=True)) for values in (zip(*each_keywords, strict=True) if keywords else [()] * len(sizes))
+        dict(zip(keywords, values, strict=True))
+        for values in (zip(*each_keywords, strict=True) if keywords else [()] * len(sizes))
     )
     weigh = weight if weight is not None else number_of_targets
-    weights = [float(weigh(part)) if part is not None else float(size) for part, size in zip(each_targets, sizes, strict=True)]
+    weights = [
+        float(weigh(part)) if part is not None else float(size) for part, size in zip(each_targets, sizes, strict=True)
+    ]
     total = sum(weights)
     if not total > 0:
         raise UsageError(f"the weights of the micro-batches sum to {total}; at least one must be above 0")

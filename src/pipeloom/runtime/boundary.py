@@ -48,14 +48,18 @@ def as_values(result: Any, where: str) -> Values:
     values = tuple(result) if isinstance(result, (tuple, list)) else (result,)
     for value in values:
         if value is not None and not isinstance(value, Tensor):
-            raise UsageError(f"{where} returned {type(value).__name__}; a boundary carries tensors and None, alone or in a tuple")
+            raise UsageError(
+                f"{where} returned {type(value).__name__}; a boundary carries tensors and None, alone or in a tuple"
+            )
     return values
 
 
 def boundary_of(values: Values) -> Boundary:
     """The specs of these values."""
     return tuple(
-        None if v is None else TensorSpec(v.dtype, tuple(v.shape), v.requires_grad and (v.is_floating_point() or v.is_complex()))
+        None
+        if v is None
+        else TensorSpec(v.dtype, tuple(v.shape), v.requires_grad and (v.is_floating_point() or v.is_complex()))
         for v in values
     )
 
@@ -76,7 +80,9 @@ def encode(boundary: Boundary) -> Tensor:
         else:
             numbers += [_DTYPES.index(spec.dtype), int(spec.carries), len(spec.shape), *spec.shape]
     if len(numbers) > HEADER_LENGTH:
-        raise UsageError(f"a boundary of {len(boundary)} tensors does not fit its header; pass fewer between two stages")
+        raise UsageError(
+            f"a boundary of {len(boundary)} tensors does not fit its header; pass fewer between two stages"
+        )
     return torch.tensor(numbers + [0] * (HEADER_LENGTH - len(numbers)), dtype=torch.int64)
 
 

@@ -31,7 +31,8 @@ class Faults:
         """The micro-batch whose inputs this one really gets."""
         if self._kind != "swap-microbatches":
             return microbatch
-        return {self._fault.a: self._fault.b, self._fault.b: self._fault.a}.get(microbatch, microbatch)
+        swapped: dict[int, int] = {self._fault.a: self._fault.b, self._fault.b: self._fault.a}
+        return swapped.get(microbatch, microbatch)
 
     def drops(self, sends: int) -> range:
         """Which of the next `sends` sends are lost, as positions among them."""

@@ -39,7 +39,9 @@ def compare(store: Any, prefix: str, rank: int, ranks: int, facts: Mapping[str, 
         try:
             store.wait([key], timedelta(seconds=timeout))
         except RuntimeError:
-            raise DistributedError(f"rank {rank}: rank {other} has not come to the handshake within {timeout:g} s") from None
+            raise DistributedError(
+                f"rank {rank}: rank {other} has not come to the handshake within {timeout:g} s"
+            ) from None
         everyone.append(json.loads(store.get(key)))
     differences = _differences(everyone)
     if differences:

@@ -107,7 +107,9 @@ def _materialize(source: LayerSource, device: torch.device) -> nn.Module:
         if callable(reset):
             reset()
         elif any(True for _ in part.parameters(recurse=False)):
-            raise UsageError(f"{type(part).__name__} on the meta device has no reset_parameters(): give a factory instead")
+            raise UsageError(
+                f"{type(part).__name__} on the meta device has no reset_parameters(): give a factory instead"
+            )
     return module
 
 

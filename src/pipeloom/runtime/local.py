@@ -48,7 +48,8 @@ class LocalPipeline:
         device = options.device if options.device is not None else torch.device("cpu")
         thread = Thread()
         self._assemblies: list[Assembly] = [
-            assemble(layers, schedule, rank, stages, tied, loss, options, device, thread) for rank in range(schedule.ranks)
+            assemble(layers, schedule, rank, stages, tied, loss, options, device, thread)
+            for rank in range(schedule.ranks)
         ]
         modules = {name: module for assembly in self._assemblies for name, module in assembly.modules.items()}
         for tie in {tie for assembly in self._assemblies for tie in assembly.ties}:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.schedule.actions import Action, Cell
 from pipeloom.schedule.channels import Channel, Entry, Message, posting_plan, traffic
 from pipeloom.schedule.model import Schedule, parts
-from pipeloom.runtime.options import RuntimeOptions
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,9 @@ def _acknowledges(programs: tuple[tuple[Entry, ...], ...], rank: int) -> dict[Me
     for peer in peers:
         entries = enumerate(programs[peer])
         used_at[peer] = [(at, m) for at, entry in entries for m in entry.receives if m.channel.source == rank]
-        made_at |= {m: at for at, entry in enumerate(programs[peer]) for m in entry.sends if m.channel.destination == rank}
+        made_at |= {
+            m: at for at, entry in enumerate(programs[peer]) for m in entry.sends if m.channel.destination == rank
+        }
     next_use = dict.fromkeys(peers, 0)
     result: dict[Message, tuple[Message, ...]] = {}
     for entry in programs[rank]:
@@ -109,8 +111,10 @@ def _of(action: Action, messages: tuple[Message, ...], schedule: Schedule, *, in
     kind = "activation" if action.kind == "F" else "gradient"
     for message in messages:
         producer = message.stage if not incoming else _producer(schedule, action)
-        if message.channel.kind == kind and message.microbatch == action.microbatch and (
-            message.stage == producer if incoming else message.stage == action.stage
+        if (
+            message.channel.kind == kind
+            and message.microbatch == action.microbatch
+            and (message.stage == producer if incoming else message.stage == action.stage)
         ):
             return message
     return None

@@ -114,7 +114,9 @@ class Monitor:
                         self._announce(notice)
             except RuntimeError as error:  # torch's DistStoreError and DistNetworkError are RuntimeErrors
                 if not self._stop.is_set():
-                    self._end(self._own_words(f"the store's host (global rank 0) is gone: {str(error).splitlines()[0]}"))
+                    self._end(
+                        self._own_words(f"the store's host (global rank 0) is gone: {str(error).splitlines()[0]}")
+                    )
                 return
 
     def _look_for_the_dead(self) -> None:

@@ -76,7 +76,9 @@ class Pipeline:
         self._shared_links: SharedLinks | None = None
         self._closed = False
         if len(self.mesh.ranks) != schedule.ranks:
-            raise ConfigError(f"the schedule has {schedule.ranks} ranks, and the pipeline {len(self.mesh.ranks)} processes")
+            raise ConfigError(
+                f"the schedule has {schedule.ranks} ranks, and the pipeline {len(self.mesh.ranks)} processes"
+            )
         prefix = self._shake_hands(layers, stages, tied)
         self._assembly: Assembly = assemble(layers, schedule, self.mesh.rank, stages, tied, loss, options, self.device)
         self._rank: Rank = self._assembly.rank
@@ -210,7 +212,9 @@ class Pipeline:
 
     # -- set-up ----------------------------------------------------------------------------------------------------------
 
-    def _shake_hands(self, layers: Sequence[LayerSource], stages: Sequence[int] | None, tied: Sequence[Sequence[str]]) -> str:
+    def _shake_hands(
+        self, layers: Sequence[LayerSource], stages: Sequence[int] | None, tied: Sequence[Sequence[str]]
+    ) -> str:
         """Compares what the ranks are about to run; returns the prefix of this pipeline's keys in the store."""
         if self.mesh.group is None:
             return ""
@@ -240,7 +244,8 @@ class Pipeline:
         for holders, weights in self._shared.items():
             ties.start_equal(holders, self.rank, weights, self._control())
         if self.options.monitor:
-            store = dist.distributed_c10d._get_default_store().clone()
+            default: Any = dist.distributed_c10d._get_default_store()
+            store = default.clone()  # its own connection: the main thread may be inside a wait on the other
             peers = {rank for channel in self._program(None).channels for rank in channel[:2]} - {self.rank}
             self._monitor = Monitor(
                 store, prefix, self._rank.status, sorted(peers), self.ranks, self.options.timeout, self.options.notice
@@ -258,7 +263,9 @@ class Pipeline:
         places = {store.get(f"{prefix}/machine/{rank}").decode() for rank in range(self.ranks)}
         if places != {str(here)} or here is None:
             if wanted == "shared":
-                raise ConfigError('transport "shared" needs all ranks on the CPUs of one Linux machine; use "individual"')
+                raise ConfigError(
+                    'transport "shared" needs all ranks on the CPUs of one Linux machine; use "individual"'
+                )
             return None
         spin = self.ranks <= len(os.sched_getaffinity(0))
         channels = self._program(None).channels
@@ -315,7 +322,9 @@ class Pipeline:
             text = self._monitor.failed(text)
             self._monitor = None
         if lost:
-            raise DistributedError(f"[rank {self.rank}] {status.words}\n[rank {self.rank}] stopped, because {text}") from None
+            raise DistributedError(
+                f"[rank {self.rank}] {status.words}\n[rank {self.rank}] stopped, because {text}"
+            ) from None
 
 
 def drive(run: Generator[Message, None, StepResult]) -> StepResult:

@@ -49,7 +49,9 @@ class StepResult:
 class Rank:
     """One place in the pipeline, on whatever transport it is given."""
 
-    def __init__(self, schedule: Schedule, rank: int, stages: dict[int, Stage], loss: Loss, book: SpecBook, faults: Faults) -> None:
+    def __init__(
+        self, schedule: Schedule, rank: int, stages: dict[int, Stage], loss: Loss, book: SpecBook, faults: Faults
+    ) -> None:
         self.schedule = schedule
         self.rank = rank
         self.stages = stages
@@ -100,7 +102,9 @@ class _Work:
         self.result = StepResult()
         self._local: dict[tuple[str, int, int], tuple[Values, Boundary]] = {}
         self._alive = 0
-        self._after = {left: right for route in rank.schedule.routes for left, right in zip(route, route[1:], strict=False)}
+        self._after = {
+            left: right for route in rank.schedule.routes for left, right in zip(route, route[1:], strict=False)
+        }
         self._before = {right: left for left, right in self._after.items()}
 
     def execute(self, step: Step, received: list[tuple[Values, Boundary] | None]) -> list[Outgoing]:
@@ -161,7 +165,9 @@ class _Work:
             self.result.outputs[mb] = stage.compute(values, keywords)
             return
         targets, share = self.batch.targets[mb], self.batch.shares[mb]
-        part, _ = stage.forward_to_loss(mb, values, carries, keywords, lambda output: self.rank.loss(output, targets) * share)
+        part, _ = stage.forward_to_loss(
+            mb, values, carries, keywords, lambda output: self.rank.loss(output, targets) * share
+        )
         self.result.loss = part.float() if self.result.loss is None else self.result.loss + part
 
     def backward(self, action: Action, received: tuple[Values, Boundary] | None) -> tuple[Values, Boundary]:
@@ -183,7 +189,9 @@ class _Work:
             return received[0]
         return self._local.pop(("gradient", stage.index, mb))[0] if stage.index in self._after else ()
 
-    def _pass_back(self, stage: Stage, mb: int, inputs: Values, buffers: Values, gradients: Values) -> tuple[Values, Boundary]:
+    def _pass_back(
+        self, stage: Stage, mb: int, inputs: Values, buffers: Values, gradients: Values
+    ) -> tuple[Values, Boundary]:
         """Hands the input gradients on, and the receive buffers back."""
         previous = self._before.get(stage.index)
         if previous in self.rank.stages:

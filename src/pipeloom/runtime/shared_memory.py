@@ -187,8 +187,10 @@ class SharedLinks:
         return queue.popleft()
 
     def close(self) -> None:
-        for box in (*self.inboxes.values(), *self.outboxes.values()):
-            box.connection.close()
+        for inbox in self.inboxes.values():
+            inbox.connection.close()
+        for outbox in self.outboxes.values():
+            outbox.connection.close()
 
 
 class SharedMemoryTransport:

@@ -63,5 +63,5 @@ class SpecBook:
         if known != boundary:
             raise UsageError(
                 f"the output of stage {stage} for micro-batch {microbatch} is {words(boundary)}; for inputs of the same shape "
-                f"it was {words(known)}: its shape depends on the data, so set shapes = \"each\""
+                f'it was {words(known)}: its shape depends on the data, so set shapes = "each"'
             )

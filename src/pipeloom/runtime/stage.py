@@ -51,8 +51,9 @@ class Stage:
         self.alive: dict[int, InFlight] = {}
         self._owing: dict[int, Ledger] = {}
         self._desk = desk
-        for module in layers.modules if desk is not None else ():
-            defer_weight_gradients(module, desk)
+        if desk is not None:
+            for module in layers.modules:
+                defer_weight_gradients(module, desk)
 
     def compute(self, values: Values, keywords: Mapping[str, Any]) -> Any:
         """The layers one after the other; the last one's result as it is."""
@@ -74,7 +75,11 @@ class Stage:
         ledger = self._open_ledger()
         outputs = as_values(self.compute(inputs, keywords), f"stage {self.index}")
         if torch.is_grad_enabled():
-            carried = [v for v, spec in zip(outputs, boundary_of(outputs), strict=True) if v is not None and spec and spec.carries]
+            carried = [
+                v
+                for v, spec in zip(outputs, boundary_of(outputs), strict=True)
+                if v is not None and spec and spec.carries
+            ]
             roots = tuple(Root(get_gradient_edge(v), None) for v in carried)
             received = values if carries is not None else ()
             self.alive[microbatch] = InFlight(inputs, roots, () if self.deallocate else outputs, received, ledger)

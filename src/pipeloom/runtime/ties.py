@@ -122,5 +122,5 @@ def _flatten(weights: Sequence[nn.Parameter], values: Sequence[Tensor]) -> Tenso
 
 
 def _unflatten(flat: Tensor, weights: Sequence[nn.Parameter]) -> list[Tensor]:
-    pieces = flat.split([weight.numel() for weight in weights])
+    pieces = torch.split(flat, [weight.numel() for weight in weights])
     return [piece.reshape(weight.shape).to(weight.dtype).clone() for piece, weight in zip(pieces, weights, strict=True)]

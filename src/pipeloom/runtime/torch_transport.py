@@ -55,7 +55,9 @@ class Links:
         self._of: dict[Channel, tuple[Any, dict[int, int]]] = {}
         backends = str(dist.get_backend_config(mesh.group))
         has_gloo = "gloo" in backends
-        self.control = mesh.group if has_gloo else dist.new_group(list(mesh.ranks), backend="gloo", use_local_synchronization=True)
+        self.control = (
+            mesh.group if has_gloo else dist.new_group(list(mesh.ranks), backend="gloo", use_local_synchronization=True)
+        )
         if device.type == "cpu" or batched:
             return
         for channel in channels:  # sorted: every pair of ranks creates its groups in the same order
@@ -131,7 +133,9 @@ class TorchTransport:
         for message in list(self._sending):
             self._release(message)
         if self._opened or any(inbox.queue for inbox in self._inboxes.values()):
-            raise DistributedError("receives were left open at the end of the step")  # a bug of ours: the plan posts what is used
+            raise DistributedError(
+                "receives were left open at the end of the step"
+            )  # a bug of ours: the plan posts what is used
 
     def _release(self, message: Message) -> None:
         works, _ = self._sending.pop(message, ((), ()))

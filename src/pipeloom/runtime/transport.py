@@ -56,15 +56,17 @@ class InProcessTransport:
     def exchange(self, sends: Sequence[Outgoing], posts: Sequence[Message]) -> None:
         for outgoing in sends:
             values = tuple(None if v is None else v.detach() for v in outgoing.values)
-            self._boxes.setdefault(outgoing.message.channel, {})[outgoing.message.index] = outgoing._replace(values=values)
+            self._boxes.setdefault(outgoing.message.channel, {})[outgoing.message.number] = outgoing._replace(
+                values=values
+            )
         self._open.update(posts)
 
     def arrived(self, message: Message) -> bool:
-        return message in self._open and message.index in self._boxes.get(message.channel, {})
+        return message in self._open and message.number in self._boxes.get(message.channel, {})
 
     def take(self, message: Message) -> tuple[Values, Boundary]:
         self._open.discard(message)
-        outgoing = self._boxes[message.channel].pop(message.index)
+        outgoing = self._boxes[message.channel].pop(message.number)
         if outgoing.message != message:
             raise RuntimeError(f"channel {message.channel} brought {outgoing.message.words} instead of {message.words}")
         return outgoing.values, outgoing.boundary

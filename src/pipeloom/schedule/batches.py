@@ -92,7 +92,7 @@ def _has_turn(states: list[_RankState], message: Message) -> bool:
 
 
 def _words(states: list[_RankState], stuck: list[int], arrived: set[Message]) -> str:
-    lines = ["the batched transport deadlocks on this schedule (transport = \"individual\" does not):"]
+    lines = ['the batched transport deadlocks on this schedule (transport = "individual" does not):']
     for rank in stuck:
         state = states[rank]
         need = [m for m in state.program[state.position].receives if m not in arrived]

@@ -25,12 +25,12 @@ class Channel(NamedTuple):
 
 
 class Message(NamedTuple):
-    """The output (or input gradient) of `stage` for `microbatch`, the `index`-th message of its channel."""
+    """The output (or input gradient) of `stage` for `microbatch`, the `number`-th message of its channel."""
 
     channel: Channel
     stage: int
     microbatch: int
-    index: int
+    number: int
 
     @property
     def words(self) -> str:
@@ -105,10 +105,12 @@ def smallest_depths(program: tuple[Entry, ...]) -> dict[Channel, int]:
     depth: dict[Channel, int] = {}
     for entry in program:
         for message in entry.receives:
-            ahead = sum(1 for index in range(message.index) if index not in used[message.channel]) if (
-                message.index > len(used[message.channel])
-            ) else 0
-            used[message.channel].add(message.index)
+            ahead = (
+                sum(1 for index in range(message.number) if index not in used[message.channel])
+                if (message.number > len(used[message.channel]))
+                else 0
+            )
+            used[message.channel].add(message.number)
             depth[message.channel] = max(depth.get(message.channel, 1), ahead + 1)
     return depth
 
@@ -124,14 +126,14 @@ def posting_plan(program: tuple[Entry, ...], depth: int, ahead: bool) -> tuple[t
         for message in entry.receives:
             incoming[message.channel].append(message)
     for messages in incoming.values():
-        messages.sort(key=lambda message: message.index)
+        messages.sort(key=lambda message: message.number)
     depths = {channel: max(depth, least) for channel, least in smallest_depths(program).items()}
     posted = dict.fromkeys(incoming, 0)
     used = dict.fromkeys(incoming, 0)
     plan: list[tuple[Message, ...]] = []
     for entry in program:
         now: list[Message] = []
-        wanted = {message.channel: message.index + 1 for message in entry.receives}
+        wanted = {message.channel: message.number + 1 for message in entry.receives}
         for channel, messages in incoming.items():
             target = min(len(messages), used[channel] + depths[channel]) if ahead else wanted.get(channel, 0)
             now += messages[posted[channel] : target]
