@@ -10,10 +10,24 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipeloom.errors import UsageError, did_you_mean
+from pipeloom.schedule.costs import Costs
+from pipeloom.schedule.families.chimera import chimera
+from pipeloom.schedule.families.dualpipe import dualpipe
+from pipeloom.schedule.families.dualpipev import dualpipev
 from pipeloom.schedule.families.gpipe import gpipe
+from pipeloom.schedule.families.hanayo import hanayo
 from pipeloom.schedule.families.interleaved import interleaved
+from pipeloom.schedule.families.interleaved_overlap import interleaved_overlap
+from pipeloom.schedule.families.interleaved_zb import interleaved_zb
 from pipeloom.schedule.families.looped_bfs import looped_bfs
 from pipeloom.schedule.families.one_f_one_b import one_f_one_b
+from pipeloom.schedule.families.one_f_one_b_overlap import one_f_one_b_overlap
+from pipeloom.schedule.families.v_half import v_half
+from pipeloom.schedule.families.v_min import v_min
+from pipeloom.schedule.families.zb_auto import zb_auto
+from pipeloom.schedule.families.zb_h1 import zb_h1
+from pipeloom.schedule.families.zb_h2 import zb_h2
+from pipeloom.schedule.families.zbv import zbv
 from pipeloom.schedule.model import Schedule
 
 Family = Callable[..., Schedule]
@@ -23,9 +37,22 @@ FAMILIES: dict[str, Family] = {
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
     "looped-bfs": looped_bfs,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-auto": zb_auto,
+    "interleaved-zb": interleaved_zb,
+    "zbv": zbv,
+    "v-half": v_half,
+    "v-min": v_min,
+    "1f1b-overlap": one_f_one_b_overlap,
+    "interleaved-overlap": interleaved_overlap,
+    "dualpipe": dualpipe,
+    "dualpipev": dualpipev,
+    "hanayo": hanayo,
+    "chimera": chimera,
 }
 
-__all__ = ["FAMILIES", "build", "gpipe", "interleaved", "looped_bfs", "one_f_one_b"]
+__all__ = ["FAMILIES", "Family", "build"]
 
 
 def build(
@@ -34,27 +61,32 @@ def build(
     microbatches: int,
     chunks: int | None = None,
     options: Mapping[str, Any] | None = None,
+    costs: Costs | None = None,
 ) -> Schedule:
     """The schedule called `name`: a family, or `module:function` (called as a family is).
 
-    `chunks` None takes the family's own default. Raises UsageError for an unknown name, an option that the family does not
-    take, or a value that it refuses, with the nearest valid ones.
+    `chunks` None takes the family's own default; `costs` (of a stage) go to the families that plan with them. Raises
+    UsageError for an unknown name, an option that the family does not take, or a value that it refuses, with the nearest
+    valid ones.
     """
     family = _find(name)
     parameters = inspect.signature(family).parameters
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     arguments: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches, **(options or {})}
-    if chunks is not None and ("chunks" in parameters or chunks != 1):
+    if chunks is not None and ("chunks" in parameters or open_ended):
         arguments["chunks"] = chunks
     for key in arguments:
-        if key not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            if key == "chunks":
-                looped = ", ".join(n for n, f in FAMILIES.items() if "chunks" in inspect.signature(f).parameters)
-                raise UsageError(f"schedule {name} holds a fixed number of chunks a rank, not {chunks}; {looped} take chunks")
-            known = [p for p in parameters if p not in ("ranks", "microbatches", "chunks")]
+        if (key not in parameters and not open_ended) or key == "costs":
+            known = [p for p in parameters if p not in ("ranks", "microbatches", "chunks", "costs")]
             raise UsageError(f"schedule {name} has no option {key!r}{did_you_mean(key, known) or '; it has none'}")
+    if costs is not None and "costs" in parameters:
+        arguments["costs"] = costs
     made = family(**arguments)
     if not isinstance(made, Schedule):
         raise UsageError(f"{name} returned {type(made).__name__}, not a Schedule")
+    if chunks is not None and made.chunks != chunks:
+        looped = ", ".join(n for n, f in FAMILIES.items() if "chunks" in inspect.signature(f).parameters)
+        raise UsageError(f"schedule {name} holds {made.chunks} chunks a rank here, not {chunks}; {looped} take chunks")
     return made
 
 

@@ -77,10 +77,14 @@ def round_sizes(ranks: int, microbatches: int, rounds: str = "balanced", group_s
 def _grouped(ranks: int, microbatches: int, group_size: int) -> list[int]:
     require_sizes(group_size=group_size)
     if microbatches < ranks:
-        raise UsageError(f"group_size needs at least as many micro-batches as ranks ({ranks}); there are {microbatches}")
+        raise UsageError(
+            f"group_size needs at least as many micro-batches as ranks ({ranks}); there are {microbatches}"
+        )
     if not ranks <= group_size <= microbatches:
         nearest = min(max(group_size, ranks), microbatches)
-        raise UsageError(f"group_size is {group_size}; it must lie between p = {ranks} and m = {microbatches}; nearest: {nearest}")
+        raise UsageError(
+            f"group_size is {group_size}; it must lie between p = {ranks} and m = {microbatches}; nearest: {nearest}"
+        )
     full, rest = divmod(microbatches, group_size)
     sizes = [group_size] * full
     if rest >= ranks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeloom.errors import UsageError
+from pipeloom.schedule.actions import KINDS, KindName
 
 
 def require_sizes(**sizes: int) -> None:
@@ -39,6 +40,9 @@ class Coder:
     def w(self, stage: int, microbatch: int) -> int:
         return 3 * self.stride + stage * self.microbatches + microbatch
 
+    def of(self, kind: KindName, stage: int, microbatch: int) -> int:
+        return KINDS.index(kind) * self.stride + stage * self.microbatches + microbatch
+
     def pair(self, forward: int, backward: int) -> int:
         """One overlapped block of `forward` (from `f`) and `backward` (from `b` or `i`)."""
         return (forward + 1) * 4 * self.stride + backward
@@ -53,3 +57,17 @@ def warmup_then_alternate(forwards: list[int], backwards: list[int], warmup: int
         yield forward
         yield backward
     yield from backwards[steady:]
+
+
+def warmup_then_pairs(code: Coder, forwards: list[int], backwards: list[int], warmup: int) -> Iterator[int]:
+    """`warmup` forwards, then pairs of the next forward and the next backward, then the backwards that are left."""
+    warmup = min(warmup, len(forwards))
+    yield from forwards[:warmup]
+    steady = len(forwards) - warmup
+    yield from map(code.pair, forwards[warmup:], backwards[:steady])
+    yield from backwards[steady:]
+
+
+def v_placement(ranks: int) -> list[int]:
+    """Stage s on rank s, and stage 2p-1-s on the same rank."""
+    return [*range(ranks), *reversed(range(ranks))]

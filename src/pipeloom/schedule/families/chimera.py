@@ -1,0 +1,53 @@
+"""Chimera (Li and Hoefler, arXiv 2107.06925) with two pipelines, one down and one up."""
+
+from __future__ import annotations
+
+import math
+
+from pipeloom.errors import UsageError
+from pipeloom.schedule.costs import Costs
+from pipeloom.schedule.families.greedy import Line, Rule, programs_of
+from pipeloom.schedule.families.layout import Coder, require_sizes
+from pipeloom.schedule.model import Schedule
+from pipeloom.schedule.simulate import simulate
+
+
+def chimera(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedule:
+    """Two routes over the same ranks in opposite directions; rank k holds replicas of stages k and p-1-k.
+
+    Micro-batches take the routes in turn. At most min(p-k, p/2) of them are alive in the k-th stage of a route, a ready
+    backward goes first. Idle of the worst rank with uniform stages and m = p: (p/2-1)(f+B) at f = B, 2(p-2)f at B = 2f. For
+    m > p also grown with p-k alive and forwards and backwards in turn; the shorter at `costs` (default 1, 1, 1, 0) is taken.
+    Peak activations: at most p for m <= p, 3p/2 above; parameters twice. Needs even p; any m >= 1 (an odd one leaves the
+    routes unequal).
+
+    Raises:
+        UsageError: odd p, with the nearest even ones.
+    """
+    require_sizes(ranks=ranks, microbatches=microbatches)
+    if ranks % 2:
+        nearest = "2" if ranks == 1 else f"{ranks - 1} or {ranks + 1}"
+        raise UsageError(f"chimera needs an even number of ranks, not {ranks}; nearest: {nearest}")
+    stages = 2 * ranks
+    routes = (tuple(range(ranks)), tuple(range(ranks, stages)))
+    placement = (*range(ranks), *reversed(range(ranks)))
+    jobs = (range(0, microbatches, 2), range(1, microbatches, 2))
+    equal, unit = Costs(forward=1.0, input_grad=0.5, weight_grad=0.5), Costs()
+    ways = [(equal, [min(ranks - k, ranks // 2) for k in range(ranks)], False)]
+    if microbatches > ranks:
+        ways.append((unit, [ranks - k for k in range(ranks)], True))
+    code = Coder(stages, microbatches)
+    schedules = []
+    for plan, caps, turns in ways:
+        line = Line(placement, routes, jobs, plan, (math.inf,) * ranks, tuple(map(float, caps)) * 2, fused=True)
+        schedules.append(
+            Schedule.of_codes(
+                [[code.of(*action) for action in program] for program in programs_of(line, Rule(turns=turns))],
+                placement=placement,
+                microbatches=microbatches,
+                name="chimera",
+                routes=routes,
+                route_of=[mb % 2 for mb in range(microbatches)],
+            )
+        )
+    return min(schedules, key=lambda schedule: simulate(schedule, costs).makespan)

@@ -1,0 +1,45 @@
+"""Hanayo (Liu et al., arXiv 2308.15762): wave-like pipelines."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import product
+
+from pipeloom.schedule.costs import Costs
+from pipeloom.schedule.families.greedy import Rule, line_of, programs_of
+from pipeloom.schedule.families.layout import Coder, require_sizes, v_placement
+from pipeloom.schedule.model import Schedule
+from pipeloom.schedule.simulate import simulate
+
+MANY = 4_000
+
+
+def hanayo(ranks: int, microbatches: int, waves: int = 1) -> Schedule:
+    """One route that runs down and up the ranks `waves` times: 2 waves chunks a rank, and no hop at the turns.
+
+    Grown with B = 2f: a ready backward first, else the forward that has come furthest. For more than p micro-batches also
+    with forwards and backwards in turn; the shortest is taken. Idle of the worst rank at B = 2f, one wave and p = m = 4: 12f
+    of a stage (1F1B on the same stages: 18f). Peak activations: m 2 waves for m <= p, and at most 4 p waves. Any m >= 1.
+    """
+    require_sizes(ranks=ranks, microbatches=microbatches, waves=waves)
+    placement = v_placement(ranks) * waves
+    code = Coder(len(placement), microbatches)
+    turns = (False,) if microbatches <= ranks else (False, True)
+    caps = (
+        (2 * ranks,) if microbatches <= ranks or len(placement) * microbatches > MANY else (2 * ranks, 3 * ranks // 2)
+    )
+    schedules = []
+    for turn, cap in product(turns, caps):
+        line = line_of(placement, microbatches, Costs(), [math.inf] * ranks, [cap] * len(placement))
+        programs = programs_of(replace(line, fused=True), Rule(turns=turn))
+        schedules.append(
+            Schedule.of_codes(
+                [[code.of(*action) for action in program] for program in programs],
+                placement=placement,
+                microbatches=microbatches,
+                name="hanayo",
+                options={"waves": waves},
+            )
+        )
+    return min(schedules, key=lambda schedule: simulate(schedule).makespan)

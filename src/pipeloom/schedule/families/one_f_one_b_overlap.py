@@ -1,0 +1,34 @@
+"""1F1B whose steady forward and backward run as one overlapped pair (warm-up doubled so that they do not need each other)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pipeloom.schedule.families.layout import Coder, require_sizes, warmup_then_pairs
+from pipeloom.schedule.model import Schedule
+
+
+def one_f_one_b_overlap(ranks: int, microbatches: int) -> Schedule:
+    """Warm-up of min(m, 2(p-r-1)+1) forwards on rank r, then pairs F|B, then the backwards that are left.
+
+    With 1F1B's own warm-up p-r-1 a pair would depend on itself through the next rank, and with p-r each waits for the next
+    rank's last one: a bubble of (m+p-3)(f+B). Idle with uniform stages and pairs without gain: (p-1)(f+B); when pairs gain,
+    on rank p-1 only. Peak activations of rank r: min(m, 2(p-r)). Any m >= 1.
+    """
+    return paired_one_f_one_b(ranks, microbatches, lambda rank: 2 * (ranks - rank - 1) + 1)
+
+
+def paired_one_f_one_b(ranks: int, microbatches: int, warmup: Callable[[int], int]) -> Schedule:
+    """1F1B with pairs after `warmup(rank)` forwards; whether it can run is `check`'s to say."""
+    require_sizes(ranks=ranks, microbatches=microbatches)
+    code = Coder(ranks, microbatches)
+    programs = [
+        warmup_then_pairs(
+            code,
+            [code.f(r, mb) for mb in range(microbatches)],
+            [code.b(r, mb) for mb in range(microbatches)],
+            warmup(r),
+        )
+        for r in range(ranks)
+    ]
+    return Schedule.of_codes(programs, placement=range(ranks), microbatches=microbatches, name="1f1b-overlap")

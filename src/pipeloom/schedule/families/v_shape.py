@@ -1,0 +1,66 @@
+"""What the V schedules share: the best of their building blocks' words for given costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pipeloom.schedule.costs import Costs
+from pipeloom.schedule.families.building_block import Block, words_of
+from pipeloom.schedule.families.greedy import NoWayOn, Planned, Rule, line_of, programs_along, programs_of
+from pipeloom.schedule.families.layout import Coder, require_sizes, v_placement
+from pipeloom.schedule.model import Schedule
+from pipeloom.schedule.simulate import simulate
+
+PATIENCE = (0.5, 0.75, 1.0)
+SHY = 1.05  # A W planned 5 % too long, with hops twice as much, keeps out of gaps that it would only just fit.
+MANY = 20_000
+
+
+def v_schedule(name: str, sizes: tuple[int, int], costs: Costs | None, blocks: Sequence[Block], room: int) -> Schedule:
+    """The schedule of `sizes` (p, m) with the least makespan at these costs, at most `room` stage-micro-batches on a rank.
+
+    The building blocks give the order of F and I; the weight gradients are placed for the costs, in several ways.
+    """
+    ranks, microbatches = sizes
+    require_sizes(ranks=ranks, microbatches=microbatches)
+    chosen = costs if costs is not None else Costs()
+    placement = v_placement(ranks)
+    counted = replace(chosen, activation=1.0, held=1.0)
+    many = ranks * microbatches > MANY
+    candidates: list[list[list[Planned]]] = []
+    for block in blocks:
+        words = words_of(block, placement, microbatches, room)
+        if words is None:
+            continue
+        for plan in _plans(counted)[: 1 if many else 3]:
+            for patience in PATIENCE[-1 if many else 0 :]:
+                try:
+                    line = line_of(placement, microbatches, plan, [room] * ranks)
+                    candidates.append(programs_along(line, words, patience))
+                except NoWayOn:
+                    continue
+    if chosen != Costs() or not candidates:
+        # One place is kept free for the second half of the V, without which the first could block it for ever.
+        caps = [room - 1] * ranks + [room] * ranks
+        line = line_of(placement, microbatches, counted, [room] * ranks, caps)
+        candidates += [programs_of(line, Rule(turns=turns)) for turns in (True, False)]
+    code = Coder(2 * ranks, microbatches)
+    schedules = [
+        Schedule.of_codes(
+            [[code.of(*action) for action in program] for program in programs],
+            placement=placement,
+            microbatches=microbatches,
+            name=name,
+        )
+        for programs in candidates
+    ]
+    return min(schedules, key=lambda schedule: simulate(schedule, chosen).makespan)
+
+
+def _plans(costs: Costs) -> list[Costs]:
+    """Costs to plan with: the true ones, shy ones, and unit ones."""
+    weight, p2p = costs.weight_grad, costs.p2p
+    longer = tuple(w * SHY for w in weight) if isinstance(weight, tuple) else weight * SHY
+    slower = tuple(tuple(c * SHY**2 for c in row) for row in p2p) if isinstance(p2p, tuple) else p2p * SHY**2
+    return [costs, replace(costs, weight_grad=longer, p2p=slower), Costs()]

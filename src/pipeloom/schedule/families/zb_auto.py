@@ -1,0 +1,63 @@
+"""The automatic zero-bubble schedule (Qi et al., arXiv 2401.10241, section 3.1) from costs and a memory limit."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from pipeloom.errors import CapacityError, UsageError
+from pipeloom.schedule.costs import Costs
+from pipeloom.schedule.families.alternation import Alternation, Habits
+from pipeloom.schedule.families.greedy import Rule, line_of, programs_of
+from pipeloom.schedule.families.layout import Coder, require_sizes
+from pipeloom.schedule.model import Schedule
+from pipeloom.schedule.simulate import simulate
+
+
+def zb_auto(ranks: int, microbatches: int, memory: float | None = None, costs: Costs | None = None) -> Schedule:
+    """The best of their heuristic's variants (by the largest span, then the makespan) that fits `memory`.
+
+    One stage a rank. As many forwards as fit before the first backward, then one forward and one input gradient in turn;
+    weight gradients fill gaps and make room. Below 1F1B's memory, where that rule collapses, plain list scheduling is tried
+    too. Any m >= 1.
+
+    Args:
+        memory: the largest peak memory of a rank, in the units of `Costs.activation`, held share counted; default 2p.
+        costs: default 1, 1, 1, 0.
+
+    Raises:
+        CapacityError: the memory does not hold one micro-batch.
+    """
+    require_sizes(ranks=ranks, microbatches=microbatches)
+    chosen = costs if costs is not None else Costs()
+    chosen.check_links(ranks)
+    largest = max(chosen.per_stage("activation", ranks))
+    room = 2 * ranks * largest if memory is None else memory
+    if isinstance(room, bool) or not isinstance(room, (int, float)) or room != room or room <= 0:
+        raise UsageError(f"memory is {memory!r}; it must be a number above 0")
+    if room < largest:
+        raise CapacityError(f"memory is {memory:g}; one micro-batch's activations take {largest:g}")
+    candidates = [
+        Alternation(ranks, microbatches, chosen, room, Habits(*flags)).programs()
+        for flags in sorted(set(product((True, False), repeat=3)))
+    ]
+    if room < 2 * ranks * largest:
+        line = line_of(range(ranks), microbatches, chosen, [room] * ranks)
+        candidates += [programs_of(line, Rule(patience=share)) for share in (0.0, 1.0)]
+    code = Coder(ranks, microbatches)
+    options = {} if memory is None else {"memory": memory}
+    schedules = [
+        Schedule.of_codes(
+            [[code.of(*action) for action in program] for program in programs],
+            placement=range(ranks),
+            microbatches=microbatches,
+            name="zb-auto",
+            options=options,
+        )
+        for programs in candidates
+    ]
+    return min(schedules, key=lambda schedule: _length(schedule, chosen))
+
+
+def _length(schedule: Schedule, costs: Costs) -> tuple[float, float]:
+    timeline = simulate(schedule, costs)
+    return round(max(timeline.spans), 9), round(timeline.makespan, 9)
