@@ -272,6 +272,8 @@ class Pipeline:
         return SharedLinks(store, prefix, self.rank, channels, min(self.options.timeout, 60.0), spin)
 
     def _control(self) -> Any:
+        if self.mesh.group is None:
+            return None
         return self._links.control if self.device.type == "cpu" else self.mesh.group
 
     def _program(self, forward_count: int | None) -> RankProgram:
