@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeloom.schedule.channels import neighbours
-from pipeloom.schedule.costs import Costs, StageCosts
+from pipeloom.schedule.costs import Costs, PairTimes, StageCosts
 from pipeloom.schedule.model import Schedule
 
 
@@ -12,9 +12,9 @@ def lower_bound(schedule: Schedule, costs: Costs | None = None, *, split_backwar
 
     The largest, over the ranks, of
 
-    * head: the rank's work (F + I + W of all its stages and micro-batches) after the least, over its stages, of the
-      forward prefix of the stage's route and its hops: before that, nothing can start there. Holds for loops, V placements
-      and two routes alike.
+    * head: the rank's work (F + I + W of all its stages and micro-batches, less what pairs could save) after the
+      least, over its stages, of the forward prefix of the stage's route and its hops: before that, nothing can start
+      there. Holds for loops, V placements and two routes alike.
     * with `split_backward=False` and one route (no schedule with I and W apart is considered): the suffix too. After a
       rank's last backward, of stage s, the backwards of stages s-1 .. 0 and their hops still follow.
 
@@ -38,8 +38,28 @@ def lower_bound(schedule: Schedule, costs: Costs | None = None, *, split_backwar
         busy = [stage for stage in stages if uses[stage]]
         if not busy:
             continue
-        work = sum(uses[stage] * (spread.forward[stage] + spread.backward[stage]) for stage in busy)
+        work = _least_work(chosen, schedule.stages, [(stage, uses[stage]) for stage in busy])
         head = min(prefix[stage] for stage in busy)
         tail = min(suffix[stage] for stage in busy) if not split_backward and len(schedule.routes) == 1 else 0.0
         best = max(best, work + head + tail)
     return round(best, 9)
+
+
+def _least_work(costs: Costs, stages: int, uses: list[tuple[int, int]]) -> float:
+    """The least time in which one rank can do its (stage, how often): each forward alone, or in its cheapest pair.
+
+    With all-to-all, computation alone and communication alone are bounds, too; they are what pairs can reach.
+    """
+    times = PairTimes.of(costs, stages)
+    spread = times.spread
+    alone = sum(count * (spread.forward[stage] + spread.backward[stage]) for stage, count in uses)
+    if times.given is None:
+        talk = sum(c * times.share[s] * (spread.forward[s] + spread.input_grad[s]) for s, c in uses)
+        return max(alone - talk, talk)
+    saved = 0.0
+    for stage, count in uses:
+        gain = max(
+            spread.forward[stage] + spread.backward[other] - times.time(stage, other, False) for other, _ in uses
+        )
+        saved += count * max(0.0, gain)
+    return max(0.0, alone - saved)

@@ -26,6 +26,8 @@ class Costs:
         bandwidth: of a link; a message takes p2p + message / bandwidth.
         activation: memory that one micro-batch's F allocates on the stage.
         held: the share of it that stays from I until W (B frees all of it).
+        all_to_all: the share of F and of I that is communication (expert all-to-all); a pair overlaps it with computation.
+        pair: time of a pair F|B, by the stage of its forward; None: as `PairTimes` has it from `all_to_all`.
 
     Raises:
         UsageError: a negative or not finite value.
@@ -39,10 +41,14 @@ class Costs:
     bandwidth: float = math.inf
     activation: PerStage = 1.0
     held: PerStage = 1.0
+    all_to_all: PerStage = 0.0
+    pair: PerStage | None = None
 
     def __post_init__(self) -> None:
         for spec in fields(self):
             value = getattr(self, spec.name)
+            if value is None:
+                continue
             if isinstance(value, list):
                 value = tuple(tuple(row) if isinstance(row, list) else row for row in value)
                 object.__setattr__(self, spec.name, value)
@@ -53,11 +59,13 @@ class Costs:
                     raise UsageError(f"{option} is {number}; a cost is a finite number of at least 0")
         if self.bandwidth == 0:
             raise UsageError("bandwidth is 0; it must be above 0")
-        if any(share > 1 for share in _numbers(self.held)):
-            raise UsageError(f"held is {self.held}; it is a share between 0 and 1")
+        for name in ("held", "all_to_all"):
+            if any(share > 1 for share in _numbers(getattr(self, name))):
+                option = name.replace("_", "-")
+                raise UsageError(f"{option} is {getattr(self, name)}; it is a share between 0 and 1")
 
     def scaled(self, factor: float) -> Costs:
-        """These costs with F, I, W and the activation multiplied by `factor` (numbers and tuples alike)."""
+        """These costs with F, I, W, the pair and the activation multiplied by `factor` (numbers and tuples alike)."""
 
         def times(value: PerStage) -> PerStage:
             return tuple(v * factor for v in value) if isinstance(value, tuple) else value * factor
@@ -68,6 +76,7 @@ class Costs:
             input_grad=times(self.input_grad),
             weight_grad=times(self.weight_grad),
             activation=times(self.activation),
+            pair=None if self.pair is None else times(self.pair),
         )
 
     def per_stage(self, name: str, stages: int) -> tuple[float, ...]:
@@ -77,7 +86,9 @@ class Costs:
             return (float(value),) * stages
         if len(value) != stages:
             option = name.replace("_", "-")
-            raise UsageError(f"{option} has {len(value)} values and the schedule {stages} stages: give one number or {stages}")
+            raise UsageError(
+                f"{option} has {len(value)} values and the schedule {stages} stages: give one number or {stages}"
+            )
         return tuple(map(float, value))
 
     def hop(self, source: int, destination: int) -> float:
@@ -109,6 +120,41 @@ class StageCosts:
         )
         backward = tuple(i + w for i, w in zip(input_grad, weight_grad, strict=True))
         return cls(forward, input_grad, weight_grad, backward)
+
+
+@dataclass(frozen=True)
+class PairTimes:
+    """How long an overlapped pair takes.
+
+    Its computation adds and its communication adds, and it takes the longer of the two sums. With a forward of stage s and a
+    backward of stage t, and x the stages' shares of all-to-all:
+
+        max((1 - x_s) F_s + (1 - x_t) I_t + W_t, x_s F_s + x_t I_t)        F|I: the same without W_t
+
+    With no all-to-all declared: F + B. A given `Costs.pair` replaces F|B, and for F|I loses W_t (at least F_s stays).
+    """
+
+    spread: StageCosts
+    share: tuple[float, ...]
+    given: tuple[float, ...] | None
+
+    @classmethod
+    def of(cls, costs: Costs, stages: int) -> PairTimes:
+        given = costs.per_stage("pair", stages) if costs.pair is not None else None
+        return cls(StageCosts.of(costs, stages), costs.per_stage("all_to_all", stages), given)
+
+    def time(self, forward: int, backward: int, split: bool) -> float:
+        """Of a pair with these stages; `split`: its backward is an I."""
+        spread, x, y = self.spread, self.share[forward], self.share[backward]
+        weight = spread.weight_grad[backward]
+        if self.given is not None:
+            least = spread.forward[forward]
+            return max(least, self.given[forward] - weight) if split else self.given[forward]
+        talk = x * spread.forward[forward] + y * spread.input_grad[backward]
+        if talk == 0:
+            return spread.forward[forward] + (spread.input_grad if split else spread.backward)[backward]
+        compute = (1 - x) * spread.forward[forward] + (1 - y) * spread.input_grad[backward]
+        return max(compute + (0.0 if split else weight), talk)
 
 
 def durations(schedule: Schedule, costs: Costs) -> list[float]:

@@ -40,7 +40,8 @@ class Graph:
     needs: list[int]
 
     @classmethod
-    def of(cls, schedule: Schedule) -> Graph:
+    def of(cls, schedule: Schedule, full: bool = False) -> Graph:
+        """`full`: with all tables, needed or not."""
         m, stride = schedule.microbatches, schedule.kind_stride
         always = 3 * stride
         before, after = neighbours(schedule)
@@ -50,7 +51,7 @@ class Graph:
         for stage, following in enumerate(after):
             first = stride + following * m if following is not None else stage * m
             needs += range(first, first + m)
-        if not schedule.has_split:
+        if not schedule.has_split and not full:
             return cls(always, None, needs)
         needs += needs[stride:]
         needs += range(stride, 2 * stride)

@@ -7,47 +7,55 @@ from collections.abc import Sequence
 from pipeloom.errors import ScheduleError
 from pipeloom.schedule.channels import neighbours
 from pipeloom.schedule.check import check
-from pipeloom.schedule.costs import Costs, durations
+from pipeloom.schedule.costs import Costs, PairTimes, durations
 from pipeloom.schedule.graph import Graph, Run, Weights, walk
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.timeline import Timeline
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+def simulate(schedule: Schedule, costs: Costs | None = None, *, overlap_p2p: bool = True) -> Timeline:
     """Every action as early as its rank's order and its messages allow, on idle ranks at time 0.
 
-    A message leaves when its action ends and arrives one hop later (`Costs.hop`); ranks do not wait while they send. A
-    pair takes the sum of its parts. Linear in the number of actions.
+    A message leaves when its action ends and arrives one hop later (`Costs.hop`). With `overlap_p2p` it travels while its
+    receiver computes; without, the receiver asks for it only when it needs it and waits for the whole hop. Senders never wait.
+    A pair takes the time that `PairTimes` gives. Linear in the number of actions.
 
     Raises:
         ScheduleError: the schedule cannot run to its end.
         UsageError: the costs have not one value for each stage.
     """
     chosen = costs if costs is not None else Costs()
-    run = run_once(schedule, chosen)
+    run = run_once(schedule, chosen, overlap_p2p=overlap_p2p)
     if run.stuck:
         check(schedule)
         raise ScheduleError(f"ranks {run.stuck} cannot finish")  # pragma: no cover - check has raised
     return Timeline(schedule, chosen, tuple(map(tuple, run.starts)), tuple(map(tuple, run.ends)))
 
 
-def run_once(schedule: Schedule, costs: Costs, clocks: Sequence[float] | None = None) -> Run:
+def run_once(
+    schedule: Schedule, costs: Costs, clocks: Sequence[float] | None = None, *, overlap_p2p: bool = True
+) -> Run:
     """One walk of the schedule with these costs, its ranks starting at `clocks`."""
     costs.check_links(schedule.ranks)
-    graph = Graph.of(schedule)
-    return walk(schedule, graph, weights_of(schedule, costs), clocks)
+    return walk(schedule, Graph.of(schedule, full=not overlap_p2p), weights_of(schedule, costs), clocks, overlap_p2p)
 
 
 def weights_of(schedule: Schedule, costs: Costs) -> Weights:
     """What `walk` adds up for these costs."""
     duration = durations(schedule, costs)
-    limit = 4 * schedule.kind_stride
     pairs: dict[int, float] = {}
     if schedule.has_pairs:
+        times, stages, m = PairTimes.of(costs, schedule.stages), schedule.stages, schedule.microbatches
+        limit, split_from = 4 * schedule.kind_stride, 2 * schedule.kind_stride
+        table: dict[tuple[int, int, bool], float] = {}
         for program in schedule.codes:
             for code in program:
                 if code >= limit:
-                    pairs[code] = duration[code // limit - 1] + duration[code % limit]
+                    forward, backward = divmod(code, limit)
+                    key = (forward - 1) // m, backward // m % stages, backward >= split_from
+                    if key not in table:
+                        table[key] = times.time(*key)
+                    pairs[code] = table[key]
     return Weights(duration, _hops(schedule, costs), pairs)
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from pipeloom.schedule.actions import Action
 from pipeloom.schedule.costs import Costs
+from pipeloom.schedule.critical import critical_path
 from pipeloom.schedule.model import Schedule, parts
 
 
@@ -59,7 +60,9 @@ class Timeline:
     @cached_property
     def spans(self) -> tuple[float, ...]:
         """rank -> its first start to its last end."""
-        return tuple(ends[-1] - starts[0] if starts else 0.0 for starts, ends in zip(self.starts, self.ends, strict=True))
+        return tuple(
+            ends[-1] - starts[0] if starts else 0.0 for starts, ends in zip(self.starts, self.ends, strict=True)
+        )
 
     @cached_property
     def bubble_ratio(self) -> float:
@@ -101,7 +104,10 @@ class Timeline:
         """rank -> the most stage-micro-batches alive at once: F allocates; B, or W where the backward is split, frees."""
         stride = self.schedule.kind_stride
         delta = [1] * stride + [-1] * stride + [0] * stride + [-1] * stride
-        return tuple(max(accumulate(map(delta.__getitem__, _singles(self.schedule, r))), default=0) for r in range(self.schedule.ranks))
+        return tuple(
+            max(accumulate(map(delta.__getitem__, _singles(self.schedule, r))), default=0)
+            for r in range(self.schedule.ranks)
+        )
 
     @cached_property
     def memory_curve(self) -> tuple[tuple[tuple[float, float], ...], ...]:
@@ -127,6 +133,15 @@ class Timeline:
                 points.append((start if action.kind == "F" else end, _plain(level)))
         return tuple(points)
 
+    @cached_property
+    def critical_path(self) -> tuple[tuple[int, int], ...]:
+        """(rank, position in its program) of the entries that set the makespan, first to last.
+
+        Backwards from the entry that ends last: the one before is the rank's previous entry or the one that made the message
+        waited for, whichever let it start later (the message, where both did).
+        """
+        return critical_path(self)
+
     def __repr__(self) -> str:
         return f"Timeline({self.schedule!r}, {self.source}, makespan={self.makespan:g}, bubble_ratio={self.bubble_ratio:.4f})"
 
@@ -142,7 +157,7 @@ def _memory_changes(schedule: Schedule, costs: Costs) -> list[float]:
     changes: list[float] = []
     for kind in ("F", "B", "I", "W"):
         for stage in range(schedule.stages):
-            changes += [_change(Action(kind, stage, 0), activation[stage], held[stage])] * schedule.microbatches  # type: ignore[arg-type]
+            changes += [_change(Action(kind, stage, 0), activation[stage], held[stage])] * schedule.microbatches
     return changes
 
 
@@ -151,7 +166,9 @@ def _singles(schedule: Schedule, rank: int) -> list[int] | tuple[int, ...]:
     if not schedule.has_pairs:
         return schedule.codes[rank]
     limit = 4 * schedule.kind_stride
-    return [c for code in schedule.codes[rank] for c in ((code,) if code < limit else (code // limit - 1, code % limit))]
+    return [
+        c for code in schedule.codes[rank] for c in ((code,) if code < limit else (code // limit - 1, code % limit))
+    ]
 
 
 def _plain(value: float) -> float:
