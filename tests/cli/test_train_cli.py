@@ -193,10 +193,12 @@ def test_verdicts_tell_passed_from_failed(capsys: pytest.CaptureFixture[str]) ->
 
 def test_verify_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     asked = request("tiny", "--json")
-    bad = verify.verdict("bad", Result(0.5, {"a": 0.25}, False), 1e-5)
+    bad = verify.verdict("bad", Result(0.5, {"a": 0.25, "b": float("inf")}, False), 1e-5)
     assert verify.summarise(asked, [bad]) == 1
-    report = json.loads(capsys.readouterr().out)
-    assert (report["passed"], report["layouts"][0]["failing"]) == (False, {"a": 0.25})
+    text = capsys.readouterr().out
+    assert "Infinity" not in text
+    report = json.loads(text)
+    assert (report["passed"], report["layouts"][0]["failing"]) == (False, {"a": 0.25, "b": None})
 
 
 def test_workers_of_verify_that_fail_give_their_code(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeloom.cli.workers import be_worker, describe_keys, require_torch, start_workers
 
@@ -40,7 +40,7 @@ def command(arguments: Sequence[str]) -> int:
         announce(layout)
         return start_workers("train", arguments, layout.world_size)
 
-    def train(context: object) -> None:
+    def train(context: Any) -> None:
         from pipeloom.train.loop import run
 
         run(layout, context)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import tempfile
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from pipeloom.config import Layout
 
 TOLERANCE = 1e-5
+_NAME_WIDTH = 44
 _VERDICTS = "PIPELOOM_VERDICTS"
 USAGE = """Usage: pipeloom verify [CONFIG] [--matrix FILE] [--tolerance 1e-5] [--json] [--section.key VALUE …]
 
@@ -133,12 +135,13 @@ def _work(request: Request) -> int:
     def verify(context: Any) -> None:
         from pipeloom.train.verify import run
 
+        width = min(_NAME_WIDTH, max(map(len, request.names)))
         results = run(request.layouts, context, request.tolerance)
         for name, result in zip(request.names, results, strict=True):
             if result is not None:  # rank 0 alone knows it
                 verdicts.append(verdict(name, result, request.tolerance))
                 if not request.as_json:
-                    print(row(verdicts[-1], max(map(len, request.names))), flush=True)
+                    print(row(verdicts[-1], width), flush=True)
 
     code = be_worker(request.largest, verify)
     if int(os.environ["RANK"]) != 0:
@@ -167,10 +170,8 @@ def verdict(name: str, result: Any, tolerance: float) -> dict[str, Any]:
 def row(verdict: dict[str, Any], width: int) -> str:
     """One line of the table."""
     state = "PASS" if verdict["passed"] else "FAIL"
-    return (
-        f"{state}  {verdict['layout']:<{width}}  loss {verdict['loss_error']:.1e}  "
-        f"worst {verdict['worst_error']:.1e} {verdict['worst_parameter']}"
-    )
+    worst = f"{verdict['worst_error']:.1e} {verdict['worst_parameter']}" if verdict["worst_error"] else "0"
+    return f"{state}  {verdict['layout']:<{width}}  loss {verdict['loss_error']:.1e}  worst {worst}"
 
 
 def summarise(request: Request, verdicts: list[dict[str, Any]]) -> int:
@@ -183,7 +184,7 @@ def summarise(request: Request, verdicts: list[dict[str, Any]]) -> int:
             "layouts": verdicts,
             "skipped": list(request.skipped),
         }
-        print(json.dumps(report, indent=1))
+        print(json.dumps(_finite(report), indent=1, allow_nan=False))
         return int(bool(failed))
     for verdict in failed:
         print(f"\n{verdict['layout']}: loss differs by {verdict['loss_error']:.1e}, and these gradients:")
@@ -194,6 +195,15 @@ def summarise(request: Request, verdicts: list[dict[str, Any]]) -> int:
     passed = len(verdicts) - len(failed)
     print(f"{passed} of {len(verdicts)} layouts pass at {request.tolerance:g} (fp32, max |a-b| / max |b| a parameter)")
     return int(bool(failed))
+
+
+def _finite(value: Any) -> Any:
+    """`value` with null in the place of infinities and NaNs, which JSON does not know."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _failed(code: int, as_json: bool) -> int:

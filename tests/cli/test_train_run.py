@@ -1,0 +1,164 @@
+"""`pipeloom train` and `verify` as a user runs them: real workers, real training, faults on purpose."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(240)]
+DATA = Path(__file__).parents[1] / "data"
+CORPUS = "".join(
+    f"line {n}: the loom weaves thread {n * 7919 % 10007} over thread {n * 31 % 997}\n" for n in range(3000)
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "text.txt"
+    path.write_text(CORPUS, encoding="utf-8")
+    return path
+
+
+def command(corpus: Path, log: Path, *flags: str) -> list[str]:
+    words = ["tiny", "--data.source", str(corpus), "--log.dir", str(log), "--train.device", "cpu", *flags]
+    return ["-m", "pipeloom", "train", *words]
+
+
+def pipeloom(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=200)
+
+
+def losses(log: Path) -> list[tuple[int, str]]:
+    """(step, loss as it was written), so that equal means bitwise equal."""
+    (found,) = log.rglob("*.jsonl")
+    rows = [json.loads(line, parse_float=str) for line in found.read_text(encoding="utf-8").splitlines()]
+    return [(row["step"], row["loss"]) for row in rows if "step" in row and "loss" in row and "grad_norm" in row]
+
+
+def test_torchrun_gives_the_losses_of_pipeloom_train_bit_for_bit(tmp_path: Path, corpus: Path) -> None:
+    flags = ("--parallel.pp", "4", "--schedule.name", "1f1b", "--train.steps", "3")
+    own = pipeloom(*command(corpus, tmp_path / "own", *flags))
+    assert own.returncode == 0, own.stderr
+    again = pipeloom(*command(corpus, tmp_path / "again", *flags))
+    assert again.returncode == 0, again.stderr
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    other = pipeloom(*torchrun, *command(corpus, tmp_path / "other", *flags))
+    assert other.returncode == 0, other.stderr
+    assert len(losses(tmp_path / "own")) >= 3
+    assert losses(tmp_path / "own") == losses(tmp_path / "again") == losses(tmp_path / "other")
+
+
+def test_a_killed_worker_ends_the_run_with_6_within_15_seconds(tmp_path: Path, corpus: Path) -> None:
+    done = pipeloom(*command(corpus, tmp_path, "--debug.fault", "kill:1:2"))
+    assert done.returncode == 6
+    assert "rank 1 (process " in done.stderr
+    assert "killed by SIGKILL" in done.stderr
+    assert "waits for the " in done.stderr
+
+
+def test_a_worker_killed_from_outside_leaves_no_orphan(tmp_path: Path, corpus: Path) -> None:
+    words = [sys.executable, *command(corpus, tmp_path, "--train.steps", "100000")]
+    run = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    victims = _workers(run.pid, 2)
+    _wait_for_steps(tmp_path, 5)
+    started = time.monotonic()
+    os.kill(victims[1], signal.SIGKILL)
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 6, err
+    assert time.monotonic() - started < 15
+    assert f"rank 1 (process {victims[1]}) failed first: killed by SIGKILL" in err
+    assert not any(Path(f"/proc/{pid}").exists() for pid in victims.values())
+
+
+def test_an_exception_on_one_rank_ends_all_with_its_traceback(tmp_path: Path, corpus: Path) -> None:
+    done = pipeloom(*command(corpus, tmp_path, "--debug.fault", "raise:1:3F2"))
+    assert done.returncode not in (0, 2, 75)
+    assert "--debug.fault raised at 3F2" in done.stderr
+    assert "Traceback" in done.stderr
+    assert "rank 1 (process " in done.stderr
+
+
+def test_a_lost_message_ends_with_6_and_a_report_a_rank(tmp_path: Path, corpus: Path) -> None:
+    done = pipeloom(*command(corpus, tmp_path, "--debug.fault", "drop-send:0:3", "--train.timeout", "5"))
+    assert done.returncode == 6
+    assert "[rank 0] " in done.stderr
+    assert "[rank 1] " in done.stderr
+    assert "waits for the output of stage 2 micro-batch" in done.stderr
+
+
+def test_sigterm_finishes_the_step_and_exits_75(tmp_path: Path, corpus: Path) -> None:
+    words = [sys.executable, *command(corpus, tmp_path, "--train.steps", "100000")]
+    run = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    _wait_for_steps(tmp_path, 3)
+    run.send_signal(signal.SIGTERM)
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 75, err
+    assert "stopped after step" in err
+    assert "Traceback" not in err
+
+
+def test_ctrl_c_exits_130_quietly(tmp_path: Path, corpus: Path) -> None:
+    words = [sys.executable, *command(corpus, tmp_path, "--train.steps", "100000")]
+    run = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    _wait_for_steps(tmp_path, 3)
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 130, err
+    assert "Traceback" not in err
+
+
+def test_verify_quick_matrix_passes() -> None:
+    done = pipeloom("-m", "pipeloom", "verify", "--matrix", str(DATA / "verify_quick.toml"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "24 of 24 layouts pass at 1e-05" in done.stdout
+    assert done.stdout.count("PASS") == 24
+
+
+def test_verify_fails_when_microbatches_are_swapped() -> None:
+    flags = ["--debug.fault", "swap-microbatches:0,1", "--train.device", "cpu"]
+    done = pipeloom("-m", "pipeloom", "verify", "tiny", "--json", *flags)
+    assert done.returncode == 1, done.stderr
+    report = json.loads(done.stdout)
+    assert report["passed"] is False
+    assert report["layouts"][0]["failing"]
+    good = pipeloom("-m", "pipeloom", "verify", "tiny", "--json", "--train.device", "cpu")
+    assert good.returncode == 0, good.stderr
+    assert json.loads(good.stdout)["passed"] is True
+
+
+def _workers(launcher: int, count: int) -> dict[int, int]:
+    """rank -> process of the launcher's workers, once all are there."""
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                variables = dict(part.partition("=")[::2] for part in (entry / "environ").read_text().split("\0"))
+            except (OSError, ValueError, UnicodeDecodeError):
+                continue
+            if parent == launcher and "RANK" in variables:
+                found[int(variables["RANK"])] = int(entry.name)
+        if len(found) == count:
+            return found
+        time.sleep(0.1)
+    raise AssertionError(f"{count} workers did not start")
+
+
+def _wait_for_steps(log: Path, steps: int) -> None:
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        files = list(log.rglob("*.jsonl"))
+        if files and files[0].read_text(encoding="utf-8").count('"grad_norm"') >= steps:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"no {steps} steps in 60 s")
