@@ -73,7 +73,8 @@ def worst(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
     """The largest max|a-b| / max|b| over the parameters; infinite when the sets differ."""
     if got.keys() != want.keys():
         return float("inf")
-    return max(((got[k] - want[k]).abs().max() / want[k].abs().max().clamp_min(1e-30)).item() for k in want)
+    each = (((got[k] - want[k]).abs().max() / want[k].abs().max().clamp_min(1e-30)).item() for k in want)
+    return max(each, default=0.0)  # a rank of frozen layers has none
 
 
 def gradients(pipeline: Any) -> dict[str, Tensor]:
