@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import traceback
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -31,6 +32,8 @@ from pipeloom.schedule.channels import Message
 from pipeloom.schedule.check import check
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.timeline import Timeline
+
+_LOSS_TAG = 16
 
 
 class Pipeline:
@@ -74,7 +77,7 @@ class Pipeline:
         self._programs: dict[int | None, RankProgram] = {}
         self._monitor: Monitor | None = None
         self._shared_links: SharedLinks | None = None
-        self._closed = False
+        self._loss_sends: list[tuple[Any, Tensor]] = []
         if len(self.mesh.ranks) != schedule.ranks:
             raise ConfigError(
                 f"the schedule has {schedule.ranks} ranks, and the pipeline {len(self.mesh.ranks)} processes"
@@ -204,6 +207,10 @@ class Pipeline:
 
     def close(self) -> None:
         """Ends the watchdog. Call it on every rank before the process group is destroyed."""
+        with contextlib.suppress(RuntimeError):  # a peer that is gone
+            for work, _ in self._loss_sends:
+                work.wait()
+        self._loss_sends = []
         if self._monitor is not None:
             self._monitor.close()
             self._monitor = None
@@ -304,12 +311,22 @@ class Pipeline:
         return split_batch(positional, targets, keywords, sizes, self._weight)
 
     def _spread(self, loss: Tensor | None) -> Tensor:
-        """The sum of all ranks' shares of the loss."""
-        total = loss if loss is not None else torch.zeros((), dtype=torch.float32, device=self.device)
-        if self.mesh.group is not None:
-            total = total.clone()
+        """The sum of all ranks' shares of the loss. The rank that knows it sends it and does not wait: no barrier."""
+        total = loss.clone() if loss is not None else torch.zeros((), dtype=torch.float32, device=self.device)
+        if self.mesh.group is None:
+            return total
+        if len(self.schedule.routes) > 1:
             self.mesh.group.allreduce([total]).wait()
-        return total
+            return total
+        source = self.schedule.placement[self.schedule.routes[0][-1]]
+        if self.rank != source:
+            self.mesh.group.recv([total], source, _LOSS_TAG).wait()
+            return total
+        for work, _ in self._loss_sends:  # of the step before: long received
+            work.wait()
+        others = [rank for rank in range(self.ranks) if rank != source]
+        self._loss_sends = [(self.mesh.group.send([total], rank, _LOSS_TAG), total) for rank in others]
+        return total.clone()
 
     def _fail(self, error: Exception) -> None:
         """Tells the other ranks; raises DistributedError in place of an error that only says that a peer has gone."""

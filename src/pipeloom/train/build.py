@@ -8,6 +8,7 @@ from pipeloom.config import Layout
 from pipeloom.models import cross_entropy, layers, tied
 from pipeloom.parallel.mesh import PipelineMesh
 from pipeloom.runtime import Pipeline, RuntimeOptions
+from pipeloom.train.failures import death_notice
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -26,6 +27,7 @@ def build_pipeline(
         transport=config.schedule.transport,
         overlap_p2p=config.schedule.overlap_p2p,
         timeout=config.train.timeout,
+        notice=death_notice,
         microbatch_sizes=layout.microbatch_sizes,
         fault=layout.fault,
         device=device,
