@@ -1,0 +1,91 @@
+"""AdamW's groups, clipping, the gradient norm, the learning rate."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeloom.config import load
+from pipeloom.config.sections import OptimizerSection
+from pipeloom.train.optimizer import clip, make_optimizer, set_rate, square_norm
+from pipeloom.train.rate import learning_rate
+
+
+def options(**changes: Any) -> OptimizerSection:
+    return load("tiny", {f"optimizer.{key}": value for key, value in changes.items()}).optimizer
+
+
+def test_matrices_decay_and_vectors_do_not() -> None:
+    matrix, vector = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
+    optimizer = make_optimizer([("m", matrix), ("v", vector)], options(weight_decay=0.5, lr=0.1, min_lr=0.0))
+    assert optimizer is not None
+    matrix.grad, vector.grad = torch.zeros(2, 2), torch.zeros(2)
+    optimizer.step()
+    torch.testing.assert_close(matrix.detach(), torch.full((2, 2), 0.95))
+    assert vector.tolist() == [1.0, 1.0]
+
+
+def test_the_first_step_moves_by_the_rate() -> None:
+    matrix = nn.Parameter(torch.zeros(1, 3))
+    optimizer = make_optimizer([("m", matrix)], options(weight_decay=0.0))
+    set_rate(optimizer, 0.25)
+    assert optimizer is not None
+    matrix.grad = torch.tensor([[4.0, -0.5, 1.0]])
+    optimizer.step()
+    torch.testing.assert_close(matrix.detach(), torch.tensor([[-0.25, 0.25, -0.25]]))
+
+
+def test_a_rank_without_parameters_has_no_optimizer() -> None:
+    assert make_optimizer([], options()) is None
+    set_rate(None, 0.1)
+    assert square_norm([]) == 0.0
+
+
+def test_frozen_parameters_are_left_alone() -> None:
+    frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+    assert make_optimizer([("f", frozen)], options()) is None
+
+
+def test_the_square_norm_and_clipping_are_torchs() -> None:
+    parameters = [nn.Parameter(torch.zeros(3, 4)), nn.Parameter(torch.zeros(5))]
+    for seed, parameter in enumerate(parameters):
+        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+    own = [p.grad.clone() for p in parameters if p.grad is not None]
+    norm = math.sqrt(square_norm(own))
+    want = torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+    assert norm == pytest.approx(want.item(), rel=1e-6)
+    clip(own, norm, 0.5)
+    for gradient, parameter in zip(own, parameters, strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-5, atol=0)
+
+
+def test_small_gradients_and_a_limit_of_0_are_not_clipped() -> None:
+    for most in (10.0, 0.0):
+        gradient = torch.tensor([3.0, 4.0])
+        clip([gradient], 5.0, most)
+        assert gradient.tolist() == [3.0, 4.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_norms_of_any_dtype(dtype: torch.dtype) -> None:
+    assert square_norm([torch.tensor([3.0, 4.0], dtype=dtype)]) == pytest.approx(25.0)
+
+
+def test_the_rate_warms_up_and_falls_to_its_end() -> None:
+    chosen = options(lr=1.0, min_lr=0.1, warmup_steps=4)
+    rates = [learning_rate(step, 15, chosen) for step in range(15)]
+    assert rates[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+    assert rates[-1] == pytest.approx(0.1)
+    assert rates[9] == pytest.approx(0.55)
+    assert all(a > b for a, b in pairwise(rates[4:]))
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (1, 1), (3, 10), (2, 1)])
+def test_short_runs_have_a_rate_too(steps: int, warmup: int) -> None:
+    chosen = options(lr=1.0, min_lr=0.1, warmup_steps=warmup)
+    assert all(0 < learning_rate(step, steps, chosen) <= 1.0 for step in range(steps))
