@@ -126,8 +126,8 @@ def layers(
 
     Tokens [batch, length] int64 go in, logits [batch, length, vocab_size] come out. A weight's first value depends on
     `seed` and its global name alone: normal with deviation sqrt(2 / (5 hidden_size)), 0.02 at a width of 1000 (arXiv
-    1910.05895). Projections back into the residual stream start smaller by sqrt(2 L), which keeps its
-    variance independent of the depth (GPT-2).
+    1910.05895). Projections back into the residual stream start smaller by sqrt(2 L), which keeps its variance
+    independent of the depth (GPT-2).
     """
     usual = math.sqrt(2 / (5 * shape.hidden_size))
     residual = usual / math.sqrt(2 * shape.num_hidden_layers)
@@ -153,7 +153,9 @@ def layers(
 
 def _embedding(shape: ModelSection) -> nn.Embedding:
     # torch's own first values would be drawn on the meta device, which imports its compiler: seconds a process
-    return nn.Embedding.from_pretrained(torch.empty(shape.vocab_size, shape.hidden_size), freeze=False)
+    weight = torch.empty(shape.vocab_size, shape.hidden_size)
+    embedding: nn.Embedding = nn.Embedding.from_pretrained(weight, freeze=False)  # type: ignore[no-untyped-call]
+    return embedding
 
 
 def tied(shape: ModelSection) -> tuple[tuple[str, ...], ...]:
