@@ -93,7 +93,11 @@ class Report:
     def advance(self) -> None:
         """One step more on the progress bar."""
         if self._progress is not None:
-            self._progress.start()
+            if not self._progress.live.is_started:
+                self._progress.start()
+                self._console.show_cursor(
+                    True
+                )  # the watchdog may end this process at once: the cursor must be there then
             self._progress.advance(self._task)
 
     def end_progress(self) -> None:
