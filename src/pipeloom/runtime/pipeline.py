@@ -20,6 +20,7 @@ from pipeloom.runtime.assembly import Assembly, assemble
 from pipeloom.runtime.batch import Microbatches, Weight, batch_rows, split_batch, split_sizes
 from pipeloom.runtime.buffers import BufferPool
 from pipeloom.runtime.layers import LayerSource
+from pipeloom.runtime.losses import PendingLoss
 from pipeloom.runtime.lowering import RankProgram, forward_only, lower
 from pipeloom.runtime.monitor import Monitor
 from pipeloom.runtime.options import RuntimeOptions
@@ -27,7 +28,7 @@ from pipeloom.runtime.rank import Loss, Rank, StepResult
 from pipeloom.runtime.shared_memory import SharedLinks, SharedMemoryTransport, machine
 from pipeloom.runtime.torch_transport import Links, TorchTransport
 from pipeloom.runtime.trace import clock_offset, gather_timeline
-from pipeloom.runtime.transport import InProcessTransport, Mailroom, Transport
+from pipeloom.runtime.transport import InProcessTransport, Mailroom, PeerGone, Transport
 from pipeloom.schedule.channels import Message
 from pipeloom.schedule.check import check
 from pipeloom.schedule.model import Schedule
@@ -101,6 +102,10 @@ class Pipeline:
         Returns:
             the mean loss over all targets of the batch, a 0-dim fp32 tensor, the same on every rank.
         """
+        return self.forward_backward(inputs, targets, **keywords).wait()
+
+    def forward_backward(self, inputs: Any, targets: Any, **keywords: Any) -> PendingLoss:
+        """As `step`, but returns when this rank is done: the loss is still on its way from a rank that may not be."""
         self._steps += 1
         self._rank.status.step = self._steps - 1
         self._rank.faults.at_step(self._steps - 1)
@@ -110,8 +115,9 @@ class Pipeline:
         for weight in shared:
             weight.grad = None  # only this step's part is summed over the holders
         self._result = self._run(self._program(None), batch)
-        for holders, weights in self._shared.items():
-            ties.sum_gradients(holders, self.rank, weights, self._control())
+        with self._telling():
+            for holders, weights in self._shared.items():
+                ties.sum_gradients(holders, self.rank, weights, self._control())
         for weight, old in zip(shared, before, strict=True):
             if old is not None and weight.grad is not None:
                 weight.grad += old
@@ -121,7 +127,7 @@ class Pipeline:
     def evaluate(self, inputs: Any, targets: Any, **keywords: Any) -> Tensor:
         """The mean loss, forward only. A batch of fewer rows than micro-batches is cut into one micro-batch a row."""
         batch = self._split(inputs, targets, keywords, self._forward_count(inputs))
-        return self._spread(self._run(self._program(batch.count), batch).loss)
+        return self._spread(self._run(self._program(batch.count), batch).loss).wait()
 
     @torch.no_grad()
     def predict(self, inputs: Any, **keywords: Any) -> Any:
@@ -136,11 +142,8 @@ class Pipeline:
 
     def _run(self, program: RankProgram, batch: Microbatches, keep_outputs: bool = False) -> StepResult:
         transport = self._transport(program)
-        try:
+        with self._telling():
             return drive(self._rank.run(program, batch, transport, keep_outputs=keep_outputs))
-        except Exception as error:
-            self._fail(error)
-            raise
 
     # -- what it holds ---------------------------------------------------------------------------------------------------
 
@@ -156,6 +159,11 @@ class Pipeline:
     def group(self) -> Any:
         """The pipeline's process group; None for one process."""
         return self.mesh.group
+
+    @property
+    def control(self) -> Any:
+        """A gloo group for small CPU messages between the ranks; None for one process."""
+        return None if self.mesh.group is None else self._links.control
 
     @property
     def peak_activations(self) -> int:
@@ -310,37 +318,61 @@ class Pipeline:
             sizes = tuple(split_sizes(rows, count))
         return split_batch(positional, targets, keywords, sizes, self._weight)
 
-    def _spread(self, loss: Tensor | None) -> Tensor:
+    def _spread(self, loss: Tensor | None) -> PendingLoss:
         """The sum of all ranks' shares of the loss. The rank that knows it sends it and does not wait: no barrier."""
         total = loss.clone() if loss is not None else torch.zeros((), dtype=torch.float32, device=self.device)
         if self.mesh.group is None:
-            return total
+            return PendingLoss(lambda: total)
         if len(self.schedule.routes) > 1:
-            self.mesh.group.allreduce([total]).wait()
-            return total
+            reduction = self.mesh.group.allreduce([total])
+            return PendingLoss(lambda: self._await_loss(reduction, total, None))
         source = self.schedule.placement[self.schedule.routes[0][-1]]
         if self.rank != source:
-            self.mesh.group.recv([total], source, _LOSS_TAG).wait()
-            return total
+            receipt = self.mesh.group.recv([total], source, _LOSS_TAG)
+            return PendingLoss(lambda: self._await_loss(receipt, total, source))
         for work, _ in self._loss_sends:  # of the step before: long received
             work.wait()
         others = [rank for rank in range(self.ranks) if rank != source]
         self._loss_sends = [(self.mesh.group.send([total], rank, _LOSS_TAG), total) for rank in others]
-        return total.clone()
+        known = total.clone()
+        return PendingLoss(lambda: known)
+
+    def _await_loss(self, work: Any, loss: Tensor, source: int | None) -> Tensor:
+        with self._telling():
+            try:
+                work.wait()
+            except RuntimeError as error:
+                if source is None:
+                    raise
+                raise PeerGone(source, f"it never sent the loss: {error}") from None
+        return loss
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """An exception inside is told to the other ranks."""
+        try:
+            yield
+        except Exception as error:
+            self._fail(error)
+            raise
 
     def _fail(self, error: Exception) -> None:
         """Tells the other ranks; raises DistributedError in place of an error that only says that a peer has gone."""
         status = self._rank.status
-        lost = status.waiting is not None and isinstance(error, RuntimeError)
-        if lost and status.waiting is not None:
-            text = f"rank {status.waiting.channel.source} is gone: rank {self.rank}, {status.words}: {error}"
+        peer: int | None = None
+        if isinstance(error, PeerGone):
+            peer = error.rank
+        elif status.waiting is not None and isinstance(error, RuntimeError):  # gloo's words for a closed connection
+            peer = status.waiting.channel.source
+        if peer is not None:
+            text = f"rank {peer} is gone: rank {self.rank}, {status.words}: {error}"
         else:
             trace = "".join(traceback.format_exception(error)).rstrip()
             text = f"rank {self.rank} failed: {status.words}\n{trace}"
         if self._monitor is not None:
             text = self._monitor.failed(text)
             self._monitor = None
-        if lost:
+        if peer is not None:
             raise DistributedError(
                 f"[rank {self.rank}] {status.words}\n[rank {self.rank}] stopped, because {text}"
             ) from None

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pipeloom.runtime.boundary import Boundary, Values, boundary_of
 from pipeloom.runtime.buffers import BufferPool
-from pipeloom.runtime.transport import Outgoing
+from pipeloom.runtime.transport import Outgoing, PeerGone
 from pipeloom.schedule.channels import Channel, Message
 
 _START = 64  # the data begins here; byte 0 says whether the receiver has still to read it
@@ -142,6 +142,8 @@ class SharedLinks:
                 break
             except BlockingIOError:
                 self.read_all(0.001)
+            except ConnectionError as error:
+                raise PeerGone(peer, error) from None
         for descriptor in descriptors:
             os.close(descriptor)
 
@@ -152,8 +154,10 @@ class SharedLinks:
             data, descriptors, _, _ = socket.recv_fds(inbox.connection, _NOTICE_BYTES, 64)
         except BlockingIOError:
             return False
+        except ConnectionError as error:
+            raise PeerGone(peer, error) from None
         if not data:
-            raise RuntimeError(f"rank {peer} has closed its connection")
+            raise PeerGone(peer, "it has closed its connection")
         kind, index, numbers, boundary, sizes, fresh = pickle.loads(data)
         for descriptor, size in zip(descriptors, sizes, strict=True):
             inbox.segments.append(_Segment(descriptor, size))

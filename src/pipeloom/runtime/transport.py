@@ -20,6 +20,14 @@ class Outgoing(NamedTuple):
     boundary: Boundary
 
 
+class PeerGone(RuntimeError):
+    """The connection to `rank` is closed."""
+
+    def __init__(self, rank: int, reason: object) -> None:
+        super().__init__(str(reason))
+        self.rank = rank
+
+
 class Transport(Protocol):
     """How messages move. One object a rank."""
 
