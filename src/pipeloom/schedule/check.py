@@ -155,7 +155,7 @@ def _shortest_cycle(waits: dict[int, list[tuple[Action, int]]]) -> list[tuple[in
         seen: set[int] = set()
         while paths:
             rank, path = paths.popleft()
-            if best and len(path) >= len(best):
+            if best and len(path) + 1 >= len(best):
                 break
             for need, owner in waits.get(rank, ()):
                 if owner == start:

@@ -1,0 +1,243 @@
+"""`simulate` and its timeline: times, idle by phase, memory, the critical path, period and bounds."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeloom import schedules
+from pipeloom.errors import ScheduleError, UsageError
+from pipeloom.schedule import Costs, Schedule, Timeline, check, lower_bound, period, simulate
+from pipeloom.schedule.families import FAMILIES, build
+from pipeloom.schedule.model import parts
+
+
+def naive_ends(schedule: Schedule, costs: Costs) -> dict[tuple[str, int, int], float]:
+    """End of every F, input gradient and W by repeated relaxation: slow, and written another way than the walk."""
+    f, i, w = (costs.per_stage(name, schedule.stages) for name in ("forward", "input_grad", "weight_grad"))
+    time = {"F": f, "I": i, "W": w, "B": [a + b for a, b in zip(i, w, strict=True)]}
+    ends: dict[tuple[str, int, int], float] = {}
+    clock, position = [0.0] * schedule.ranks, [0] * schedule.ranks
+    place = {stage: (route, at) for route in schedule.routes for at, stage in enumerate(route)}
+
+    def ready(rank: int, kind: str, stage: int, mb: int) -> float | None:
+        route, at = place[stage]
+        if kind == "F":
+            need = ("F", route[at - 1], mb) if at else None
+        elif kind == "W":
+            need = ("I", stage, mb)
+        else:
+            need = ("I", route[at + 1], mb) if at + 1 < len(route) else ("F", stage, mb)
+        if need is None:
+            return 0.0
+        if need not in ends:
+            return None
+        return ends[need] + costs.hop(schedule.placement[need[1]], rank)
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, program in enumerate(schedule.programs):
+            if position[rank] == len(program):
+                continue
+            actions = parts(program[position[rank]])
+            arrivals = [ready(rank, *action) for action in actions]
+            if None in arrivals:
+                continue
+            clock[rank] = max(clock[rank], *arrivals) + sum(time[kind][stage] for kind, stage, _ in actions)
+            for kind, stage, mb in actions:
+                ends["I" if kind == "B" else kind, stage, mb] = clock[rank]
+            position[rank] += 1
+            moved = True
+    assert position == [len(program) for program in schedule.programs]
+    return ends
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_walk_agrees_with_relaxation(name: str) -> None:
+    schedule = build(name, 4, 8)
+    stages = schedule.stages
+    costs = Costs(
+        tuple(1 + (s % 3) / 4 for s in range(stages)),
+        tuple(1.5 - (s % 2) / 4 for s in range(stages)),
+        0.75,
+        p2p=tuple(tuple(abs(a - b) / 8 for b in range(4)) for a in range(4)),
+        message=2.0,
+        bandwidth=64.0,
+    )
+    timeline = simulate(schedule, costs)
+    ends = naive_ends(schedule, costs)
+    for rank, program in enumerate(schedule.programs):
+        for at, cell in enumerate(program):
+            for kind, stage, mb in parts(cell):
+                assert timeline.ends[rank][at] == pytest.approx(ends["I" if kind == "B" else kind, stage, mb])
+
+
+def test_figures_of_a_small_timeline() -> None:
+    timeline = simulate(schedules.one_f_one_b(2, 2), Costs(1, 1, 1))
+    assert timeline.starts == ((0, 1, 4, 7), (1, 2, 4, 5))
+    assert timeline.ends == ((1, 2, 6, 9), (2, 4, 5, 7))
+    assert (timeline.makespan, timeline.busy, timeline.idle, timeline.spans) == (9, (6, 6), (3, 3), (9, 6))
+    assert timeline.bubble_ratio == 0.5
+    assert timeline.bubble_rate == pytest.approx(1 / 3)
+    assert timeline.span_bubble_rate == pytest.approx(1 / 3)
+    assert [tuple(idle) for idle in timeline.idle_by_phase] == [(2, 0, 1), (1, 0, 2)]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_idle_phases_add_up(name: str) -> None:
+    timeline = simulate(build(name, 4, 12), Costs(2, 2, 1, 0.25))
+    assert [phases.total for phases in timeline.idle_by_phase] == pytest.approx(list(timeline.idle))
+
+
+def test_peaks_and_held_share() -> None:
+    schedule = Schedule.of([["0F0", "0F1", "0I0", "0I1", "0F2", "0W0", "0W1", "0B2"]], placement=[0], microbatches=3)
+    assert simulate(schedule).peak_activations == (3,)
+    costs = Costs(activation=10, held=0.25)
+    timeline = simulate(schedule, costs)
+    assert timeline.peak_memory == (20,)
+    levels = [level for _, level in timeline.memory_curve[0]]
+    assert levels == [10, 20, 12.5, 5, 15, 12.5, 10, 0]
+
+
+def test_a_pair_holds_both_micro_batches() -> None:
+    schedule = Schedule.of([["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"]], placement=[0], microbatches=2)
+    timeline = simulate(schedule)
+    assert timeline.peak_activations == (2,)
+    assert timeline.memory_curve[0] == ((0, 1), (1, 2), (4, 1), (6, 0))
+
+
+def test_pair_times() -> None:
+    fused = Schedule.of([["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"]], placement=[0], microbatches=2)
+    split = Schedule.of([["0F0", "(0F1;0I0)OVERLAP_F_B", "0W0", "0B1"]], placement=[0], microbatches=2)
+    for costs, whole, half in (
+        (Costs(2, 3, 1), 6, 5),
+        (Costs(2, 3, 1, pair=4), 4, 3),
+        (Costs(2, 3, 1, pair=2), 2, 2),
+        (Costs(2, 3, 1, all_to_all=0.5), 3.5, 2.5),
+        (Costs(2, 3, 1, all_to_all=0.8), 4, 4),
+    ):
+        for schedule, expected in ((fused, whole), (split, half)):
+            timeline = simulate(schedule, costs)
+            assert timeline.ends[0][1] - timeline.starts[0][1] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv", "dualpipev"])
+def test_receivers_that_wait_for_the_hop(name: str) -> None:
+    schedule = build(name, 4, 12)
+    free, costs = Costs(), Costs(p2p=0.5)
+    overlapped, blocking = simulate(schedule, costs), simulate(schedule, costs, overlap_p2p=False)
+    assert simulate(schedule, free, overlap_p2p=False).ends == simulate(schedule, free).ends
+    assert blocking.makespan > overlapped.makespan
+    assert all(b >= a for x, y in zip(overlapped.ends, blocking.ends, strict=True) for a, b in zip(x, y, strict=True))
+
+
+def test_a_waiting_receiver_by_hand() -> None:
+    schedule = Schedule.of(
+        [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1F1", "1B0", "1B1"]], placement=[0, 1], microbatches=2
+    )
+    assert simulate(schedule, Costs(p2p=0.5)).starts[1] == (1.5, 2.5, 3.5, 5.5)
+    assert simulate(schedule, Costs(p2p=0.5), overlap_p2p=False).starts[1] == (1.5, 3.0, 4.0, 6.0)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("p2p", [0, 0.5])
+def test_critical_path(name: str, p2p: float) -> None:
+    """It starts at 0, ends at the makespan, and leaves no time between its entries but hops."""
+    timeline = simulate(build(name, 4, 8), Costs(1, 1.25, 0.75, p2p))
+    path = timeline.critical_path
+    assert timeline.starts[path[0][0]][path[0][1]] == 0
+    assert timeline.ends[path[-1][0]][path[-1][1]] == timeline.makespan
+    for (rank, at), (following, then) in zip(path, path[1:], strict=False):
+        hop = p2p if rank != following else 0
+        assert timeline.starts[following][then] == pytest.approx(timeline.ends[rank][at] + hop)
+
+
+def test_a_schedule_that_cannot_run() -> None:
+    with pytest.raises(ScheduleError, match="deadlocks"):
+        simulate(schedules.interleaved(4, 5, 3, rounds="paper"))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Costs(forward=-1), "forward is -1"),
+        (lambda: Costs(input_grad=math.nan), "input-grad is nan"),
+        (lambda: Costs(weight_grad=(1.0, math.inf)), "weight-grad is inf"),
+        (lambda: Costs(held=1.5), "held is 1.5; it is a share"),
+        (lambda: Costs(all_to_all=(0.5, 2)), "all-to-all"),
+        (lambda: Costs(pair=-2), "pair is -2"),
+        (lambda: Costs(bandwidth=0), "bandwidth is 0"),
+        (
+            lambda: simulate(schedules.gpipe(3, 2), Costs(forward=(1, 2))),
+            "forward has 2 values and the schedule 3 stages",
+        ),
+        (lambda: simulate(schedules.gpipe(3, 2), Costs(p2p=((0, 1), (1, 0)))), "p2p is not a 3 x 3 matrix"),
+    ],
+)
+def test_costs_refuse(make: object, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        make()  # type: ignore[operator]
+
+
+def test_scaled_costs() -> None:
+    scaled = Costs((1, 2), 3, 4, 0.5, activation=8, pair=6).scaled(0.5)
+    assert scaled == Costs((0.5, 1), 1.5, 2, 0.5, activation=4, pair=3)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize(
+    "costs", [Costs(), Costs(1, 2, 0.5, 0.3), Costs(1, 1, 0.5, 0.1, all_to_all=0.5), Costs(pair=2)]
+)
+def test_lower_bound_holds(name: str, p: int, costs: Costs) -> None:
+    schedule = build(name, p, 4 * p)
+    timeline = simulate(schedule, costs)
+    assert 0 < lower_bound(schedule, costs) <= timeline.makespan + 1e-9
+    if not schedule.has_split:
+        fused = lower_bound(schedule, costs, split_backward=False)
+        assert lower_bound(schedule, costs) <= fused <= timeline.makespan + 1e-9
+
+
+def test_lower_bound_is_reached() -> None:
+    schedule = schedules.one_f_one_b(4, 8)
+    assert lower_bound(schedule, split_backward=False) == simulate(schedule).makespan == 33
+    assert lower_bound(schedules.zb_h2(4, 8)) == simulate(schedules.zb_h2(4, 8)).makespan == 27
+
+
+@pytest.mark.parametrize(("name", "expected"), [("1f1b", 93), ("zb-h1", 79), ("zb-h2", 72), ("gpipe", 93)])
+def test_period_literals(name: str, expected: float) -> None:
+    assert period(build(name, 8, 24)) == expected
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_period_lies_between_work_and_makespan(name: str) -> None:
+    timeline = simulate(build(name, 4, 8), Costs(1, 1.25, 0.75, 0.2))
+    steps = period(timeline.schedule, timeline.costs)
+    assert max(timeline.busy) - 1e-9 <= steps <= timeline.makespan + 1e-9
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    p=st.integers(1, 6),
+    m=st.integers(1, 12),
+    v=st.integers(1, 4),
+    times=st.lists(st.floats(0.1, 4), min_size=72, max_size=72),
+    p2p=st.floats(0, 1),
+)
+def test_uneven_stages(p: int, m: int, v: int, times: list[float], p2p: float) -> None:
+    """Whatever the costs: all work is done, on time, and no rank does two things at once."""
+    stages = p * v
+    costs = Costs(tuple(times[:stages]), tuple(times[24 : 24 + stages]), tuple(times[48 : 48 + stages]), p2p)
+    for schedule in (schedules.interleaved(p, m, v), schedules.interleaved_zb(p, m, v, costs=costs)):
+        check(schedule)
+        timeline: Timeline = simulate(schedule, costs)
+        assert sum(timeline.busy) == pytest.approx(
+            m * (sum(times[:stages]) + sum(times[24 : 24 + stages]) + sum(times[48 : 48 + stages]))
+        )
+        for starts, ends in zip(timeline.starts, timeline.ends, strict=True):
+            assert all(end <= start + 1e-9 for end, start in zip(ends, starts[1:], strict=False))
+        assert lower_bound(schedule, costs) <= timeline.makespan + 1e-6
