@@ -15,7 +15,9 @@ import torch.distributed as dist
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
-def _child(function: Callable[..., Any], rank: int, world: int, port: int, results: Any, arguments: tuple[Any, ...]) -> None:
+def _child(
+    function: Callable[..., Any], rank: int, world: int, port: int, results: Any, arguments: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))

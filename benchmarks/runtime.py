@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from processes import run_ranks
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 import pipeloom as pl
 from pipeloom.runtime import Pipeline
+from processes import run_ranks
 
 PAIRS = 15
 
@@ -79,13 +79,17 @@ def total(output: Tensor, target: Tensor) -> Tensor:
     return output.sum()
 
 
-def torch_step(name: str, rank: int, ranks: int, chunks: int, m: int, layers: list[nn.Module], loss: Any) -> Callable[[Tensor, Tensor], None]:
+def torch_step(
+    name: str, rank: int, ranks: int, chunks: int, m: int, layers: list[nn.Module], loss: Any
+) -> Callable[[Tensor, Tensor], None]:
     """One step of torch's own runtime over the same layers."""
     stages = ranks * chunks
     each = len(layers) // stages
     held = [c * ranks + rank for c in range(chunks)]
     parts = [
-        PipelineStage(nn.Sequential(*layers[s * each : (s + 1) * each]), s, stages, torch.device("cpu"), group=dist.group.WORLD)
+        PipelineStage(
+            nn.Sequential(*layers[s * each : (s + 1) * each]), s, stages, torch.device("cpu"), group=dist.group.WORLD
+        )
         for s in held
     ]
     if name == "interleaved":
@@ -100,7 +104,17 @@ def torch_step(name: str, rank: int, ranks: int, chunks: int, m: int, layers: li
     return step
 
 
-def compare(rank: int, name: str, ranks: int, m: int, chunks: int, make: Callable[[int], nn.Module], each: int, shape: Any, loss: Any = mse) -> Any:
+def compare(
+    rank: int,
+    name: str,
+    ranks: int,
+    m: int,
+    chunks: int,
+    make: Callable[[int], nn.Module],
+    each: int,
+    shape: Any,
+    loss: Any = mse,
+) -> Any:
     """(our step times, torch's, our measured timeline) of alternating steps on this rank."""
     layers = ranks * chunks * each
     schedule = pl.schedules.build(name, ranks, m, chunks if chunks > 1 else None)
@@ -203,7 +217,9 @@ def serial_seconds(m: int, blocks: int) -> float:
 def blocks() -> None:
     m = 8
     alone = serial_seconds(m, 8)
-    print(f"8 transformer blocks, width 256, 128 tokens, micro-batch 4, m = {m}, 2 processes; one process: {alone * 1e3:.0f} ms")
+    print(
+        f"8 transformer blocks, width 256, 128 tokens, micro-batch 4, m = {m}, 2 processes; one process: {alone * 1e3:.0f} ms"
+    )
     print(f"{'schedule':24}{'ours ms':>9}{'torch ms':>10}{'ratio':>8}{'efficiency':>12}{'torch':>8}")
     for name, chunks in (("1f1b", 1), ("interleaved", 2)):
         results = run_ranks(compare, 2, name, 2, m, chunks, lambda i: Block(), 8 // (2 * chunks), (m * 4, 128, 256))

@@ -22,7 +22,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _child(function: Callable[..., Any], rank: int, world: int, port: int, results: Any, arguments: tuple[Any, ...]) -> None:
+def _child(
+    function: Callable[..., Any], rank: int, world: int, port: int, results: Any, arguments: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     try:
@@ -64,7 +66,9 @@ def _collect(results: Any, workers: list[Any], timeout: float) -> list[Any]:
         try:
             rank, state, value = results.get(timeout=0.5)
         except queue.Empty:
-            assert time.monotonic() < deadline, f"ranks {sorted(set(range(len(workers))) - set(found))} take over {timeout} s"
+            assert time.monotonic() < deadline, (
+                f"ranks {sorted(set(range(len(workers))) - set(found))} take over {timeout} s"
+            )
             dead = [r for r, w in enumerate(workers) if w.exitcode not in (None, 0) and r not in found]
             assert not dead or not results.empty(), f"ranks {dead} ended with {[workers[r].exitcode for r in dead]}"
             continue

@@ -24,16 +24,17 @@ class BufferPool:
     def take(self, spec: TensorSpec) -> Tensor:
         """An uninitialized tensor of this shape and dtype."""
         free = self._free[spec.dtype, spec.shape]
-        while free:
-            buffer = free.pop()
+        for at, buffer in enumerate(free):
             if _holders(buffer) == 1:
-                return buffer
+                return free.pop(at)
         self.made += 1
         return spec.empty(self.device)
 
     def give(self, buffer: Tensor) -> None:
         """Hands a buffer back."""
-        self._free[buffer.dtype, tuple(buffer.shape)].append(buffer)
+        # A new tensor on the same storage: a weight gradient that waits, say, may still hold the old one itself, and only
+        # tensors are counted.
+        self._free[buffer.dtype, tuple(buffer.shape)].append(buffer.detach())
 
 
 def _holders(buffer: Tensor) -> int:

@@ -1,0 +1,217 @@
+"""I now, W later: gradients equal the fused backward's, for every kind of layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import pipeloom as pl
+from models import WIDTH, Block, batch, gradients, mse, serial, worst
+from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
+from pipeloom.runtime.batch import split_sizes
+from pipeloom.schedule.actions import Action
+from pipeloom.schedule.model import Schedule
+from processes import run_ranks
+
+
+def zero_bubble(m: int = 6) -> Schedule:
+    return pl.schedules.build("zb-h1", 2, m)
+
+
+def agree(layers: list[Layer], schedule: Schedule, rows: int = 13, tolerance: float = 1e-6) -> LocalPipeline:
+    """A step of `schedule` has the loss and gradients of one process; returns the pipeline."""
+    x, y = batch(rows)
+    pipeline = LocalPipeline(layers, schedule, loss=mse)
+    loss = pipeline.step(x, y)
+    want_loss, want = serial(layers, x, y, split_sizes(rows, schedule.microbatches))
+    assert abs(loss - want_loss) <= 1e-6
+    assert worst(gradients(pipeline), want) <= tolerance
+    return pipeline
+
+
+def seeded(seed: int, make: Callable[[], nn.Module]) -> Layer:
+    def build() -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return make()
+
+    return Layer(f"layer{seed}", build)
+
+
+class LinearLast(nn.Module):
+    """Its last operation hands the output's gradient to a linear layer as it is: the ledger holds the received buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(x))
+
+
+class Shared(nn.Module):
+    """One weight used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(torch.tanh(self.linear(x)))  # type: ignore[no-any-return]
+
+
+class Recomputed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+class Counted(torch.autograd.Function):
+    """A function that owns input and weight, and counts its backwards."""
+
+    runs = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        Counted.runs += 1
+        x, weight = ctx.saved_tensors
+        (g,) = gradients
+        return g @ weight.t(), x.flatten(0, -2).t() @ g.flatten(0, -2)
+
+
+class Owner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Counted.apply(x, self.weight)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Two(nn.Module):
+    """Two outputs, from one linear layer each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.left(x), self.right(x)
+
+
+class Join(nn.Module):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return a * torch.tanh(b)
+
+
+@pytest.mark.parametrize("make", [LinearLast, Shared, Recomputed, Owner, lambda: Block(1)])
+def test_gradients_are_those_of_the_fused_backward(make: Callable[[], nn.Module]) -> None:
+    agree([seeded(i, make) for i in range(4)], zero_bubble())
+
+
+def test_a_custom_function_runs_its_backward_once() -> None:
+    layers = [seeded(i, Owner) for i in range(4)]
+    x, y = batch(13)
+    pipeline = LocalPipeline(layers, zero_bubble(6), loss=mse)
+    Counted.runs = 0
+    pipeline.step(x, y)
+    assert Counted.runs == 4 * 6
+
+
+def test_several_outputs_cross_the_boundary() -> None:
+    agree([seeded(0, Two), Layer("join", Join)], zero_bubble())
+
+
+@pytest.mark.parametrize("frozen", [1, 2, 3])
+def test_the_first_trainable_stage_after_frozen_ones_gets_its_gradient(frozen: int) -> None:
+    def build(i: int) -> nn.Module:
+        return Block(i).requires_grad_(i >= frozen)
+
+    agree([Layer(f"block{i}", lambda i=i: build(i)) for i in range(4)], pl.schedules.build("zb-h1", 4, 6))
+
+
+def test_activations_go_at_i_and_weight_inputs_at_w() -> None:
+    """Between I and W only what the weight gradient needs is alive."""
+    pipeline = agree([seeded(i, LinearLast) for i in range(2)], zero_bubble())
+    assert pipeline.peak_activations == pl.simulate(zero_bubble()).peak_activations
+
+
+def _changed(schedule: Schedule, edit: Callable[[list[list[Any]]], None]) -> Schedule:
+    programs = [list(program) for program in schedule.programs]
+    edit(programs)
+    return Schedule.of(programs, placement=schedule.placement, microbatches=schedule.microbatches)
+
+
+def test_mutations_are_refused_or_wrong() -> None:
+    """W dropped, W doubled, I of the wrong micro-batch: `check` refuses; run unchecked, the gradients are wrong."""
+    schedule = zero_bubble(4)
+    layers = [seeded(i, LinearLast) for i in range(2)]
+    x, y = batch(9)
+    _, want = serial(layers, x, y, split_sizes(9, 4))
+    last = Action("W", 1, 3)
+    dropped = _changed(schedule, lambda p: p[1].remove(last))
+    doubled = _changed(schedule, lambda p: p[1].append(last))
+    first = schedule.programs[1].index(Action("I", 1, 0))
+    swapped = _changed(schedule, lambda p: p[1].__setitem__(first, Action("I", 1, 1)))
+    for broken in (dropped, doubled, swapped):
+        with pytest.raises(pl.ScheduleError):
+            pl.check(broken)
+    pipeline = LocalPipeline(layers, dropped, loss=mse, check_first=False)
+    pipeline.step(x, y)
+    assert worst(gradients(pipeline), want) > 1e-2
+
+
+def _work(rank: int, schedule: Schedule, transport: str) -> tuple[dict[str, Tensor], int]:
+    pipeline = Pipeline(
+        [seeded(i, LinearLast) for i in range(4)], schedule, loss=mse, options=RuntimeOptions(transport=transport)
+    )
+    x, y = batch(17)
+    for _ in range(3):  # buffers are used again from the second step on
+        pipeline.zero_grad()
+        pipeline.step(x, y)
+    found = gradients(pipeline)
+    made = pipeline._pool.made
+    pipeline.step(x, y)
+    assert pipeline._pool.made <= made + 2
+    pipeline.close()
+    return found, made
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("transport", ["shared", "individual"])
+def test_a_received_gradient_is_not_overwritten_while_its_weight_gradient_waits(transport: str) -> None:
+    schedule = pl.schedules.build("zb-h2", 2, 8)
+    x, y = batch(17)
+    _, want = serial([seeded(i, LinearLast) for i in range(4)], x, y, split_sizes(17, 8))
+    results = run_ranks(_work, 2, schedule, transport)
+    assert worst({k: v for found, _ in results for k, v in found.items()}, want) <= 1e-6
+
+
+def _forgetful(rank: int) -> dict[str, Tensor]:
+    pipeline = Pipeline([seeded(i, LinearLast) for i in range(2)], pl.schedules.build("dualpipe", 2, 4), loss=mse)
+    pipeline._shared = {}
+    x, y = batch(9)
+    pipeline.step(x, y)
+    found = gradients(pipeline)
+    pipeline.close()
+    return found
+
+
+@pytest.mark.dist
+def test_a_replicas_gradient_forgotten_is_seen() -> None:
+    x, y = batch(9)
+    _, want = serial([seeded(i, LinearLast) for i in range(2)], x, y, split_sizes(9, 4))
+    assert worst(run_ranks(_forgetful, 2)[0], want) > 1e-2
