@@ -14,7 +14,7 @@ from pipeloom.schedule.simulate import simulate
 
 PATIENCE = (0.5, 0.75, 1.0)
 SHY = 1.05  # A W planned 5 % too long, with hops twice as much, keeps out of gaps that it would only just fit.
-MANY = 20_000
+MANY = 1_500
 
 
 def v_schedule(name: str, sizes: tuple[int, int], costs: Costs | None, blocks: Sequence[Block], room: int) -> Schedule:
