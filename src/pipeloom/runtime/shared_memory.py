@@ -16,7 +16,8 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from pipeloom.schedule.channels import Channel, Message
 _START = 64  # the data begins here; byte 0 says whether the receiver has still to read it
 _SPIN_SECONDS = 100e-6
 _NOTICE_BYTES = 65536
+_DESCRIPTORS_NEXT = b"+"  # the notice after this one brings descriptors of new memory
 
 
 def machine() -> str | None:
@@ -50,6 +52,7 @@ class _Segment:
         self.size = size
         self.map = mmap.mmap(descriptor, size)
         self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)[_START:]
+        self._view: tuple[Any, Tensor] | None = None
 
     @classmethod
     def create(cls, bytes_of_data: int) -> tuple[_Segment, int]:
@@ -59,7 +62,10 @@ class _Segment:
         return cls(descriptor, size), descriptor
 
     def tensor(self, like: Tensor) -> Tensor:
-        return self.bytes[: like.numel() * like.element_size()].view(like.dtype).view(like.shape)
+        key = (like.dtype, like.shape)
+        if self._view is None or self._view[0] != key:
+            self._view = key, self.bytes[: like.numel() * like.element_size()].view(like.dtype).view(like.shape)
+        return self._view[1]
 
 
 class _Outbox:
@@ -92,6 +98,7 @@ class _Inbox:
         self.connection = connection
         self.segments: list[_Segment] = []
         self.boundaries: list[Boundary] = []
+        self.descriptors_next = False
 
 
 class SharedLinks:
@@ -133,31 +140,43 @@ class SharedLinks:
     def notify(self, peer: int, notice: bytes, descriptors: list[int]) -> None:
         """Sends a notice; reads from everyone while the peer's socket is full."""
         connection = self.outboxes[peer].connection
+        if not descriptors:
+            self._push(peer, partial(connection.send, notice))
+            return
+        self._push(peer, partial(connection.send, _DESCRIPTORS_NEXT))
+        self._push(peer, partial(socket.send_fds, connection, [notice], descriptors))
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def _push(self, peer: int, send: Callable[[], int]) -> None:
         while True:
             try:
-                if descriptors:
-                    socket.send_fds(connection, [notice], descriptors)
-                else:
-                    connection.send(notice)
-                break
+                send()
+                return
             except BlockingIOError:
                 self.read_all(0.001)
             except ConnectionError as error:
                 raise PeerGone(peer, error) from None
-        for descriptor in descriptors:
-            os.close(descriptor)
 
     def read(self, peer: int) -> bool:
         """Reads one notice of `peer`, if there is one."""
         inbox = self.inboxes[peer]
         try:
-            data, descriptors, _, _ = socket.recv_fds(inbox.connection, _NOTICE_BYTES, 64)
+            descriptors: list[int] = []
+            if inbox.descriptors_next:  # asked for only then: it takes longer than all the rest of a small message
+                data, descriptors, _, _ = socket.recv_fds(inbox.connection, _NOTICE_BYTES, 64)
+                inbox.descriptors_next = False
+            else:
+                data = inbox.connection.recv(_NOTICE_BYTES)
         except BlockingIOError:
             return False
         except ConnectionError as error:
             raise PeerGone(peer, error) from None
         if not data:
             raise PeerGone(peer, "it has closed its connection")
+        if data == _DESCRIPTORS_NEXT:
+            inbox.descriptors_next = True
+            return self.read(peer)
         kind, index, numbers, boundary, sizes, fresh = pickle.loads(data)
         for descriptor, size in zip(descriptors, sizes, strict=True):
             inbox.segments.append(_Segment(descriptor, size))
