@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from pipeloom.cli import requests
+from pipeloom.cli import papers, requests
 from pipeloom.errors import PipeloomError, UsageError
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ class Row(NamedTuple):
 
 def command(
     names: Annotated[
-        list[str], typer.Argument(metavar="NAME[:key=value,…] …", help="Schedules, with options; or: all.")
-    ],
+        list[str] | None, typer.Argument(metavar="NAME[:key=value,…] …", help="Schedules, with options; or: all.")
+    ] = None,
     ranks: requests.Ranks = None,
     microbatches: requests.Microbatches = None,
     chunks: requests.Chunks = None,
@@ -49,13 +49,26 @@ def command(
     p2p: requests.P2p = "0",
     held: requests.Held = "1",
     as_json: requests.Json = False,
+    paper: Annotated[
+        str | None, typer.Option("--paper", metavar="NAME", help="Recompute a paper's table: zero-bubble.")
+    ] = None,
 ) -> None:
     """Compare schedules that do the same work: costs are those of 1/p of the model, divided by the chunks.
 
     pipeloom compare 1f1b interleaved:chunks=4 gpipe --ranks 4 --microbatches 8
 
     pipeloom compare all --ranks 8 --microbatches 32
+
+    pipeloom compare --paper zero-bubble
     """
+    if paper is not None:
+        if names:
+            raise UsageError(f"--paper has its own schedules; leave out {' '.join(names)}")
+        found = papers.recompute(paper)
+        print(json.dumps({"paper": paper, "rows": found}, allow_nan=False) if as_json else papers.table(found))
+        return
+    if not names:
+        raise UsageError("name the schedules to compare, or: all")
     from pipeloom.schedule.families import FAMILIES
 
     costs = requests.costs_of(forward, input_grad, weight_grad, p2p, held)
