@@ -92,6 +92,9 @@ class OptimizerSection(Section):
     betas: tuple[Fraction, Fraction] = Field(strict=False, description="AdamW's two averages")
     warmup_steps: Whole = Field(description="steps of linear warm-up")
     clip_norm: NotNegative = Field(description="largest global gradient norm; 0: no clipping")
+    barrier: bool = Field(
+        description="wait for the global norm in each step; false: step first, take it back if need be"
+    )
 
 
 class DataSection(Section):

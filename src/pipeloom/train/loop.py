@@ -16,13 +16,14 @@ from pipeloom.runtime import Pipeline
 from pipeloom.schedule import Timeline
 from pipeloom.train.batches import Batch, sample, spread
 from pipeloom.train.build import build_pipeline
-from pipeloom.train.collect import maxima, sums
+from pipeloom.train.collect import gather, maxima
 from pipeloom.train.corpus import read_corpus
 from pipeloom.train.metrics import StepMetrics, memory_in_use, model_flops_utilization, shared_cores, simulated
-from pipeloom.train.optimizer import clip, make_optimizer, set_rate, square_norm
+from pipeloom.train.optimizer import clip, global_norm, make_optimizer, set_rate, square_norm
 from pipeloom.train.rate import learning_rate
 from pipeloom.train.report import Report
 from pipeloom.train.sample import generate
+from pipeloom.train.speculative import Outcome, SpeculativeOptimizer
 from pipeloom.train.tokenizer import ByteTokenizer
 
 if TYPE_CHECKING:
@@ -73,33 +74,60 @@ class Trainer:
         self._report = report
         self._optimizer = make_optimizer(pipeline.named_parameters(), config.optimizer)
         self._seconds: list[float] = []
+        self._speculative: SpeculativeOptimizer | None = None
+        if not config.optimizer.barrier:
+            self._speculative = SpeculativeOptimizer(pipeline, self._optimizer, config.optimizer.clip_norm)
 
     def train(self, text: Tensor) -> None:
         """All steps. Raises Preempted after a step in which a worker was told to stop."""
         options = self.config.train
         self.pipeline.train()
+        final = 0
         for step in range(options.steps):
             start = time.perf_counter()
             batch = sample(text, options.seed, step, options.global_batch_size, options.seq_len)
             rate = learning_rate(step, options.steps, self.config.optimizer)
-            loss, norm, stop = self.step(batch, rate)
+            logs = step + 1 == options.steps or (step + 1) % self.config.log.every == 0
+            outcomes = self._final_steps(batch, rate, logs)
             self._seconds.append(time.perf_counter() - start)
-            last = stop or step + 1 == options.steps
-            if self._report is not None:
-                self._report.record("step", step=step + 1, loss=loss, grad_norm=norm, lr=rate)
-                self._report.advance()
-            if not math.isfinite(norm):
-                raise PipeloomError(
-                    f"step {step + 1}: the loss is {loss} and the gradient norm {norm}; training diverged: "
-                    f"use a smaller optimizer.lr than {self.config.optimizer.lr}, or a longer optimizer.warmup_steps"
-                )
-            if last or (step + 1) % self.config.log.every == 0:
-                self._log(step + 1, loss, norm, rate)
+            for outcome in outcomes:
+                final += 1
+                self._record(final, outcome)
+            stop = any(outcome.stop for outcome in outcomes)
+            if logs or stop:
+                self._log(step + 1, outcomes[-1])
             if stop:
                 self.pipeline.close()
                 raise Preempted(f"stopped after step {step + 1} of {options.steps}, as asked")
         if self._report is not None:
             self._report.end_progress()
+
+    def _final_steps(self, batch: Batch, rate: float, settle: bool) -> list[Outcome]:
+        """Makes one step, and returns those that are final after it: with a barrier this step.
+
+        Without one the step before it, and this one too if `settle` asks or training ends here.
+        """
+        if self._speculative is None:
+            loss, norm, stop = self.step(batch, rate)
+            return [Outcome(loss, norm, rate, stop)]
+        device = self.pipeline.device
+        tokens, targets = batch.tokens.to(device), batch.targets.to(device)
+        outcomes = [self._speculative.step(tokens, targets, rate, self._context.stop_requested)]
+        if settle or any(each is not None and (each.stop or not math.isfinite(each.norm)) for each in outcomes):
+            outcomes.append(self._speculative.settle())
+        return [outcome for outcome in outcomes if outcome is not None]
+
+    def _record(self, step: int, outcome: Outcome) -> None:
+        """Writes a final step down. Raises PipeloomError when training has diverged."""
+        loss, norm = outcome.loss, outcome.norm
+        if self._report is not None:
+            self._report.record("step", step=step, loss=loss, grad_norm=norm, lr=outcome.rate)
+            self._report.advance()
+        if not math.isfinite(norm):
+            raise PipeloomError(
+                f"step {step}: the loss is {loss} and the gradient norm {norm}; training diverged: "
+                f"use a smaller optimizer.lr than {self.config.optimizer.lr}, or a longer optimizer.warmup_steps"
+            )
 
     def step(self, batch: Batch, rate: float) -> tuple[float, float, bool]:
         """One optimizer step: (loss, global gradient norm before clipping, whether any worker was told to stop)."""
@@ -107,14 +135,14 @@ class Trainer:
         loss = self.pipeline.step(batch.tokens.to(device), batch.targets.to(device))
         held = [(name, p.grad) for name, p in self.pipeline.named_parameters() if p.grad is not None]
         own = square_norm([gradient for name, gradient in held if self.pipeline.owns(name)])
-        total, stops = sums(self.pipeline, [own, float(self._context.stop_requested)])
-        norm = math.sqrt(total)
+        rows = gather(self.pipeline, [own, float(self._context.stop_requested)])
+        norm = global_norm([row[0] for row in rows])
         clip([gradient for _, gradient in held], norm, self.config.optimizer.clip_norm)
         set_rate(self._optimizer, rate)
         if self._optimizer is not None and math.isfinite(norm):
             self._optimizer.step()
         self.pipeline.zero_grad()
-        return loss.item(), norm, stops > 0
+        return loss.item(), norm, any(row[1] for row in rows)
 
     def held_out_loss(self, batches: list[Batch]) -> float:
         """The mean over all targets of the batches, nats; the same on every rank."""
@@ -126,7 +154,7 @@ class Trainer:
             count += batch.targets.numel()
         return total / count
 
-    def _log(self, step: int, loss: float, norm: float, rate: float) -> None:
+    def _log(self, step: int, outcome: Outcome) -> None:
         """The figures since the last line; measures the step's bubble, which takes all ranks."""
         options, pipeline = self.config.train, self.pipeline
         measured = pipeline.timeline()
@@ -139,9 +167,9 @@ class Trainer:
         self._report.step(
             StepMetrics(
                 step=step,
-                loss=loss,
-                grad_norm=norm,
-                lr=rate,
+                loss=outcome.loss,
+                grad_norm=outcome.norm,
+                lr=outcome.rate,
                 step_time=seconds,
                 tps=options.global_batch_size * options.seq_len / seconds,
                 memory=memory,

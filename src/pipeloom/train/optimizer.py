@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -37,6 +38,14 @@ def square_norm(gradients: Sequence[Tensor]) -> float:
     wide = max((gradient.dtype for gradient in gradients), key=lambda dtype: dtype.itemsize)
     norms = torch._foreach_norm(list(gradients), 2, dtype=wide if wide.itemsize > 4 else torch.float32)
     return float(torch.stack(norms).double().square().sum())
+
+
+def global_norm(squares: Sequence[float]) -> float:
+    """The norm over all ranks from each rank's `square_norm`, in rank order: added in that order, so that all get the same."""
+    total = 0.0
+    for square in squares:
+        total += square
+    return math.sqrt(total)
 
 
 def clip(gradients: Sequence[Tensor], norm: float, most: float) -> None:

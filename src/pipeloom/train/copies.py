@@ -1,0 +1,78 @@
+"""Exact copies of what a training step changes, so that it can be taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeloom.runtime import Pipeline
+
+
+class Copies:
+    """Exact copies of tensors, in memory that is kept from one time to the next."""
+
+    def __init__(self) -> None:
+        self._originals: list[Tensor] = []
+        self._copies: list[Tensor] = []
+
+    @torch.no_grad()
+    def take(self, tensors: Sequence[Tensor]) -> None:
+        if [(t.shape, t.dtype) for t in tensors] != [(t.shape, t.dtype) for t in self._copies]:
+            self._copies = [torch.empty_like(tensor) for tensor in tensors]
+        self._originals = [tensor.detach() for tensor in tensors]
+        if self._copies:
+            torch._foreach_copy_(self._copies, self._originals)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        if self._copies:
+            torch._foreach_copy_(self._originals, self._copies)
+
+
+class OptimizerCopy:
+    """An optimizer's parameters and state as they were."""
+
+    def __init__(self) -> None:
+        self._copies = Copies()
+        self._state: dict[Any, dict[str, Any]] = {}
+
+    def take(self, optimizer: torch.optim.Optimizer | None) -> None:
+        if optimizer is None:
+            return
+        self._state = {parameter: dict(state) for parameter, state in optimizer.state.items()}
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        values = [value for state in self._state.values() for value in state.values() if isinstance(value, Tensor)]
+        self._copies.take([*parameters, *values])
+
+    def restore(self, optimizer: torch.optim.Optimizer | None) -> None:
+        if optimizer is None:
+            return
+        self._copies.restore()
+        optimizer.state.clear()  # a parameter's first gradient may have made state that was not there
+        optimizer.state.update({parameter: dict(state) for parameter, state in self._state.items()})
+
+
+class Surroundings:
+    """What a forward pass changes beside gradients: buffers (running statistics) and the random state."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        trained = {name for name, _ in pipeline.named_parameters()}
+        self._buffers = [value for name, value in pipeline.state_dict().items() if name not in trained]
+        self._device = pipeline.device
+        self._copies = Copies()
+        self._random: list[Tensor] = []
+
+    def take(self) -> None:
+        self._copies.take(self._buffers)
+        self._random = [torch.get_rng_state()]
+        if self._device.type == "cuda":
+            self._random.append(torch.cuda.get_rng_state(self._device))
+
+    def restore(self) -> None:
+        self._copies.restore()
+        torch.set_rng_state(self._random[0])
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(self._random[1], self._device)

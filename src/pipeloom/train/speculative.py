@@ -1,0 +1,159 @@
+"""Optimizer steps without a barrier: a rank steps before it knows the global gradient norm, and takes the step back if need be.
+
+Clipping, and skipping what is not finite, need the gradients of all ranks: a barrier in every step, after which the pipeline
+fills anew. Here a rank whose own gradients give no cause to clip steps at once, and everyone's numbers are compared after
+the next forward and backward (zero-bubble pipelines, arXiv 2401.10241, section 4; there numbers travel along the pipeline
+and a step is undone by arithmetic, here they go straight to every rank and exact copies are put back). Losses and weights are
+bitwise those of a barrier.
+
+Every rank sends the same kinds of messages in every step, whatever it decides, so that no rank waits for one that never comes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.runtime import Pipeline
+from pipeloom.runtime.losses import PendingLoss
+from pipeloom.train.copies import OptimizerCopy, Surroundings
+from pipeloom.train.exchange import Exchange
+from pipeloom.train.optimizer import clip, global_norm, set_rate, square_norm
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A step that nothing can change any more; the same on every rank.
+
+    Attributes:
+        loss: nats, the mean over the batch's targets.
+        norm: the global gradient norm before clipping; not finite: the step was skipped.
+        rate: the learning rate.
+        stop: whether any rank was told to stop.
+        rolled_back: whether any rank had to take its step back.
+    """
+
+    loss: float
+    norm: float
+    rate: float
+    stop: bool
+    rolled_back: bool = False
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step that this rank has made and the others have not confirmed; `gradients` only where it may have to be redone."""
+
+    loss: PendingLoss
+    rate: float
+    exchange: Exchange
+    speculated: bool
+    gradients: list[tuple[nn.Parameter, Tensor]]
+
+
+class SpeculativeOptimizer:
+    """The steps of one rank; every rank of the pipeline makes one, and calls it in the same order.
+
+    Memory: copies of parameters and optimizer state on this rank, and the gradients of one more step. The optimizer must
+    change its state's tensors in place, as those of torch do.
+
+    Args:
+        optimizer: of this rank's parameters; None where it has none.
+        clip_norm: largest global gradient norm; 0: no clipping.
+    """
+
+    def __init__(self, pipeline: Pipeline, optimizer: torch.optim.Optimizer | None, clip_norm: float) -> None:
+        self.rollbacks = 0  # steps that any rank took back
+        self.speculations = 0  # steps that this rank made before it knew the norm
+        self._pipeline = pipeline
+        self._optimizer = optimizer
+        self._clip_norm = clip_norm
+        self._pending: _Step | None = None
+        self._calm = False
+        self._before_step = OptimizerCopy()
+        self._before_forward = Surroundings(pipeline)
+
+    def step(self, inputs: Any, targets: Any, rate: float, stop: bool = False) -> Outcome | None:
+        """Forward, backward and optimizer step; returns the step before this one, which is final now (None at first).
+
+        Args:
+            inputs, targets: the batch, as for `Pipeline.step`.
+            rate: the learning rate.
+            stop: whether this rank was told to stop: every rank's outcome of this step says so.
+        """
+        self._before_forward.take()
+        loss = self._pipeline.forward_backward(inputs, targets)
+        before, wrong_weights = self._confirm()
+        if wrong_weights:
+            loss.wait()
+            self._before_forward.restore()
+            loss = self._pipeline.forward_backward(inputs, targets)
+        self._advance(loss, rate, stop)
+        return before
+
+    def settle(self) -> Outcome | None:
+        """Confirms the last step; call it before weights are used for anything but the next step. None: nothing to confirm."""
+        return self._confirm()[0]
+
+    def _advance(self, loss: PendingLoss, rate: float, stop: bool) -> None:
+        """Steps now if this rank sees no reason to wait, else when everyone's numbers are here."""
+        pipeline = self._pipeline
+        held = [(name, p) for name, p in pipeline.named_parameters() if p.grad is not None]
+        gradients = [(p, p.grad) for _, p in held if p.grad is not None]
+        own = square_norm([p.grad for name, p in held if p.grad is not None and pipeline.owns(name)])
+        speculate = self._calm and self._harmless(math.sqrt(own))
+        exchange = Exchange(pipeline, (own, float(speculate), float(stop)))
+        if speculate:
+            self.speculations += 1
+            self._before_step.take(self._optimizer)
+            self._apply(gradients, None, rate)
+        else:
+            self._apply(gradients, _norm(exchange), rate)
+            gradients = []
+        self._pending = _Step(loss, rate, exchange, speculate, gradients)
+
+    def _confirm(self) -> tuple[Outcome | None, bool]:
+        """The pending step's outcome, and whether what was computed after it used wrong weights on any rank.
+
+        Drops the gradients at hand in that case, and redoes the step on a rank that had stepped too early.
+        """
+        step, self._pending = self._pending, None
+        if step is None:
+            return None, False
+        norm = _norm(step.exchange)
+        self._calm = self._harmless(norm)
+        rows = step.exchange.wait()
+        wrong = not self._calm and any(row[1] for row in rows)
+        if wrong:
+            self.rollbacks += 1
+            self._pipeline.zero_grad()
+            if step.speculated:
+                self._before_step.restore(self._optimizer)
+                for parameter, gradient in step.gradients:
+                    parameter.grad = gradient
+                self._apply(step.gradients, norm, step.rate)
+        step.exchange.finish()
+        stop = any(row[2] for row in rows)
+        return Outcome(step.loss.wait().item(), norm, step.rate, stop, wrong), wrong
+
+    def _apply(self, gradients: Sequence[tuple[nn.Parameter, Tensor]], norm: float | None, rate: float) -> None:
+        """Clips, steps or skips, and takes the gradients off the parameters; `norm` None: neither clips nor skips."""
+        set_rate(self._optimizer, rate)
+        if self._optimizer is not None and (norm is None or math.isfinite(norm)):
+            if norm is not None and gradients:
+                clip([gradient for _, gradient in gradients], norm, self._clip_norm)
+            self._optimizer.step()
+        self._pipeline.zero_grad()
+
+    def _harmless(self, norm: float) -> bool:
+        """Whether a norm asks for neither clipping nor skipping."""
+        return math.isfinite(norm) and (self._clip_norm == 0 or norm <= self._clip_norm)
+
+
+def _norm(exchange: Exchange) -> float:
+    return global_norm([row[0] for row in exchange.wait()])
