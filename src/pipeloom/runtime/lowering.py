@@ -37,13 +37,15 @@ class RankProgram:
 
     Attributes:
         steps: in order.
-        channels: those that the rank takes part in, sorted, so that all ranks create them in one order.
+        channels: those that the rank takes part in, sorted.
+        all_channels: the whole pipeline's, sorted: every rank creates their process groups in this one order.
         acknowledges: a message received -> the rank's own sends that must have arrived by then, because the peer's program
             uses them before it makes that message. So send buffers are released without asking the network.
     """
 
     steps: tuple[Step, ...]
     channels: tuple[Channel, ...]
+    all_channels: tuple[Channel, ...]
     acknowledges: dict[Message, tuple[Message, ...]]
 
 
@@ -63,7 +65,8 @@ def lower(schedule: Schedule, rank: int, options: RuntimeOptions) -> RankProgram
         sends = tuple(_of(action, entry.sends, schedule, incoming=False) for action in actions)
         steps.append(Step(at, entry.cell, actions, posts, receives, sends))
     channels = sorted({m.channel for entry in mine for m in (*entry.receives, *entry.sends)})
-    return RankProgram(tuple(steps), tuple(channels), _acknowledges(programs, rank))
+    every = sorted({m.channel for program in programs for entry in program for m in entry.sends})
+    return RankProgram(tuple(steps), tuple(channels), tuple(every), _acknowledges(programs, rank))
 
 
 def _acknowledges(programs: tuple[tuple[Entry, ...], ...], rank: int) -> dict[Message, tuple[Message, ...]]:

@@ -255,7 +255,7 @@ class Pipeline:
     def _start_distributed(self, prefix: str) -> None:
         batched = self.options.transport == "batched"
         self._shared_links = self._share_memory(prefix)
-        self._links = Links(self.mesh, self._program(None).channels, self.device, batched)
+        self._links = Links(self.mesh, self._program(None).all_channels, self.device, batched)
         for holders, weights in self._shared.items():
             ties.start_equal(holders, self.rank, weights, self._control())
         if self.options.monitor:

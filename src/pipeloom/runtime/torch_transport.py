@@ -60,9 +60,12 @@ class Links:
         )
         if device.type == "cpu" or batched:
             return
-        for channel in channels:  # sorted: every pair of ranks creates its groups in the same order
+        whole = len(mesh.ranks) == dist.get_world_size()
+        for channel in channels:  # in one order on all ranks: torch names a group after those that the process has already
             pair = sorted((mesh.ranks[channel.source], mesh.ranks[channel.destination]))
-            group = dist.new_group(pair, use_local_synchronization=True, group_desc=f"pipeloom {channel}")
+            group = dist.new_group(pair, use_local_synchronization=not whole, group_desc=f"pipeloom {channel}")
+            if mesh.rank not in (channel.source, channel.destination):
+                continue
             dist.all_reduce(torch.zeros(1, device=device), group=group)  # connect now: a first send would block
             self._of[channel] = group, {rank: dist.get_group_rank(group, mesh.ranks[rank]) for rank in channel[:2]}
 
