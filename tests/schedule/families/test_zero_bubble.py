@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
+
 import pytest
 
 from pipeloom import schedules
-from pipeloom.errors import CapacityError, UsageError
+from pipeloom.errors import CapacityError, ScheduleError, UsageError
 from pipeloom.schedule import Costs, check, simulate
+from pipeloom.schedule.csv_form import from_csv
 from pipeloom.schedule.families import build
 
 UNEVEN = Costs(10, 12, 8, 1)
@@ -78,18 +82,29 @@ def test_split_interleaved_is_never_longer(p: int, v: int, rounds: str) -> None:
             split = schedules.interleaved_zb(p, m, v, rounds, costs=costs)
             try:
                 check(whole)
-            except Exception as error:
-                with pytest.raises(type(error)):
+            except ScheduleError:  # its shorter warm-up may run where interleaved's rounds deadlock
+                assert rounds == "paper"
+                with contextlib.suppress(ScheduleError):
                     check(split)
                 continue
             check(split)
             before, after = simulate(whole, costs), simulate(split, costs)
             assert after.makespan <= before.makespan + 1e-9
-            assert all(a <= b for a, b in zip(after.peak_activations, before.peak_activations, strict=True))
+            assert max(after.peak_activations) <= max(before.peak_activations)
 
 
 def test_split_interleaved_gains() -> None:
-    assert simulate(schedules.interleaved_zb(8, 24), Costs(0.5, 0.5, 0.5)).makespan == 79  # interleaved: 82.5
+    timeline = simulate(schedules.interleaved_zb(8, 24), Costs(0.5, 0.5, 0.5))
+    assert timeline.makespan <= 75.5  # interleaved: 82.5; at most 23 stage-micro-batches, as interleaved
+    assert max(timeline.peak_activations) <= 23
+
+
+def test_split_interleaved_is_as_good_as_torch_s_table() -> None:
+    path = Path(__file__).parents[2] / "data" / "torch" / "interleaved-zb.csv"
+    theirs = simulate(from_csv(path.read_text(), name="torch"))
+    ours = simulate(schedules.interleaved_zb(4, 8))
+    assert ours.makespan <= theirs.makespan == 51
+    assert max(ours.peak_activations) <= max(simulate(schedules.interleaved(4, 8)).peak_activations)
 
 
 def test_costs_reach_the_families_that_plan_with_them() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import accumulate
 
+from pipeloom.errors import ScheduleError
 from pipeloom.schedule.actions import KindName
 from pipeloom.schedule.costs import Costs
-from pipeloom.schedule.families.greedy import NoWayOn, line_of, programs_along
-from pipeloom.schedule.families.interleaved import Rounds, interleaved
-from pipeloom.schedule.families.layout import Coder
+from pipeloom.schedule.families.greedy import Line, NoWayOn, line_of, programs_along
+from pipeloom.schedule.families.interleaved import Rounds, chunk_order, interleaved, round_sizes
+from pipeloom.schedule.families.layout import Coder, warmup_then_alternate
 from pipeloom.schedule.model import Program, Schedule
 from pipeloom.schedule.simulate import simulate
 
@@ -25,16 +27,28 @@ def interleaved_zb(
     group_size: int | None = None,
     costs: Costs | None = None,
 ) -> Schedule:
-    """`interleaved`'s order of forwards and backwards, each B cut into I, at its place, and W, later.
+    """Interleaved rounds, each B cut into I, at its place, and W, later.
 
-    A weight gradient waits for a gap that it fits, for the moment when its memory is needed, or for the end. Peak activations
-    of a rank: interleaved's at most. Makespan at `costs` (default 1, 1, 1, 0): never above interleaved's, because W right
-    after I is among the candidates. Any m >= 1, with interleaved's options.
+    Two warm-ups are planned for: interleaved's own, 2(p-r-1) + (v-1) g on rank r, and zb-h1's way of p-r-1 + (v-1) g, as an
+    input gradient comes back sooner than a whole backward. A weight gradient waits for a gap that it fits, for the moment when
+    its memory is needed, or for the end. No rank holds more than interleaved's fullest rank. The shortest at `costs`
+    (default 1, 1, 1, 0) is taken, of equal ones the smallest: never longer than interleaved, because W right after I in
+    its order is among the candidates. Any m >= 1, with interleaved's options.
     """
     base = interleaved(ranks, microbatches, chunks, rounds, group_size)
     chosen = costs if costs is not None else Costs()
     code = Coder(base.stages, microbatches)
-    programs = [[_adjacent(program, code) for program in base.codes], *_late(base, chosen, code)]
+    programs = [[_adjacent(program, code) for program in base.codes]]
+    order = chunk_order(round_sizes(ranks, microbatches, rounds, group_size), chunks)
+    largest = max(round_sizes(ranks, microbatches, rounds, group_size))
+    own = [_peak(program, code.stride) for program in base.codes]
+    tasks = base.stages * microbatches
+    if tasks <= MANY:
+        low = min(max(own), (chunks - 1) * largest + ranks)
+        for slope, room in ((2, own), (2, [max(own)] * ranks), (1, [low] * ranks), (1, [max(own)] * ranks)):
+            words = _words(base, order, [slope * (ranks - r - 1) + (chunks - 1) * largest for r in range(ranks)])
+            line = line_of(base.placement, microbatches, replace(chosen, activation=1.0, held=1.0), room)
+            programs += _late(line, words, PATIENCE if tasks <= MANY // 8 else PATIENCE[-1:], code)
     schedules = [
         Schedule.of_codes(
             codes,
@@ -45,25 +59,37 @@ def interleaved_zb(
         )
         for codes in programs
     ]
-    if len(schedules) == 1:
-        return schedules[0]
-    return min(schedules, key=lambda schedule: simulate(schedule, chosen).makespan)
+    return schedules[0] if len(schedules) == 1 else min(schedules, key=lambda schedule: _quality(schedule, chosen))
 
 
-def _late(base: Schedule, costs: Costs, code: Coder) -> list[list[list[int]]]:
-    """Programs with the weight gradients put off; none where the schedule is too large to plan, or deadlocks."""
-    tasks = base.stages * base.microbatches
-    if tasks > MANY:
-        return []
-    m, stride = base.microbatches, code.stride
-    kinds: tuple[KindName, KindName] = ("F", "I")
-    words = [[(kinds[action // stride], action % stride // m) for action in program] for program in base.codes]
-    room = [_peak(program, stride) for program in base.codes]
-    line = line_of(base.placement, m, replace(costs, activation=1.0, held=1.0), room)
+def _quality(schedule: Schedule, costs: Costs) -> tuple[float, int, int]:
+    """Shorter is better; then a lower highest peak, then lower peaks. What cannot run comes last, for `check` to refuse."""
+    try:
+        timeline = simulate(schedule, costs)
+    except ScheduleError:
+        return math.inf, 0, 0
+    return round(timeline.makespan, 9), max(timeline.peak_activations), sum(timeline.peak_activations)
+
+
+def _words(base: Schedule, order: list[tuple[int, int]], warmups: list[int]) -> list[list[tuple[KindName, int]]]:
+    """rank -> its (kind, stage) of F and I: the warm-up, then one of each in turn."""
+    ranks, chunks = base.ranks, base.chunks
+    words: list[list[tuple[KindName, int]]] = []
+    for r, warmup in enumerate(warmups):
+        forwards: list[tuple[KindName, int]] = [("F", c * ranks + r) for _, c in order]
+        backwards: list[tuple[KindName, int]] = [("I", (chunks - 1 - c) * ranks + r) for _, c in order]
+        words.append(list(warmup_then_alternate(forwards, backwards, warmup)))
+    return words
+
+
+def _late(
+    line: Line, words: list[list[tuple[KindName, int]]], patience: tuple[float, ...], code: Coder
+) -> list[list[list[int]]]:
+    """Programs with the weight gradients put off; none where the order deadlocks."""
     made = []
-    for patience in PATIENCE if tasks <= MANY // 8 else PATIENCE[-1:]:
+    for share in patience:
         try:
-            late = programs_along(line, words, patience)
+            late = programs_along(line, words, share)
         except NoWayOn:
             return []
         made.append([[code.of(*action) for action in program] for program in late])

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeVar
 
 from pipeloom.errors import UsageError
 from pipeloom.schedule.actions import KINDS, KindName
+
+Item = TypeVar("Item")
 
 
 def require_sizes(**sizes: int) -> None:
@@ -48,7 +51,7 @@ class Coder:
         return (forward + 1) * 4 * self.stride + backward
 
 
-def warmup_then_alternate(forwards: list[int], backwards: list[int], warmup: int) -> Iterator[int]:
+def warmup_then_alternate(forwards: list[Item], backwards: list[Item], warmup: int) -> Iterator[Item]:
     """`warmup` forwards, then one forward and one backward in turn, then the backwards that are left."""
     warmup = min(warmup, len(forwards))
     yield from forwards[:warmup]
