@@ -70,7 +70,10 @@ def build(
     valid ones.
     """
     family = _find(name)
-    parameters = inspect.signature(family).parameters
+    try:
+        parameters = inspect.signature(family).parameters
+    except ValueError as error:
+        raise UsageError(f"schedule {name!r}: {error}") from None
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     arguments: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches, **(options or {})}
     if chunks is not None and ("chunks" in parameters or open_ended):

@@ -1,4 +1,4 @@
-"""DualPipeV: DualPipe cut in half (DeepSeek and Sea AI Lab, 2025)."""
+"""DualPipeV: DualPipe (arXiv 2412.19437) cut in half (Sea AI Lab and DeepSeek, 2025)."""
 
 from __future__ import annotations
 

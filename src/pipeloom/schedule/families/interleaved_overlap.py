@@ -1,4 +1,4 @@
-"""Interleaved 1F1B with overlapped pairs (Megatron-Core's and DeepSeek's answer to expert all-to-all without two replicas)."""
+"""Interleaved 1F1B (arXiv 2104.04473) with overlapped pairs (arXiv 2412.19437), as Megatron-Core hides all-to-all."""
 
 from __future__ import annotations
 

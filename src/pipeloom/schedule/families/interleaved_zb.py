@@ -1,4 +1,4 @@
-"""Interleaved 1F1B with split backward: weight gradients leave the critical path and fill its waits."""
+"""Interleaved 1F1B (arXiv 2104.04473) with split backward (arXiv 2401.10241): weight gradients fill the waits."""
 
 from __future__ import annotations
 

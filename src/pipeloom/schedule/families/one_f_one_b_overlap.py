@@ -1,4 +1,7 @@
-"""1F1B whose steady forward and backward run as one overlapped pair (warm-up doubled so that they do not need each other)."""
+"""1F1B (arXiv 2006.09503) whose steady forward and backward run as one overlapped pair (arXiv 2412.19437).
+
+The warm-up is doubled so that the two halves of a pair do not need each other.
+"""
 
 from __future__ import annotations
 
