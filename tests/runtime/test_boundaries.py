@@ -282,7 +282,6 @@ def reports() -> list[dict[str, Any]]:
 
 
 @pytest.mark.dist
-@pytest.mark.xdist_group("boundaries")
 class TestOverGloo:
     def test_everything_crosses(self, reports: list[dict[str, Any]]) -> None:
         for report in reports:

@@ -146,6 +146,7 @@ def outcome(draw: random.Random) -> str:
     return "refused: a cycle of ranks"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_mutations_are_refused_or_run_to_serial_gradients(capsys: pytest.CaptureFixture[str]) -> None:
     torch.set_num_threads(1)

@@ -15,7 +15,7 @@ from models import batch, blocks, gradients, mse, serial, worst
 from pipeloom.runtime import Pipeline, RuntimeOptions
 from processes import run_ranks
 
-pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("pipeline")]
+pytestmark = pytest.mark.dist
 
 S = pl.schedules
 QUIET = [RuntimeOptions(monitor=False, transport=name) for name in ("individual", "shared")]
