@@ -21,7 +21,7 @@ def test_gradients_evaluation_and_peaks(family: str, ranks: int, microbatches: i
     try:
         schedule = pl.schedules.build(family, ranks, microbatches)
     except UsageError as refused:
-        assert any(character.isdigit() for character in str(refused))  # it names the nearest valid values
+        assert any(character.isdigit() for character in str(refused))  # it names the nearest valid values  # noqa: PT017
         pytest.skip(str(refused))
     x, y = batch(2 * microbatches + 1)
     pipeline = LocalPipeline(blocks(LAYERS), schedule, loss=mse)
