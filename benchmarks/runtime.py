@@ -1,11 +1,12 @@
 """The runtime against torch.distributed.pipelining, side by side in one run.
 
     python benchmarks/runtime.py            all parts
-    python benchmarks/runtime.py emulated tiny blocks
+    python benchmarks/runtime.py emulated tiny blocks split
 
 emulated: layers that sleep (F 5 ms, B 10 ms), 4 processes: step / makespan simulated with costs calibrated in the run.
 tiny:     layers that do next to nothing, 2 processes: microseconds a compute action.
 blocks:   8 transformer blocks of width 256, 128 tokens, micro-batch 4, m = 8, 2 processes of one thread: step / torch's.
+split:    I + W against B on a stage of 4 such blocks, fresh processes in turn.
 
 Ours and torch's alternate, step by step, in the same processes; figures are medians.
 """
@@ -16,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -23,38 +25,57 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.nn.functional import gelu, scaled_dot_product_attention
 
 import pipeloom as pl
+from pipeloom.ops.deferred import Desk, Ledger
 from pipeloom.runtime import Pipeline
 from processes import run_ranks
 
 PAIRS = 15
+Step = Callable[[Tensor, Tensor], None]
 
 
 class SleepFunction(torch.autograd.Function):
-    """Takes the given seconds forward and backward, and passes its input on."""
+    """Sleeps forward and backward, and passes its input on; with a ledger, half of the backward's time waits for W."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
-        ctx.seconds = backward
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float, ledger: Ledger | None) -> Tensor:
+        ctx.backward_seconds, ctx.ledger = backward, ledger
         time.sleep(forward)
         return x * 1.0
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        time.sleep(ctx.seconds)
-        return gradients[0] * 1.0, None, None
+        seconds = ctx.backward_seconds if ctx.ledger is None else ctx.backward_seconds / 2
+        time.sleep(seconds)
+        if ctx.ledger is not None:
+            ctx.ledger.owe(partial(time.sleep, seconds))
+        return gradients[0] * 1.0, None, None, None
 
 
 class SleepLayer(nn.Module):
+    """Takes the given seconds forward and backward."""
+
     def __init__(self, forward: float, backward: float) -> None:
         super().__init__()
         self.seconds = forward, backward
         self.scale = nn.Parameter(torch.ones(()))
+        self.desk = Desk()
+
+    def defer_to(self, desk: Desk) -> None:
+        self.desk = desk
 
     def forward(self, x: Tensor) -> Tensor:
-        return SleepFunction.apply(x * self.scale, *self.seconds)  # type: ignore[no-any-return]
+        return SleepFunction.apply(x * self.scale, *self.seconds, self.desk.ledger)  # type: ignore[no-any-return]
 
 
 class TinyLayer(nn.Module):
@@ -66,9 +87,20 @@ class TinyLayer(nn.Module):
         return x * self.scale
 
 
-class Block(nn.TransformerEncoderLayer):
-    def __init__(self) -> None:
-        super().__init__(256, 4, 1024, dropout=0.0, batch_first=True, norm_first=True)
+class Block(nn.Module):
+    """A transformer block of width 256 from plain linear layers."""
+
+    def __init__(self, width: int = 256, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
+        x = x + self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
 
 
 def mse(output: Tensor, target: Tensor) -> Tensor:
@@ -79,23 +111,26 @@ def total(output: Tensor, target: Tensor) -> Tensor:
     return output.sum()
 
 
-def torch_step(
-    name: str, rank: int, ranks: int, chunks: int, m: int, layers: list[nn.Module], loss: Any
-) -> Callable[[Tensor, Tensor], None]:
-    """One step of torch's own runtime over the same layers."""
-    stages = ranks * chunks
+TORCH: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "interleaved-zb": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+
+
+def torch_step(name: str, held: tuple[int, ...], stages: int, m: int, layers: list[nn.Module], loss: Any) -> Step:
+    """One step of torch's own runtime over the same layers, of which this process holds the stages `held`."""
     each = len(layers) // stages
-    held = [c * ranks + rank for c in range(chunks)]
     parts = [
         PipelineStage(
             nn.Sequential(*layers[s * each : (s + 1) * each]), s, stages, torch.device("cpu"), group=dist.group.WORLD
         )
         for s in held
     ]
-    if name == "interleaved":
-        schedule: Any = ScheduleInterleaved1F1B(parts, m, loss_fn=loss)
-    else:
-        schedule = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[name](parts[0], m, loss_fn=loss)
+    schedule = TORCH[name](parts if len(parts) > 1 else parts[0], m, loss_fn=loss)
 
     def step(x: Tensor, y: Tensor) -> None:
         arguments = (x,) if 0 in held else ()
@@ -116,11 +151,11 @@ def compare(
     loss: Any = mse,
 ) -> Any:
     """(our step times, torch's, our measured timeline) of alternating steps on this rank."""
-    layers = ranks * chunks * each
     schedule = pl.schedules.build(name, ranks, m, chunks if chunks > 1 else None)
+    layers = schedule.stages * each
     torch.manual_seed(0)
     ours = Pipeline([lambda i=i: make(i) for i in range(layers)], schedule, loss=loss)
-    theirs = torch_step(name, rank, ranks, chunks, m, [make(i) for i in range(layers)], loss)
+    theirs = torch_step(name, schedule.stages_of[rank], schedule.stages, m, [make(i) for i in range(layers)], loss)
     x, y = torch.randn(*shape), torch.randn(*shape)
 
     def timed(step: Callable[[Tensor, Tensor], Any]) -> float:
@@ -176,7 +211,13 @@ def calibrated(results: list[Any]) -> float:
 def emulated() -> None:
     print("emulated compute: F 5 ms, B 10 ms a layer, 4 processes, medians of", PAIRS, "pairs")
     print(f"{'schedule':24}{'step ms':>9}{'÷calibrated':>12}{'÷nominal':>10}{'torch ms':>10}{'torch ÷nominal':>16}")
-    for name, m, chunks in (("1f1b", 8, 1), ("interleaved", 8, 2)):
+    for name, m, chunks in (
+        ("1f1b", 8, 1),
+        ("interleaved", 8, 2),
+        ("interleaved-zb", 8, 2),
+        ("zbv", 8, 2),
+        ("dualpipev", 8, 2),
+    ):
         results = run_ranks(compare, 4, name, 4, m, chunks, lambda i: SleepLayer(0.005, 0.010), 1, (m * 2, 64))
         ours, theirs = (median(r) for r in results[0][:2])
         schedule = results[0][2][0].schedule
@@ -221,7 +262,7 @@ def blocks() -> None:
         f"8 transformer blocks, width 256, 128 tokens, micro-batch 4, m = {m}, 2 processes; one process: {alone * 1e3:.0f} ms"
     )
     print(f"{'schedule':24}{'ours ms':>9}{'torch ms':>10}{'ratio':>8}{'efficiency':>12}{'torch':>8}")
-    for name, chunks in (("1f1b", 1), ("interleaved", 2)):
+    for name, chunks in (("1f1b", 1), ("interleaved", 2), ("interleaved-zb", 2), ("zbv", 2), ("dualpipev", 2)):
         results = run_ranks(compare, 2, name, 2, m, chunks, lambda i: Block(), 8 // (2 * chunks), (m * 4, 128, 256))
         pairs = list(zip(results[0][0], results[0][1], strict=True))
         ours, theirs = median(a for a, _ in pairs), median(b for _, b in pairs)
@@ -231,7 +272,38 @@ def blocks() -> None:
         )
 
 
-PARTS = {"emulated": emulated, "tiny": tiny, "blocks": blocks}
+def one_backward(split: bool) -> float:
+    """Seconds of the backwards of 8 micro-batches on a stage of 4 blocks, in one fresh process."""
+
+    def work(rank: int) -> float:
+        torch.manual_seed(0)
+        name = "zb-h1" if split else "1f1b"
+        pipeline = Pipeline([Block for _ in range(4)], pl.schedules.build(name, 1, 8), loss=mse)
+        x, y = torch.randn(32, 128, 256), torch.randn(32, 128, 256)
+        times = []
+        for _ in range(6):
+            pipeline.step(x, y)
+            timeline = pipeline.timeline()
+            kinds = [cell.kind for cell in timeline.schedule.programs[0]]  # type: ignore[union-attr]
+            spans = zip(kinds, timeline.starts[0], timeline.ends[0], strict=True)
+            times.append(sum(end - start for kind, start, end in spans if kind != "F"))
+        return median(times[1:])
+
+    return float(run_ranks(work, 1)[0])
+
+
+def split() -> None:
+    """I + W against B."""
+    pairs = [(one_backward(True), one_backward(False)) for _ in range(7)]
+    ratio = median(a / b for a, b in pairs)
+    apart, fused = median(a for a, _ in pairs), median(b for _, b in pairs)
+    print(
+        "backward of a stage of 4 blocks, width 256, 128 tokens, micro-batch 4, m = 8; fresh processes in turn, 7 pairs"
+    )
+    print(f"I + W {apart * 1e3:.0f} ms, B {fused * 1e3:.0f} ms, ratio {ratio:.3f}")
+
+
+PARTS = {"emulated": emulated, "tiny": tiny, "blocks": blocks, "split": split}
 
 if __name__ == "__main__":
     chosen = sys.argv[1:] or list(PARTS)

@@ -80,7 +80,7 @@ def test_three_errors_at_once_with_where_they_were_set(tmp_path: Path) -> None:
         ("parallel.stages", "Et*3|ttL", "holds 5 blocks"),
         ("debug.fault", "explode", "there is no fault 'explode'"),
         ("debug.fault", "kill:4:0", "there is no rank 4; the schedule has 4 (0..3)"),
-        ("debug.fault", "kill:0:200", "there is no step 200; the run has 200"),
+        ("debug.fault", "kill:0:160", "there is no step 160; the run has 160"),
         ("debug.fault", "swap-microbatches:0,9", "there is no micro-batch 9"),
         ("debug.fault", "swap-microbatches:1,1", "with itself"),
         ("debug.fault", "raise:1:0F0", "rank 1 does not run 0F0; it holds stages 1, 5"),

@@ -6,8 +6,9 @@ gradient in I (zero-bubble pipelines, arXiv 2401.10241, section 2: B and W).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -15,27 +16,33 @@ from torch.nn import functional as F
 
 
 class Ledger:
-    """The weight gradients that one micro-batch still owes: (weight, input, gradient of the output)."""
+    """The weight gradients that one micro-batch still owes."""
 
     def __init__(self) -> None:
-        self._owed: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+        self._owed: list[Callable[[], None]] = []
 
-    def owe(self, weight: nn.Parameter, x: Tensor, gradient: Tensor) -> None:
-        self._owed.append((weight, x, gradient))
+    def owe(self, work: Callable[[], None]) -> None:
+        """`work` adds a gradient to its weight's `.grad`; it runs in W."""
+        self._owed.append(work)
 
     def pay(self) -> None:
-        """Adds every gradient owed to its weight's `.grad`, and lets go of what it held."""
+        """Does all work owed, and lets go of what it held."""
         owed, self._owed = self._owed, []
         with torch.no_grad():
-            for weight, x, gradient in owed:
-                rows = gradient.reshape(-1, gradient.shape[-1])
-                columns = x.reshape(-1, x.shape[-1])
-                if weight.grad is None:
-                    weight.grad = (rows.t() @ columns).to(weight.dtype)
-                elif weight.grad.dtype == rows.dtype:
-                    weight.grad.addmm_(rows.t(), columns)
-                else:
-                    weight.grad += rows.t() @ columns
+            for work in owed:
+                work()
+
+
+def add_weight_gradient(weight: nn.Parameter, x: Tensor, gradient: Tensor) -> None:
+    """weight.grad += gradient^T x, over all leading dimensions; in place where the types allow."""
+    rows = gradient.reshape(-1, gradient.shape[-1])
+    columns = x.reshape(-1, x.shape[-1])
+    if weight.grad is None:
+        weight.grad = (rows.t() @ columns).to(weight.dtype)
+    elif weight.grad.dtype == rows.dtype:
+        weight.grad.addmm_(rows.t(), columns)
+    else:
+        weight.grad += rows.t() @ columns
 
 
 class Desk:
@@ -51,7 +58,6 @@ class _DeferredLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.weight = weight
         ctx.ledger = ledger
-        ctx.dtype = weight.dtype
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -60,19 +66,27 @@ class _DeferredLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dx = gradient @ weight if ctx.needs_input_grad[0] else None
         db = gradient.reshape(-1, gradient.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
-        ctx.ledger.owe(ctx.weight, x.detach(), gradient)
+        ctx.ledger.owe(partial(add_weight_gradient, ctx.weight, x.detach(), gradient))
         return dx, None, db, None
 
 
-def defer_weight_gradients(module: nn.Module, desk: Desk) -> int:
-    """From now on the plain linear layers inside `module` write to the desk's ledger, if there is one; returns how many.
+@runtime_checkable
+class Deferring(Protocol):
+    """A layer that can put off its own weight gradients: it reads `desk.ledger` in its forward, None meaning not now."""
+
+    def defer_to(self, desk: Desk) -> None: ...
+
+
+def defer_weight_gradients(module: nn.Module, desk: Desk) -> None:
+    """From now on the plain linear layers inside `module`, and those that are `Deferring`, write to the desk's ledger.
 
     A subclass of `nn.Linear` keeps its own forward and its gradient in I. Hooks on such a weight's gradient do not fire.
     """
-    found = [part for part in module.modules() if type(part) is nn.Linear]
-    for linear in found:
-        linear.forward = partial(_forward, linear, desk)  # type: ignore[method-assign]
-    return len(found)
+    for part in module.modules():
+        if isinstance(part, Deferring):
+            part.defer_to(desk)
+        elif type(part) is nn.Linear:
+            part.forward = partial(_forward, part, desk)  # type: ignore[method-assign]
 
 
 def _forward(linear: nn.Linear, desk: Desk, x: Tensor) -> Tensor:
