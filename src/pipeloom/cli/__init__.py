@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
-from pipeloom.cli import check, compare, schedule
+from pipeloom.cli import check, compare, schedule, search
 from pipeloom.cli.failures import exit_code_of
 
 _OWN_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -32,6 +32,7 @@ def _pipeloom(version: bool = typer.Option(False, "--version", help="Print the v
 
 app.command("schedule")(schedule.command)
 app.command("compare")(compare.command)
+app.command("search")(search.command)
 app.command("check")(check.command)
 
 

@@ -46,7 +46,7 @@ def command(
     options = requests.options_of(option or ())
     schedule = requests.schedule_of(name, (ranks, microbatches, chunks), options, costs)
     timeline = simulate(schedule, costs)
-    _write_files(timeline, svg, trace)
+    write_files(timeline, svg, trace)
     if csv:
         from pipeloom.schedule.csv_form import to_csv
 
@@ -75,7 +75,8 @@ def costs_dict(costs: Costs) -> dict[str, object]:
     }
 
 
-def _write_files(timeline: Timeline, svg: Path | None, trace: Path | None) -> None:
+def write_files(timeline: Timeline, svg: Path | None, trace: Path | None) -> None:
+    """Writes the files that were asked for."""
     if svg is not None:
         from pipeloom.draw import svg as draw_svg
 

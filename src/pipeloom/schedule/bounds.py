@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from pipeloom.schedule.channels import neighbours
 from pipeloom.schedule.costs import Costs, PairTimes, StageCosts
 from pipeloom.schedule.model import Schedule
@@ -63,3 +66,69 @@ def _least_work(costs: Costs, stages: int, uses: list[tuple[int, int]]) -> float
         )
         saved += count * max(0.0, gain)
     return max(0.0, alone - saved)
+
+
+def work_bound(placement: Sequence[int], microbatches: int, costs: Costs, objective: str = "makespan") -> float:
+    """`lower_bound` of one route through all stages in order; for the objective `"span"` a rank's work alone."""
+    empty = Schedule.of_codes([()] * (max(placement) + 1), placement=placement, microbatches=microbatches, name="empty")
+    if objective == "makespan":
+        return lower_bound(empty, costs)
+    stages = len(placement)
+    return max(_least_work(costs, stages, [(stage, microbatches) for stage in held]) for held in empty.stages_of)
+
+
+def memory_bound(
+    placement: Sequence[int], microbatches: int, costs: Costs, memory: float, objective: str = "makespan"
+) -> float:
+    """A makespan (or largest span) that no schedule of one route within `memory` on every rank can beat; 0 where pairs gain.
+
+    For each rank, with chain(s) the time from the start of F of stage s to the end of its I, through the last stage:
+
+    * before the first backward: no I of stage s ends sooner than chain(s) after its F, and until the rank's first I
+      starts, only the forwards that fit the memory can run. With one stage a rank and k places: span >= work + max(0, (p-1)(b+2c) + (p-k) f).
+    * steady state: a micro-batch takes memory in stage s from its F until its I and, for the share held, until its W; the sum of
+      these areas is at most memory * span.
+
+    Makespan adds the least time before the rank can start. Source: SPEC section 3.
+    """
+    if costs.pair is not None or any(costs.per_stage("all_to_all", len(placement))):
+        return 0.0
+    count = len(placement)
+    spread = StageCosts.of(costs, count)
+    activation, held = costs.per_stage("activation", count), costs.per_stage("held", count)
+    chain, head = [0.0] * count, [0.0] * count
+    for s in range(count):
+        if s:
+            hop = costs.hop(placement[s - 1], placement[s])
+            head[s] = head[s - 1] + spread.forward[s - 1] + hop
+    for s in reversed(range(count)):
+        chain[s] = spread.forward[s] + spread.input_grad[s]
+        if s + 1 < count:
+            out, back = costs.hop(placement[s], placement[s + 1]), costs.hop(placement[s + 1], placement[s])
+            chain[s] += out + chain[s + 1] + back
+    best = 0.0
+    for rank in range(max(placement) + 1):
+        own = [s for s in range(count) if placement[s] == rank]
+        work = microbatches * sum(spread.forward[s] + spread.backward[s] for s in own)
+        filled = _forwards_that_fit([(spread.forward[s], activation[s]) for s in own], microbatches, memory)
+        area = microbatches * sum(activation[s] * (chain[s] + held[s] * spread.weight_grad[s]) for s in own)
+        first = min(head[s] for s in own)
+        if objective == "makespan":
+            wait = min(head[s] + chain[s] - spread.input_grad[s] for s in own)
+            best = max(best, wait + work - filled, first + area / memory)
+        else:
+            wait = min(chain[s] - spread.input_grad[s] for s in own)
+            best = max(best, wait + work - filled, area / memory)
+    return round(best, 9)
+
+
+def _forwards_that_fit(stages: list[tuple[float, float]], microbatches: int, memory: float) -> float:
+    """The most forward time whose activations fit: of stages (forward, activation), `microbatches` each, parts allowed."""
+    total, left = 0.0, memory
+    for forward, activation in sorted(stages, key=lambda stage: stage[1] / stage[0] if stage[0] else math.inf):
+        fitting = min(float(microbatches), left / activation) if activation else float(microbatches)
+        if activation == min(a for _, a in stages) == max(a for _, a in stages):
+            fitting = min(float(microbatches), math.floor(left / activation + 1e-9)) if activation else fitting
+        total += fitting * forward
+        left -= fitting * activation
+    return total

@@ -1,0 +1,156 @@
+"""`pipeloom search`: the best schedule that can be found within a memory limit, and how far from optimal it can be."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipeloom.cli import requests
+from pipeloom.cli.failures import INTERRUPTED
+from pipeloom.cli.schedule import as_dict, write_files
+from pipeloom.errors import UsageError
+
+if TYPE_CHECKING:
+    from pipeloom.solver import Progress, SearchResult
+
+Placement = Annotated[
+    str | None,
+    typer.Option(metavar="PLACE", help="linear, loop, vee, or the rank of every stage, as in 0,1,1,0."),
+]
+Memory = Annotated[
+    float | None,
+    typer.Option("--memory", metavar="X", help="Stage-micro-batches that a rank can hold; default: no limit."),
+]
+Objective = Annotated[
+    str, typer.Option(metavar="WHAT", help="makespan (steps end in a barrier) or span (they do not).")
+]
+
+
+def command(
+    ranks: requests.Ranks = None,
+    microbatches: requests.Microbatches = None,
+    chunks: requests.Chunks = None,
+    placement: Placement = None,
+    memory: Memory = None,
+    held: requests.Held = "1",
+    objective: Objective = "makespan",
+    forward: requests.Forward = "1",
+    input_grad: requests.InputGrad = "1",
+    weight_grad: requests.WeightGrad = "1",
+    p2p: requests.P2p = "0",
+    time_limit: Annotated[float | None, typer.Option(metavar="S", help="Seconds.")] = None,
+    iterations: Annotated[int | None, typer.Option(metavar="N", help="Moves of the local search.")] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the random choices.")] = 0,
+    as_json: requests.Json = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Print the schedule as torch's CSV.")] = False,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the drawing as SVG.")] = None,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto.")] = None,
+) -> None:
+    """Search for a schedule. Costs are a stage's: a number, or a comma list with one value a stage.
+
+    pipeloom search --ranks 8 --microbatches 16 --memory 6
+    """
+    if as_json and csv:
+        raise UsageError("--json and --csv both print on standard output; choose one")
+    if ranks is None or microbatches is None:
+        missing = [flag for flag, size in (("--ranks", ranks), ("--microbatches", microbatches)) if size is None]
+        raise UsageError(f"search needs {' and '.join(missing)}")
+    from pipeloom.solver import search
+
+    with _display() as progress:
+        result = search(
+            ranks,
+            microbatches,
+            requests.costs_of(forward, input_grad, weight_grad, p2p, held),
+            memory,
+            placement=_placement(placement),
+            chunks=chunks,
+            objective=objective,  # type: ignore[arg-type]
+            time_limit=time_limit,
+            iterations=iterations,
+            seed=seed,
+            progress=progress,
+        )
+    write_files(result.timeline, svg, trace)
+    if csv:
+        from pipeloom.schedule.csv_form import to_csv
+
+        sys.stdout.write(to_csv(result.schedule))
+    elif as_json:
+        print(json.dumps(_as_dict(result, memory, seed), allow_nan=False))
+    else:
+        _print(result)
+    if result.interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _placement(text: str | None) -> str | list[int] | None:
+    if text is None or "," not in text:
+        return [0] if text == "0" else text
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--placement is {text!r}; give linear, loop, vee, or the rank of every stage") from None
+
+
+def _as_dict(result: SearchResult, memory: float | None, seed: int) -> dict[str, object]:
+    """`schedule --json`'s keys; with the objective makespan, its bound and gap are the search's, which know the memory."""
+    found = as_dict(result.timeline)
+    if result.objective == "makespan":
+        found |= {"lower_bound": result.lower_bound, "gap": result.gap}
+    return found | {
+        "search": {
+            "objective": result.objective,
+            "value": result.value,
+            "lower_bound": result.lower_bound,
+            "gap": result.gap,
+            "proved": result.proved,
+            "memory": memory,
+            "origin": result.origin,
+            "seed": seed,
+            "iterations": result.iterations,
+            "seconds": round(result.seconds, 3),
+            "interrupted": result.interrupted,
+        }
+    }
+
+
+def _print(result: SearchResult) -> None:
+    from pipeloom.draw import terminal
+    from pipeloom.draw.figures import number
+
+    sys.stdout.write(terminal(result.timeline, width=shutil.get_terminal_size().columns))
+    spans = max(result.timeline.spans)
+    proof = "proved optimal" if result.proved else f"gap {100 * result.gap:.1f} %"
+    print(f"makespan {number(result.timeline.makespan)}, largest span {number(spans)}")
+    print(f"{result.objective} within this memory: lower bound {number(result.lower_bound)}, {proof}")
+    ended = "interrupted, " if result.interrupted else ""
+    print(f"{ended}grown from {result.origin}, {result.iterations} moves, {result.seconds:.1f} s")
+
+
+@contextmanager
+def _display() -> Iterator[Callable[[Progress], None] | None]:
+    """One line on standard error that follows the search, on a terminal only."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+
+    from pipeloom.draw.figures import number
+
+    with Console(stderr=True).status("searching") as status:
+
+        def show(now: Progress) -> None:
+            gap = f"{100 * (now.value / now.lower_bound - 1):.1f} %" if now.lower_bound else "unknown"
+            status.update(
+                f"best {number(now.value)}, gap {gap}, {now.iterations} moves, {now.seconds:.0f} s; Ctrl-C keeps the best"
+            )
+
+        yield show

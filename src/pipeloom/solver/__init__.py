@@ -1,0 +1,5 @@
+"""Search for schedules within a memory limit: starts from the families and list scheduling, then tabu search."""
+
+from pipeloom.solver.search import Progress, SearchResult, search
+
+__all__ = ["Progress", "SearchResult", "search"]

@@ -1,0 +1,152 @@
+"""Where the search starts: every one-route family that fits, and list scheduling by simple rules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from pipeloom.errors import PipeloomError
+from pipeloom.schedule.actions import Action
+from pipeloom.schedule.costs import Costs
+from pipeloom.schedule.families import build
+from pipeloom.schedule.families.greedy import NoWayOn, Rule, line_of, programs_of
+from pipeloom.schedule.model import Schedule, parts
+from pipeloom.solver.problem import Problem, Words
+
+ONE_CHUNK = ("1f1b", "zb-h1", "zb-h2", "zb-auto", "gpipe", "1f1b-overlap")
+LOOPED = ("interleaved", "interleaved-zb", "looped-bfs", "interleaved-overlap")
+VEE = ("zbv", "v-half", "v-min", "dualpipev", "hanayo")
+CHEAP = ("1f1b", "interleaved", "zb-h1", "zb-h2")
+SLOW = 60_000
+
+
+@dataclass(frozen=True)
+class Seed:
+    """Words to start from, and where they come from."""
+
+    origin: str
+    words: Words
+
+
+def family_schedules(placement: Sequence[int], microbatches: int, costs: Costs, room: float) -> Iterator[Schedule]:
+    """Every one-route family on this placement, or on one that becomes it when each stage is cut into equal runs.
+
+    A family of v' chunks, v' a divisor of v, is made for stages of v / v' stages each and then cut (`cut`). Families that
+    refuse the sizes or do not fit the room are left out. For large sizes only the cheap ones are made.
+    """
+    stages, ranks = len(placement), max(placement) + 1
+    large = 3 * stages * microbatches > SLOW
+    for run in range(1, stages // ranks + 1):
+        merged = [placement[at] for at in range(0, stages, run)]
+        if stages % run or [rank for rank in merged for _ in range(run)] != list(placement):
+            continue
+        chunks, rough = len(merged) // ranks, merge(costs, stages, run)
+        for name, options in _candidates(merged, ranks, chunks, room):
+            if large and name not in CHEAP:
+                continue
+            try:
+                made = build(name, ranks, microbatches, chunks if name in LOOPED else None, options, rough)
+            except PipeloomError:
+                continue
+            if list(made.placement) == merged:
+                yield cut(made, run) if run > 1 else made
+
+
+def _candidates(merged: Sequence[int], ranks: int, chunks: int, room: float) -> Iterator[tuple[str, dict[str, Any]]]:
+    if chunks == 1:
+        yield from ((name, {"memory": room} if name == "zb-auto" and room < math.inf else {}) for name in ONE_CHUNK)
+    elif list(merged) == [at % ranks for at in range(len(merged))]:
+        yield from ((name, {}) for name in LOOPED)
+        yield from ((name, {"group_size": ranks}) for name in LOOPED[:2])
+    else:
+        yield from ((name, {"waves": chunks // 2} if name == "hanayo" else {}) for name in VEE)
+
+
+def merge(costs: Costs, stages: int, run: int) -> Costs:
+    """The costs of stages made of `run` consecutive ones each."""
+    if run == 1:
+        return costs
+
+    def summed(name: str) -> tuple[float, ...]:
+        values = costs.per_stage(name, stages)
+        return tuple(sum(values[at : at + run]) for at in range(0, stages, run))
+
+    activation, held = costs.per_stage("activation", stages), costs.per_stage("held", stages)
+    kept = [a * h for a, h in zip(activation, held, strict=True)]
+    whole = summed("activation")
+    shares = tuple(
+        min(1.0, sum(kept[at : at + run]) / whole[at // run]) if whole[at // run] else 1.0
+        for at in range(0, stages, run)
+    )
+    return replace(
+        costs,
+        forward=summed("forward"),
+        input_grad=summed("input_grad"),
+        weight_grad=summed("weight_grad"),
+        activation=whole,
+        held=shares,
+        all_to_all=0.0,
+        pair=None,
+    )
+
+
+def cut(schedule: Schedule, run: int) -> Schedule:
+    """The same schedule on stages cut into `run` each: F through them in order, I and W through them in reverse."""
+    programs: list[list[Action]] = []
+    for program in schedule.programs:
+        row: list[Action] = []
+        for action in (action for cell in program for action in parts(cell)):
+            low = action.stage * run
+            down = range(low + run - 1, low - 1, -1)
+            if action.kind == "F":
+                row += [Action("F", stage, action.microbatch) for stage in range(low, low + run)]
+            for kind in ("I", "W"):
+                if action.kind in ("B", kind):
+                    row += [Action(kind, stage, action.microbatch) for stage in down]
+        programs.append(row)
+    return Schedule.of(
+        programs,
+        placement=[rank for rank in schedule.placement for _ in range(run)],
+        microbatches=schedule.microbatches,
+        name=schedule.name,
+        options=dict(schedule.options),
+    )
+
+
+def words_of(problem: Problem, schedule: Schedule) -> Words:
+    """The schedule's words: every B an I and a W, every pair its parts. Neither makes it longer, where pairs do not gain."""
+    return problem.words_of(
+        [[(action.kind, action.stage) for cell in program for action in parts(cell)] for program in schedule.programs]
+    )
+
+
+def grown(problem: Problem) -> Iterator[Seed]:
+    """List scheduling by rules, under several limits a stage; what gets stuck is left out."""
+    rooms = [problem.room] * problem.ranks
+    rules = list(product((False, True), (True, False) if problem.stages > problem.ranks else (True,), (0.0, 0.5, 1.0)))
+    for caps in _caps(problem):
+        line = line_of(problem.placement, problem.microbatches, problem.costs, rooms, caps)
+        for turns, late, patience in rules:
+            try:
+                programs = programs_of(line, Rule(turns, late, patience))
+            except NoWayOn:
+                continue
+            yield Seed("list scheduling", problem.words_of([[a[:2] for a in program] for program in programs]))
+
+
+def _caps(problem: Problem) -> list[tuple[float, ...]]:
+    """Limits on the micro-batches of a stage: none, places kept free for later stages, and by how long a stage holds them."""
+    place, stages = problem.placement, problem.stages
+    none = (math.inf,) * stages
+    if stages == problem.ranks or problem.room == math.inf:
+        return [none]
+    places = problem.room / max(problem.costs.per_stage("activation", stages))
+    later = [sum(1 for other in range(stage + 1, stages) if place[other] == place[stage]) for stage in range(stages)]
+    kept = tuple(max(1.0, places - count) for count in later)
+    life = [stages - stage for stage in range(stages)]
+    whole = [sum(life[other] for other in range(stages) if place[other] == place[stage]) for stage in range(stages)]
+    shared = tuple(max(1.0, float(round(places * own / all_))) for own, all_ in zip(life, whole, strict=True))
+    return [none, kept, shared] if kept != none else [none, shared]
