@@ -4,7 +4,7 @@
     python benchmarks/barrier.py period
 
 period: layers that sleep (F, I and W 5 ms each), 4 processes. Time from step to step over a run of steps, with the global norm
-        waited for in each step and without; makespan and period are simulated with the costs and the hop measured in the run.
+        waited for in each step and without; makespan and period are simulated with the action and message times of the same run.
 
 The two ways alternate, run by run, in the same processes; figures are medians over the runs.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import replace
 from functools import partial
 from statistics import fmean, median
 from types import SimpleNamespace
@@ -27,12 +26,14 @@ import pipeloom as pl
 from pipeloom import Costs
 from pipeloom.config import load_layout
 from pipeloom.runtime import Pipeline
+from pipeloom.runtime.trace import measured_costs
+from pipeloom.schedule.model import parts
 from pipeloom.schedule.period import period as simulated_period
 from pipeloom.train.batches import Batch
 from pipeloom.train.loop import Trainer
 from pipeloom.train.speculative import SpeculativeOptimizer
 from processes import run_ranks
-from runtime import hop_seconds, mse
+from runtime import mse
 
 RANKS, MICROBATCHES, WIDTH = 4, 8, 8
 STEPS, SETTLED = 11, 3  # steps of a run; those before the times are steady
@@ -74,15 +75,21 @@ def slow_weight_gradients(pipeline: Pipeline) -> None:
         stage.weight_gradient = partial(weight_gradient, plain=stage.weight_gradient)  # type: ignore[method-assign]
 
 
-class Measured(NamedTuple):
-    """Of one rank: seconds from step to step of each run, how often it speculated, and the costs of the run."""
+class Run(NamedTuple):
+    """One rank's run: seconds from step to step, and when each action of the steady steps started and ended."""
 
-    barrier: list[float]
-    free: list[float]
+    seconds: float
+    starts: list[list[float]]
+    ends: list[list[float]]
+
+
+class Measured(NamedTuple):
+    """Of one rank: its runs, and how often it stepped early and took that back."""
+
+    barrier: list[Run]
+    free: list[Run]
     speculations: int
     rollbacks: int
-    costs: list[Costs]
-    hop: float
 
 
 def measure(rank: int, name: str, chunks: int) -> Measured:
@@ -95,55 +102,91 @@ def measure(rank: int, name: str, chunks: int) -> Measured:
     trainer = Trainer(config, pipeline, context, None)
     speculative = SpeculativeOptimizer(pipeline, trainer._optimizer, 0.0)
     batch = Batch(torch.randn(MICROBATCHES, WIDTH), torch.randn(MICROBATCHES, WIDTH))
-    costs: list[Costs] = []
 
-    def run(step: Any) -> float:
-        """Seconds from one step's end to the next's, on this rank."""
+    def run(step: Any) -> Run:
         dist.barrier()
-        ends = []
+        times, traces = [], []
         for _ in range(STEPS):
             step()
-            ends.append(time.perf_counter())
+            times.append(time.perf_counter())
+            traces.append(pipeline._result)
         speculative.settle()
-        costs.append(pipeline.timeline().costs)
-        return (ends[-1] - ends[SETTLED - 1]) / (STEPS - SETTLED)
+        steady = traces[SETTLED:]
+        seconds = (times[-1] - times[SETTLED - 1]) / (STEPS - SETTLED)
+        return Run(seconds, [trace.starts for trace in steady], [trace.ends for trace in steady])
 
     with_barrier, without = [], []
     for _ in range(RUNS):
         with_barrier.append(run(lambda: trainer.step(batch, 1e-6)))
         without.append(run(lambda: speculative.step(*batch, 1e-6)))
-    hop = hop_seconds(rank, RANKS, (1, WIDTH))
     pipeline.close()
-    return Measured(with_barrier, without, speculative.speculations, speculative.rollbacks, costs, hop)
+    return Measured(with_barrier, without, speculative.speculations, speculative.rollbacks)
 
 
-def typical(costs: list[Costs], hop: float) -> Costs:
-    """The median over the runs of each stage's cost; the mean over the stages where a step has too few of them."""
+def costs_of(schedule: pl.Schedule, ranks: list[Run]) -> Costs:
+    """Each stage's mean F, I and W over the steady steps of one run, and a message's median seconds."""
+    steps = [([run.starts[at] for run in ranks], [run.ends[at] for run in ranks]) for at in range(len(ranks[0].starts))]
+    each = [measured_costs(schedule, starts, ends, [{} for _ in ranks]) for starts, ends in steps]
 
-    def stages(kind: str) -> tuple[float, ...]:
-        return tuple(median(values) for values in zip(*(getattr(each, kind) for each in costs), strict=True))
+    def mean(kind: str) -> tuple[float, ...]:
+        return tuple(fmean(values) for values in zip(*(getattr(costs, kind) for costs in each), strict=True))
 
-    return replace(
-        costs[0], forward=stages("forward"), input_grad=stages("input_grad"), weight_grad=stages("weight_grad"), p2p=hop
-    )
+    hop = median([seconds for starts, ends in steps for seconds in hops(schedule, starts, ends)])
+    return Costs(forward=mean("forward"), input_grad=mean("input_grad"), weight_grad=mean("weight_grad"), p2p=hop)
+
+
+def hops(schedule: pl.Schedule, starts: list[list[float]], ends: list[list[float]]) -> list[float]:
+    """From the end of an action to the start of the one on another rank that was waiting for its message."""
+    route = schedule.routes[0]
+    places = {
+        ("F" if action.kind == "F" else "I", action.stage, action.microbatch): (rank, at)
+        for rank, program in enumerate(schedule.programs)
+        for at, cell in enumerate(program)
+        for action in parts(cell)
+        if action.kind != "W"
+    }
+    found = []
+    for (kind, stage, microbatch), (rank, at) in places.items():
+        position = route.index(stage) + (-1 if kind == "F" else 1)
+        if at == 0 or not 0 <= position < len(route):
+            continue
+        source, entry = places[kind, route[position], microbatch]
+        if source != rank and ends[source][entry] > ends[rank][at - 1]:
+            found.append(starts[rank][at] - ends[source][entry])
+    return found
+
+
+class Figures(NamedTuple):
+    """Of one run, in seconds: simulated makespan and period, and the measured time from step to step."""
+
+    makespan: float
+    period: float
+    measured: float
+
+
+def figures(schedule: pl.Schedule, ranks: list[Run]) -> Figures:
+    costs = costs_of(schedule, ranks)
+    makespan = pl.simulate(schedule, costs).makespan
+    return Figures(makespan, simulated_period(schedule, costs), fmean(run.seconds for run in ranks))
 
 
 def period() -> None:
     print(f"emulated compute: F, I and W {SECONDS * 1e3:.0f} ms each, {RANKS} processes, {RUNS} runs of {STEPS} steps")
     print(
-        f"{'schedule':18}{'makespan':>9}{'period':>8}{'barrier':>9}{'÷makespan':>11}{'without':>9}{'÷period':>9}"
-        f"{'without÷barrier':>17}{'(simulated)':>12}   ms"
+        f"{'schedule':12}{'barrier ms':>11}{'÷makespan':>11}{'without ms':>12}{'÷period':>9}{'÷makespan':>11}"
+        f"{'without÷barrier':>17}{'period÷makespan':>17}"
     )
     for name, chunks in (("1f1b", 1), ("zb-h1", 1), ("zb-h2", 1), ("zb-auto", 1), ("zbv", 2)):
         results: list[Measured] = run_ranks(measure, RANKS, name, chunks)
         schedule = pl.schedules.build(name, RANKS, MICROBATCHES, chunks if chunks > 1 else None)
-        costs = typical(results[0].costs, results[0].hop)
-        makespan, between = pl.simulate(schedule, costs).makespan, simulated_period(schedule, costs)
-        barrier = median(fmean(values) for values in zip(*(r.barrier for r in results), strict=True))
-        free = median(fmean(values) for values in zip(*(r.free for r in results), strict=True))
+        held = [figures(schedule, list(runs)) for runs in zip(*(r.barrier for r in results), strict=True)]
+        free = [figures(schedule, list(runs)) for runs in zip(*(r.free for r in results), strict=True)]
         print(
-            f"{name:18}{makespan * 1e3:9.1f}{between * 1e3:8.1f}{barrier * 1e3:9.1f}{barrier / makespan:11.3f}"
-            f"{free * 1e3:9.1f}{free / between:9.3f}{free / barrier:17.3f}{between / makespan:12.3f}"
+            f"{name:12}{median(f.measured for f in held) * 1e3:11.1f}{median(f.measured / f.makespan for f in held):11.3f}"
+            f"{median(f.measured for f in free) * 1e3:12.1f}{median(f.measured / f.period for f in free):9.3f}"
+            f"{median(f.measured / f.makespan for f in free):11.3f}"
+            f"{median(a.measured / b.measured for a, b in zip(free, held, strict=True)):17.3f}"
+            f"{median(f.period / f.makespan for f in free):17.3f}"
         )
         early = [r.speculations for r in results]
         if early != [RUNS * STEPS - 1] * RANKS or any(r.rollbacks for r in results):

@@ -200,6 +200,8 @@ def scenarios(rank: int, ranks: int) -> Mapping[str, Difference]:
     found["dropout and buffers"] = compare(
         rank, layout_of(ranks, 0.0), scale(math.nan, at, only=ranks - 1), build=noisy_pipeline
     )
+    routes: dict[str, Any] = {"schedule.name": "chimera", "schedule.microbatches": 8}
+    found["two routes"] = compare(rank, layout_of(ranks, 0.0, **routes), scale(math.nan, at, only=0))
     tied = {**options, "model.tie_word_embeddings": True}
     found["tied"] = compare(rank, layout_of(ranks, limit, **tied), scale(1000.0, at, only=0))
     return found
@@ -207,7 +209,7 @@ def scenarios(rank: int, ranks: int) -> Mapping[str, Difference]:
 
 @pytest.mark.dist
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_losses_and_weights_are_those_of_a_barrier(ranks: int) -> None:
     results: list[Mapping[str, Difference]] = run_ranks(scenarios, ranks, ranks, timeout=200)
     for name in results[0]:
@@ -229,6 +231,7 @@ def test_losses_and_weights_are_those_of_a_barrier(ranks: int) -> None:
     for name, at in (
         ("nan", 5),
         ("dropout and buffers", 5),
+        ("two routes", 5),
         ("nan without clipping", 5),
         ("nan at the end", STEPS - 1),
         ("tied", 5),
