@@ -211,7 +211,7 @@ class Pipeline:
         if not self._result.starts:
             raise UsageError("no step has run yet")
         offset = clock_offset(self.mesh, self._control())
-        return gather_timeline(self.schedule, self.mesh, self._result.starts, self._result.ends, offset)
+        return gather_timeline(self.schedule, self.mesh, self._result, offset)
 
     def close(self) -> None:
         """Ends the watchdog. Call it on every rank before the process group is destroyed."""

@@ -36,6 +36,7 @@ class StepResult:
         loss: the sum of its last stages' shares of the loss; None where it holds no last stage.
         outputs: micro-batch -> output of the route's last stage, where asked for.
         starts, ends: seconds (time.perf_counter) of each program entry.
+        turns: entry -> when a pair went from its first action to its second.
         peak_alive: the most micro-batches alive on its stages at once.
     """
 
@@ -43,6 +44,7 @@ class StepResult:
     outputs: dict[int, Any] = field(default_factory=dict)
     starts: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
+    turns: dict[int, float] = field(default_factory=dict)
     peak_alive: int = 0
 
 
@@ -112,6 +114,8 @@ class _Work:
         outgoing: list[Outgoing] = []
         self.result.starts.append(time.perf_counter())
         for action, value, send in zip(step.actions, received, step.sends, strict=True):
+            if action is not step.actions[0]:
+                self.result.turns[step.at] = time.perf_counter()
             if outgoing:
                 self.transport.exchange(outgoing, ())
             self.rank.status.enter(action)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.parallel.mesh import PipelineMesh
+from pipeloom.runtime.rank import StepResult
 from pipeloom.schedule.costs import Costs
 from pipeloom.schedule.model import Schedule, parts
 from pipeloom.schedule.timeline import Timeline
@@ -45,39 +46,50 @@ def clock_offset(mesh: PipelineMesh, group: Any) -> float:
     return 0.0
 
 
-def gather_timeline(
-    schedule: Schedule, mesh: PipelineMesh, starts: Sequence[float], ends: Sequence[float], offset: float
-) -> Timeline:
+def gather_timeline(schedule: Schedule, mesh: PipelineMesh, result: StepResult, offset: float) -> Timeline:
     """The measured timeline of one step, on every rank, in seconds from its first action; its costs are the measured ones."""
-    mine = ([t - offset for t in starts], [t - offset for t in ends])
-    everyone: list[Any] = [mine]
+    mine = result.starts, result.ends, result.turns
+    everyone: list[Any] = [(*mine, offset)]
     if mesh.group is not None:
         everyone = [None] * len(mesh.ranks)
-        dist.all_gather_object(everyone, mine, group=mesh.group)
-    origin = min(s[0] for s, _ in everyone)
-    all_starts = tuple(tuple(t - origin for t in s) for s, _ in everyone)
-    all_ends = tuple(tuple(t - origin for t in e) for _, e in everyone)
-    return Timeline(schedule, measured_costs(schedule, all_starts, all_ends), all_starts, all_ends, source="measured")
+        dist.all_gather_object(everyone, (*mine, offset), group=mesh.group)
+    origin = min(starts[0] - off for starts, _, _, off in everyone)
+    starts = tuple(tuple(t - off - origin for t in each) for each, _, _, off in everyone)
+    ends = tuple(tuple(t - off - origin for t in each) for _, each, _, off in everyone)
+    turns = [{at: t - off - origin for at, t in each.items()} for _, _, each, off in everyone]
+    return Timeline(schedule, measured_costs(schedule, starts, ends, turns), starts, ends, source="measured")
 
 
-def measured_costs(schedule: Schedule, starts: Sequence[Sequence[float]], ends: Sequence[Sequence[float]]) -> Costs:
-    """A stage's mean F, I and W in this timeline, in its unit; a fused B counts half as I and half as W. p2p is 0.
+def measured_costs(
+    schedule: Schedule,
+    starts: Sequence[Sequence[float]],
+    ends: Sequence[Sequence[float]],
+    turns: Sequence[Mapping[int, float]],
+) -> Costs:
+    """A stage's mean F, I and W in this timeline, in its unit. p2p is 0.
 
-    A pair's time is shared between its parts in equal measure.
+    A stage whose backward is never split counts half of B as I and half as W.
+
+    Args:
+        turns: rank -> entry of a pair -> when it went from its forward to its backward.
     """
     times: dict[tuple[str, int], list[float]] = {}
     for rank, program in enumerate(schedule.programs):
-        for cell, start, end in zip(program, starts[rank], ends[rank], strict=True):
+        for at, (cell, start, end) in enumerate(zip(program, starts[rank], ends[rank], strict=True)):
             actions = parts(cell)
-            for action in actions:
-                times.setdefault((action.kind, action.stage), []).append((end - start) / len(actions))
+            moments = (start, turns[rank][at], end) if len(actions) > 1 else (start, end)
+            for action, begin, stop in zip(actions, moments, moments[1:], strict=False):
+                times.setdefault((action.kind, action.stage), []).append(stop - begin)
 
     def mean(kind: str, stage: int) -> float:
-        return fmean(times.get((kind, stage), [0.0]))
+        own = times.get((kind, stage))
+        if own is None and kind != "F":
+            own = [time / 2 for time in times.get(("B", stage), [0.0])]
+        return fmean(own or [0.0])
 
     stages = range(schedule.stages)
     return Costs(
         forward=tuple(mean("F", s) for s in stages),
-        input_grad=tuple(mean("I", s) + mean("B", s) / 2 for s in stages),
-        weight_grad=tuple(mean("W", s) + mean("B", s) / 2 for s in stages),
+        input_grad=tuple(mean("I", s) for s in stages),
+        weight_grad=tuple(mean("W", s) for s in stages),
     )
