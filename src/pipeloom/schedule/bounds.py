@@ -85,7 +85,8 @@ def memory_bound(
     For each rank, with chain(s) the time from the start of F of stage s to the end of its I, through the last stage:
 
     * before the first backward: no I of stage s ends sooner than chain(s) after its F, and until the rank's first I
-      starts, only the forwards that fit the memory can run. With one stage a rank and k places: span >= work + max(0, (p-1)(b+2c) + (p-k) f).
+      starts, only the forwards that fit the memory can run. With one stage a rank and k places:
+      span >= work + max(0, (p-1)(b+2c) + (p-k) f).
     * steady state: a micro-batch takes memory in stage s from its F until its I and, for the share held, until its W; the sum of
       these areas is at most memory * span.
 
@@ -125,10 +126,11 @@ def memory_bound(
 def _forwards_that_fit(stages: list[tuple[float, float]], microbatches: int, memory: float) -> float:
     """The most forward time whose activations fit: of stages (forward, activation), `microbatches` each, parts allowed."""
     total, left = 0.0, memory
+    alike = len({activation for _, activation in stages}) == 1
     for forward, activation in sorted(stages, key=lambda stage: stage[1] / stage[0] if stage[0] else math.inf):
         fitting = min(float(microbatches), left / activation) if activation else float(microbatches)
-        if activation == min(a for _, a in stages) == max(a for _, a in stages):
-            fitting = min(float(microbatches), math.floor(left / activation + 1e-9)) if activation else fitting
+        if alike:
+            fitting = math.floor(fitting + 1e-9)
         total += fitting * forward
-        left -= fitting * activation
+        left -= fitting * activation if activation else 0.0
     return total

@@ -69,7 +69,8 @@ class State:
         for other in row[target:source]:
             if other == need or tables.own_weight[other] == node or other // m == letter:
                 return False
-        return change <= 0 or max(levels[target:source]) + change <= room
+        before = levels[target - 1] if target else 0.0
+        return change <= 0 or max(before, *levels[target:source]) + change <= room
 
 
 def critical_blocks(state: State, found: Evaluation, random: Random) -> list[tuple[int, int, int]]:

@@ -1,0 +1,73 @@
+"""`pipeloom search`: the drawing, the other forms, and its refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeloom.schedule import check, simulate
+from pipeloom.schedule.csv_form import from_csv
+from pipeloom.schedule.json_form import from_json
+
+Run = Callable[[str], Any]
+SMALL = "search --ranks 4 --microbatches 8 --memory 3 --iterations 4000"
+
+
+def test_it_draws_and_says_how_good_it_is(pipeloom: Run) -> None:
+    ended = pipeloom(SMALL)
+    assert (ended.code, ended.err) == (0, "")
+    assert "makespan 31, largest span" in ended.out
+    assert "lower bound 28, gap 10.7 %" in ended.out
+    assert "4 ranks, 8 micro-batches" in ended.out
+
+
+def test_json_is_a_schedule_and_its_search(pipeloom: Run) -> None:
+    ended = pipeloom(f"{SMALL} --seed 3 --json")
+    found = json.loads(ended.out)
+    schedule = from_json(ended.out)
+    check(schedule)
+    assert simulate(schedule).makespan == found["makespan"] == found["search"]["value"]
+    assert found["search"]["memory"] == 3
+    assert found["search"]["seed"] == 3
+    assert found["lower_bound"] == found["search"]["lower_bound"] == 28
+    assert max(found["peak_memory"]) <= 3
+
+
+def test_csv_and_svg(pipeloom: Run, tmp_path: Path) -> None:
+    ended = pipeloom(f"{SMALL} --placement vee --chunks 2 --memory 8 --csv --svg {tmp_path / 'a.svg'}")
+    schedule = from_csv(ended.out)
+    check(schedule)
+    assert schedule.placement == (0, 1, 2, 3, 3, 2, 1, 0)
+    assert (tmp_path / "a.svg").read_text().startswith("<svg")
+
+
+def test_costs_by_stage_and_held_memory(pipeloom: Run) -> None:
+    line = (
+        "search --ranks 2 --microbatches 5 --memory 2.5 --held-until-weight-grad 0.5 --forward 1,2 --weight-grad 0.5,2"
+    )
+    found = json.loads(pipeloom(f"{line} --objective span --iterations 500 --json").out)
+    assert found["costs"]["forward"] == [1, 2]
+    assert max(found["peak_memory"]) <= 2.5
+    assert found["search"]["objective"] == "span"
+    assert max(found["spans"]) == found["search"]["value"]
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "words"),
+    [
+        ("search --microbatches 4", 2, "search needs --ranks"),
+        ("search --ranks 4 --microbatches 4 --json --csv", 2, "choose one"),
+        ("search --ranks 4 --microbatches 4 --placement 0,1,x,3", 2, "--placement is"),
+        ("search --ranks 4 --microbatches 4 --placement spiral", 2, "placement is 'spiral'"),
+        ("search --ranks 4 --microbatches 4 --objective speed", 2, "objective is 'speed'"),
+        ("search --ranks 4 --microbatches 4 --memory 0.5", 4, "one micro-batch"),
+    ],
+)
+def test_refusals(pipeloom: Run, line: str, code: int, words: str) -> None:
+    ended = pipeloom(line)
+    assert ended.code == code
+    assert words in ended.err + ended.out
