@@ -114,8 +114,9 @@ def test_ctrl_c_exits_130_quietly(tmp_path: Path, corpus: Path) -> None:
     assert "Traceback" not in err
 
 
-def test_verify_quick_matrix_passes() -> None:
-    done = pipeloom("-m", "pipeloom", "verify", "--matrix", str(DATA / "verify_quick.toml"))
+@pytest.mark.parametrize("matrix", ["verify_quick.toml", "verify_families.toml"])
+def test_verify_matrix_passes(matrix: str) -> None:
+    done = pipeloom("-m", "pipeloom", "verify", "--matrix", str(DATA / matrix))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "24 of 24 layouts pass at 1e-05" in done.stdout
     assert done.stdout.count("PASS") == 24

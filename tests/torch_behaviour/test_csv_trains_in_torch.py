@@ -19,6 +19,7 @@ SCHEDULES = [
     S.interleaved(2, 4, 2),
     S.interleaved(2, 4, 2, group_size=4),
     S.looped_bfs(2, 4, 2),
+    *(S.build(name, 2, 4) for name in ("zb-h1", "interleaved-zb", "zbv", "v-half", "dualpipev")),
 ]
 
 
