@@ -1,8 +1,8 @@
 """What the search gains over the published families: `python benchmarks/search.py [--ranks 4 8] [--seconds 20] [--sample N]`.
 
 One line a cell: p, m, v, memory (share of 1F1B's), costs, the best one-route family that fits with the same v or less, the
-search's makespan, the lower bound. At the end: cells that are worse (must be none), proved optimal, and strictly better of the rest.
-The families are built and simulated here one by one, apart from the search's own starts.
+search's makespan, the lower bound. At the end, how many cells are worse (must be none), proved optimal, and of the others
+strictly better. The families are built and simulated here one by one, apart from the search's own starts.
 """
 
 from __future__ import annotations
