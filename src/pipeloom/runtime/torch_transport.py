@@ -61,7 +61,8 @@ class Links:
         if device.type == "cpu" or batched:
             return
         whole = len(mesh.ranks) == dist.get_world_size()
-        for channel in channels:  # in one order on all ranks: torch names a group after those that the process has already
+        # In one order on all ranks: torch names a group after those that the process has already.
+        for channel in channels:
             pair = sorted((mesh.ranks[channel.source], mesh.ranks[channel.destination]))
             group = dist.new_group(pair, use_local_synchronization=not whole, group_desc=f"pipeloom {channel}")
             if mesh.rank not in (channel.source, channel.destination):
