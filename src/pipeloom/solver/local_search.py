@@ -1,7 +1,12 @@
-"""Tabu search over words: the best move along a critical path, again and again, never straight back."""
+"""Tabu search over words: the best move along a critical path, again and again, never straight back.
+
+The neighbourhood and the estimate are those of job-shop scheduling (Nowicki and Smutnicki 1996; Balas and Vazacopoulos
+1998), here with a limit on the memory of every rank.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from random import Random
 
@@ -9,100 +14,113 @@ from pipeloom.solver.evaluation import Evaluation, evaluate
 from pipeloom.solver.moves import Move, State, critical_blocks, estimate, neighbours
 from pipeloom.solver.problem import EPS, Problem, Words
 
-PATIENCE = 400
+PATIENCE = 2000
 KICKS = 6
+TENURE = (15, 25)
+CALL_EVERY = 16
+
+CarryOn = Callable[[Words, float, int], bool]
 
 
-def improve(
-    problem: Problem,
-    words: Words,
-    random: Random,
-    iterations: int,
-    goal: float = 0.0,
-    carry_on: Callable[[Words, float, int], bool] = lambda words, value, done: True,
-) -> tuple[Words, float]:
-    """The best words found from `words` (which fit the room and have no cycle), and their value.
+class Trail:
+    """A walk through words that fit the room, from `words` on; it can be walked in several stretches.
 
-    After `PATIENCE` moves without progress it starts again from the best, with a few random moves. It ends after
-    `iterations` moves, at a value of `goal` or less, or when `carry_on(best words, value, moves)`, asked every few moves,
-    says no.
+    Attributes:
+        best: the best words so far.
+        value: their makespan or largest span.
+
+    Raises:
+        ValueError: the words have a cycle.
     """
-    state = State(problem, words)
-    found = evaluate(problem, state.words)
-    if found is None:
-        raise ValueError("the words that the search starts from have a cycle")
-    best, value = [list(row) for row in words], found.value
-    tabu: dict[tuple[int, int], int] = {}
-    quiet = step = 0
-    for step in range(iterations):
-        if step % 16 == 0 and not (value > goal + EPS and carry_on(best, value, step)):
-            break
-        move = _choose(state, found, tabu, step, value, random)
-        if move is None or quiet > PATIENCE:
-            state = State(problem, best)
-            _kick(state, random)
-            found = evaluate(problem, state.words)
-            assert found is not None
-            tabu.clear()
-            quiet = 0
-            continue
-        node = state.words[move.rank][move.source]
-        passed = state.words[move.rank][move.target]
-        state.apply(move)
-        after = evaluate(problem, state.words)
-        tabu[(node, passed) if move.source < move.target else (passed, node)] = step + 8 + random.randrange(16)
-        quiet += 1
-        if after is None:
-            state.undo(move)
-            continue
-        found = after
-        if found.value < value - EPS:
-            best, value, quiet = [list(row) for row in state.words], found.value, 0
-    else:
-        step = iterations
-    carry_on(best, value, step)
-    return best, value
 
+    def __init__(self, problem: Problem, words: Words, random: Random) -> None:
+        found = evaluate(problem, words)
+        if found is None:
+            raise ValueError("the words that the search starts from have a cycle")
+        self.problem, self.random = problem, random
+        self.state, self.found = State(problem, words), found
+        self.best, self.value = [list(row) for row in words], found.value
+        self.tabu: dict[tuple[int, int], int] = {}
+        self.step = self.quiet = 0
 
-def _choose(
-    state: State, found: Evaluation, tabu: dict[tuple[int, int], int], step: int, value: float, random: Random
-) -> Move | None:
-    """The move with the least estimate that is not forbidden or would give a new best; any if all are forbidden."""
-    moves = list(neighbours(state, critical_blocks(state, found, random)))
-    if not moves:
-        return None
-    tail = found.tails(state.problem)
-    random.shuffle(moves)
-    chosen, least = None, float("inf")
-    for move in moves:
-        length = estimate(state, found, tail, move)
-        if length >= least:
-            continue
-        row = state.words[move.rank]
-        pair = (row[move.source], row[move.target])
-        # a forward move puts what is at `target` before what is at `source`
-        new_order = pair[::-1] if move.source < move.target else pair
-        if tabu.get(new_order, -1) > step and length >= value - EPS:
-            continue
-        chosen, least = move, length
-    return chosen or moves[0]
+    def walk(self, moves: int, goal: float = 0.0, carry_on: CarryOn = lambda words, value, done: True) -> None:
+        """Walks until `moves` are made, the value is `goal`, or `carry_on(best, value, moves made)` says no.
 
+        After `PATIENCE` moves without progress it goes back to the best and makes a few random moves there.
+        """
+        done = 0
+        while done < moves:
+            if done % CALL_EVERY == 0 and not (self.value > goal + EPS and carry_on(self.best, self.value, done)):
+                break
+            self._once()
+            done += 1
+        carry_on(self.best, self.value, done)
 
-def _kick(state: State, random: Random) -> None:
-    """A few random moves that keep the words free of cycles."""
-    done = 0
-    for _ in range(20 * KICKS):
-        found = evaluate(state.problem, state.words)
-        assert found is not None
-        rank = random.randrange(len(state.words))
-        at = random.randrange(len(state.words[rank]) - 1)
-        move = Move(rank, at, at + 1)
-        if not state.allows(move):
-            continue
-        state.apply(move)
-        if evaluate(state.problem, state.words) is None:
-            state.undo(move)
-            continue
-        done += 1
-        if done == KICKS:
+    def _once(self) -> None:
+        self.step += 1
+        self.quiet += 1
+        move = self._choose() if self.quiet <= PATIENCE else None
+        if move is None:
+            self._again()
             return
+        row = self.state.words[move.rank]
+        moved, passed = row[move.source], row[move.target]
+        self.state.apply(move)
+        after = evaluate(self.problem, self.state.words)
+        # the order that was there before is forbidden for a while; also where the move turned out to make a cycle
+        order = (moved, passed) if move.source < move.target else (passed, moved)
+        self.tabu[order if after is not None else order[::-1]] = (
+            self.step + TENURE[0] + self.random.randrange(TENURE[1])
+        )
+        if after is None:
+            self.state.undo(move)
+            return
+        self.found = after
+        if after.value < self.value - EPS:
+            self.best, self.value, self.quiet = [list(row) for row in self.state.words], after.value, 0
+
+    def _choose(self) -> Move | None:
+        """The move with the least estimate that is allowed, or that promises a new best; any one if all are forbidden."""
+        state, found = self.state, self.found
+        moves = list(neighbours(state, critical_blocks(state, found, self.random)))
+        if not moves:
+            return None
+        tail = found.tails(state.problem)
+        self.random.shuffle(moves)
+        chosen, least = None, math.inf
+        for move in moves:
+            length = estimate(state, found, tail, move)
+            if length >= least:
+                continue
+            row = state.words[move.rank]
+            first, second = row[move.source], row[move.target]
+            new_order = (second, first) if move.source < move.target else (first, second)
+            if length >= self.value - EPS and self.tabu.get(new_order, 0) > self.step:
+                continue
+            chosen, least = move, length
+        return chosen or moves[0]
+
+    def _again(self) -> None:
+        """Back to the best, and a few random moves from there that keep the words free of cycles."""
+        state = self.state = State(self.problem, self.best)
+        self.tabu.clear()
+        self.quiet = 0
+        found = evaluate(self.problem, state.words)
+        left = KICKS
+        for _ in range(20 * KICKS):
+            rank = self.random.randrange(len(state.words))
+            at = self.random.randrange(len(state.words[rank]) - 1)
+            move = Move(rank, at, at + 1)
+            if not state.allows(move):
+                continue
+            state.apply(move)
+            after: Evaluation | None = evaluate(self.problem, state.words)
+            if after is None:
+                state.undo(move)
+                continue
+            found = after
+            left -= 1
+            if not left:
+                break
+        assert found is not None  # the best words have no cycle
+        self.found = found

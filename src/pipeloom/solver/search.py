@@ -13,7 +13,7 @@ from pipeloom.schedule import Costs, Schedule, Timeline, simulate
 from pipeloom.schedule.bounds import memory_bound, work_bound
 from pipeloom.schedule.families.layout import require_sizes
 from pipeloom.solver.evaluation import evaluate
-from pipeloom.solver.local_search import improve
+from pipeloom.solver.local_search import Trail
 from pipeloom.solver.placements import placements_of
 from pipeloom.solver.problem import EPS, Objective, Problem, Words
 from pipeloom.solver.seeds import SLOW, family_schedules, grown, words_of
@@ -184,6 +184,7 @@ class _Start:
     problem: Problem
     words: Words
     origin: str
+    trail: Trail | None = None
 
 
 class _Run:
@@ -303,9 +304,10 @@ class _Run:
                 self._tell()
             return budget.in_time()
 
-        start.words, start.value = improve(
-            start.problem, start.words, self.random, moves, self.bounds[start.problem], carry_on
-        )
+        if start.trail is None:
+            start.trail = Trail(start.problem, start.words, self.random)
+        start.trail.walk(moves, self.bounds[start.problem], carry_on)
+        start.value = start.trail.value
 
 
 def _best_of(starts: list[_Start]) -> list[_Start]:
