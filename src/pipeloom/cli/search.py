@@ -48,6 +48,7 @@ def command(
     time_limit: Annotated[float | None, typer.Option(metavar="S", help="Seconds.")] = None,
     iterations: Annotated[int | None, typer.Option(metavar="N", help="Moves of the local search.")] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Of the random choices.")] = 0,
+    prove: Annotated[bool, typer.Option("--prove", help="Let OR-Tools look for a proof (extra opt).")] = False,
     as_json: requests.Json = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print the schedule as torch's CSV.")] = False,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the drawing as SVG.")] = None,
@@ -76,6 +77,7 @@ def command(
             time_limit=time_limit,
             iterations=iterations,
             seed=seed,
+            prove=prove,
             progress=progress,
         )
     write_files(result.timeline, svg, trace)

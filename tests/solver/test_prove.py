@@ -1,0 +1,66 @@
+"""Certificates: optima that are known, bounds that never pass them, and the missing extra."""
+
+from __future__ import annotations
+
+import sys
+from random import Random
+
+import pytest
+
+import pipeloom as pl
+from pipeloom.errors import UsageError
+from pipeloom.schedule import Costs, check
+from pipeloom.solver.engine import bound_of
+from pipeloom.solver.problem import Problem
+from pipeloom.solver.prove import certify
+
+
+def test_without_the_extra_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ortools.sat.python.cp_model", None)
+    with pytest.raises(UsageError, match=r"pipeloom\[opt\]"):
+        pl.search(4, 8, memory=2, prove=True)
+
+
+@pytest.mark.parametrize(("memory", "optimum"), [(2, 41), (3, 31), (4, 27)])
+def test_proven_optima(memory: int, optimum: float) -> None:
+    pytest.importorskip("ortools")
+    found = pl.search(4, 8, memory=memory, iterations=3000, prove=True)
+    assert found.proved
+    assert found.value == found.lower_bound == optimum
+    check(found.schedule)
+
+
+def test_two_chunks_are_proved_on_all_placements() -> None:
+    pytest.importorskip("ortools")
+    found = pl.search(4, 8, memory=4, chunks=2, iterations=500, prove=True, time_limit=60)
+    assert found.proved
+    assert found.value == 59
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("objective", ["makespan", "span"])
+def test_bounds_are_never_above_a_proven_optimum(seed: int, objective: str) -> None:
+    pytest.importorskip("ortools")
+    random = Random(seed)
+    placement = random.choice([(0, 1), (0, 1, 2), (0, 1, 1, 0), (0, 1, 0, 1), (0, 0, 1, 1)])
+    ranks = max(placement) + 1
+    stages, chunks = len(placement), len(placement) // ranks
+    values = [tuple(float(random.randint(0 if k == 2 else 1, 6)) for _ in range(stages)) for k in range(3)]
+    costs = Costs(*values, random.choice([0.0, 1.0]), held=random.choice([1.0, 0.5]))
+    room = random.choice([1, 1.5, 2]) * chunks
+    found = pl.search(
+        ranks, 4, costs, room, placement=placement, objective=objective, iterations=200, prove=True, time_limit=40
+    )
+    assert found.proved
+    problem = Problem(placement, 4, costs, room, objective)  # type: ignore[arg-type]
+    assert bound_of(problem) <= found.value + 1e-9
+    assert max(found.timeline.peak_memory) <= room + 1e-9
+
+
+def test_the_solver_finds_what_the_search_was_not_given_time_for() -> None:
+    pytest.importorskip("ortools")
+    problem = Problem((0, 1, 2, 3), 8, Costs(), 3)
+    found = certify(problem, 33, 30)
+    assert found.value == found.bound == 31
+    assert found.words is not None
+    assert problem.fits(found.words)
