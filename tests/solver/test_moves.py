@@ -92,3 +92,29 @@ def test_cut_does_the_same_work_in_the_same_time() -> None:
     assert fine.busy == coarse.busy
     assert fine.makespan <= coarse.makespan
     assert max(fine.peak_memory) <= max(coarse.peak_memory)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_evaluation_from_a_change_on_is_the_whole_evaluation(seed: int) -> None:
+    random = Random(seed)
+    problem, words = problem_of(random.choice(["zb-h1", "zbv", "interleaved"]), random.choice(COSTS))
+    state, found = State(problem, words), evaluate(problem, words)
+    compared = 0
+    for _ in range(80):
+        rank = random.randrange(problem.ranks)
+        move = Move(rank, *random.sample(range(len(words[rank])), 2))
+        if not state.allows(move):
+            continue
+        state.apply(move)
+        assert found is not None
+        part = evaluate(problem, state.words, (found, rank, min(move.source, move.target)))
+        whole = evaluate(problem, state.words)
+        if whole is None:
+            assert part is None
+            state.undo(move)
+            continue
+        assert part is not None
+        assert (part.start, part.end, part.value) == (whole.start, whole.end, whole.value)
+        assert sorted(part.order) == list(range(problem.nodes))
+        found, compared = part, compared + 1
+    assert compared > 2

@@ -40,20 +40,22 @@ class Evaluation:
         return tail
 
 
-def evaluate(problem: Problem, words: Words) -> Evaluation | None:
+def evaluate(problem: Problem, words: Words, since: tuple[Evaluation, int, int] | None = None) -> Evaluation | None:
     """Every node as early as its rank's word and its message allow; None if the words have a cycle.
 
-    Linear in the number of nodes.
+    Linear in the number of nodes. `since` is (an evaluation, rank, index) of words that differed on this rank only, from this
+    index on: what came before that place in its order is taken over.
     """
     tables = problem.tables
     time, need, hops = tables.time, tables.need, tables.hop
-    end = [NEVER] * tables.none
-    end.append(0.0)
-    start = [0.0] * tables.none
-    order: list[int] = []
+    if since is None:
+        end = [NEVER] * tables.none
+        end.append(0.0)
+        start, order = [0.0] * tables.none, []
+        position, clocks = [0] * len(words), [0.0] * len(words)
+    else:
+        start, end, order, position, clocks = _before(words, *since)
     done = order.append
-    position = [0] * len(words)
-    clocks = [0.0] * len(words)
     waiting: dict[int, int] = {}
     ready = list(range(len(words)))
     while ready:
@@ -80,10 +82,33 @@ def evaluate(problem: Problem, words: Words) -> Evaluation | None:
         clocks[rank] = clock
     if len(order) < tables.none:
         return None
-    if problem.objective == "span":
-        offset = [-start[row[0]] for row in words]
-    else:
-        offset = [0.0] * len(words)
+    offset = [-start[row[0]] for row in words] if problem.objective == "span" else [0.0] * len(words)
     found = Evaluation(start, end, order, offset)
     found.value = max(clock + shift for clock, shift in zip(clocks, offset, strict=True))
     return found
+
+
+def _before(
+    words: Words, earlier: Evaluation, rank: int, index: int
+) -> tuple[list[float], list[float], list[int], list[int], list[float]]:
+    """start, end, order, and every rank's position and clock, as they were before the first node that may change."""
+    row = words[rank]
+    cut = earlier.order.index(row[index - 1]) + 1 if index else 0
+    order, end = earlier.order[:cut], list(earlier.end)
+    for node in earlier.order[cut:]:
+        end[node] = NEVER
+    position = [_ended(line, end) for line in words]
+    clocks = [end[row[at - 1]] if at else 0.0 for row, at in zip(words, position, strict=True)]
+    return list(earlier.start), end, order, position, clocks
+
+
+def _ended(row: list[int], end: list[float]) -> int:
+    """How many of the row's nodes, which come first, have an end."""
+    low, high = 0, len(row)
+    while low < high:
+        middle = (low + high) // 2
+        if end[row[middle]] < 0:
+            high = middle
+        else:
+            low = middle + 1
+    return low

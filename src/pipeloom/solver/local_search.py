@@ -66,7 +66,8 @@ class Trail:
         row = self.state.words[move.rank]
         moved, passed = row[move.source], row[move.target]
         self.state.apply(move)
-        after = evaluate(self.problem, self.state.words)
+        since = (self.found, move.rank, min(move.source, move.target))
+        after = evaluate(self.problem, self.state.words, since)
         # the order that was there before is forbidden for a while; also where the move turned out to make a cycle
         order = (moved, passed) if move.source < move.target else (passed, moved)
         self.tabu[order if after is not None else order[::-1]] = (
