@@ -1,4 +1,4 @@
-"""Draws docs/img: every family (p = 4, m = 8, unit costs) the README's picture, and a searched one. Run: python docs/draw.py
+"""Draws docs/img: every family (p = 4, m = 8, unit costs), the README's picture, and a searched one. Run: python docs/draw.py
 
 Families that take costs or options are drawn with their defaults; one that refuses these sizes is named and left out.
 """

@@ -51,7 +51,8 @@ def evaluate(problem: Problem, words: Words, since: tuple[Evaluation, int, int] 
     if since is None:
         end = [NEVER] * tables.none
         end.append(0.0)
-        start, order = [0.0] * tables.none, []
+        start = [0.0] * tables.none
+        order: list[int] = []
         position, clocks = [0] * len(words), [0.0] * len(words)
     else:
         start, end, order, position, clocks = _before(words, *since)
