@@ -89,7 +89,8 @@ def build(
         raise UsageError(f"{name} returned {type(made).__name__}, not a Schedule")
     if chunks is not None and made.chunks != chunks:
         looped = ", ".join(n for n, f in FAMILIES.items() if "chunks" in inspect.signature(f).parameters)
-        raise UsageError(f"schedule {name} holds {made.chunks} chunks a rank here, not {chunks}; {looped} take chunks")
+        held = f"{made.chunks} chunk{'s' if made.chunks > 1 else ''} a rank"
+        raise UsageError(f"schedule {name} holds {held}, not {chunks}; {looped} take chunks")
     return made
 
 
