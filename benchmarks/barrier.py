@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pipeloom as pl
+from hops import hops
 from pipeloom import Costs
 from pipeloom.config import load_layout
 from pipeloom.runtime import Pipeline
 from pipeloom.runtime.trace import measured_costs
-from pipeloom.schedule.model import parts
 from pipeloom.schedule.period import period as simulated_period
 from pipeloom.train.batches import Batch
 from pipeloom.train.loop import Trainer
@@ -133,27 +133,6 @@ def costs_of(schedule: pl.Schedule, ranks: list[Run]) -> Costs:
 
     hop = median([seconds for starts, ends in steps for seconds in hops(schedule, starts, ends)])
     return Costs(forward=mean("forward"), input_grad=mean("input_grad"), weight_grad=mean("weight_grad"), p2p=hop)
-
-
-def hops(schedule: pl.Schedule, starts: list[list[float]], ends: list[list[float]]) -> list[float]:
-    """From the end of an action to the start of the one on another rank that was waiting for its message."""
-    route = schedule.routes[0]
-    places = {
-        ("F" if action.kind == "F" else "I", action.stage, action.microbatch): (rank, at)
-        for rank, program in enumerate(schedule.programs)
-        for at, cell in enumerate(program)
-        for action in parts(cell)
-        if action.kind != "W"
-    }
-    found = []
-    for (kind, stage, microbatch), (rank, at) in places.items():
-        position = route.index(stage) + (-1 if kind == "F" else 1)
-        if at == 0 or not 0 <= position < len(route):
-            continue
-        source, entry = places[kind, route[position], microbatch]
-        if source != rank and ends[source][entry] > ends[rank][at - 1]:
-            found.append(starts[rank][at] - ends[source][entry])
-    return found
 
 
 class Figures(NamedTuple):

@@ -36,6 +36,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
 import pipeloom as pl
+from hops import hops
 from pipeloom.ops.deferred import Desk, Ledger
 from pipeloom.runtime import Pipeline
 from processes import run_ranks
@@ -180,32 +181,15 @@ def compare(
         timed(ours.step)
         timelines.append(ours.timeline())
     idle = median(barrier_only() for _ in range(20))
-    hop = hop_seconds(rank, ranks, (shape[0] // m, *shape[1:]))
     ours.close()
-    return [a - idle for a, _ in pairs], [b - idle for _, b in pairs], timelines, hop
-
-
-def hop_seconds(rank: int, ranks: int, shape: Any) -> float:
-    """Half the median round trip of a message of this shape between ranks 0 and 1."""
-    times = []
-    tensor = torch.zeros(*shape)
-    for _ in range(60):
-        start = time.perf_counter()
-        if rank == 0:
-            dist.send(tensor, 1)
-            dist.recv(tensor, 1)
-        elif rank == 1:
-            dist.recv(tensor, 0)
-            dist.send(tensor, 0)
-        times.append((time.perf_counter() - start) / 2)
-    return median(times[10:])
+    return [a - idle for a, _ in pairs], [b - idle for _, b in pairs], timelines
 
 
 def calibrated(results: list[Any]) -> float:
-    """The makespan simulated with the run's mean action costs and hop."""
-    timelines, hop = results[0][2], results[0][3]
-    makespans = [pl.simulate(t.schedule, replace(t.costs, p2p=hop)).makespan for t in timelines]
-    return median(makespans)
+    """The makespan simulated with the run's mean action costs and its median hop."""
+    timelines = results[0][2]
+    hop = median(seconds for t in timelines for seconds in hops(t.schedule, t.starts, t.ends))
+    return median(pl.simulate(t.schedule, replace(t.costs, p2p=hop)).makespan for t in timelines)
 
 
 def emulated() -> None:

@@ -1,0 +1,29 @@
+"""The time of a hop, read off a measured step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pipeloom as pl
+from pipeloom.schedule.model import parts
+
+
+def hops(schedule: pl.Schedule, starts: Sequence[Sequence[float]], ends: Sequence[Sequence[float]]) -> list[float]:
+    """From the end of an action to the start of the one on another rank that was waiting for its message."""
+    route = schedule.routes[0]
+    places = {
+        ("F" if action.kind == "F" else "I", action.stage, action.microbatch): (rank, at)
+        for rank, program in enumerate(schedule.programs)
+        for at, cell in enumerate(program)
+        for action in parts(cell)
+        if action.kind != "W"
+    }
+    found = []
+    for (kind, stage, microbatch), (rank, at) in places.items():
+        position = route.index(stage) + (-1 if kind == "F" else 1)
+        if at == 0 or not 0 <= position < len(route):
+            continue
+        source, entry = places[kind, route[position], microbatch]
+        if source != rank and ends[source][entry] > ends[rank][at - 1]:
+            found.append(starts[rank][at] - ends[source][entry])
+    return found
