@@ -113,3 +113,13 @@ def _cut_tree(value: Any, sizes: Sequence[int], rows: int) -> list[Any]:
     if isinstance(value, (tuple, list)):
         return list(zip(*(_cut(item, sizes, rows) for item in value), strict=True))
     return _cut(value, sizes, rows)
+
+
+def join(outputs: Sequence[Any]) -> Any:
+    """Micro-batches' outputs as one: tensors concatenated along dimension 0, tuples element by element."""
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(outputs)) if first.ndim else torch.stack(list(outputs))
+    if isinstance(first, (tuple, list)):
+        return tuple(join(items) for items in zip(*outputs, strict=True))
+    return first

@@ -8,7 +8,12 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from pipeloom.errors import DistributedError
+from pipeloom.parallel.mesh import PipelineMesh
+from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.schedule.model import Schedule
 
 
@@ -17,22 +22,50 @@ def digest(value: Any) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
 
 
-def schedule_facts(schedule: Schedule) -> dict[str, Any]:
-    """What ranks must agree on about a schedule."""
+def facts(
+    schedule: Schedule,
+    layers: Sequence[str],
+    stages: Sequence[int] | None,
+    tied: Sequence[Sequence[str]],
+    options: RuntimeOptions,
+) -> dict[str, Any]:
+    """What the ranks of a pipeline must agree on; `layers` are the names of the model's layers."""
+    from pipeloom import __version__
+
     return {
+        "versions": f"pipeloom {__version__}, torch {torch.__version__}",
         "ranks of the schedule": schedule.ranks,
         "micro-batches": schedule.microbatches,
         "placement": list(schedule.placement),
         "schedule": f"{schedule!r} {digest((schedule.codes, schedule.routes, schedule.route_of))}",
+        "layers": f"{len(layers)} {digest(list(layers))}",
+        "layers of each stage": None if stages is None else list(stages),
+        "tied weights": [list(names) for names in tied],
+        "transport": f"{options.transport}, overlap_p2p {options.overlap_p2p}",
+        "receive depth": options.receive_depth,
+        "shapes": options.shapes,
+        "sizes of the micro-batches": options.microbatch_sizes and list(options.microbatch_sizes),
     }
 
 
-def compare(store: Any, prefix: str, rank: int, ranks: int, facts: Mapping[str, Any], timeout: float) -> None:
+def shake_hands(mesh: PipelineMesh, mine: Mapping[str, Any], timeout: float) -> str:
+    """Compares `mine` with the other ranks'; returns the prefix of this pipeline's keys in the store.
+
+    Raises DistributedError that names a difference, or a rank that has not come within `timeout` (at most 60) seconds.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    own = f"pipeloom/{'-'.join(map(str, mesh.ranks))}"
+    prefix = f"{own}/{store.add(f'{own}/{mesh.rank}', 1)}"
+    compare(store, prefix, mesh.rank, len(mesh.ranks), mine, min(timeout, 60.0))
+    return prefix
+
+
+def compare(store: Any, prefix: str, rank: int, ranks: int, mine: Mapping[str, Any], timeout: float) -> None:
     """Raises DistributedError, on every rank, that names what differs between rank 0 and the first rank to disagree.
 
     A rank that does not come within `timeout` seconds is named too.
     """
-    store.set(f"{prefix}/facts/{rank}", json.dumps(facts))
+    store.set(f"{prefix}/facts/{rank}", json.dumps(mine))
     everyone = []
     for other in range(ranks):
         key = f"{prefix}/facts/{other}"

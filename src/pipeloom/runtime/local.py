@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 from pipeloom.errors import ScheduleError
 from pipeloom.runtime.assembly import Assembly, Thread, assemble, unique_parameters
-from pipeloom.runtime.batch import Microbatches, Weight, batch_rows, split_batch, split_sizes
+from pipeloom.runtime.batch import Microbatches, Weight, batch_rows, join, split_batch, split_sizes
 from pipeloom.runtime.layers import LayerSource
 from pipeloom.runtime.lowering import forward_only, lower
 from pipeloom.runtime.options import RuntimeOptions
-from pipeloom.runtime.pipeline import join
 from pipeloom.runtime.rank import Loss, StepResult
 from pipeloom.runtime.ties import share
 from pipeloom.runtime.transport import InProcessTransport, Mailroom

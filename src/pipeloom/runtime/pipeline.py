@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import traceback
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,15 +16,16 @@ from pipeloom.errors import ConfigError, DistributedError, UsageError
 from pipeloom.parallel.mesh import PipelineMesh
 from pipeloom.runtime import handshake, ties
 from pipeloom.runtime.assembly import Assembly, assemble
-from pipeloom.runtime.batch import Microbatches, Weight, batch_rows, split_batch, split_sizes
+from pipeloom.runtime.batch import Microbatches, Weight, batch_rows, join, split_batch, split_sizes
 from pipeloom.runtime.buffers import BufferPool
 from pipeloom.runtime.layers import LayerSource
 from pipeloom.runtime.losses import PendingLoss
 from pipeloom.runtime.lowering import RankProgram, forward_only, lower
+from pipeloom.runtime.machines import share_memory
 from pipeloom.runtime.monitor import Monitor
 from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.runtime.rank import Loss, Rank, StepResult
-from pipeloom.runtime.shared_memory import SharedLinks, SharedMemoryTransport, machine
+from pipeloom.runtime.shared_memory import SharedLinks, SharedMemoryTransport
 from pipeloom.runtime.torch_transport import Links, TorchTransport
 from pipeloom.runtime.trace import clock_offset, gather_timeline
 from pipeloom.runtime.transport import InProcessTransport, Mailroom, PeerGone, Transport
@@ -83,7 +83,11 @@ class Pipeline:
             raise ConfigError(
                 f"the schedule has {schedule.ranks} ranks, and the pipeline {len(self.mesh.ranks)} processes"
             )
-        prefix = self._shake_hands(layers, stages, tied)
+        prefix = ""
+        if self.mesh.group is not None:
+            names = [str(getattr(layer, "name", at)) for at, layer in enumerate(layers)]
+            facts = handshake.facts(schedule, names, stages, tied, options)
+            prefix = handshake.shake_hands(self.mesh, facts, options.timeout)
         self._assembly: Assembly = assemble(layers, schedule, self.mesh.rank, stages, tied, loss, options, self.device)
         self._rank: Rank = self._assembly.rank
         self._pool = BufferPool(self.device)
@@ -227,64 +231,21 @@ class Pipeline:
 
     # -- set-up ----------------------------------------------------------------------------------------------------------
 
-    def _shake_hands(
-        self, layers: Sequence[LayerSource], stages: Sequence[int] | None, tied: Sequence[Sequence[str]]
-    ) -> str:
-        """Compares what the ranks are about to run; returns the prefix of this pipeline's keys in the store."""
-        if self.mesh.group is None:
-            return ""
-        from pipeloom import __version__
-
-        store = dist.distributed_c10d._get_default_store()
-        own = f"pipeloom/{'-'.join(map(str, self.mesh.ranks))}"
-        prefix = f"{own}/{store.add(f'{own}/{self.rank}', 1)}"
-        facts = {
-            "versions": f"pipeloom {__version__}, torch {torch.__version__}",
-            **handshake.schedule_facts(self.schedule),
-            "layers": f"{len(layers)} {handshake.digest([getattr(layer, 'name', at) for at, layer in enumerate(layers)])}",
-            "layers of each stage": None if stages is None else list(stages),
-            "tied weights": [list(names) for names in tied],
-            "transport": f"{self.options.transport}, overlap_p2p {self.options.overlap_p2p}",
-            "receive depth": self.options.receive_depth,
-            "shapes": self.options.shapes,
-            "sizes of the micro-batches": self.options.microbatch_sizes and list(self.options.microbatch_sizes),
-        }
-        handshake.compare(store, prefix, self.rank, self.ranks, facts, min(self.options.timeout, 60.0))
-        return prefix
-
     def _start_distributed(self, prefix: str) -> None:
         batched = self.options.transport == "batched"
-        self._shared_links = self._share_memory(prefix)
+        channels = self._program(None).channels
+        self._shared_links = share_memory(self.mesh, self.device, self.options, channels, prefix)
         self._links = Links(self.mesh, self._program(None).all_channels, self.device, batched)
         for holders, weights in self._shared.items():
             ties.start_equal(holders, self.rank, weights, self._control())
         if self.options.monitor:
             default: Any = dist.distributed_c10d._get_default_store()
             store = default.clone()  # its own connection: the main thread may be inside a wait on the other
-            peers = {rank for channel in self._program(None).channels for rank in channel[:2]} - {self.rank}
+            peers = {rank for channel in channels for rank in channel[:2]} - {self.rank}
             self._monitor = Monitor(
                 store, prefix, self._rank.status, sorted(peers), self.ranks, self.options.timeout, self.options.notice
             )
             self._monitor.start()
-
-    def _share_memory(self, prefix: str) -> SharedLinks | None:
-        """Connections through shared memory, where the options want them and all ranks can; every rank decides alike."""
-        wanted = self.options.transport
-        if wanted not in ("auto", "shared"):
-            return None
-        store = dist.distributed_c10d._get_default_store()
-        here = machine() if self.device.type == "cpu" else None
-        store.set(f"{prefix}/machine/{self.rank}", str(here))
-        places = {store.get(f"{prefix}/machine/{rank}").decode() for rank in range(self.ranks)}
-        if places != {str(here)} or here is None:
-            if wanted == "shared":
-                raise ConfigError(
-                    'transport "shared" needs all ranks on the CPUs of one Linux machine; use "individual"'
-                )
-            return None
-        spin = self.ranks <= len(os.sched_getaffinity(0))
-        channels = self._program(None).channels
-        return SharedLinks(store, prefix, self.rank, channels, min(self.options.timeout, 60.0), spin)
 
     def _control(self) -> Any:
         if self.mesh.group is None:
@@ -386,16 +347,6 @@ def drive(run: Generator[Message, None, StepResult]) -> StepResult:
         except StopIteration as done:
             return done.value  # type: ignore[no-any-return]
         raise DistributedError(f"{message.words} never comes: there is no other rank in this process")
-
-
-def join(outputs: Sequence[Any]) -> Any:
-    """Micro-batches' outputs as one: tensors concatenated along dimension 0, tuples element by element."""
-    first = outputs[0]
-    if isinstance(first, Tensor):
-        return torch.cat(list(outputs)) if first.ndim else torch.stack(list(outputs))
-    if isinstance(first, (tuple, list)):
-        return tuple(join(items) for items in zip(*outputs, strict=True))
-    return first
 
 
 def _mesh(mesh: PipelineMesh | DeviceMesh | None) -> PipelineMesh:

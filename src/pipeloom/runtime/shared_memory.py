@@ -34,17 +34,6 @@ _NOTICE_BYTES = 65536
 _DESCRIPTORS_NEXT = b"+"  # the notice after this one brings descriptors of new memory
 
 
-def machine() -> str | None:
-    """What two processes must have in common to use this transport; None where it does not exist."""
-    if not hasattr(os, "memfd_create") or not hasattr(socket, "SOCK_SEQPACKET"):
-        return None
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino} {os.getuid()}"
-    except OSError:
-        return None
-
-
 class _Segment:
     """Memory for one tensor on its way, mapped by its sender and its receiver."""
 

@@ -1,0 +1,50 @@
+"""Are all ranks of a pipeline on one machine, so that messages can go through its memory?"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from pipeloom.errors import ConfigError
+from pipeloom.parallel.mesh import PipelineMesh
+from pipeloom.runtime.options import RuntimeOptions
+from pipeloom.runtime.shared_memory import SharedLinks
+from pipeloom.schedule.channels import Channel
+
+
+def machine() -> str | None:
+    """What two processes must have in common to share memory here; None where the system cannot."""
+    if not hasattr(os, "memfd_create") or not hasattr(socket, "SOCK_SEQPACKET"):
+        return None
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino} {os.getuid()}"
+    except OSError:
+        return None
+
+
+def share_memory(
+    mesh: PipelineMesh, device: torch.device, options: RuntimeOptions, channels: Sequence[Channel], prefix: str
+) -> SharedLinks | None:
+    """Connections through shared memory, where the options want them and all ranks can; every rank decides alike.
+
+    A rank spins a moment before it sleeps only where every rank has a core of its own.
+    Raises ConfigError when the transport is "shared" and some rank is on another machine or not on a CPU.
+    """
+    if options.transport not in ("auto", "shared"):
+        return None
+    store = dist.distributed_c10d._get_default_store()
+    here = machine() if device.type == "cpu" else None
+    store.set(f"{prefix}/machine/{mesh.rank}", str(here))
+    places = {store.get(f"{prefix}/machine/{rank}").decode() for rank in range(len(mesh.ranks))}
+    if places != {str(here)} or here is None:
+        if options.transport == "shared":
+            raise ConfigError('transport "shared" needs all ranks on the CPUs of one Linux machine; use "individual"')
+        return None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    spin = len(mesh.ranks) <= cores
+    return SharedLinks(store, prefix, mesh.rank, channels, min(options.timeout, 60.0), spin)
