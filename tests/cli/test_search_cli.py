@@ -71,3 +71,19 @@ def test_refusals(pipeloom: Run, line: str, code: int, words: str) -> None:
     ended = pipeloom(line)
     assert ended.code == code
     assert words in ended.err + ended.out
+
+
+def test_a_proof_is_printed(pipeloom: Run) -> None:
+    pytest.importorskip("ortools")
+    ended = pipeloom("search --ranks 4 --microbatches 8 --memory 2 --iterations 500 --prove")
+    assert "lower bound 41, proved optimal" in ended.out
+
+
+def test_an_interrupt_prints_the_best_and_ends_with_130(pipeloom: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pipeloom.solver.engine.Trail.walk", interrupted)
+    ended = pipeloom(f"{SMALL} --json")
+    assert ended.code == 130
+    assert json.loads(ended.out)["search"]["interrupted"]

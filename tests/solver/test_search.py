@@ -144,3 +144,23 @@ def test_an_interrupt_keeps_the_best() -> None:
 def test_refusals(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         pl.search(4, 8, **{"iterations": 10, **arguments})
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6])
+def test_families_of_pairs_stay_whole_where_pairs_gain(share: float) -> None:
+    costs = Costs(weight_grad=1 - share, all_to_all=share)
+    best = best_family(4, 12, 2, costs, 16, "makespan")
+    found = pl.search(4, 12, costs, 16, chunks=2, iterations=50)
+    assert found.schedule.has_pairs
+    assert found.lower_bound <= found.value <= best + 1e-9
+    check(found.schedule)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "microbatches", "chunks", "limit"), [(64, 512, 4, 5), (256, 1024, 1, 30)])
+def test_first_answer_for_large_sizes(ranks: int, microbatches: int, chunks: int, limit: float) -> None:
+    answers: list[Progress] = []
+    found = pl.search(ranks, microbatches, UNEVEN, chunks=chunks, time_limit=limit, progress=answers.append)
+    assert answers[0].seconds < limit
+    family = build("interleaved" if chunks > 1 else "1f1b", ranks, microbatches, chunks if chunks > 1 else None)
+    assert found.value <= simulate(family, UNEVEN).makespan
