@@ -2,7 +2,8 @@
 
 One line a cell: p, m, v, memory (share of 1F1B's), costs, the best one-route family that fits with the same v or less, the
 search's makespan, the lower bound. At the end, how many cells are worse (must be none), proved optimal, and of the others
-strictly better. The families are built and simulated here one by one, apart from the search's own starts.
+strictly better. The families come from the function that gives the search its starts
+(tests/solver compares with families built one by one), and are simulated here.
 """
 
 from __future__ import annotations
