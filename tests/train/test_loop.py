@@ -76,7 +76,9 @@ def test_two_runs_are_equal_bit_by_bit_and_tell_what_they_did(tmp_path: Path) ->
         assert words in done.stdout
     paths = [re.search(rf"^{word}: +(\S+)", done.stdout, re.MULTILINE) for word in ("log", "trace", "svg")]
     assert all(match is not None and Path(match[1]).is_file() for match in paths)
-    assert 0 <= events(first, "bubble")[0]["simulated"] <= events(first, "bubble")[0]["measured"] < 1
+    bubble = events(first, "bubble")[0]
+    assert 0 <= bubble["simulated"] < 1  # either may be the larger in a step of a few milliseconds
+    assert 0 <= bubble["measured"] < 1
 
 
 @pytest.mark.dist
