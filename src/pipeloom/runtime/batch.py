@@ -63,7 +63,7 @@ def split_batch(
 
     Raises UsageError when a micro-batch would be empty.
     """
-    positional = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    positional = as_inputs(inputs)
     rows = batch_rows(positional)
     if sum(sizes) != rows:
         raise UsageError(f"the micro-batches hold {sum(sizes)} rows, and the batch {rows}")
@@ -93,6 +93,19 @@ def split_batch(
         tuple(w / total for w in weights),
         tuple(signature((*i, *k.values())) for i, k in zip(each_inputs, keyword_parts, strict=True)),
     )
+
+
+def as_inputs(inputs: Any) -> tuple[Any, ...]:
+    """The positional inputs of the first stage, one or several."""
+    return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+
+
+def chosen_sizes(inputs: Any, count: int, configured: Sequence[int] | None) -> tuple[int, ...]:
+    """The rows of each of `count` micro-batches: as configured where that fits this batch, else as even as possible."""
+    rows = batch_rows(as_inputs(inputs))
+    if configured is not None and len(configured) == count and sum(configured) == rows:
+        return tuple(configured)
+    return tuple(split_sizes(rows, count))
 
 
 def batch_rows(inputs: Sequence[Any]) -> int:

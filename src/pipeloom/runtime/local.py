@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import ScheduleError
 from pipeloom.runtime.assembly import Assembly, Thread, assemble, unique_parameters
-from pipeloom.runtime.batch import Microbatches, Weight, batch_rows, join, split_batch, split_sizes
+from pipeloom.runtime.batch import Microbatches, Weight, as_inputs, batch_rows, chosen_sizes, join, split_batch
 from pipeloom.runtime.layers import LayerSource
 from pipeloom.runtime.lowering import forward_only, lower
 from pipeloom.runtime.options import RuntimeOptions
@@ -64,14 +64,14 @@ class LocalPipeline:
     @torch.no_grad()
     def evaluate(self, inputs: Any, targets: Any, **keywords: Any) -> Tensor:
         """The mean loss, forward only."""
-        count = min(self.schedule.microbatches, batch_rows(_tuple(inputs)))
+        count = min(self.schedule.microbatches, batch_rows(as_inputs(inputs)))
         self._run(forward_only(self.schedule, count), self._split(inputs, targets, keywords, count))
         return self._loss()
 
     @torch.no_grad()
     def predict(self, inputs: Any, **keywords: Any) -> Any:
         """The outputs of the last stage for the whole batch."""
-        count = min(self.schedule.microbatches, batch_rows(_tuple(inputs)))
+        count = min(self.schedule.microbatches, batch_rows(as_inputs(inputs)))
         self._run(forward_only(self.schedule, count), self._split(inputs, None, keywords, count), keep_outputs=True)
         outputs = {mb: output for result in self._results for mb, output in result.outputs.items()}
         return join([outputs[mb] for mb in range(count)])
@@ -103,11 +103,8 @@ class LocalPipeline:
         return torch.stack(shares).sum()
 
     def _split(self, inputs: Any, targets: Any, keywords: Mapping[str, Any], count: int) -> Microbatches:
-        sizes = self.options.microbatch_sizes
-        rows = batch_rows(_tuple(inputs))
-        if sizes is None or len(sizes) != count or sum(sizes) != rows:
-            sizes = tuple(split_sizes(rows, count))
-        return split_batch(_tuple(inputs), targets, keywords, sizes, self._weight)
+        sizes = chosen_sizes(inputs, count, self.options.microbatch_sizes)
+        return split_batch(inputs, targets, keywords, sizes, self._weight)
 
     @property
     def peak_activations(self) -> tuple[int, ...]:
@@ -125,7 +122,3 @@ class LocalPipeline:
         """Sets every gradient to None."""
         for parameter in self.parameters():
             parameter.grad = None
-
-
-def _tuple(inputs: Any) -> tuple[Any, ...]:
-    return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)

@@ -16,7 +16,7 @@ from pipeloom.errors import ConfigError, DistributedError, UsageError
 from pipeloom.parallel.mesh import PipelineMesh
 from pipeloom.runtime import handshake, ties
 from pipeloom.runtime.assembly import Assembly, assemble
-from pipeloom.runtime.batch import Microbatches, Weight, batch_rows, join, split_batch, split_sizes
+from pipeloom.runtime.batch import Microbatches, Weight, as_inputs, batch_rows, chosen_sizes, join, split_batch
 from pipeloom.runtime.buffers import BufferPool
 from pipeloom.runtime.layers import LayerSource
 from pipeloom.runtime.losses import PendingLoss
@@ -268,16 +268,11 @@ class Pipeline:
         return TorchTransport(self._links, program.acknowledges, self._rank.book, self._pool, batched)
 
     def _forward_count(self, inputs: Any) -> int:
-        rows = batch_rows(tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,))
-        return min(self.schedule.microbatches, rows)
+        return min(self.schedule.microbatches, batch_rows(as_inputs(inputs)))
 
     def _split(self, inputs: Any, targets: Any, keywords: Mapping[str, Any], count: int) -> Microbatches:
-        positional = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-        rows = batch_rows(positional)
-        sizes = self.options.microbatch_sizes
-        if sizes is None or sum(sizes) != rows or len(sizes) != count:
-            sizes = tuple(split_sizes(rows, count))
-        return split_batch(positional, targets, keywords, sizes, self._weight)
+        sizes = chosen_sizes(inputs, count, self.options.microbatch_sizes)
+        return split_batch(inputs, targets, keywords, sizes, self._weight)
 
     def _spread(self, loss: Tensor | None) -> PendingLoss:
         """The sum of all ranks' shares of the loss. The rank that knows it sends it and does not wait: no barrier."""

@@ -22,7 +22,7 @@ from pipeloom.runtime.stage import Stage
 from pipeloom.runtime.status import Status
 from pipeloom.runtime.transport import Outgoing, Transport
 from pipeloom.schedule.actions import Action
-from pipeloom.schedule.channels import Message
+from pipeloom.schedule.channels import Message, neighbours
 from pipeloom.schedule.model import Schedule
 
 Loss = Callable[[Any, Any], Tensor]
@@ -61,7 +61,9 @@ class Rank:
         self.book = book
         self.faults = faults
         self.status = Status(rank)
-        self._ends = {route[0] for route in schedule.routes}, {route[-1] for route in schedule.routes}
+        before, after = neighbours(schedule)
+        self.before = {stage: other for stage, other in enumerate(before) if other is not None}
+        self.after = {stage: other for stage, other in enumerate(after) if other is not None}
 
     def run(
         self, program: RankProgram, batch: Microbatches, transport: Transport, *, keep_outputs: bool = False
@@ -104,10 +106,7 @@ class _Work:
         self.result = StepResult()
         self._local: dict[tuple[str, int, int], tuple[Values, Boundary]] = {}
         self._alive = 0
-        self._after = {
-            left: right for route in rank.schedule.routes for left, right in zip(route, route[1:], strict=False)
-        }
-        self._before = {right: left for left, right in self._after.items()}
+        self._after, self._before = rank.after, rank.before
 
     def execute(self, step: Step, received: list[tuple[Values, Boundary] | None]) -> list[Outgoing]:
         """Runs the entry's actions; sends what a pair's first part made at once, and returns what is left to send."""
