@@ -1,0 +1,155 @@
+"""Segments: how a layer says where its computation may be cut, so that a communication runs beside other computation.
+
+A layer that is `Segmented` is a row of segments. A `Compute` runs under autograd between two cuts. A `Communication`
+(dispatch, combine) starts now and is waited for later, and so does its backward; autograd sees nothing of it. The engine
+interleaves the segments of one micro-batch's forward with those of another's backward (overlapped pair); `in_order` runs
+them one after the other as one differentiable function, so that a layer's plain forward is the same code.
+
+Between two segments travel values: tensors, None, and any other object (splits, a permutation). All that a later segment
+needs travels there, the residual stream too. A floating tensor that requires a gradient *carries* one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+Values = tuple[Any, ...]
+
+
+class Pending(Protocol):
+    """A communication under way. It keeps alive whatever the communication reads and writes."""
+
+    def wait(self) -> Values:
+        """Its results. Called once. On a GPU only the current stream waits, on a CPU the caller."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """A communication that had nothing to wait for."""
+
+    values: Values
+
+    def wait(self) -> Values:
+        return self.values
+
+
+@dataclass(frozen=True)
+class Compute:
+    """A compute segment.
+
+    Attributes:
+        name: what it is called in messages ("attention", "experts").
+        run: values -> values; what flows in from other segments are leaves of its own small graph.
+    """
+
+    name: str
+    run: Callable[[Values], Values]
+
+
+@runtime_checkable
+class Communication(Protocol):
+    """A communication segment: as many values come out as go in, and a place carries a gradient after it if it did before.
+
+    All ranks of its group call `start` and `start_backward` in one order, those without tokens too: a gradient that nobody
+    computed arrives as zeros.
+    """
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages ("dispatch", "combine")."""
+
+    def start(self, values: Values) -> Pending:
+        """Starts it; returns at once. The tensors know no graph. Values that do not move are handed on as they are."""
+
+    def start_backward(self, gradients: Values, saved: Values) -> Pending:
+        """Starts its backward: gradients of its results in, of its inputs out (for an all-to-all: with swapped splits).
+
+        Args:
+            gradients: one for each place; None where nothing carries.
+            saved: what `start` was given, with None in place of the tensors that carry.
+        """
+
+
+Segment = Compute | Communication
+
+
+@runtime_checkable
+class Segmented(Protocol):
+    """A layer that declares segments. Its forward is `in_order(self.segments(**keywords), inputs)`."""
+
+    def segments(self, **keywords: Any) -> Sequence[Segment]:
+        """In order, for one micro-batch; takes the keyword arguments that its forward takes.
+
+        The first gets the layer's positional inputs as its values, and the values of the last are the layer's outputs.
+        """
+
+
+def carries(value: Any) -> bool:
+    """Whether a gradient comes back for this value."""
+    return isinstance(value, Tensor) and value.requires_grad and (value.is_floating_point() or value.is_complex())
+
+
+def saved_of(values: Values) -> Values:
+    """What a communication's backward is told of its inputs: all but the tensors that carry."""
+    return tuple(None if carries(value) else value for value in values)
+
+
+def in_order(segments: Sequence[Segment], values: Values) -> Values:
+    """The values after all segments, one after the other, differentiable as a whole."""
+    for segment in segments:
+        values = segment.run(values) if isinstance(segment, Compute) else communicate(segment, values)
+    return values
+
+
+def communicate(communication: Communication, values: Values) -> Values:
+    """One communication from its start to its end; autograd runs its backward likewise."""
+    moving = [at for at, value in enumerate(values) if carries(value)] if torch.is_grad_enabled() else []
+    if not moving:
+        return communication.start(values).wait()
+    call = _Call(communication, values, moving)
+    carried = _Communicate.apply(call, *(values[at] for at in moving))  # type: ignore[no-untyped-call]
+    results = list(call.results)
+    for at, value in zip(moving, carried, strict=True):
+        results[at] = value
+    return tuple(results)
+
+
+class _Call:
+    """One call of a communication: what autograd's function is told besides the tensors that carry, and what it leaves."""
+
+    def __init__(self, communication: Communication, values: Values, moving: Sequence[int]) -> None:
+        self.communication = communication
+        self.moving = moving
+        self.saved = saved_of(values)
+        self.results: Values = ()
+
+    def placed(self, tensors: Sequence[Any], among: Values) -> Values:
+        """`among` with these tensors in the places that carry."""
+        filled = list(among)
+        for at, tensor in zip(self.moving, tensors, strict=True):
+            filled[at] = tensor
+        return tuple(filled)
+
+
+class _Communicate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        results = call.communication.start(call.placed([t.detach() for t in tensors], call.saved)).wait()
+        carried = tuple(results[at] for at in call.moving)
+        call.results = tuple(None if at in call.moving else value for at, value in enumerate(results))
+        return carried
+
+    @staticmethod
+    def backward(
+        ctx: Any, *gradients: Tensor
+    ) -> Any:  # a gradient that nobody computed is zeros here, by autograd's default
+        call = ctx.call
+        given = call.placed(gradients, (None,) * len(call.saved))
+        found = call.communication.start_backward(given, call.saved).wait()
+        return None, *(found[at] for at in call.moving)
