@@ -54,18 +54,18 @@ def _least_work(costs: Costs, stages: int, uses: list[tuple[int, int]]) -> float
     With all-to-all, computation alone and communication alone are bounds, too; they are what pairs can reach.
     """
     times = PairTimes.of(costs, stages)
-    spread = times.spread
-    alone = sum(count * (spread.forward[stage] + spread.backward[stage]) for stage, count in uses)
-    if times.given is None:
-        talk = sum(c * times.share[s] * (spread.forward[s] + spread.input_grad[s]) for s, c in uses)
-        return max(alone - talk, talk)
-    saved = 0.0
+    spread, share = times.spread, times.share
+    whole = {s: min(spread.backward[s], spread.input_grad[s] + spread.weight_grad[s]) for s, _ in uses}
+    if times.given is None and times.given_split is None:
+        talk = sum(c * share[s] * (spread.forward[s] + spread.input_grad[s]) for s, c in uses)
+        busy = {s: (1 - share[s]) * spread.input_grad[s] + spread.weight_grad[s] for s, _ in uses}
+        compute = sum(c * ((1 - share[s]) * spread.forward[s] + min(whole[s], busy[s])) for s, c in uses)
+        return max(compute, talk)
+    least = 0.0
     for stage, count in uses:
-        gain = max(
-            spread.forward[stage] + spread.backward[other] - times.time(stage, other, False) for other, _ in uses
-        )
-        saved += count * max(0.0, gain)
-    return max(0.0, alone - saved)
+        gain = max(spread.forward[stage] + whole[other] - times.least(stage, other) for other, _ in uses)
+        least += count * (spread.forward[stage] + whole[stage] - max(0.0, gain))
+    return max(0.0, least)
 
 
 def work_bound(placement: Sequence[int], microbatches: int, costs: Costs, objective: str = "makespan") -> float:
@@ -92,7 +92,9 @@ def memory_bound(
 
     Makespan adds the least time before the rank can start. Source: SPEC section 3.
     """
-    if costs.pair is not None or any(costs.per_stage("all_to_all", len(placement))):
+    if any(given is not None for given in (costs.pair, costs.pair_split, costs.backward)):
+        return 0.0
+    if any(costs.per_stage("all_to_all", len(placement))):
         return 0.0
     count = len(placement)
     spread = StageCosts.of(costs, count)

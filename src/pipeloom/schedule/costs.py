@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from pipeloom.errors import UsageError
 from pipeloom.schedule.model import Schedule
 
 PerStage = float | tuple[float, ...]
 PerLink = float | tuple[tuple[float, ...], ...]
+PerPair = PerStage | tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,10 @@ class Costs:
         activation: memory that one micro-batch's F allocates on the stage.
         held: the share of it that stays from I until W (B frees all of it).
         all_to_all: the share of F and of I that is communication (expert all-to-all); a pair overlaps it with computation.
-        pair: time of a pair F|B, by the stage of its forward; None: as `PairTimes` has it from `all_to_all`.
+        pair: time of a pair F|B: a number, one a stage of the forward, or `pair[stage of forward][stage of backward]`; None: as
+            `PairTimes` has it from `all_to_all`.
+        pair_split: the same of a pair F|I; None: F|B's less W.
+        backward: time of a B alone; None: I + W (less where W hides I's all-to-all).
 
     Raises:
         UsageError: a negative or not finite value.
@@ -42,7 +47,9 @@ class Costs:
     activation: PerStage = 1.0
     held: PerStage = 1.0
     all_to_all: PerStage = 0.0
-    pair: PerStage | None = None
+    pair: PerPair | None = None
+    pair_split: PerPair | None = None
+    backward: PerStage | None = None
 
     def __post_init__(self) -> None:
         for spec in fields(self):
@@ -65,10 +72,10 @@ class Costs:
                 raise UsageError(f"{option} is {getattr(self, name)}; it is a share between 0 and 1")
 
     def scaled(self, factor: float) -> Costs:
-        """These costs with F, I, W, the pair and the activation multiplied by `factor` (numbers and tuples alike)."""
+        """These costs with F, I, W, B, the pairs and the activation multiplied by `factor` (numbers and tuples alike)."""
 
-        def times(value: PerStage) -> PerStage:
-            return tuple(v * factor for v in value) if isinstance(value, tuple) else value * factor
+        def times(value: Any) -> Any:
+            return tuple(map(times, value)) if isinstance(value, tuple) else value * factor
 
         return replace(
             self,
@@ -77,6 +84,8 @@ class Costs:
             weight_grad=times(self.weight_grad),
             activation=times(self.activation),
             pair=None if self.pair is None else times(self.pair),
+            pair_split=None if self.pair_split is None else times(self.pair_split),
+            backward=None if self.backward is None else times(self.backward),
         )
 
     def per_stage(self, name: str, stages: int) -> tuple[float, ...]:
@@ -90,6 +99,18 @@ class Costs:
                 f"{option} has {len(value)} values and the schedule {stages} stages: give one number or {stages}"
             )
         return tuple(map(float, value))
+
+    def per_pair(self, name: str, stages: int) -> tuple[tuple[float, ...], ...] | None:
+        """`pair` or `pair_split` as [forward's stage][backward's stage], or None; raises UsageError for another size."""
+        value = getattr(self, name)
+        if value is None:
+            return None
+        if isinstance(value, tuple) and value and isinstance(value[0], tuple):
+            if len(value) != stages or any(len(row) != stages for row in value):
+                option = name.replace("_", "-")
+                raise UsageError(f"{option} is not a {stages} x {stages} matrix, and the schedule has {stages} stages")
+            return value
+        return tuple((one,) * stages for one in self.per_stage(name, stages))
 
     def hop(self, source: int, destination: int) -> float:
         """Time from the end of an action on rank `source` to the arrival of its message on rank `destination`."""
@@ -106,7 +127,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Costs spread over the stages of one schedule: what the simulator and the bounds read."""
+    """Costs spread over the stages of one schedule: what the simulator and the bounds read. `backward` is a B's."""
 
     forward: tuple[float, ...]
     input_grad: tuple[float, ...]
@@ -118,7 +139,10 @@ class StageCosts:
         forward, input_grad, weight_grad = (
             costs.per_stage(name, stages) for name in ("forward", "input_grad", "weight_grad")
         )
-        backward = tuple(i + w for i, w in zip(input_grad, weight_grad, strict=True))
+        if costs.backward is not None:
+            backward = costs.per_stage("backward", stages)
+        else:
+            backward = tuple(i + w for i, w in zip(input_grad, weight_grad, strict=True))
         return cls(forward, input_grad, weight_grad, backward)
 
 
@@ -131,30 +155,39 @@ class PairTimes:
 
         max((1 - x_s) F_s + (1 - x_t) I_t + W_t, x_s F_s + x_t I_t)        F|I: the same without W_t
 
-    With no all-to-all declared: F + B. A given `Costs.pair` replaces F|B, and for F|I loses W_t (at least F_s stays).
+    With no all-to-all declared: F + B. A given `Costs.pair` replaces F|B, and for F|I loses W_t (at least F_s stays), unless
+    `Costs.pair_split` is given, too.
     """
 
     spread: StageCosts
     share: tuple[float, ...]
-    given: tuple[float, ...] | None
+    given: tuple[tuple[float, ...], ...] | None
+    given_split: tuple[tuple[float, ...], ...] | None = None
 
     @classmethod
     def of(cls, costs: Costs, stages: int) -> PairTimes:
-        given = costs.per_stage("pair", stages) if costs.pair is not None else None
-        return cls(StageCosts.of(costs, stages), costs.per_stage("all_to_all", stages), given)
+        given, given_split = costs.per_pair("pair", stages), costs.per_pair("pair_split", stages)
+        return cls(StageCosts.of(costs, stages), costs.per_stage("all_to_all", stages), given, given_split)
 
     def time(self, forward: int, backward: int, split: bool) -> float:
         """Of a pair with these stages; `split`: its backward is an I."""
         spread, x, y = self.spread, self.share[forward], self.share[backward]
         weight = spread.weight_grad[backward]
+        if split and self.given_split is not None:
+            return self.given_split[forward][backward]
         if self.given is not None:
-            least = spread.forward[forward]
-            return max(least, self.given[forward] - weight) if split else self.given[forward]
+            given = self.given[forward][backward]
+            return max(spread.forward[forward], given - weight) if split else given
         talk = x * spread.forward[forward] + y * spread.input_grad[backward]
         if talk == 0:
             return spread.forward[forward] + (spread.input_grad if split else spread.backward)[backward]
         compute = (1 - x) * spread.forward[forward] + (1 - y) * spread.input_grad[backward]
         return max(compute + (0.0 if split else weight), talk)
+
+    def least(self, forward: int, backward: int) -> float:
+        """Of a pair with these stages and the backward's W, in the pair or after it, whichever is shorter."""
+        apart = self.time(forward, backward, True) + self.spread.weight_grad[backward]
+        return min(self.time(forward, backward, False), apart)
 
 
 def durations(schedule: Schedule, costs: Costs) -> list[float]:

@@ -90,6 +90,8 @@ def merge(costs: Costs, stages: int, run: int) -> Costs:
         held=shares,
         all_to_all=0.0,
         pair=None,
+        pair_split=None,
+        backward=None,
     )
 
 
