@@ -1,5 +1,5 @@
-"""How work is laid over processes: the mesh (data, tensor and expert parallelism come with their own modules)."""
+"""How work is laid over processes: the mesh, and data, tensor, sequence and expert parallelism."""
 
-from pipeloom.parallel.mesh import PipelineMesh
+from pipeloom.parallel.mesh import ALONE, Axis, Mesh, PipelineMesh
 
-__all__ = ["PipelineMesh"]
+__all__ = ["ALONE", "Axis", "Mesh", "PipelineMesh"]

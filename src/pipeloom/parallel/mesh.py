@@ -1,4 +1,4 @@
-"""The mesh: which processes form this process's pipeline."""
+"""The mesh at run time: this process's pipeline, and the process groups of its axes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from pipeloom.config.mesh import AXES, MeshShape, Place
 from pipeloom.errors import DistributedError
 
 
@@ -19,7 +21,7 @@ class PipelineMesh:
     Attributes:
         ranks: pipeline rank -> global rank.
         rank: this process's pipeline rank.
-        group: their process group; None when the pipeline is one process without torch.distributed.
+        group: their process group; None when the pipeline is one process.
     """
 
     ranks: tuple[int, ...]
@@ -56,3 +58,124 @@ class PipelineMesh:
         if mesh.ndim > 1 and axis not in names:
             raise DistributedError(f"the device mesh has no axis {axis!r}; it has {list(names)}")
         return cls(tuple(line.mesh.flatten().tolist()), line.get_local_rank(), line.get_group())
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The processes along one axis through this one.
+
+    Attributes:
+        ranks: index on the axis -> global rank.
+        index: this process's.
+        group: their process group; None when there is only this process.
+    """
+
+    ranks: tuple[int, ...]
+    index: int
+    group: Any
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+ALONE = Axis((0,), 0, None)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This process's place among dp · tp pipelines that stand side by side.
+
+    Attributes:
+        shape: the sizes of the axes.
+        place: this process's index on each.
+        pipeline: the pipeline that this process belongs to.
+        dp, tp, ep, edp: the processes along these axes; dp is edp and ep together.
+        everyone: all processes of the mesh, in rank order.
+        device_mesh: torch's mesh of the axes longer than 1, named pp, edp, ep, tp; None for one process.
+    """
+
+    shape: MeshShape
+    place: Place
+    pipeline: PipelineMesh
+    dp: Axis
+    tp: Axis
+    ep: Axis
+    edp: Axis
+    everyone: Axis
+    device_mesh: DeviceMesh | None
+
+    @classmethod
+    def of(cls, shape: MeshShape, ranks: Sequence[int] | None = None) -> Mesh | None:
+        """The mesh of these global ranks, all of them by default. Every process of the default group must call this,
+        in the same order as other makers of groups: also those outside `ranks`, which get None.
+
+        Raises DistributedError when the number of ranks is not the shape's, or torch.distributed has not been started.
+        """
+        started = dist.is_initialized()
+        world = dist.get_world_size() if started else 1
+        members = tuple(range(world) if ranks is None else ranks)
+        if len(members) != shape.world:
+            hint = "" if started else ": start with torchrun or `pipeloom train`"
+            raise DistributedError(
+                f"a mesh of {shape} needs {shape.world} processes, and there are {len(members)}{hint}"
+            )
+        if shape.world == 1:
+            me = dist.get_rank() if started else 0
+            return _alone(me) if me in members else None
+        torch_mesh = _torch_mesh(shape, members)
+        dp_groups = [[members[at] for at in group] for group in shape.groups("dp")]
+        dp_group = _enumerate(dp_groups) if shape.ep > 1 and shape.edp > 1 else None
+        everyone_group = dist.group.WORLD if members == tuple(range(world)) else _enumerate([list(members)])
+        if dist.get_rank() not in members:
+            return None
+        mine = members.index(dist.get_rank())
+        place = shape.place(mine)
+
+        def axis(name: str, group: Any = None) -> Axis:
+            line = tuple(members[at] for at in shape.group_of(mine, name))
+            if group is None and len(line) > 1:
+                group = torch_mesh.get_group(name)
+            return Axis(line, line.index(members[mine]), group)
+
+        edp, ep, pp = axis("edp"), axis("ep"), axis("pp")
+        dp = axis("dp", dp_group or (edp.group if shape.ep == 1 else ep.group)) if shape.dp > 1 else axis("dp")
+        everyone = Axis(members, mine, everyone_group)
+        pipeline = PipelineMesh(pp.ranks, pp.index, pp.group)
+        return cls(shape, place, pipeline, dp, axis("tp"), ep, edp, everyone, torch_mesh)
+
+    @classmethod
+    def of_pipeline(cls, pipeline: PipelineMesh) -> Mesh:
+        """The mesh that is one pipeline."""
+        me = pipeline.ranks[pipeline.rank]
+        single = Axis((me,), 0, None)
+        shape = MeshShape(pp=len(pipeline.ranks))
+        everyone = Axis(pipeline.ranks, pipeline.rank, pipeline.group)
+        return cls(shape, shape.place(pipeline.rank), pipeline, single, single, single, single, everyone, None)
+
+    @property
+    def index(self) -> dict[str, int]:
+        """Axis -> this process's index: what `laid.part_of` takes."""
+        return self.place._asdict()
+
+
+def _alone(rank: int) -> Mesh:
+    return Mesh.of_pipeline(PipelineMesh((rank,), 0, None))
+
+
+def _torch_mesh(shape: MeshShape, members: Sequence[int]) -> DeviceMesh:
+    """Torch's mesh of the axes longer than 1: it makes their groups, in the same order on every process."""
+    kept = [(axis, size) for axis, size in zip(AXES, shape.sizes, strict=True) if size > 1]
+    layout = torch.tensor(members, dtype=torch.int).view([size for _, size in kept])
+    kind = "cuda" if "nccl" in str(dist.get_backend_config()) and torch.cuda.is_available() else "cpu"
+    return DeviceMesh(kind, layout, mesh_dim_names=tuple(axis for axis, _ in kept))
+
+
+def _enumerate(groups: Sequence[Sequence[int]]) -> Any:
+    """Makes a process group of each; returns the one that holds this process, if any."""
+    mine = None
+    for ranks in groups:
+        group = dist.new_group(list(ranks))
+        if dist.get_rank() in ranks:
+            mine = group
+    return mine

@@ -1,0 +1,71 @@
+"""The mesh on processes: every axis's group holds the ranks of the arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipeloom.config import MeshShape
+from pipeloom.errors import DistributedError
+from pipeloom.parallel.mesh import Axis, Mesh
+from processes import run_ranks
+
+NAMES = ("tp", "ep", "edp", "dp", "everyone")
+
+
+def sums(rank: int) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = []
+    # a whole world twice, and between them a mesh of some of the processes, in an order of its own
+    cases = [(MeshShape(dp=4, ep=2), None), (MeshShape(pp=2, tp=2), (6, 7, 2, 3)), (MeshShape(2, 2, 2), None)]
+    for shape, ranks in cases:
+        world = tuple(range(8)) if ranks is None and shape.world == 8 else ranks or tuple(range(4))
+        mesh = Mesh.of(shape, world)
+        if mesh is None:
+            found.append({})
+            continue
+        lines = {name: getattr(mesh, name) for name in NAMES}
+        lines["pp"] = Axis(mesh.pipeline.ranks, mesh.pipeline.rank, mesh.pipeline.group)
+        result: dict[str, object] = {}
+        for name, line in lines.items():
+            assert line.ranks[line.index] == rank
+            if line.group is None:
+                assert line.size == 1
+                continue
+            total = torch.tensor(float(rank))
+            dist.all_reduce(total, group=line.group)
+            assert total.item() == sum(line.ranks)
+            assert dist.get_process_group_ranks(line.group) == sorted(line.ranks)
+            if ranks is None:
+                assert dist.get_rank(line.group) == line.index
+            result[name] = line.ranks
+        assert mesh.device_mesh is not None
+        assert mesh.device_mesh.mesh_dim_names == tuple(
+            a for a, n in zip(("pp", "edp", "ep", "tp"), shape.sizes, strict=True) if n > 1
+        )
+        found.append(result)
+    return found
+
+
+@pytest.mark.dist
+def test_groups_reduce_over_the_ranks_of_the_arithmetic() -> None:
+    results = run_ranks(sums, 8)
+    for rank, (experts, some, whole) in enumerate(results):
+        shape = MeshShape(2, 2, 2)
+        assert whole == {
+            **{name: shape.group_of(rank, name) for name in ("pp", "dp", "tp", "edp")},
+            "everyone": tuple(range(8)),
+        }
+        assert (some == {}) == (rank not in (6, 7, 2, 3))
+        assert (experts == {}) == (rank > 3)
+    assert results[2][1] == {"pp": (6, 2), "tp": (2, 3), "everyone": (6, 7, 2, 3)}
+    assert results[1][0] == {"ep": (0, 1), "edp": (1, 3), "dp": (0, 1, 2, 3), "everyone": (0, 1, 2, 3)}
+
+
+def test_without_processes() -> None:
+    mesh = Mesh.of(MeshShape())
+    assert mesh is not None
+    assert mesh.everyone.size == 1
+    assert mesh.pipeline.group is None
+    with pytest.raises(DistributedError, match=r"needs 2 processes, and there are 1: start with torchrun"):
+        Mesh.of(MeshShape(dp=2))
