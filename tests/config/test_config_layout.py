@@ -117,3 +117,19 @@ def test_the_fault_is_parsed() -> None:
     assert kill is not None
     assert (kill.rank, kill.step) == (1, 2)
     assert load_layout().fault is None
+
+
+def test_the_layout_of_many_replicas() -> None:
+    """Each replica's part of the batch is cut into as many micro-batches; sequence parallelism cuts the sequences."""
+    axes = {"parallel.dp": 2, "parallel.tp": 2, "parallel.sp": True, "train.global_batch_size": 22}
+    layout = load_layout("tiny", axes)
+    assert (layout.world_size, layout.mesh.pp, layout.mesh.dp, layout.mesh.tp) == (8, 2, 2, 2)
+    assert layout.microbatch_sizes == (3, 2, 2, 2, 2)
+    with pytest.raises(ConfigError, match=r"train.seq_len = 15: parallel.tp 2 must divide it.*nearest: 14 or 16"):
+        load_layout("tiny", {**axes, "train.seq_len": 15})
+
+
+def test_recompute_is_a_word_or_blocks() -> None:
+    assert load_layout("tiny").config.train.recompute == "none"
+    assert load_layout("tiny", {"train.recompute": "full"}).config.train.recompute == "full"
+    assert load_layout("tiny", {"train.recompute": [0, 3]}).config.train.recompute == (0, 3)

@@ -63,10 +63,23 @@ def test_three_errors_at_once_with_where_they_were_set(tmp_path: Path) -> None:
         ("schedule.name", "nowhere.csv", "no such file"),
         ("schedule.name", "os:nothing", "nothing"),
         ("parallel.pp", 0, "at least 1"),
-        ("parallel.dp", 2, "data parallelism is not there yet"),
-        ("parallel.tp", 2, "tensor parallelism is not there yet"),
-        ("parallel.sp", 2, "sequence parallelism is not there yet"),
-        ("parallel.ep", 2, "expert parallelism is not there yet"),
+        ("parallel.dp", -2, "at least 1, or -1"),
+        ("parallel.dp", -1, "give a number"),
+        ("parallel.tp", 3, "must divide model.num_attention_heads 4 and model.num_key_value_heads 4 and model"),
+        ("parallel.tp", 3, "nearest: 2 or 4"),
+        ("parallel.tp", 16, "nearest: 4"),
+        ("parallel.sp", 2, "true or false"),
+        ("parallel.sp", True, "set parallel.tp to 2 or more"),
+        ("parallel.ep", 2, "must divide parallel.dp 1; nearest: 1"),
+        ("schedule.head_deferral", 10, "a step has 9 micro-batches; use at most 9, or 0 for all"),
+        ("schedule.head_deferral", -1, "at least 0"),
+        ("train.recompute", "all", "'full'"),
+        ("train.recompute", [0, 8], "there is no block 8; the model has 8 (0..7)"),
+        ("train.recompute", [-1], "blocks counted from 0"),
+        ("train.label_smoothing", 1.0, "below 1"),
+        ("model.dropout", 1.0, "below 1"),
+        ("optimizer.lr_rule", "root", "'sqrt'"),
+        ("data.sampling", "shuffle", "'shuffle-then-split'"),
         ("model.num_attention_heads", 3, "nearest: 2 or 4"),
         ("model.num_attention_heads", 128, "odd width"),
         ("model.num_key_value_heads", 3, "nearest: 2 or 4"),
@@ -103,6 +116,29 @@ def test_number_of_workers_that_torchrun_started() -> None:
     found = problems(world_size=3)
     assert "needs 4 workers, but WORLD_SIZE is 3; start 4 workers, or set parallel.pp = 3" in found[0]
     assert load_layout(world_size=4).world_size == 4
+    found = problems(world_size=12, parallel__tp=2, parallel__dp=2, parallel__pp=2)
+    assert "pp 2 x dp 2 x tp 2 needs 8 workers, but WORLD_SIZE is 12" in found[0]
+    assert found[0].endswith("start 8 workers, or set parallel.pp = 3 or parallel.dp = 3 or parallel.tp = 3")
+
+
+def test_a_batch_that_the_replicas_cannot_share() -> None:
+    found = problems(parallel__dp=4)
+    assert "9 micro-batches on 4 data-parallel replicas need at least 36 sequences" in found[0]
+    assert "parallel.dp 3 must divide it; nearest: 30 or 33" in problems(parallel__dp=3)[0]
+
+
+def test_an_axis_that_the_number_of_workers_decides() -> None:
+    for axis, others in (("pp", {"dp": 2}), ("dp", {"pp": 4, "tp": 2}), ("tp", {"pp": 2, "dp": 2})):
+        overrides = {f"parallel.{axis}": -1, **{f"parallel.{name}": size for name, size in others.items()}}
+        overrides |= {"train.global_batch_size": 32, "schedule.name": "1f1b"}
+        layout = load_layout("tiny", overrides, world_size=8)
+        assert layout.world_size == 8
+        assert getattr(layout.config.parallel, axis) == getattr(layout.mesh, axis)
+    found = problems("tiny", world_size=9, parallel__dp=-1)
+    assert found == [
+        "parallel.dp = -1: pp 2 x tp 1 = 2 does not divide the 9 workers of WORLD_SIZE; start 8 or 10 workers"
+    ]
+    assert "only one axis can be computed" in problems("tiny", world_size=8, parallel__dp=-1, parallel__tp=-1)[0]
 
 
 def test_a_schedule_that_deadlocks_is_exit_code_3() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from pipeloom.config.sections import Config
+from pipeloom.config.sections import COMPUTED, Config
 
 Check = Callable[[Config], Iterator[str]]
 _CHECKS: list[tuple[tuple[str, ...], Check]] = []
@@ -62,17 +62,71 @@ def _vocabulary_holds_bytes(config: Config) -> Iterator[str]:
 
 
 @_reads("parallel")
-def _axes_of_later(config: Config) -> Iterator[str]:
-    names = {"dp": "data", "tp": "tensor", "sp": "sequence", "ep": "expert"}
-    for axis, word in names.items():
-        degree = getattr(config.parallel, axis)
-        if degree > 1:
-            yield f"parallel.{axis} = {degree}: {word} parallelism is not there yet, it comes in a later version; use 1"
+def _one_axis_is_computed(config: Config) -> Iterator[str]:
+    """Those that could be computed are numbers by now."""
+    open_axes = [axis for axis in ("pp", "dp", "tp") if getattr(config.parallel, axis) == COMPUTED]
+    if len(open_axes) > 1:
+        both = " and ".join(f"parallel.{axis} = -1" for axis in open_axes)
+        yield f"{both}: only one axis can be computed; give numbers for the others"
+    elif open_axes:
+        yield (
+            f"parallel.{open_axes[0]} = -1: it is computed from the number of workers, which torchrun decides; without "
+            f"torchrun give a number"
+        )
+
+
+@_reads("parallel.tp", "model")
+def _tensor_parallel_divides(config: Config) -> Iterator[str]:
+    tp, model = config.parallel.tp, config.model
+    cut = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    uneven = [f"model.{key} {getattr(model, key)}" for key in cut if tp > 1 and getattr(model, key) % tp]
+    if uneven:
+        widths = [getattr(model, key) for key in cut]
+        valid = [n for n in range(1, min(widths) + 1) if not any(width % n for width in widths)]
+        yield f"parallel.tp = {tp}: it must divide {' and '.join(uneven)}; {_nearest(tp, valid)}"
+
+
+@_reads("parallel.sp", "parallel.tp", "train.seq_len")
+def _sequence_parallel_fits(config: Config) -> Iterator[str]:
+    tp, length = config.parallel.tp, config.train.seq_len
+    if config.parallel.sp and tp == 1:
+        yield "parallel.sp = true: it spreads tokens over the tensor-parallel ranks; set parallel.tp to 2 or more"
+    elif config.parallel.sp and tp > 1 and length % tp:
+        below = length // tp * tp
+        nearest = f"{below} or {below + tp}" if below else str(tp)
+        yield f"train.seq_len = {length}: parallel.tp {tp} must divide it under parallel.sp; nearest: {nearest}"
+
+
+@_reads("parallel.ep", "parallel.dp")
+def _experts_divide(config: Config) -> Iterator[str]:
+    ep, dp = config.parallel.ep, config.parallel.dp
+    if dp >= 1 and dp % ep:
+        valid = [n for n in range(1, dp + 1) if dp % n == 0]
+        yield f"parallel.ep = {ep}: it must divide parallel.dp {dp}; {_nearest(ep, valid)}"
+    elif ep > 1:
+        yield f"parallel.ep = {ep}: the model has no experts to spread; use 1"
+
+
+@_reads("train.recompute", "model.num_hidden_layers")
+def _recomputed_blocks_exist(config: Config) -> Iterator[str]:
+    chosen, blocks = config.train.recompute, config.model.num_hidden_layers
+    wrong = [number for number in chosen if number >= blocks] if isinstance(chosen, tuple) else []
+    if wrong:
+        yield f"train.recompute = {list(chosen)}: there is no block {wrong[0]}; the model has {blocks} (0..{blocks - 1})"
+
+
+@_reads("schedule.head_deferral", "schedule.microbatches")
+def _deferral_is_within_the_step(config: Config) -> Iterator[str]:
+    limit, m = config.schedule.head_deferral, config.schedule.microbatches
+    if limit is not None and limit > m:
+        yield f"schedule.head_deferral = {limit}: a step has {m} micro-batches; use at most {m}, or 0 for all"
 
 
 @_reads("train.global_batch_size", "parallel.dp", "schedule.microbatches")
 def _batch_is_large_enough(config: Config) -> Iterator[str]:
     batch, dp, m = config.train.global_batch_size, config.parallel.dp, config.schedule.microbatches
+    if dp == COMPUTED:
+        return
     if batch < dp * m:
         yield (
             f"train.global_batch_size = {batch}: {m} micro-batches on {dp} data-parallel replica{'s' * (dp > 1)} need "
@@ -81,7 +135,8 @@ def _batch_is_large_enough(config: Config) -> Iterator[str]:
             + (f", or schedule.microbatches to {batch // dp}" if batch >= dp else "")
         )
     elif batch % dp:
-        yield f"train.global_batch_size = {batch}: parallel.dp {dp} must divide it; nearest: {round(batch / dp) * dp}"
+        valid = [n * dp for n in range(m, batch // dp + 2)]
+        yield f"train.global_batch_size = {batch}: parallel.dp {dp} must divide it; {_nearest(batch, valid)}"
 
 
 @_reads("optimizer.lr", "optimizer.min_lr")

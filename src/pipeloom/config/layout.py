@@ -9,9 +9,10 @@ from itertools import groupby
 from pipeloom.config.balance import balance
 from pipeloom.config.cross_checks import cross_problems
 from pipeloom.config.fault import Fault, fault_problem, parse_fault
+from pipeloom.config.mesh import MeshShape
 from pipeloom.config.problems import shown
 from pipeloom.config.schedules import make_schedule
-from pipeloom.config.sections import Config
+from pipeloom.config.sections import COMPUTED, Config
 from pipeloom.config.sizes import layer_sizes
 from pipeloom.config.stages_text import parse_stages
 from pipeloom.errors import ConfigError, ScheduleError, UsageError
@@ -27,7 +28,7 @@ class Layout:
         schedule: checked.
         stage_layers: position in a route -> number of layers, of [embedding, blocks …, norm and output].
         microbatch_sizes: sequences of each micro-batch of one data-parallel replica, larger ones first.
-        world_size: workers.
+        mesh: the axes' sizes.
         notes: sentences about what is uneven, to be printed.
         fault: a failure to make on purpose, or None.
     """
@@ -36,9 +37,14 @@ class Layout:
     schedule: Schedule
     stage_layers: tuple[int, ...]
     microbatch_sizes: tuple[int, ...]
-    world_size: int
+    mesh: MeshShape
     notes: tuple[str, ...]
     fault: Fault | None = None
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers."""
+        return self.mesh.world
 
 
 def resolve(config: Config) -> Layout:
@@ -55,7 +61,8 @@ def examine(config: Config, wrong: Collection[str] = ()) -> tuple[Layout | None,
     Raises ScheduleError when the schedule cannot run and nothing else is the matter.
     """
     problems = cross_problems(config, wrong)
-    if wrong and any(key.partition(".")[0] in ("schedule", "parallel") for key in wrong):
+    computed = COMPUTED in (config.parallel.pp, config.parallel.dp, config.parallel.tp)
+    if computed or (wrong and any(key.partition(".")[0] in ("schedule", "parallel") for key in wrong)):
         return None, problems
     broken: ScheduleError | None = None
     schedule: Schedule | None = None
@@ -84,7 +91,7 @@ def examine(config: Config, wrong: Collection[str] = ()) -> tuple[Layout | None,
         schedule=schedule,
         stage_layers=stage_layers,
         microbatch_sizes=sizes,
-        world_size=config.parallel.pp * config.parallel.dp * config.parallel.tp,
+        mesh=MeshShape(config.parallel.pp, config.parallel.dp, config.parallel.tp, config.parallel.ep),
         notes=tuple(_notes(config, stage_layers, sizes)),
         fault=parse_fault(config.debug.fault),
     ), []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from pipeloom.config.layout import Layout, examine
 from pipeloom.config.overrides import nested
 from pipeloom.config.problems import sentences
 from pipeloom.config.schedules import read_schedule
-from pipeloom.config.sections import Config
+from pipeloom.config.sections import COMPUTED, Config
 from pipeloom.errors import ConfigError, PipeloomError
 from pipeloom.schedule.files import names_a_file
 
@@ -43,15 +44,17 @@ def load_layout(path: str | Path | None = None, *overrides: Mapping[str, Any], w
         raise ConfigError(problems)
     chosen = config or fallback
     assert chosen is not None
+    sizes: list[str] = []
+    if not any(key.startswith("parallel") for key in wrong):
+        chosen, sizes = _computed(chosen, world_size)
     try:
-        layout, more = examine(chosen, wrong)
+        layout, more = examine(chosen, {*wrong, "parallel"} if sizes and COMPUTED in _axes(chosen) else wrong)
     except PipeloomError:
         if problems:
             raise ConfigError(problems) from None
         raise
     problems += more
-    if world_size is not None and not any(key.startswith("parallel") for key in wrong):
-        problems += _world_problems(chosen, world_size)
+    problems += [problem for problem in sizes if problem not in problems]
     if problems or layout is None:
         raise ConfigError(problems)
     return layout
@@ -102,12 +105,36 @@ def _validate(merged: Merged) -> tuple[Config | None, dict[str, str], Config | N
         return None, problems, None
 
 
-def _world_problems(config: Config, world_size: int) -> list[str]:
+def _axes(config: Config) -> tuple[int, int, int]:
+    return config.parallel.pp, config.parallel.dp, config.parallel.tp
+
+
+def _computed(config: Config, world_size: int | None) -> tuple[Config, list[str]]:
+    """`config` with the axis that is -1 made what the workers leave, and what is wrong with their number."""
     parallel = config.parallel
-    needed = parallel.pp * parallel.dp * parallel.tp
-    if needed == world_size:
-        return []
-    return [
-        f"parallel.pp = {parallel.pp}: pp {parallel.pp} x dp {parallel.dp} x tp {parallel.tp} needs {needed} workers, "
-        f"but WORLD_SIZE is {world_size}; start {needed} workers, or set parallel.pp = {world_size}"
+    sizes = dict(zip(("pp", "dp", "tp"), _axes(config), strict=True))
+    open_axes = [axis for axis, size in sizes.items() if size == COMPUTED]
+    if world_size is None or len(open_axes) > 1:
+        return config, []
+    product = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != COMPUTED)
+    known = prod(size for size in sizes.values() if size != COMPUTED)
+    if open_axes:
+        axis = open_axes[0]
+        if world_size % known:
+            below = world_size // known * known
+            return config, [
+                f"parallel.{axis} = -1: {product} = {known} does not divide the {world_size} workers of WORLD_SIZE; "
+                f"start {f'{below} or ' if below else ''}{below + known} workers"
+            ]
+        return config.model_copy(update={"parallel": parallel.model_copy(update={axis: world_size // known})}), []
+    if known == world_size:
+        return config, []
+    fitting = [
+        f"parallel.{axis} = {world_size * size // known}"
+        for axis, size in sizes.items()
+        if world_size * size % known == 0
+    ]
+    advice = f"start {known} workers" + (f", or set {' or '.join(fitting)}" if fitting else "")
+    return config, [
+        f"parallel.pp = {parallel.pp}: {product} needs {known} workers, but WORLD_SIZE is {world_size}; {advice}"
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from pipeloom.config.fault import parse_fault
 from pipeloom.errors import UsageError
@@ -17,6 +17,9 @@ Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 DtypeName = Literal["float32", "bfloat16", "float64"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 TransportName = Literal["auto", "individual", "batched", "shared"]
+RateRule = Literal["none", "linear", "sqrt"]
+SamplingName = Literal["anywhere", "shuffle-then-split", "split-then-shuffle"]
+COMPUTED = -1
 
 
 def _is_fault(text: str) -> str:
@@ -25,6 +28,24 @@ def _is_fault(text: str) -> str:
     except UsageError as error:
         raise ValueError(str(error)) from None
     return text
+
+
+def _is_degree(degree: int) -> int:
+    if degree != COMPUTED and degree < 1:
+        raise ValueError("it must be at least 1, or -1 to be computed from the number of workers; nearest: 1")
+    return degree
+
+
+def _is_recompute(value: Any) -> Any:
+    if value in ("none", "full"):
+        return value
+    if not isinstance(value, list | tuple) or not all(type(n) is int and n >= 0 for n in value):
+        raise ValueError("it must be 'none', 'full', or a list of blocks counted from 0, such as [0, 2]")
+    return tuple(sorted(set(value)))
+
+
+Degree = Annotated[int, AfterValidator(_is_degree)]
+Recompute = Annotated[Literal["none", "full"] | tuple[int, ...], BeforeValidator(_is_recompute)]
 
 
 class Section(BaseModel):
@@ -44,16 +65,17 @@ class ModelSection(Section):
     vocab_size: Count = Field(description="tokens known; 256 or more for the byte tokenizer")
     tie_word_embeddings: bool = Field(description="the output layer uses the embedding's weight")
     rope_theta: Positive = Field(description="base of the rotary position frequencies")
+    dropout: Fraction = Field(description="share of each block's two outputs that training drops")
 
 
 class ParallelSection(Section):
-    """`[parallel]`: over how many ranks each axis spreads."""
+    """`[parallel]`: over how many ranks each axis spreads. The workers are pp x dp x tp; one of these may be -1."""
 
-    pp: Count = Field(description="pipeline ranks")
-    dp: Count = Field(description="data-parallel replicas")
-    tp: Count = Field(description="tensor-parallel ranks")
-    sp: Count = Field(description="sequence-parallel ranks")
-    ep: Count = Field(description="expert-parallel ranks")
+    pp: Degree = Field(description="pipeline ranks; -1: what the number of workers leaves")
+    dp: Degree = Field(description="data-parallel replicas; or -1")
+    tp: Degree = Field(description="tensor-parallel ranks; or -1")
+    sp: bool = Field(description="norms and dropout on 1/tp of each sequence")
+    ep: Count = Field(description="expert-parallel ranks, of the data-parallel ones")
     stages: str = Field(description='layers of each stage, as "Et*3|(tt|)*2tL"; empty: balanced from costs')
 
 
@@ -68,6 +90,10 @@ class ScheduleSection(Section):
     transport: TransportName = Field(
         description="auto (shared memory where all ranks can), individual (a call a message), batched, shared"
     )
+    head_deferral: Whole | None = Field(
+        default=None,
+        description="micro-batches whose output-layer weight gradient waits for the cool-down; 0: all; not given: none",
+    )
 
 
 class TrainSection(Section):
@@ -77,7 +103,13 @@ class TrainSection(Section):
     seq_len: Count = Field(description="tokens of a sequence")
     global_batch_size: Count = Field(description="sequences of a step, over all data-parallel replicas")
     seed: Whole = Field(description="of the weights and of the order of the data")
-    dtype: DtypeName = Field(description="of parameters and computation")
+    dtype: DtypeName = Field(
+        description="of computation; bfloat16 keeps gradients, weights and averages in float32 too"
+    )
+    label_smoothing: Fraction = Field(description="share of the target that is spread over the vocabulary")
+    recompute: Recompute = Field(
+        description="none, full, or the blocks (from 0) whose forward runs again in the backward: [0, 3]"
+    )
     device: DeviceName = Field(description="auto: CUDA if there is a device for each worker, else the CPU")
     deterministic: bool = Field(description="refuse operations that differ from run to run")
     timeout: Positive = Field(description="seconds that a rank may wait for a message or another rank")
@@ -92,6 +124,10 @@ class OptimizerSection(Section):
     betas: tuple[Fraction, Fraction] = Field(strict=False, description="AdamW's two averages")
     warmup_steps: Whole = Field(description="steps of linear warm-up")
     clip_norm: NotNegative = Field(description="largest global gradient norm; 0: no clipping")
+    lr_rule: RateRule = Field(
+        description="lr and min_lr are for one replica's batch: times dp (linear, as for SGD) or its root (sqrt, AdamW)"
+    )
+    zero1: bool = Field(description="each data-parallel replica keeps its share of the optimizer's state only")
     barrier: bool = Field(
         description="wait for the global norm in each step; false: step first, take it back if need be"
     )
@@ -102,6 +138,10 @@ class DataSection(Section):
 
     source: Annotated[str, Field(min_length=1)] = Field(description="stdlib, or a text file or folder")
     tokenizer: Literal["bytes"] = Field(description="bytes: one token a byte")
+    sampling: SamplingName = Field(
+        description="windows from anywhere in the text, or each once an epoch: shuffle-then-split, split-then-shuffle"
+    )
+    remainder: Literal["pad", "drop"] = Field(description="the last batch of an epoch: pad repeats windows")
 
 
 class LogSection(Section):
