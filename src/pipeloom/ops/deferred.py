@@ -15,22 +15,45 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
+class Fetched(Protocol):
+    """A tensor on its way: an asynchronous collective."""
+
+    def wait(self) -> Tensor: ...
+
+
 class Ledger:
     """The weight gradients that one micro-batch still owes."""
 
     def __init__(self) -> None:
-        self._owed: list[Callable[[], None]] = []
+        self._owed: list[tuple[Callable[..., None], Callable[[], Fetched] | None]] = []
 
-    def owe(self, work: Callable[[], None]) -> None:
-        """`work` adds a gradient to its weight's `.grad`; it runs in W."""
-        self._owed.append(work)
+    def owe(self, work: Callable[..., None], fetch: Callable[[], Fetched] | None = None) -> None:
+        """`work()` adds a gradient to its weight's `.grad`; it runs in W.
+
+        Args:
+            fetch: starts to bring a tensor that `work` is then called with. W starts it while earlier work is done.
+        """
+        self._owed.append((work, fetch))
 
     def pay(self) -> None:
-        """Does all work owed, and lets go of what it held."""
+        """Does all work owed, in the order of the debts, and lets go of what it held. One fetch at most runs ahead."""
         owed, self._owed = self._owed, []
+        fetches = iter([fetch for _, fetch in owed if fetch is not None])
+
+        def start() -> Fetched | None:
+            fetch = next(fetches, None)
+            return None if fetch is None else fetch()
+
+        owed.reverse()
         with torch.no_grad():
-            for work in owed:
-                work()
+            coming = start()
+            while owed:
+                work, fetch = owed.pop()
+                if fetch is None or coming is None:
+                    work()
+                    continue
+                fetched, coming = coming, start()
+                work(fetched.wait())
 
 
 def add_weight_gradient(weight: nn.Parameter, x: Tensor, gradient: Tensor) -> None:
@@ -90,7 +113,12 @@ def defer_weight_gradients(module: nn.Module, desk: Desk) -> None:
 
 
 def _forward(linear: nn.Linear, desk: Desk, x: Tensor) -> Tensor:
-    ledger = desk.ledger
-    if ledger is None or not linear.weight.requires_grad or not torch.is_grad_enabled():
-        return F.linear(x, linear.weight, linear.bias)
-    return _DeferredLinear.apply(x, linear.weight, linear.bias, ledger)  # type: ignore[no-any-return, no-untyped-call]
+    return apply_linear(x, linear.weight, linear.bias, desk)
+
+
+def apply_linear(x: Tensor, weight: nn.Parameter, bias: Tensor | None, desk: Desk | None) -> Tensor:
+    """x weight^T + bias, whose weight gradient goes to the desk's ledger if there is one."""
+    ledger = desk.ledger if desk is not None else None
+    if ledger is None or not weight.requires_grad or not torch.is_grad_enabled():
+        return F.linear(x, weight, bias)
+    return _DeferredLinear.apply(x, weight, bias, ledger)  # type: ignore[no-any-return, no-untyped-call]
