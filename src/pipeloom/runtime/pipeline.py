@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,12 @@ from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.timeline import Timeline
 
 _LOSS_TAG = 16
+_STAGES_DEPEND_ON: dict[str, Callable[[Schedule], Any]] = {
+    "placement": lambda schedule: schedule.placement,
+    "routes": lambda schedule: (schedule.routes, schedule.route_of),
+    "micro-batches": lambda schedule: schedule.microbatches,
+    "split of the backward": lambda schedule: schedule.splits_backward,
+}
 
 
 class Pipeline:
@@ -201,6 +207,20 @@ class Pipeline:
                 raise UsageError(f"the state holds no {name!r}")
             with torch.no_grad():
                 value.copy_(state[name])
+
+    def adopt(self, schedule: Schedule) -> None:
+        """Runs `schedule` from the next step on, over the same stages, weights and connections; every rank calls it alike.
+
+        Raises ConfigError where it needs other stages (placement, routes, micro-batches, a backward that is split or not),
+        ScheduleError where it cannot run.
+        """
+        check(schedule, transport="batched" if self.options.transport == "batched" else "individual")
+        for words, of in _STAGES_DEPEND_ON.items():
+            if of(schedule) != of(self.schedule):
+                raise ConfigError(f"the pipeline cannot change its {words} from {of(self.schedule)} to {of(schedule)}")
+        self.schedule = self._rank.schedule = schedule
+        self._programs.clear()
+        self._result = StepResult()
 
     def train(self, mode: bool = True) -> None:
         for stage in self._rank.stages.values():
