@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import UsageError
+from pipeloom.ops.microbatch import KEYWORD, MicrobatchContext
 from pipeloom.runtime.boundary import signature
 
 
@@ -20,7 +21,7 @@ class Microbatches:
     Attributes:
         inputs: each one's positional inputs of the first stage.
         targets: each one's targets (whatever the loss takes).
-        keywords: each one's keyword arguments, for every layer that takes them.
+        keywords: each one's keyword arguments, for every layer that takes them; its MicrobatchContext among them.
         shares: each one's weight over the sum of all weights, so that the sum of `share * mean loss` is the mean over all
             targets of the step.
         signatures: equal where shapes and dtypes are.
@@ -58,10 +59,11 @@ def split_batch(
     keywords: Mapping[str, Any],
     sizes: Sequence[int],
     weight: Weight | None,
+    step: int = 0,
 ) -> Microbatches:
     """Cuts every tensor along its first dimension; other values, and tensors with another first dimension, go to all.
 
-    Raises UsageError when a micro-batch would be empty.
+    `step` is the step's number, for layers that ask. Raises UsageError when a micro-batch would be empty.
     """
     positional = as_inputs(inputs)
     rows = batch_rows(positional)
@@ -86,11 +88,13 @@ def split_batch(
     total = sum(weights)
     if not total > 0:
         raise UsageError(f"the weights of the micro-batches sum to {total}; at least one must be above 0")
+    shares = tuple(w / total for w in weights)
+    contexts = [{KEYWORD: MicrobatchContext(step, at, share)} for at, share in enumerate(shares)]
     return Microbatches(
         each_inputs,
         tuple(each_targets),
-        keyword_parts,
-        tuple(w / total for w in weights),
+        tuple({**context, **own} for context, own in zip(contexts, keyword_parts, strict=True)),
+        shares,
         tuple(signature((*i, *k.values())) for i, k in zip(each_inputs, keyword_parts, strict=True)),
     )
 

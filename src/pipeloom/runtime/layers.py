@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from pipeloom.errors import ConfigError, UsageError
+from pipeloom.ops.microbatch import KEYWORD
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,9 @@ class StageModules:
     keywords: tuple[frozenset[str] | None, ...]
 
     def accepted(self, at: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of `arguments` that layer `at` takes."""
+        """Those of `arguments` that layer `at` takes; the micro-batch's context only where the layer names it."""
         known = self.keywords[at]
-        return {key: value for key, value in arguments.items() if known is None or key in known}
+        return {key: value for key, value in arguments.items() if (key != KEYWORD if known is None else key in known)}
 
 
 def split_layers(count: int, positions: int, stages: Sequence[int] | None) -> list[range]:

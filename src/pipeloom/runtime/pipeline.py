@@ -292,7 +292,7 @@ class Pipeline:
 
     def _split(self, inputs: Any, targets: Any, keywords: Mapping[str, Any], count: int) -> Microbatches:
         sizes = chosen_sizes(inputs, count, self.options.microbatch_sizes)
-        return split_batch(inputs, targets, keywords, sizes, self._weight)
+        return split_batch(inputs, targets, keywords, sizes, self._weight, max(self._steps - 1, 0))
 
     def _spread(self, loss: Tensor | None) -> PendingLoss:
         """The sum of all ranks' shares of the loss. The rank that knows it sends it and does not wait: no barrier."""
