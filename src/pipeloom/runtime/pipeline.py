@@ -37,8 +37,8 @@ from pipeloom.schedule.timeline import Timeline
 _LOSS_TAG = 16
 _STAGES_DEPEND_ON: dict[str, Callable[[Schedule], Any]] = {
     "placement": lambda schedule: schedule.placement,
-    "routes": lambda schedule: (schedule.routes, schedule.route_of),
     "micro-batches": lambda schedule: schedule.microbatches,
+    "routes": lambda schedule: (schedule.routes, schedule.route_of),
     "split of the backward": lambda schedule: schedule.splits_backward,
 }
 
