@@ -1,0 +1,228 @@
+"""Segments: a stage's F, I and W on two resources, computation and communication, and what overlapping them is worth.
+
+A layer computes attention and experts; between them its tokens travel (dispatch) and come back (combine). An overlapped pair
+runs one micro-batch's forward and another's backward, layer pair by layer pair, each resource in this order:
+
+    computation     F.attention  B.experts  W.experts  F.experts  B.attention  W.attention
+    communication   B.combine  F.dispatch  B.dispatch  F.combine
+
+A segment starts when its resource is free and what it needs has ended. So the times of pairs come out of the layers' times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from pipeloom.errors import UsageError
+from pipeloom.schedule.costs import Costs
+
+Resource = Literal["computation", "communication"]
+
+
+class Times(NamedTuple):
+    """Forward, input gradient and weight gradient of one part of a layer."""
+
+    forward: float = 1.0
+    input_grad: float = 1.0
+    weight_grad: float = 1.0
+
+
+UNIT = Times()
+
+
+@dataclass(frozen=True)
+class LayerSegments:
+    """Times of one layer's segments for one micro-batch, in any one unit.
+
+    Attributes:
+        attention: computation before the dispatch; all of a layer that has no experts.
+        experts: computation between dispatch and combine.
+        dispatch, combine: the forward's all-to-alls.
+        dispatch_backward, combine_backward: the backward's; None: as long as the forward's.
+
+    Raises:
+        UsageError: a negative or not finite time.
+    """
+
+    attention: Times = UNIT
+    experts: Times = UNIT
+    dispatch: float = 0.0
+    combine: float = 0.0
+    dispatch_backward: float | None = None
+    combine_backward: float | None = None
+
+    def __post_init__(self) -> None:
+        talks = (self.dispatch, self.combine, self.dispatch_backward, self.combine_backward)
+        for time in (*self.attention, *self.experts, *(talk for talk in talks if talk is not None)):
+            if not math.isfinite(time) or time < 0:
+                raise UsageError(f"a segment's time is {time}; it must be a finite number of at least 0")
+
+    @property
+    def backward_talk(self) -> tuple[float, float]:
+        """(combine's, dispatch's) backward, in the order in which they run."""
+        combine = self.combine if self.combine_backward is None else self.combine_backward
+        return combine, self.dispatch if self.dispatch_backward is None else self.dispatch_backward
+
+
+class Placed(NamedTuple):
+    """One segment as it ran: `name` as in the module's order, its layer (from the stage's first), and when."""
+
+    name: str
+    layer: int
+    resource: Resource
+    start: float
+    end: float
+
+
+@dataclass
+class _Resources:
+    """Both resources in order: when each is free, and what has run."""
+
+    free: dict[Resource, float] = field(default_factory=lambda: {"computation": 0.0, "communication": 0.0})
+    done: list[Placed] = field(default_factory=list)
+
+    def run(self, name: str, layer: int, resource: Resource, time: float, after: float) -> float:
+        """Runs a segment after `after`; returns its end. One that takes no time is not noted and holds nobody up."""
+        if time == 0:
+            return after
+        start = max(self.free[resource], after)
+        self.free[resource] = start + time
+        self.done.append(Placed(name, layer, resource, start, start + time))
+        return start + time
+
+
+Layers = Sequence[LayerSegments]
+Weights = Literal["split", "fused", "later"]
+
+
+def run_block(forward: Layers, backward: Layers, weights: Weights = "split") -> tuple[Placed, ...]:
+    """One block on two resources: an overlapped pair, or a forward or a backward alone where the other is empty.
+
+    Args:
+        forward: the layers of the stage that goes forward, first to last.
+        backward: those of the stage that goes backward, first to last; they run from the last on.
+        weights: `"split"`: each W after its I, beside the all-to-all that I starts; `"fused"`: I and W are one, and the
+            all-to-all waits for both; `"later"`: no W (a pair F|I).
+
+    Returns:
+        The segments, in the order in which each resource ran them.
+    """
+    resources = _Resources()
+    output = gradient = 0.0
+    last = len(backward) - 1
+    for turn in range(max(len(forward), len(backward))):
+        ahead = forward[turn] if turn < len(forward) else None
+        back = backward[last - turn] if turn <= last else None
+        output, gradient = _layer_pair(resources, (ahead, back), (turn, last - turn), (output, gradient), weights)
+    return tuple(resources.done)
+
+
+def _layer_pair(
+    resources: _Resources,
+    layers: tuple[LayerSegments | None, LayerSegments | None],
+    at: tuple[int, int],
+    ready: tuple[float, float],
+    weights: Weights,
+) -> tuple[float, float]:
+    """Runs one layer forward and one backward, either may be None; returns when the output and the gradient are there."""
+    ahead, back = layers
+    output, gradient = ready
+    run = resources.run
+    fused = weights == "fused"
+
+    def back_through(name: str, times: Times, after: float) -> float:
+        spent = times.input_grad + (times.weight_grad if fused else 0.0)
+        end = run(f"B.{name}", at[1], "computation", spent, after)
+        if weights == "split":
+            run(f"W.{name}", at[1], "computation", times.weight_grad, end)
+        return end
+
+    if ahead is not None:
+        output = run("F.attention", at[0], "computation", ahead.attention.forward, output)
+    if back is not None:
+        gradient = run("B.combine", at[1], "communication", back.backward_talk[0], gradient)
+    if ahead is not None:
+        output = run("F.dispatch", at[0], "communication", ahead.dispatch, output)
+    if back is not None:
+        gradient = back_through("experts", back.experts, gradient)
+    if ahead is not None:
+        output = run("F.experts", at[0], "computation", ahead.experts.forward, output)
+    if back is not None:
+        gradient = run("B.dispatch", at[1], "communication", back.backward_talk[1], gradient)
+        gradient = back_through("attention", back.attention, gradient)
+    if ahead is not None:
+        output = run("F.combine", at[0], "communication", ahead.combine, output)
+    return output, gradient
+
+
+def length(block: Sequence[Placed]) -> float:
+    """From the block's start to its last end."""
+    return max((segment.end for segment in block), default=0.0)
+
+
+def exposed(block: Sequence[Placed]) -> float:
+    """The block's time in which nothing computes: all-to-all that is not hidden."""
+    return length(block) - sum(s.end - s.start for s in block if s.resource == "computation")
+
+
+@dataclass(frozen=True)
+class SegmentCosts:
+    """The layers of every stage; one stage given stands for all.
+
+    Attributes:
+        stages: stage -> its layers.
+        split: whether W is cut from I inside a block, to run beside I's all-to-all.
+    """
+
+    stages: tuple[tuple[LayerSegments, ...], ...]
+    split: bool = True
+
+    @classmethod
+    def uniform(cls, layer: LayerSegments, layers: int = 1, split: bool = True) -> SegmentCosts:
+        """Every stage of `layers` such layers."""
+        return cls(((layer,) * layers,), split)
+
+    def pair(self, forward: int, backward: int, weights: bool = True) -> float:
+        """Time of F of one stage with B of another; without `weights`, of F|I."""
+        return length(run_block(self.stages[forward], self.stages[backward], self._weights if weights else "later"))
+
+    @property
+    def _weights(self) -> Weights:
+        return "split" if self.split else "fused"
+
+    def costs(self, **others: Any) -> Costs:
+        """F, I, W, B alone, F|B and F|I, all from the segments; `others`: the other fields of `Costs` (p2p, activation ...).
+
+        F and I alone are their segments one after the other; B alone hides all-to-all behind W where `split`. `all_to_all` is
+        the communication's share of F + I.
+        """
+        forward, input_grad, weight_grad, backward, talk = [], [], [], [], []
+        for layers in self.stages:
+            forward.append(length(run_block(layers, ())))
+            input_grad.append(length(run_block((), layers, "later")))
+            weight_grad.append(sum(layer.attention.weight_grad + layer.experts.weight_grad for layer in layers))
+            backward.append(length(run_block((), layers, self._weights)))
+            moved = sum(layer.dispatch + layer.combine + sum(layer.backward_talk) for layer in layers)
+            whole = forward[-1] + input_grad[-1]
+            talk.append(moved / whole if whole else 0.0)
+        count = range(len(self.stages))
+        return Costs(
+            forward=_spread(forward),
+            input_grad=_spread(input_grad),
+            weight_grad=_spread(weight_grad),
+            backward=_spread(backward),
+            all_to_all=_spread(talk),
+            pair=_spread([tuple(self.pair(s, t) for t in count) for s in count]),
+            pair_split=_spread([tuple(self.pair(s, t, False) for t in count) for s in count]),
+            **others,
+        )
+
+
+def _spread(values: Sequence[Any]) -> Any:
+    """One value a stage; one stage's value as a number."""
+    if len(values) > 1:
+        return tuple(values)
+    return values[0][0] if isinstance(values[0], tuple) else values[0]
