@@ -89,6 +89,11 @@ class Segmented(Protocol):
         """
 
 
+def is_segmented(layer: object) -> bool:
+    """Whether the layer's class declares segments (an attribute of that name on the instance does not count)."""
+    return callable(getattr(type(layer), "segments", None))
+
+
 def carries(value: Any) -> bool:
     """Whether a gradient comes back for this value."""
     return isinstance(value, Tensor) and value.requires_grad and (value.is_floating_point() or value.is_complex())

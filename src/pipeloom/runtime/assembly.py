@@ -13,6 +13,7 @@ from pipeloom.ops.deferred import Desk
 from pipeloom.runtime.faults import Faults
 from pipeloom.runtime.layers import LayerSource, build_stage, split_layers
 from pipeloom.runtime.options import RuntimeOptions
+from pipeloom.runtime.overlap import Lane
 from pipeloom.runtime.rank import Loss, Rank
 from pipeloom.runtime.specs import SpecBook
 from pipeloom.runtime.stage import Stage
@@ -66,12 +67,15 @@ def assemble(
         raise ConfigError(f"two layers are called {next(n for n in names if names.count(n) > 1)!r}; names must differ")
     ranges = split_layers(len(layers), schedule.positions, sizes)
     shop = thread if thread is not None else Thread()
+    lane = Lane(device, options.trace)
     stages = {
         s: Stage(
             s,
             build_stage(layers, ranges[schedule.position_of[s]], device, shop.built),
             options.deallocate,
-            shop.desk if schedule.splits_backward else None,
+            shop.desk,
+            schedule.splits_backward,
+            lane,
         )
         for s in schedule.stages_of[rank]
     }
@@ -93,7 +97,7 @@ def assemble(
             if tie.holders[0] != rank:
                 copies.add(first)
     buffers = {f"{name}.{inner}": value for name, module in modules.items() for inner, value in module.named_buffers()}
-    engine = Rank(schedule, rank, stages, loss, SpecBook(schedule, options.shapes), Faults(options.fault, rank))
+    engine = Rank(schedule, rank, stages, loss, SpecBook(schedule, options.shapes), Faults(options.fault, rank), lane)
     return Assembly(engine, modules, unique_parameters(modules), buffers, across, frozenset(copies))
 
 

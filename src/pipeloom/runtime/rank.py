@@ -6,7 +6,7 @@ The engine is a generator that yields where it would wait, so that all ranks of 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from pipeloom.runtime.batch import Microbatches
 from pipeloom.runtime.boundary import Boundary, Values, boundary_of
 from pipeloom.runtime.faults import Faults
 from pipeloom.runtime.lowering import RankProgram, Step
+from pipeloom.runtime.overlap import Lane, Walk, take_turns, walk_through
 from pipeloom.runtime.specs import SpecBook
 from pipeloom.runtime.stage import Stage
 from pipeloom.runtime.status import Status
@@ -26,6 +27,7 @@ from pipeloom.schedule.channels import Message, neighbours
 from pipeloom.schedule.model import Schedule
 
 Loss = Callable[[Any, Any], Tensor]
+Made = tuple[Values, Boundary]
 
 
 @dataclass
@@ -36,8 +38,10 @@ class StepResult:
         loss: the sum of its last stages' shares of the loss; None where it holds no last stage.
         outputs: micro-batch -> output of the route's last stage, where asked for.
         starts, ends: seconds (time.perf_counter) of each program entry.
-        turns: entry -> when a pair went from its first action to its second.
+        turns: entry -> when a pair went from its forward to its backward; where the two took turns: when it would have,
+            one after the other.
         peak_alive: the most micro-batches alive on its stages at once.
+        exposed: seconds for which computation stood still for a communication inside a stage; None: not measured.
     """
 
     loss: Tensor | None = None
@@ -46,13 +50,21 @@ class StepResult:
     ends: list[float] = field(default_factory=list)
     turns: dict[int, float] = field(default_factory=dict)
     peak_alive: int = 0
+    exposed: float | None = None
 
 
 class Rank:
     """One place in the pipeline, on whatever transport it is given."""
 
     def __init__(
-        self, schedule: Schedule, rank: int, stages: dict[int, Stage], loss: Loss, book: SpecBook, faults: Faults
+        self,
+        schedule: Schedule,
+        rank: int,
+        stages: dict[int, Stage],
+        loss: Loss,
+        book: SpecBook,
+        faults: Faults,
+        lane: Lane,
     ) -> None:
         self.schedule = schedule
         self.rank = rank
@@ -60,6 +72,7 @@ class Rank:
         self.loss = loss
         self.book = book
         self.faults = faults
+        self.lane = lane
         self.status = Status(rank)
         before, after = neighbours(schedule)
         self.before = {stage: other for stage, other in enumerate(before) if other is not None}
@@ -73,6 +86,7 @@ class Rank:
         With gradients enabled the program is a training step; otherwise its forwards only.
         """
         work = _Work(self, batch, transport, keep_outputs)
+        self.lane.exposed()  # what an evaluation or a failed step left
         self.book.begin([(torch.is_grad_enabled(), *each) for each in batch.signatures])
         outgoing: list[Outgoing] = []
         for step in program.steps:
@@ -92,6 +106,7 @@ class Rank:
         transport.exchange(outgoing, ())
         transport.finish()
         self.status.leave()
+        work.result.exposed = self.lane.exposed()
         return work.result
 
 
@@ -112,27 +127,54 @@ class _Work:
         """Runs the entry's actions; sends what a pair's first part made at once, and returns what is left to send."""
         outgoing: list[Outgoing] = []
         self.result.starts.append(time.perf_counter())
-        for action, value, send in zip(step.actions, received, step.sends, strict=True):
-            if action is not step.actions[0]:
-                self.result.turns[step.at] = time.perf_counter()
-            if outgoing:
-                self.transport.exchange(outgoing, ())
-            self.rank.status.enter(action)
-            try:
-                self.rank.faults.before(action)
-                outgoing = self._send(send, *_RUN[action.kind](self, action, value))
-            except Exception as error:
-                error.add_note(f"(rank {self.rank.rank}, {action.words})")
-                raise
+        walks = [self._walk(action, value) for action, value in zip(step.actions, received, strict=True)]
+        if len(walks) > 1 and any(self.rank.stages[action.stage].segmented for action in step.actions):
+            made: Iterator[Made] = iter(self._take_turns(step, walks))
+        else:
+            made = map(walk_through, walks)
+        for at, (send, (values, boundary)) in enumerate(zip(step.sends, made, strict=True), 1):
+            outgoing = self._send(send, values, boundary)
+            if at < len(walks):
+                self.result.turns.setdefault(step.at, time.perf_counter())
+                if outgoing:
+                    self.transport.exchange(outgoing, ())
+                outgoing = []
         self.result.ends.append(time.perf_counter())
         return outgoing
+
+    def _take_turns(self, step: Step, walks: Sequence[Walk[Made]]) -> list[Made]:
+        """The overlapped pair. Its backward begins, unless that has no communication for the forward to hide."""
+        begun = self.result.starts[-1]
+        backward = step.actions[1]
+        if self.rank.stages[backward.stage].stops(backward.microbatch):
+            (after, before), (_, forward_seconds) = take_turns(walks[::-1])
+        else:
+            (before, after), (forward_seconds, _) = take_turns(walks)
+        self.result.turns[step.at] = begun + forward_seconds
+        return [before, after]
+
+    def _walk(self, action: Action, received: tuple[Values, Boundary] | None) -> Walk[Made]:
+        """The action, under way whenever it is resumed; its outputs and their specs."""
+        walk: Walk[Made] = _RUN[action.kind](self, action, received)
+        try:
+            self.rank.faults.before(action)
+            while True:
+                self.rank.status.enter(action)
+                try:
+                    next(walk)
+                except StopIteration as end:
+                    return end.value  # type: ignore[no-any-return]
+                yield
+        except Exception as error:
+            error.add_note(f"(rank {self.rank.rank}, {action.words})")
+            raise
 
     def _send(self, message: Message | None, values: Values, boundary: Boundary) -> list[Outgoing]:
         if message is None or self.rank.faults.drops(1):
             return []
         return [Outgoing(message, values, boundary)]
 
-    def forward(self, action: Action, received: tuple[Values, Boundary] | None) -> tuple[Values, Boundary]:
+    def forward(self, action: Action, received: tuple[Values, Boundary] | None) -> Walk[Made]:
         stage, mb = self.rank.stages[action.stage], action.microbatch
         carries: Boundary | None = None
         if received is not None:
@@ -146,10 +188,10 @@ class _Work:
             self._alive += 1
             self.result.peak_alive = max(self.result.peak_alive, self._alive)
         if stage.index not in self._after:
-            self._last(stage, mb, values, carries)
+            yield from self._last(stage, mb, values, carries)
             outputs: Values = ()
         else:
-            outputs = stage.forward(mb, values, carries, self.batch.keywords[mb])
+            outputs = yield from stage.forward(mb, values, carries, self.batch.keywords[mb])
         if received is not None and not torch.is_grad_enabled():
             self.transport.recycle(values)
         boundary = boundary_of(outputs)
@@ -161,31 +203,32 @@ class _Work:
                 self._local["activation", following, mb] = detached, boundary
         return outputs, boundary
 
-    def _last(self, stage: Stage, mb: int, values: Values, carries: Boundary | None) -> None:
+    def _last(self, stage: Stage, mb: int, values: Values, carries: Boundary | None) -> Walk[None]:
         """F of a route's last stage. The loss is scaled here and nowhere else."""
         keywords = self.batch.keywords[mb]
         if self.keep_outputs:
             self.result.outputs[mb] = stage.compute(values, keywords)
             return
         targets, share = self.batch.targets[mb], self.batch.shares[mb]
-        part, _ = stage.forward_to_loss(
+        part = yield from stage.forward_to_loss(
             mb, values, carries, keywords, lambda output: self.rank.loss(output, targets) * share
         )
         self.result.loss = part.float() if self.result.loss is None else self.result.loss + part
 
-    def backward(self, action: Action, received: tuple[Values, Boundary] | None) -> tuple[Values, Boundary]:
+    def backward(self, action: Action, received: tuple[Values, Boundary] | None) -> Walk[Made]:
         """B or I."""
         stage, mb = self.rank.stages[action.stage], action.microbatch
         gradients = self._gradients(stage, mb, received)
         fused = action.kind == "B"
-        inputs, buffers = (stage.backward if fused else stage.input_gradient)(mb, gradients)
+        inputs, buffers = yield from (stage.backward if fused else stage.input_gradient)(mb, gradients)
         self._alive -= fused
         return self._pass_back(stage, mb, inputs, buffers, gradients if received is not None else ())
 
-    def weight_gradient(self, action: Action, received: None) -> tuple[Values, Boundary]:
+    def weight_gradient(self, action: Action, received: None) -> Walk[Made]:
         self.rank.stages[action.stage].weight_gradient(action.microbatch)
         self._alive -= 1
         return (), ()
+        yield  # a walk that never stops
 
     def _gradients(self, stage: Stage, mb: int, received: tuple[Values, Boundary] | None) -> Values:
         if received is not None:
@@ -205,7 +248,7 @@ class _Work:
         return inputs, ()
 
 
-_RUN: dict[str, Callable[[_Work, Action, Any], tuple[Values, Boundary]]] = {
+_RUN: dict[str, Callable[[_Work, Action, Any], Walk[Made]]] = {
     "F": _Work.forward,
     "B": _Work.backward,
     "I": _Work.backward,

@@ -1,25 +1,43 @@
-"""A stage at work: forward and backward of one micro-batch, and what stays alive in between."""
+"""A stage at work: forward and backward of one micro-batch, and what stays alive in between.
+
+F, B and I are walks (runtime/overlap.py): they stop where they would wait for a communication inside the stage. A stage
+whose layers declare none is one piece, and its walks never stop.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeloom.ops.deferred import Desk, Ledger, defer_weight_gradients
-from pipeloom.runtime.boundary import Boundary, Values, as_values, boundary_of
+from pipeloom.ops.segments import Communication, carries, is_segmented, saved_of
+from pipeloom.runtime.boundary import Boundary, Values, as_values
 from pipeloom.runtime.layers import StageModules
+from pipeloom.runtime.overlap import Lane, Walk
+from pipeloom.runtime.pieces import Piece, pieces_of
 
 
-class Root(NamedTuple):
-    """Where a backward starts: an output's place in the graph (its storage may be gone), or the loss."""
+@dataclass
+class Cut:
+    """What a piece of one micro-batch's forward leaves for its backward.
 
-    at: GradientEdge | Tensor
-    seed: Tensor | None
+    Attributes:
+        inputs: what it was given; those that carry a gradient are leaves.
+        roots: where its backward starts: its outputs' places in the graph (their storage may be gone), or the loss.
+        after: the communication behind it.
+        saved: what the backward of that is told.
+    """
+
+    inputs: tuple[Any, ...]
+    roots: tuple[GradientEdge | Tensor, ...] = ()
+    after: Communication | None = None
+    saved: tuple[Any, ...] = ()
 
 
 @dataclass
@@ -27,98 +45,108 @@ class InFlight:
     """What one micro-batch keeps alive on a stage between F and the end of its backward.
 
     Attributes:
-        inputs: the stage's inputs; those that carry a gradient are leaves.
-        roots: where the backward starts.
+        ledger: the weight gradients that wait for W; None where autograd computes them in I.
+        cuts: the pieces whose backward is to come, in order.
         kept: outputs that were asked to be kept.
         received: buffers to give back afterwards.
-        ledger: the weight gradients that wait for W; None where the schedule does not split backwards.
     """
 
-    inputs: Values
-    roots: tuple[Root, ...]
-    kept: Values
-    received: Values
     ledger: Ledger | None
+    cuts: list[Cut] = field(default_factory=list)
+    kept: Values = ()
+    received: Values = ()
 
 
 class Stage:
-    """One stage on its rank: its layers, and the micro-batches that are alive on it."""
+    """One stage on its rank: its layers, and the micro-batches that are alive on it.
 
-    def __init__(self, index: int, layers: StageModules, deallocate: bool, desk: Desk | None) -> None:
+    Args:
+        desk: where linear layers learn of their ledger; shared by the stages of a thread.
+        splits: whether the schedule splits backwards, so that W waits. Where it does not, weight gradients are put off only
+            behind a communication of the same backward, which they then hide.
+        lane: the rank's communications.
+    """
+
+    def __init__(
+        self, index: int, layers: StageModules, deallocate: bool, desk: Desk, splits: bool, lane: Lane
+    ) -> None:
         self.index = index
         self.layers = layers
         self.deallocate = deallocate
+        self.segmented = any(map(is_segmented, layers.modules))
         self.alive: dict[int, InFlight] = {}
         self._owing: dict[int, Ledger] = {}
         self._desk = desk
-        if desk is not None:
+        self._splits = splits
+        self._lane = lane
+        if splits or self.segmented:
             for module in layers.modules:
                 defer_weight_gradients(module, desk)
 
     def compute(self, values: Values, keywords: Mapping[str, Any]) -> Any:
-        """The layers one after the other; the last one's result as it is."""
+        """The layers one after the other; the last one's result as it is. No gradient, nothing stays alive."""
+        self._desk.ledger = None
         result: Any = values
         for at, module in enumerate(self.layers.modules):
             if at:
                 values = as_values(result, f"layer {self.layers.names[at - 1]!r}")
-            result = module(*values, **self.layers.accepted(at, keywords)) if keywords else module(*values)
+            result = module(*values, **self.layers.accepted(at, keywords))
         return result
 
-    def forward(self, microbatch: int, values: Values, carries: Boundary | None, keywords: Mapping[str, Any]) -> Values:
+    def forward(
+        self, microbatch: int, values: Values, carried: Boundary | None, keywords: Mapping[str, Any]
+    ) -> Walk[Values]:
         """F of a stage that is not its route's last: the outputs, attached to the graph.
 
         Args:
             values: the inputs; fresh tensors that nothing else writes to.
-            carries: the specs that say which inputs carry a gradient; None: they come from the user, none does.
+            carried: the specs that say which inputs carry a gradient; None: they come from the user, none does.
         """
-        inputs = self._leaves(values, carries)
-        ledger = self._open_ledger()
-        outputs = as_values(self.compute(inputs, keywords), f"stage {self.index}")
+        flight, result = yield from self._walk(values, carried, keywords)
+        outputs = as_values(result, f"stage {self.index}")
         if torch.is_grad_enabled():
-            carried = [
-                v
-                for v, spec in zip(outputs, boundary_of(outputs), strict=True)
-                if v is not None and spec and spec.carries
-            ]
-            roots = tuple(Root(get_gradient_edge(v), None) for v in carried)
-            received = values if carries is not None else ()
-            self.alive[microbatch] = InFlight(inputs, roots, () if self.deallocate else outputs, received, ledger)
+            flight.cuts[-1].roots = _roots(outputs)
+            flight.kept = () if self.deallocate else outputs
+            flight.received = values if carried is not None else ()
+            self.alive[microbatch] = flight
         return outputs
 
     def forward_to_loss(
-        self, microbatch: int, values: Values, carries: Boundary | None, keywords: Mapping[str, Any], loss: Any
-    ) -> tuple[Tensor, Any]:
-        """F of a route's last stage: `loss(output)`, a micro-batch's share of the step's loss, and the output."""
-        inputs = self._leaves(values, carries)
-        ledger = self._open_ledger()
-        output = self.compute(inputs, keywords)
+        self,
+        microbatch: int,
+        values: Values,
+        carried: Boundary | None,
+        keywords: Mapping[str, Any],
+        loss: Callable[[Any], Tensor],
+    ) -> Walk[Tensor]:
+        """F of a route's last stage: `loss(output)`, a micro-batch's share of the step's loss."""
+        flight, output = yield from self._walk(values, carried, keywords)
         share = loss(output)
         if torch.is_grad_enabled():
-            roots = (Root(share, None),) if share.requires_grad else ()
-            self.alive[microbatch] = InFlight(inputs, roots, (), values if carries is not None else (), ledger)
-        return share.detach(), output
+            flight.cuts[-1].roots = (share,) if share.requires_grad else ()
+            flight.received = values if carried is not None else ()
+            self.alive[microbatch] = flight
+        return share.detach()
 
-    def backward(self, microbatch: int, gradients: Values) -> tuple[Values, Values]:
+    def backward(self, microbatch: int, gradients: Values) -> Walk[tuple[Values, Values]]:
         """B: gradients of the inputs that carry one, and the receive buffers that are free now.
 
         Args:
             gradients: one for each output that carries one; empty for the last stage, whose root is the loss itself.
         """
-        result = self.input_gradient(microbatch, gradients)
-        self.weight_gradient(microbatch)
-        return result
+        return (yield from self._walk_back(self.alive.pop(microbatch), gradients, pays=True))
 
-    def input_gradient(self, microbatch: int, gradients: Values) -> tuple[Values, Values]:
+    def input_gradient(self, microbatch: int, gradients: Values) -> Walk[tuple[Values, Values]]:
         """I: as B, but what the ledger owes waits for W. Everything else of the micro-batch is freed."""
         flight = self.alive.pop(microbatch)
-        if self._desk is not None:
-            self._desk.ledger = flight.ledger  # for layers that are recomputed now
-        if flight.roots:
-            seeds = list(gradients) if gradients else [None] * len(flight.roots)
-            torch.autograd.backward([root.at for root in flight.roots], seeds)  # type: ignore[arg-type]
+        result = yield from self._walk_back(flight, gradients, pays=False)
         if flight.ledger is not None:
             self._owing[microbatch] = flight.ledger
-        return self._input_gradients(flight), flight.received
+        return result
+
+    def stops(self, microbatch: int) -> bool:
+        """Whether the backward of this micro-batch has communications inside."""
+        return len(self.alive[microbatch].cuts) > 1
 
     def weight_gradient(self, microbatch: int) -> None:
         """W: the weight gradients that I left."""
@@ -126,28 +154,87 @@ class Stage:
         if ledger is not None:
             ledger.pay()
 
-    def _open_ledger(self) -> Ledger | None:
-        if self._desk is None:
-            return None
-        self._desk.ledger = Ledger() if torch.is_grad_enabled() else None
-        return self._desk.ledger
+    def _walk(
+        self, values: Values, carried: Boundary | None, keywords: Mapping[str, Any]
+    ) -> Walk[tuple[InFlight, Any]]:
+        """All pieces; the last one's result, and what has been left for the backward, without the last roots."""
+        inputs: tuple[Any, ...] = _leaves(values, carried)
+        pieces = pieces_of(self.layers, keywords)
+        training = torch.is_grad_enabled()
+        flight = InFlight(Ledger() if training and (self._splits or len(pieces) > 1) else None)
+        for piece in pieces[:-1]:
+            inputs = yield from self._compute_and_communicate(piece, inputs, flight, training)
+        self._desk.ledger = flight.ledger
+        result = pieces[-1].compute(inputs)
+        if training:
+            flight.cuts.append(Cut(inputs))
+        return flight, result
 
-    def _input_gradients(self, flight: InFlight) -> Values:
-        gradients: list[Tensor | None] = []
-        for value in flight.inputs:
-            if value is not None and value.requires_grad:
-                gradients.append(value.grad if value.grad is not None else torch.zeros_like(value))
-                value.grad = None
-        return tuple(gradients)
+    def _compute_and_communicate(
+        self, piece: Piece, inputs: tuple[Any, ...], flight: InFlight, training: bool
+    ) -> Walk[tuple[Any, ...]]:
+        """A piece and the communication behind it; the next piece's inputs."""
+        assert piece.after is not None
+        self._desk.ledger = flight.ledger
+        outputs = piece.compute(inputs)
+        which = [training and carries(value) for value in outputs]
+        if training:
+            flight.cuts.append(Cut(inputs, _roots(outputs), piece.after, saved_of(outputs)))
+        given = tuple(value.detach() if isinstance(value, Tensor) else value for value in outputs)
+        pending = self._lane.start(partial(piece.after.start, given), given)
+        del inputs, outputs, given  # while it is under way, only the graph and the communication itself hold tensors
+        yield
+        found = self._lane.wait(pending)
+        return tuple(v.detach().requires_grad_() if leaf else v for v, leaf in zip(found, which, strict=True))
 
-    def _leaves(self, values: Values, carries: Boundary | None) -> Values:
-        if carries is None or not torch.is_grad_enabled():
-            return values
-        return tuple(
-            value.detach().requires_grad_() if value is not None and spec is not None and spec.carries else value
-            for value, spec in zip(values, carries, strict=True)
-        )
+    def _walk_back(self, flight: InFlight, gradients: Values, pays: bool) -> Walk[tuple[Values, Values]]:
+        """The pieces from the last to the first, with a stop between two.
+
+        `pays`: a piece's weight gradients are computed as soon as the communication that waited for it is under way.
+        """
+        seeds: list[Tensor | None] = list(gradients)
+        while True:
+            cut = flight.cuts.pop()
+            self._desk.ledger = flight.ledger  # for layers that are recomputed now
+            if cut.roots:
+                torch.autograd.backward(cut.roots, seeds or [None] * len(cut.roots))  # type: ignore[arg-type]
+            found = tuple(_gradient(value) if carries(value) else None for value in cut.inputs)
+            which = [at for at, value in enumerate(cut.inputs) if carries(value)]
+            pending = None
+            if flight.cuts and which:
+                before = flight.cuts[-1]
+                assert before.after is not None
+                pending = self._lane.start(partial(before.after.start_backward, found, before.saved), found)
+            del cut
+            if pays and flight.ledger is not None:
+                flight.ledger.pay()
+            if not flight.cuts:
+                return tuple(found[at] for at in which), flight.received
+            del found
+            yield
+            if pending is not None:
+                results = self._lane.wait(pending)
+                seeds = [results[at] for at in which]
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         return self.layers.modules
+
+
+def _roots(outputs: tuple[Any, ...]) -> tuple[GradientEdge, ...]:
+    return tuple(get_gradient_edge(value) for value in outputs if carries(value))
+
+
+def _leaves(values: Values, carried: Boundary | None) -> Values:
+    if carried is None or not torch.is_grad_enabled():
+        return values
+    return tuple(
+        value.detach().requires_grad_() if value is not None and spec is not None and spec.carries else value
+        for value, spec in zip(values, carried, strict=True)
+    )
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    """The leaf's gradient, zeros where nothing used it; taken from it."""
+    gradient, leaf.grad = leaf.grad, None
+    return gradient if gradient is not None else torch.zeros_like(leaf)
