@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,17 +14,29 @@ from torch import Tensor, nn
 from pipeloom.config import ModelSection
 from pipeloom.models import names
 from pipeloom.models.rotary import rotate
-from pipeloom.models.weights import Deviations, draw
+from pipeloom.models.weights import Deviations, Drawing, draw
+from pipeloom.ops.microbatch import MicrobatchContext
+from pipeloom.ops.random_state import Dropout, TokenPart, set_sources
+from pipeloom.parallel.laid import Laid
+from pipeloom.parallel.tensor import TensorParallel, column_linear, project, row_linear, spread
+from pipeloom.parallel.vocabulary import VocabularyEmbedding, VocabularyHead
 
 NORM_EPSILON = 1e-6
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + ε) · weight over the last dimension, in fp32 at least (arXiv 1910.07467)."""
+    """x / sqrt(mean(x²) + ε) · weight over the last dimension, in fp32 at least (arXiv 1910.07467).
 
-    def __init__(self, width: int) -> None:
+    With `part_of_tokens` it sees this rank's tokens only, and so does its weight's gradient.
+    """
+
+    def __init__(self, width: int, part_of_tokens: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
+        self.part_of_tokens = part_of_tokens
+
+    def laid(self) -> Mapping[str, Laid]:
+        return {"weight": Laid(partial=self.part_of_tokens)}
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x if x.dtype.itemsize == 8 else x.float()
@@ -32,24 +44,33 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; each key and value head serves a group of query heads (arXiv 2305.13245)."""
+    """Causal self-attention; each key and value head serves a group of query heads (arXiv 2305.13245).
 
-    def __init__(self, shape: ModelSection) -> None:
+    Under tensor parallelism each rank has its part of the heads.
+    """
+
+    def __init__(self, shape: ModelSection, tensor: TensorParallel | None = None) -> None:
         super().__init__()
         width = shape.hidden_size
-        self.heads, self.key_value_heads = shape.num_attention_heads, shape.num_key_value_heads
-        self.head_width = width // self.heads
+        heads, key_value_heads = shape.num_attention_heads, shape.num_key_value_heads
+        if tensor is not None:
+            heads = tensor.split(heads, "model.num_attention_heads")[0]
+            key_value_heads = tensor.split(key_value_heads, "model.num_key_value_heads")[0]
+        self.heads, self.key_value_heads = heads, key_value_heads
+        self.head_width = width // shape.num_attention_heads
         self.theta = shape.rope_theta
-        self.q_proj = nn.Linear(width, self.heads * self.head_width, bias=False)
-        self.k_proj = nn.Linear(width, self.key_value_heads * self.head_width, bias=False)
-        self.v_proj = nn.Linear(width, self.key_value_heads * self.head_width, bias=False)
-        self.o_proj = nn.Linear(self.heads * self.head_width, width, bias=False)
+        queries, keys = shape.num_attention_heads * self.head_width, shape.num_key_value_heads * self.head_width
+        self.q_proj = column_linear(width, queries, tensor)
+        self.k_proj = column_linear(width, keys, tensor)
+        self.v_proj = column_linear(width, keys, tensor)
+        self.o_proj = row_linear(queries, width, tensor)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        query = rotate(self._split(self.q_proj(x), self.heads), self.theta)
-        key = rotate(self._split(self.k_proj(x), self.key_value_heads), self.theta)
-        value = self._split(self.v_proj(x), self.key_value_heads)
+        queries, keys, values = project(x, self.q_proj, self.k_proj, self.v_proj)
+        batch, length, _ = queries.shape
+        query = rotate(self._split(queries, self.heads), self.theta)
+        key = rotate(self._split(keys, self.key_value_heads), self.theta)
+        value = self._split(values, self.key_value_heads)
         grouped = self.key_value_heads < self.heads
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
@@ -63,40 +84,56 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: down(silu(gate x) · up x) (arXiv 2002.05202)."""
 
-    def __init__(self, shape: ModelSection) -> None:
+    def __init__(self, shape: ModelSection, tensor: TensorParallel | None = None) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+        hidden, inner, name = shape.hidden_size, shape.intermediate_size, "model.intermediate_size"
+        self.gate_proj = column_linear(hidden, inner, tensor, name)
+        self.up_proj = column_linear(hidden, inner, tensor, name)
+        self.down_proj = row_linear(inner, hidden, tensor, name)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = project(x, self.gate_proj, self.up_proj)
+        out: Tensor = self.down_proj(F.silu(gate) * up)
         return out
 
 
 class Block(nn.Module):
-    """One transformer block: [batch, length, hidden] -> the same shape."""
+    """One transformer block: [batch, length, hidden] -> the same shape; under sequence parallelism length / tp tokens."""
 
-    def __init__(self, shape: ModelSection) -> None:
+    def __init__(self, shape: ModelSection, tensor: TensorParallel | None = None) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(shape.hidden_size)
-        self.self_attn = Attention(shape)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size)
-        self.mlp = FeedForward(shape)
+        sequence = tensor is not None and tensor.sequence
+        part = TokenPart(tensor.index, tensor.size) if tensor is not None and sequence else None
+        self.input_layernorm = RMSNorm(shape.hidden_size, sequence)
+        self.self_attn = Attention(shape, tensor)
+        self.attention_dropout = Dropout(shape.dropout, part)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, sequence)
+        self.mlp = FeedForward(shape, tensor)
+        self.mlp_dropout = Dropout(shape.dropout, part)
 
-    def forward(self, x: Tensor) -> Tensor:
-        attended: Tensor = x + self.self_attn(self.input_layernorm(x))
-        out: Tensor = attended + self.mlp(self.post_attention_layernorm(attended))
+    def forward(self, x: Tensor, microbatch: MicrobatchContext | None = None) -> Tensor:
+        """`microbatch` is needed for dropout in training only."""
+        mixed = self.self_attn(self.input_layernorm(x))
+        attended: Tensor = x + self.attention_dropout(mixed, microbatch)
+        inner = self.mlp(self.post_attention_layernorm(attended))
+        out: Tensor = attended + self.mlp_dropout(inner, microbatch)
         return out
 
 
 class Head(nn.Module):
-    """Final norm and output layer: [batch, length, hidden] -> logits [batch, length, vocabulary]."""
+    """Final norm and output layer: [batch, length, hidden] -> logits [batch, length, vocabulary].
 
-    def __init__(self, shape: ModelSection) -> None:
+    Under tensor parallelism the logits of this rank's part of the vocabulary: see `token_loss`.
+    """
+
+    def __init__(self, shape: ModelSection, tensor: TensorParallel | None = None) -> None:
         super().__init__()
-        self.norm = RMSNorm(shape.hidden_size)
-        self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+        self.norm = RMSNorm(shape.hidden_size, tensor is not None and tensor.sequence)
+        self.lm_head: nn.Module
+        if tensor is None:
+            self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+        else:
+            self.lm_head = VocabularyHead(shape.hidden_size, shape.vocab_size, tensor)
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(self.norm(x))
@@ -120,7 +157,11 @@ class DecoderLayer:
 
 
 def layers(
-    shape: ModelSection, seed: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    shape: ModelSection,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    tensor: TensorParallel | None = None,
 ) -> list[DecoderLayer]:
     """The decoder as factories: [embedding, block, …, block, norm and output], num_hidden_layers + 2 of them.
 
@@ -128,30 +169,42 @@ def layers(
     `seed` and its global name alone: normal with deviation sqrt(2 / (5 hidden_size)), 0.02 at a width of 1000 (arXiv
     1910.05895). Projections back into the residual stream start smaller by sqrt(2 L), which keeps its variance
     independent of the depth (GPT-2).
+
+    Args:
+        tensor: spreads every layer over these ranks: the same parameter names, parts of the same first weights. Between
+            layers then go whole activations, or with sequence parallelism [batch, length / tp, hidden]; each rank puts out
+            the logits of its part of the vocabulary.
+
+    Building a block raises ConfigError for numbers of heads, or an inner width, that the ranks do not divide.
     """
     usual = math.sqrt(2 / (5 * shape.hidden_size))
     residual = usual / math.sqrt(2 * shape.num_hidden_layers)
     deviations = Deviations(usual, {"o_proj": residual, "down_proj": residual})
     same = {names.HEAD_WEIGHT: names.EMBEDDING_WEIGHT} if shape.tie_word_embeddings else {}
+    cut = spread(tensor)
+    drawing = Drawing(seed, deviations, same, {"tp": cut.index} if cut is not None else {})
 
     def build(name: str, make: Callable[[], nn.Module]) -> nn.Module:
         with torch.device("meta"):
             module = make()
         module = module.to(dtype).to_empty(device=device)
-        draw(module, name, seed, deviations, same)
+        draw(module, name, drawing)
+        set_sources(module, seed, name)
         return module
 
     def layer(name: str, make: Callable[[], nn.Module]) -> DecoderLayer:
         return DecoderLayer(name, partial(build, name, make))
 
     return [
-        layer(names.EMBEDDING, partial(_embedding, shape)),
-        *(layer(names.block(index), partial(Block, shape)) for index in range(shape.num_hidden_layers)),
-        layer(names.HEAD, partial(Head, shape)),
+        layer(names.EMBEDDING, partial(_embedding, shape, cut)),
+        *(layer(names.block(index), partial(Block, shape, cut)) for index in range(shape.num_hidden_layers)),
+        layer(names.HEAD, partial(Head, shape, cut)),
     ]
 
 
-def _embedding(shape: ModelSection) -> nn.Embedding:
+def _embedding(shape: ModelSection, tensor: TensorParallel | None) -> nn.Module:
+    if tensor is not None:
+        return VocabularyEmbedding(shape.vocab_size, shape.hidden_size, tensor)
     # torch's own first values would be drawn on the meta device, which imports its compiler: seconds a process
     weight = torch.empty(shape.vocab_size, shape.hidden_size)
     embedding: nn.Embedding = nn.Embedding.from_pretrained(weight, freeze=False)  # type: ignore[no-untyped-call]

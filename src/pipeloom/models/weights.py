@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from pipeloom.ops.random_state import stable_seed
+from pipeloom.parallel.laid import layout_of, part_of
 
-def stable_seed(*parts: object) -> int:
-    """A 63-bit seed from the text of `parts`: equal in every process, on every machine."""
-    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
+__all__ = ["Deviations", "Drawing", "draw", "stable_seed"]
 
 
 @dataclass(frozen=True)
@@ -28,23 +26,35 @@ class Deviations:
         return self.special.get(name.split(".")[-2], self.usual)
 
 
+@dataclass(frozen=True)
+class Drawing:
+    """How first weights are drawn.
+
+    Attributes:
+        seed: of all of them.
+        deviations: their sizes.
+        same: global name -> the name under which it is drawn, for weights that start as copies of another.
+        index: axis -> this rank's index, for weights of which it holds a part.
+    """
+
+    seed: int
+    deviations: Deviations
+    same: Mapping[str, str]
+    index: Mapping[str, int]
+
+
 @torch.no_grad()
-def draw(module: nn.Module, layer: str, seed: int, deviations: Deviations, same: Mapping[str, str]) -> None:
+def draw(module: nn.Module, layer: str, drawing: Drawing) -> None:
     """Fills the parameters of `module`, which is called `layer`: matrices normal, vectors (norms) 1.
 
-    Drawn on the CPU in fp32, then converted, so that dtype and device change the rounding only.
-
-    Args:
-        same: global name -> the name under which it is drawn, for weights that start as copies of another.
+    Drawn whole on the CPU in fp32, then cut and converted: layout, dtype and device change the rounding only.
     """
+    layouts = layout_of(module)
     for inner, parameter in module.named_parameters():
         if parameter.ndim < 2:
             parameter.fill_(1.0)
             continue
-        name = f"{layer}.{inner}"
-        standard = _normal(parameter.shape, stable_seed(seed, same.get(name, name)))
-        parameter.copy_(standard * deviations.of(name))
-
-
-def _normal(shape: torch.Size, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        name, laid = f"{layer}.{inner}", layouts[inner]
+        seed = stable_seed(drawing.seed, drawing.same.get(name, name))
+        whole = torch.randn(laid.full_shape(parameter.shape), generator=torch.Generator().manual_seed(seed))
+        parameter.copy_(part_of(whole, laid, drawing.index) * drawing.deviations.of(name))

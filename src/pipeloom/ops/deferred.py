@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pipeloom.ops.main_gradient import MainGradients
+
 
 class Fetched(Protocol):
     """A tensor on its way: an asynchronous collective."""
@@ -56,11 +58,17 @@ class Ledger:
                 work(fetched.wait())
 
 
-def add_weight_gradient(weight: nn.Parameter, x: Tensor, gradient: Tensor) -> None:
-    """weight.grad += gradient^T x, over all leading dimensions; in place where the types allow."""
+def add_weight_gradient(weight: nn.Parameter, x: Tensor, gradient: Tensor, main: MainGradients | None = None) -> None:
+    """weight.grad += gradient^T x, over all leading dimensions; in place where the types allow.
+
+    Args:
+        main: where the weight's gradient goes instead, if it is among them.
+    """
     rows = gradient.reshape(-1, gradient.shape[-1])
     columns = x.reshape(-1, x.shape[-1])
-    if weight.grad is None:
+    if main is not None and weight in main:
+        main.add_product(weight, rows, columns)
+    elif weight.grad is None:
         weight.grad = (rows.t() @ columns).to(weight.dtype)
     elif weight.grad.dtype == rows.dtype:
         weight.grad.addmm_(rows.t(), columns)
@@ -69,10 +77,16 @@ def add_weight_gradient(weight: nn.Parameter, x: Tensor, gradient: Tensor) -> No
 
 
 class Desk:
-    """Which micro-batch's ledger a stage's linear layers write to at the moment."""
+    """Which micro-batch's ledger a stage's linear layers write to at the moment.
+
+    Attributes:
+        ledger: where they owe their weight gradients; None: they compute them in the backward.
+        main: where weight gradients are added; None: to `.grad`.
+    """
 
     def __init__(self) -> None:
         self.ledger: Ledger | None = None
+        self.main: MainGradients | None = None
 
 
 class _DeferredLinear(torch.autograd.Function):
@@ -116,7 +130,7 @@ def _forward(linear: nn.Linear, desk: Desk, x: Tensor) -> Tensor:
     return apply_linear(x, linear.weight, linear.bias, desk)
 
 
-def apply_linear(x: Tensor, weight: nn.Parameter, bias: Tensor | None, desk: Desk | None) -> Tensor:
+def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None, desk: Desk | None) -> Tensor:
     """x weight^T + bias, whose weight gradient goes to the desk's ledger if there is one."""
     ledger = desk.ledger if desk is not None else None
     if ledger is None or not weight.requires_grad or not torch.is_grad_enabled():

@@ -1,0 +1,149 @@
+"""The vocabulary spread over the tensor-parallel ranks: embedding, and cross entropy of logits that no rank holds whole.
+
+Each rank holds vocabulary // size rows of a weight [vocabulary, width], the last one the remainder too. No rank ever holds
+a tensor of vocabulary × tokens (Megatron-LM, arXiv 1909.08053, section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipeloom.errors import UsageError
+from pipeloom.parallel.collectives import start_all_reduce
+from pipeloom.parallel.laid import Laid, Shard
+from pipeloom.parallel.mesh import Axis
+from pipeloom.parallel.tensor import ColumnLinear, TensorParallel, sum_over_ranks
+
+IGNORED = -100  # as in torch: a target that does not count
+
+
+class VocabularyEmbedding(nn.Module):
+    """This rank's rows of an embedding [vocabulary, width]: it looks up its own tokens, and the ranks' results are summed.
+
+    tokens [batch, tokens] int64 -> [batch, tokens, width]; with sequence parallelism [batch, tokens / size, width]. The sum
+    has one term that is not zero, so it is bitwise that of one process. Its weight starts empty.
+    """
+
+    def __init__(self, vocabulary: int, width: int, tensor: TensorParallel) -> None:
+        super().__init__()
+        self.tensor = tensor
+        self.vocabulary = vocabulary
+        self.parts = tensor.split_unevenly(vocabulary)
+        self.weight = nn.Parameter(torch.empty(self.parts[tensor.index], width))
+
+    def laid(self) -> Mapping[str, Laid]:
+        return {"weight": Laid((Shard("tp", 0, self.parts),))}
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Raises UsageError for a token outside the vocabulary; on CUDA the device does, when it comes to it."""
+        _refuse_outside(tokens, self.vocabulary, "token")
+        local, outside = _local(tokens, self.parts, self.tensor.index)
+        found = F.embedding(local, self.weight).masked_fill(outside.unsqueeze(-1), 0)
+        return sum_over_ranks(found, self.tensor)
+
+
+class VocabularyHead(ColumnLinear):
+    """This rank's rows of an output layer [vocabulary, width]: the logits of its own part of the vocabulary.
+
+    [batch, tokens, width] (with sequence parallelism tokens / size) -> [batch, tokens, own part]. The loss is
+    `cross_entropy` of this module.
+    """
+
+    def __init__(self, width: int, vocabulary: int, tensor: TensorParallel) -> None:
+        super().__init__(width, tensor.split_unevenly(vocabulary), tensor)
+
+
+def cross_entropy(
+    logits: Tensor, targets: Tensor, tensor: TensorParallel, vocabulary: int, label_smoothing: float = 0.0
+) -> Tensor:
+    """The mean over targets of -Σ_v q(v) log p(v), in nats: 0-dim, fp32 (fp64 for fp64 logits), the same on every rank.
+
+    q is 1 - label_smoothing at the target, plus label_smoothing / vocabulary everywhere. Targets of -100 do not count.
+    Two all-reduces forward (each token's largest logit, then its sums), none backward.
+
+    Args:
+        logits: [..., own part of the vocabulary], parts as `VocabularyHead` makes them.
+        targets: [...], int64.
+
+    Raises UsageError for a target outside the vocabulary (on CUDA the device does).
+    """
+    call = _Call(tensor.axis, tensor.split_unevenly(vocabulary), label_smoothing)
+    return _CrossEntropy.apply(logits, targets.flatten(), call)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@dataclass(frozen=True)
+class _Call:
+    axis: Axis
+    parts: tuple[int, ...]
+    smoothing: float
+
+    @property
+    def vocabulary(self) -> int:
+        return sum(self.parts)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """With x the logits minus their maximum: loss = log Σ exp x - (1 - smoothing) x[target] - smoothing / vocabulary Σ x."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, call: _Call) -> Tensor:
+        counts = targets != IGNORED
+        _refuse_outside(torch.where(counts, targets, 0), call.vocabulary, "target")
+        local, outside = _local(targets, call.parts, call.axis.index)
+        work = _shifted(logits, call.axis)
+        own = work.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill_(outside, 0)
+        smooth = [work.sum(-1)] if call.smoothing else []
+        sums = start_all_reduce(torch.stack([own, work.exp_().sum(-1), *smooth]), call.axis).wait()
+        losses = sums[1].log() - (1 - call.smoothing) * sums[0]
+        if call.smoothing:
+            losses -= call.smoothing / call.vocabulary * sums[2]
+        ctx.save_for_backward(work, sums[1].clone(), local, outside, counts)
+        ctx.call, ctx.shape, ctx.dtype = call, logits.shape, logits.dtype
+        return losses.masked_fill_(~counts, 0).sum() / counts.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """p - q of each token, written over the exponentials: autograd refuses a second backward."""
+        work, exponentials, local, outside, counts = ctx.saved_tensors
+        call: _Call = ctx.call
+        scale = gradients[0] / counts.sum() * counts
+        work.mul_((scale / exponentials).unsqueeze(-1))
+        if call.smoothing:
+            work.sub_(scale.unsqueeze(-1) * (call.smoothing / call.vocabulary))
+        hit = (scale * (call.smoothing - 1)).masked_fill(outside, 0)
+        work.scatter_add_(-1, local.unsqueeze(-1), hit.unsqueeze(-1))
+        return work.view(ctx.shape).to(ctx.dtype), None, None
+
+
+def _shifted(logits: Tensor, axis: Axis) -> Tensor:
+    """A copy [tokens, own part] of the logits minus each token's largest over all ranks, in fp32 at least."""
+    rows = logits.detach().flatten(0, -2)
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32), copy=True)
+    largest = start_all_reduce(wide.amax(-1), axis, dist.ReduceOp.MAX).wait()
+    return wide.sub_(largest.unsqueeze(-1))
+
+
+def _local(ids: Tensor, parts: Sequence[int], index: int) -> tuple[Tensor, Tensor]:
+    """(positions in this rank's part, 0 for what is not in it; what is not in it)."""
+    local = ids - sum(parts[:index])
+    outside = (local < 0) | (local >= parts[index])
+    return local.masked_fill(outside, 0), outside
+
+
+def _refuse_outside(ids: Tensor, vocabulary: int, what: str) -> None:
+    if ids.device.type != "cpu":  # asking would stop the process until the device has come this far
+        torch._assert_async(((ids >= 0) & (ids < vocabulary)).all(), f"a {what} is outside the vocabulary")
+        return
+    if not ids.numel():
+        return
+    low, high = (int(value) for value in torch.aminmax(ids))
+    if low < 0 or high >= vocabulary:
+        wrong = low if low < 0 else high
+        raise UsageError(f"{what} {wrong} is outside the vocabulary of {vocabulary}: ids are 0 to {vocabulary - 1}")

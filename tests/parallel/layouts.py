@@ -1,0 +1,123 @@
+"""The decoder on tensor-parallel ranks without a pipeline: a step's loss and whole gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pipeloom.config import MeshShape, ModelSection, load
+from pipeloom.models import layers, token_loss
+from pipeloom.ops.deferred import Desk, Ledger, defer_weight_gradients
+from pipeloom.ops.microbatch import MicrobatchContext
+from pipeloom.parallel.laid import Laid, join, layout_of
+from pipeloom.parallel.mesh import Mesh
+from pipeloom.parallel.tensor import TensorParallel
+
+LENGTH = 8
+Gradients = dict[str, Tensor]
+
+
+def model(**changes: Any) -> ModelSection:
+    small = {"num_hidden_layers": 2, "num_key_value_heads": 4, "vocab_size": 257}
+    return load("tiny", {f"model.{key}": value for key, value in {**small, **changes}.items()}).model
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a step is run.
+
+    Attributes:
+        split: weight gradients wait until all micro-batches have had their input gradients.
+        recompute: every layer's forward is run again in its backward.
+    """
+
+    split: bool = False
+    recompute: bool = False
+    smoothing: float = 0.0
+
+
+WAYS = [Way(), Way(split=True), Way(recompute=True, smoothing=0.1), Way(split=True, recompute=True)]
+
+
+def tensor_parallel(sequence: bool) -> TensorParallel:
+    """All processes as the ranks of one tensor-parallel axis."""
+    mesh = Mesh.of(MeshShape(tp=dist.get_world_size()))
+    assert mesh is not None
+    return TensorParallel(mesh.tp, sequence)
+
+
+def batch(vocabulary: int) -> list[tuple[Tensor, Tensor]]:
+    """Two micro-batches of 2 and 3 sequences."""
+    both = torch.randint(0, vocabulary, (2, 5, LENGTH), generator=torch.Generator().manual_seed(3))
+    return [(both[0, :2], both[1, :2]), (both[0, 2:], both[1, 2:])]
+
+
+def step(shape: ModelSection, way: Way, tensor: TensorParallel | None) -> tuple[float, dict[str, nn.Module]]:
+    """The loss of one step, and the layers, whose parameters have their gradients."""
+    built = {layer.name: layer() for layer in layers(shape, 5, torch.float32, "cpu", tensor)}
+    desk, ledgers, total = Desk(), [], 0.0
+    for module in built.values() if way.split else ():
+        defer_weight_gradients(module, desk)
+    loss_of = token_loss(shape, way.smoothing, tensor)
+    for at, (tokens, targets) in enumerate(batch(shape.vocab_size)):
+        share = targets.numel() / (5 * LENGTH)
+        context = MicrobatchContext(step=2, index=at, share=share)
+        desk.ledger = Ledger()
+        ledgers.append(desk.ledger)
+        x = tokens
+        for name, module in built.items():
+            given = {"microbatch": context} if name.startswith("model.layers") else {}
+            x = checkpoint(module, x, use_reentrant=False, **given) if way.recompute else module(x, **given)
+        loss = loss_of(x, targets) * share
+        loss.backward()
+        total += loss.item()
+    for ledger in ledgers:
+        ledger.pay()
+    return total, built
+
+
+def serial(shape: ModelSection, way: Way) -> tuple[float, Gradients]:
+    """One process, backward in one, nothing recomputed."""
+    loss, built = step(shape, Way(smoothing=way.smoothing), None)
+    return loss, {f"{name}.{inner}": p.grad for name, m in built.items() for inner, p in m.named_parameters()}
+
+
+def parts(built: Mapping[str, nn.Module], *, sum_partial: bool = True) -> dict[str, tuple[Laid, Any]]:
+    """Of each parameter: its layout and this rank's gradient; those that saw a part of the tokens are summed first.
+
+    As arrays: a tensor on its way to another process needs its own process to live until it has arrived.
+    """
+    found = {}
+    for layer, module in built.items():
+        layouts = layout_of(module)
+        for inner, parameter in module.named_parameters():
+            assert parameter.grad is not None, f"{layer}.{inner}"
+            if layouts[inner].partial and sum_partial:
+                dist.all_reduce(parameter.grad)
+            found[f"{layer}.{inner}"] = (layouts[inner], parameter.grad.numpy())
+    return found
+
+
+def whole(ranks: Sequence[Mapping[str, tuple[Laid, Any]]]) -> Gradients:
+    """Joined gradients; those held by all ranks must be bitwise equal."""
+    joined = {}
+    for name, (laid, _) in ranks[0].items():
+        each = [torch.from_numpy(rank[name][1]) for rank in ranks]
+        if laid.shards:
+            joined[name] = join({(at,): gradient for at, gradient in enumerate(each)}, laid)
+        else:
+            assert all(torch.equal(each[0], other) for other in each), name
+            joined[name] = each[0]
+    return joined
+
+
+def worst(found: Gradients, want: Gradients) -> float:
+    """The largest max |a - b| / max |b| of a parameter."""
+    assert found.keys() == want.keys()
+    return max(float((found[name] - want[name]).abs().max() / want[name].abs().max()) for name in want)
