@@ -1,0 +1,96 @@
+"""Main gradients: buffers outside `.grad`, in fp32 for bf16 parameters, that every micro-batch's gradient is added to in place.
+
+A linear layer's weight gradient is one matrix product that adds into the buffer. All other gradients go there when autograd
+has accumulated them, and leave `.grad` None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+
+class MainGradients:
+    """Parameter -> the buffer of its shape that its gradient is added to.
+
+    A buffer that was `restart`ed is written by the first gradient and added to by the next: nobody has to fill it with zeros.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[nn.Parameter, Tensor] = {}
+        self._empty: set[nn.Parameter] = set()
+        self._hooked: set[nn.Parameter] = set()
+
+    def __contains__(self, parameter: Tensor) -> bool:
+        return parameter in self._buffers
+
+    def hold(self, parameter: nn.Parameter, buffer: Tensor) -> None:
+        """From now on gradients of `parameter` go to `buffer`, which keeps what it holds."""
+        if buffer.shape != parameter.shape:
+            raise ValueError(f"a buffer of {list(buffer.shape)} for a parameter of {list(parameter.shape)}")
+        self._buffers[parameter] = buffer
+        self._empty.discard(parameter)
+        if parameter not in self._hooked and parameter.requires_grad:
+            self._hooked.add(parameter)
+            parameter.register_post_accumulate_grad_hook(self.collect)
+
+    def of(self, parameter: nn.Parameter) -> Tensor:
+        """The buffer; what it holds is undefined between `restart` and the first gradient or `complete`."""
+        return self._buffers[parameter]
+
+    def restart(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Forgets what the buffers hold."""
+        self._empty.update(parameters)
+
+    @torch.no_grad()
+    def complete(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Takes what stands in `.grad`, and writes zeros where no gradient came."""
+        for parameter in parameters:
+            self.collect(parameter)
+            if parameter in self._empty:
+                self._buffers[parameter].zero_()
+                self._empty.discard(parameter)
+
+    @torch.no_grad()
+    def collect(self, parameter: Tensor) -> None:
+        """Moves `.grad` to the buffer."""
+        assert isinstance(parameter, nn.Parameter)
+        if parameter.grad is not None:
+            self.add(parameter, parameter.grad)
+            parameter.grad = None
+
+    @torch.no_grad()
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """buffer += gradient, of any floating dtype."""
+        buffer = self._buffers[parameter]
+        if parameter in self._empty:
+            self._empty.discard(parameter)
+            buffer.copy_(gradient)
+        else:
+            buffer.add_(gradient)
+
+    @torch.no_grad()
+    def add_product(self, weight: nn.Parameter, rows: Tensor, columns: Tensor) -> None:
+        """buffer += rows^T columns, [n, out]^T [n, in], with products and sums in the buffer's dtype."""
+        buffer = self._buffers[weight]
+        first = weight in self._empty
+        self._empty.discard(weight)
+        if buffer.dtype == rows.dtype == columns.dtype:
+            if first:
+                torch.mm(rows.t(), columns, out=buffer)
+            else:
+                buffer.addmm_(rows.t(), columns)
+        elif buffer.is_cuda and buffer.dtype == torch.float32 and rows.dtype == columns.dtype:
+            # half-precision factors, fp32 sum: one GEMM that adds where it writes
+            if first:
+                torch.mm(rows.t(), columns, out_dtype=torch.float32, out=buffer)
+            else:
+                torch.addmm(buffer, rows.t(), columns, out_dtype=torch.float32, out=buffer)
+        else:  # a CPU has no such product; conversion is exact, and small beside it
+            wide_rows, wide_columns = rows.to(buffer.dtype), columns.to(buffer.dtype)
+            if first:
+                torch.mm(wide_rows.t(), wide_columns, out=buffer)
+            else:
+                buffer.addmm_(wide_rows.t(), wide_columns)
