@@ -12,6 +12,8 @@ from pipeloom.config.fault import Fault, fault_problem, parse_fault
 from pipeloom.config.mesh import MeshShape
 from pipeloom.config.problems import shown
 from pipeloom.config.schedules import make_schedule
+from pipeloom.config.search import NAME as SEARCH
+from pipeloom.config.search import SearchRequest, search_request
 from pipeloom.config.sections import COMPUTED, Config
 from pipeloom.config.sizes import layer_sizes
 from pipeloom.config.stages_text import parse_stages
@@ -25,12 +27,13 @@ class Layout:
 
     Attributes:
         config: the configuration that it came from.
-        schedule: checked.
+        schedule: checked; of a search, what runs until it has found one.
         stage_layers: position in a route -> number of layers, of [embedding, blocks …, norm and output].
         microbatch_sizes: sequences of each micro-batch of one data-parallel replica, larger ones first.
         mesh: the axes' sizes.
         notes: sentences about what is uneven, to be printed.
         fault: a failure to make on purpose, or None.
+        search: what `schedule.name = "search"` asks for, else None.
     """
 
     config: Config
@@ -40,6 +43,7 @@ class Layout:
     mesh: MeshShape
     notes: tuple[str, ...]
     fault: Fault | None = None
+    search: SearchRequest | None = None
 
     @property
     def world_size(self) -> int:
@@ -66,8 +70,11 @@ def examine(config: Config, wrong: Collection[str] = ()) -> tuple[Layout | None,
         return None, problems
     broken: ScheduleError | None = None
     schedule: Schedule | None = None
+    request: SearchRequest | None = None
     try:
-        schedule = make_schedule(config)
+        if config.schedule.name == SEARCH:
+            request = search_request(config)
+        schedule = request.first if request is not None else make_schedule(config)
         check(schedule, transport="batched" if config.schedule.transport == "batched" else "individual")
     except ConfigError as error:
         problems += error.problems
@@ -92,8 +99,9 @@ def examine(config: Config, wrong: Collection[str] = ()) -> tuple[Layout | None,
         stage_layers=stage_layers,
         microbatch_sizes=sizes,
         mesh=MeshShape(config.parallel.pp, config.parallel.dp, config.parallel.tp, config.parallel.ep),
-        notes=tuple(_notes(config, stage_layers, sizes)),
+        notes=tuple(_notes(config, stage_layers, sizes)) + ((request.note,) if request is not None else ()),
         fault=parse_fault(config.debug.fault),
+        search=request,
     ), []
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from pipeloom.config.sections import SECTIONS
 from pipeloom.errors import did_you_mean
@@ -46,6 +46,28 @@ def sentences(error: ValidationError, values: Mapping[str, Any], origins: Mappin
         sentence = _sentence(dict(detail), path, values, origins)
         found.setdefault(key, sentence)
     return found
+
+
+def option_sentences(error: ValidationError, options: Mapping[str, Any], model: type[BaseModel]) -> list[str]:
+    """The sentences for `[schedule.options]`, which `model` describes; one for each key, at any depth."""
+    found: dict[str, str] = {}
+    for detail in error.errors(include_url=False):
+        *outer, name = [str(part) for part in detail["loc"]]
+        table: Any = options
+        fields = model.model_fields
+        for part in outer:
+            table = table.get(part) if isinstance(table, Mapping) else None
+            inner = [kind for kind in get_args(fields[part].annotation) if isinstance(kind, type)]
+            fields = next((kind.model_fields for kind in inner if issubclass(kind, BaseModel)), {})
+        place = ".".join(["schedule.options", *outer])
+        key = f"{place}.{name}"
+        if detail["type"] == "extra_forbidden":
+            start = key_words(key, detail.get("input", (table or {}).get(name)), {})
+            sentence = f"{start}: there is no such option{did_you_mean(name, fields)}"
+        else:
+            sentence = _sentence(dict(detail), [place, name], {place: table}, {})
+        found.setdefault(key, sentence)
+    return list(found.values())
 
 
 def _sentence(detail: dict[str, Any], path: list[str], values: Mapping[str, Any], origins: Mapping[str, str]) -> str:

@@ -23,6 +23,7 @@ from pipeloom.train.optimizer import clip, global_norm, make_optimizer, set_rate
 from pipeloom.train.rate import learning_rate
 from pipeloom.train.report import Report
 from pipeloom.train.sample import generate
+from pipeloom.train.searched import Measuring, settle
 from pipeloom.train.speculative import Outcome, SpeculativeOptimizer
 from pipeloom.train.tokenizer import ByteTokenizer
 
@@ -46,8 +47,11 @@ def run(layout: Layout, context: WorkerContext) -> None:
     test = spread(held_out, config.train.global_batch_size, config.train.seq_len, HELD_OUT_BATCHES)
     sample(text, config.train.seed, 0, 1, config.train.seq_len)  # a text that is too short is refused before the start
     with _reporting(config, context) as report:
+        layout = settle(layout, context, report)
         pipeline = build_pipeline(layout, context.device)
         trainer = Trainer(config, pipeline, context, report)
+        if layout.search is not None:
+            trainer.measuring = Measuring(layout, pipeline, context, report)
         if report is not None:
             report.say(f"corpus: {corpus.name}, {corpus.files} files, {len(text):,} bytes, {len(held_out):,} held out")
         before = trainer.held_out_loss(test)
@@ -64,12 +68,16 @@ def run(layout: Layout, context: WorkerContext) -> None:
 
 
 class Trainer:
-    """One rank's optimizer and the traces of its pipeline, from step to step."""
+    """One rank's optimizer and the traces of its pipeline, from step to step.
+
+    `measuring`, where a schedule is searched for costs that the first steps show, looks at each of them.
+    """
 
     def __init__(self, config: Config, pipeline: Pipeline, context: WorkerContext, report: Report | None) -> None:
         self.config = config
         self.pipeline = pipeline
         self.traces: list[Timeline] = []
+        self.measuring: Measuring | None = None
         self._context = context
         self._report = report
         self._optimizer = make_optimizer(pipeline.named_parameters(), config.optimizer)
@@ -88,7 +96,7 @@ class Trainer:
             batch = sample(text, options.seed, step, options.global_batch_size, options.seq_len)
             rate = learning_rate(step, options.steps, self.config.optimizer)
             logs = step + 1 == options.steps or (step + 1) % self.config.log.every == 0
-            outcomes = self._final_steps(batch, rate, logs)
+            outcomes = self._final_steps(batch, rate, logs or self.measuring is not None)
             self._seconds.append(time.perf_counter() - start)
             for outcome in outcomes:
                 final += 1
@@ -96,6 +104,9 @@ class Trainer:
             stop = any(outcome.stop for outcome in outcomes)
             if logs or stop:
                 self._log(step + 1, outcomes[-1])
+            if self.measuring is not None and not stop and self.measuring.after_step():
+                self.measuring = None
+                self.traces.clear()  # of another schedule
             if stop:
                 self.pipeline.close()
                 raise Preempted(f"stopped after step {step + 1} of {options.steps}, as asked")

@@ -1,0 +1,299 @@
+"""`[schedule] name = "search"`: what its options ask for, and the schedule that it starts with.
+
+    memory        the most stage-micro-batches that a rank may hold; not given: what the family of the placement needs
+    placement     "loop" (default), "linear", "vee", or the rank of every stage; with costs given and no placement: any of them
+    costs         forward, input_grad, weight_grad, p2p, held: given, the search comes before the first step
+    measure       without costs: the steps that run a family first and are measured
+    objective     "makespan" or "span"; not given: makespan with a barrier between the steps, span without
+    time_limit, iterations, seed: of the search
+    reuse         take the schedule that an earlier run of the same configuration left in log.dir
+
+The search itself is the trainer's: this package knows no solver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from pipeloom.config.problems import option_sentences
+from pipeloom.config.sections import Config
+from pipeloom.errors import ConfigError, UsageError, did_you_mean
+from pipeloom.schedule import Costs, Schedule, simulate
+from pipeloom.schedule.families import build
+from pipeloom.schedule.families.greedy import NoWayOn, Rule, line_of, programs_of
+from pipeloom.schedule.families.layout import loop_placement
+from pipeloom.schedule.model import parts
+
+NAME = "search"
+PLACEMENTS = ("linear", "loop", "vee")
+FAMILIES = {"linear": ("1f1b",), "loop": ("interleaved", "interleaved-zb"), "vee": ("zbv", "v-half", "v-min")}
+
+
+@dataclass(frozen=True)
+class SearchRequest:
+    """What is to be searched, and what runs until it is found.
+
+    Attributes:
+        ranks, microbatches, chunks: p, m, v.
+        placement: stage -> rank; None: any of the named ones.
+        memory: the most stage-micro-batches of a rank, in units of the costs' activation.
+        memory_of: the family that `memory` is taken from; "" where it was given.
+        costs: of the stages; None: measured in the first steps.
+        measure: how many steps that takes.
+        objective, time_limit, iterations, seed: of the search.
+        reuse: take over what an earlier run found.
+        first: what runs until then: a family that fits, else "list scheduling"; every backward is split, so that I and W are
+            measured apart.
+    """
+
+    ranks: int
+    microbatches: int
+    chunks: int
+    placement: tuple[int, ...] | None
+    memory: float
+    memory_of: str
+    costs: Costs | None
+    measure: int
+    objective: Literal["makespan", "span"]
+    time_limit: float | None
+    iterations: int | None
+    seed: int
+    reuse: bool
+    first: Schedule
+
+    @property
+    def note(self) -> str:
+        """What is about to happen, for people."""
+        room = f"{self.memory:g} stage-micro-batches a rank" + (f", as {self.memory_of} needs" * bool(self.memory_of))
+        if self.costs is not None:
+            return f"the schedule is searched before the first step, for the costs given and {room}"
+        return (
+            f"the schedule is searched for {room}, and for the costs that {self.measure} steps of {self.first.name} show "
+            "(every backward in its two parts)"
+        )
+
+
+def _per_stage(value: Any) -> Any:
+    """A number of at least 0, or a list of them (then a tuple)."""
+    items = list(value) if isinstance(value, list | tuple) else [value]
+    for item in items:
+        if isinstance(item, bool) or not isinstance(item, int | float) or not 0 <= item < float("inf"):
+            raise ValueError("it must be a number of at least 0, or a list with one for each stage")
+    if not items:
+        raise ValueError("it must not be empty")
+    return tuple(map(float, items)) if isinstance(value, list | tuple) else float(value)
+
+
+def _place(value: Any) -> Any:
+    if isinstance(value, str):
+        if value not in PLACEMENTS:
+            raise ValueError(
+                f"it must be 'linear', 'loop', 'vee' or the rank of every stage, as in [0, 1, 1, 0]"
+                f"{did_you_mean(value, PLACEMENTS)}"
+            )
+        return value
+    if not isinstance(value, list | tuple) or not all(isinstance(r, int) and not isinstance(r, bool) for r in value):
+        raise ValueError("it must be 'linear', 'loop', 'vee' or the rank of every stage, as in [0, 1, 1, 0]")
+    return tuple(value)
+
+
+PerStage = Annotated[Any, BeforeValidator(_per_stage)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class _Options(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
+
+
+class CostOptions(_Options):
+    """`[schedule.options.costs]`: times of one micro-batch in any one unit."""
+
+    forward: PerStage
+    input_grad: PerStage
+    weight_grad: PerStage
+    p2p: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    held: Annotated[float, Field(ge=0, le=1)] = 1.0
+
+
+class SearchOptions(_Options):
+    """`[schedule.options]` of a search."""
+
+    memory: Positive | None = None
+    placement: Annotated[Any, BeforeValidator(_place)] = None
+    costs: CostOptions | None = None
+    measure: Annotated[int, Field(ge=2)] = 3
+    objective: Literal["makespan", "span"] | None = None
+    time_limit: Positive | None = None
+    iterations: Annotated[int, Field(ge=0)] | None = None
+    seed: Annotated[int, Field(ge=0)] = 0
+    reuse: bool = True
+
+
+def search_request(config: Config) -> SearchRequest:
+    """What `config` asks for. Raises ConfigError with all that is wrong with its options."""
+    try:
+        options = SearchOptions.model_validate(config.schedule.options)
+    except ValidationError as error:
+        raise ConfigError(option_sentences(error, config.schedule.options, SearchOptions)) from None
+    ranks, m = config.parallel.pp, config.schedule.microbatches
+    placement, problems = _placement(options.placement, ranks, config.schedule.chunks)
+    costs, more = _costs(options.costs, len(placement))
+    problems += more
+    least = max(placement.count(rank) for rank in range(ranks)) if not problems else 0
+    if options.memory is not None and options.memory < least:
+        problems.append(
+            f"schedule.options.memory = {options.memory:g}: one micro-batch in each of a rank's stages takes {least}; "
+            f"nearest: {least}"
+        )
+    if options.costs is None and config.train.steps <= options.measure:
+        problems.append(
+            f"schedule.options.measure = {options.measure}: the run has {config.train.steps} steps, and the schedule is "
+            f"searched after the measured ones; use train.steps = {options.measure + 1} or more, or give schedule.options.costs"
+        )
+    if options.time_limit is not None and options.time_limit >= config.train.timeout:
+        problems.append(
+            f"schedule.options.time_limit = {options.time_limit:g}: the other ranks wait for the search, and train.timeout is "
+            f"{config.train.timeout:g}; use less"
+        )
+    if problems:
+        raise ConfigError(problems)
+    kind = _kind(placement, ranks)
+    memory, memory_of = options.memory, ""
+    if memory is None:
+        memory, memory_of = _usual_memory(kind, placement, ranks, m)
+    first = _first(kind, placement, (ranks, m), memory, costs)
+    usual: Literal["makespan", "span"] = "makespan" if config.optimizer.barrier else "span"
+    return SearchRequest(
+        ranks=ranks,
+        microbatches=m,
+        chunks=least,
+        placement=None if options.placement is None and costs is not None else placement,
+        memory=memory,
+        memory_of=memory_of,
+        costs=costs,
+        measure=options.measure,
+        objective=options.objective or usual,
+        time_limit=options.time_limit,
+        iterations=options.iterations,
+        seed=options.seed,
+        reuse=options.reuse,
+        first=first,
+    )
+
+
+def split(schedule: Schedule) -> Schedule:
+    """`schedule` with every B written as I and W: as long in a simulation, or shorter, and its parts are measured apart."""
+    programs = [
+        [
+            piece
+            for cell in program
+            for action in parts(cell)
+            for piece in (
+                (f"{action.stage}I{action.microbatch}", f"{action.stage}W{action.microbatch}")
+                if action.kind == "B"
+                else (str(action),)
+            )
+        ]
+        for program in schedule.programs
+    ]
+    return Schedule.of(
+        programs,
+        placement=schedule.placement,
+        microbatches=schedule.microbatches,
+        name=schedule.name,
+        options=dict(schedule.options),
+    )
+
+
+def _placement(
+    asked: str | tuple[int, ...] | None, ranks: int, chunks: int | None
+) -> tuple[tuple[int, ...], list[str]]:
+    """(stage -> rank, problems)."""
+    if isinstance(asked, tuple):
+        problems = [
+            f"schedule.options.placement = {list(asked)}: there is no rank {rank}; parallel.pp is {ranks} (0..{ranks - 1})"
+            for rank in sorted(set(asked))
+            if not 0 <= rank < ranks
+        ]
+        empty = sorted(set(range(ranks)) - set(asked))
+        if empty and not problems:
+            problems.append(f"schedule.options.placement = {list(asked)}: it leaves rank {empty[0]} without a stage")
+        held = max(asked.count(rank) for rank in range(ranks))
+        if chunks is not None and chunks != held and not problems:
+            problems.append(
+                f"schedule.chunks = {chunks}: schedule.options.placement puts {held} stages on a rank; nearest: {held}"
+            )
+        return asked, problems
+    count = chunks if chunks is not None else 2 if asked == "vee" else 1
+    if asked == "linear":
+        return tuple(stage // count for stage in range(ranks * count)), []
+    if asked == "vee":
+        ways = (range(ranks), range(ranks - 1, -1, -1))
+        return tuple(rank for chunk in range(count) for rank in ways[chunk % 2]), []
+    return tuple(loop_placement(ranks, count)), []
+
+
+def _costs(given: CostOptions | None, stages: int) -> tuple[Costs | None, list[str]]:
+    if given is None:
+        return None, []
+    problems = [
+        f"schedule.options.costs.{name} = {list(value)}: {len(value)} values for {stages} stages; "
+        f"give one number, or {stages}"
+        for name in ("forward", "input_grad", "weight_grad")
+        if isinstance(value := getattr(given, name), tuple) and len(value) != stages
+    ]
+    values = given.model_dump()
+    return (None if problems else Costs(**values)), problems
+
+
+def _kind(placement: Sequence[int], ranks: int) -> str:
+    """Which families are made for this placement; "" for none."""
+    if len(placement) == ranks and list(placement) == list(range(ranks)):
+        return "linear"
+    if list(placement) == loop_placement(ranks, len(placement) // ranks):
+        return "loop"
+    return "vee" if list(placement) == [*range(ranks), *reversed(range(ranks))] else ""
+
+
+def _usual_memory(kind: str, placement: Sequence[int], ranks: int, m: int) -> tuple[float, str]:
+    """What the placement's first family holds on its fullest rank; without one, 1F1B's p micro-batches in every stage."""
+    for schedule in _families(kind, placement, (ranks, m), None):
+        return float(max(simulate(schedule).peak_activations)), schedule.name
+    return float(ranks * max(placement.count(rank) for rank in range(ranks))), "1f1b"
+
+
+def _families(kind: str, placement: Sequence[int], sizes: tuple[int, int], costs: Costs | None) -> list[Schedule]:
+    made = []
+    for name in FAMILIES.get(kind, ()):
+        chunks = len(placement) // sizes[0] if kind == "loop" else None
+        try:
+            made.append(build(name, *sizes, chunks, {}, costs))
+        except UsageError:  # sizes that this family refuses
+            continue
+    return made
+
+
+def _first(
+    kind: str, placement: Sequence[int], sizes: tuple[int, int], memory: float, costs: Costs | None
+) -> Schedule:
+    """The first family that fits the memory, else what list scheduling makes; backwards split."""
+    known = costs if costs is not None else Costs()
+    for schedule in _families(kind, placement, sizes, costs):
+        if max(simulate(schedule, known).peak_memory) <= memory + 1e-9:
+            return split(schedule)
+    ranks, m = sizes
+    for late in (True, False):
+        # a stage's share of the places, so that growth cannot get stuck
+        caps = [max(1.0, memory // placement.count(rank)) for rank in placement]
+        line = line_of(placement, m, known, [memory] * ranks, caps)
+        try:
+            grown = programs_of(line, Rule(late=late))
+        except NoWayOn:
+            continue
+        cells = [[f"{stage}{kind}{mb}" for kind, stage, mb in program] for program in grown]
+        return Schedule.of(cells, placement=placement, microbatches=m, name="list scheduling")
+    raise ConfigError(f"schedule.options.memory = {memory:g}: no schedule was found that fits it; give more")

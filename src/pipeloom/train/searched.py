@@ -1,0 +1,272 @@
+"""`[schedule] name = "search"` in training: costs given, or measured in the first steps; one search; one schedule for all.
+
+Rank 0 searches and every other rank gets the result, so that what a clock decides is decided once. The schedule is kept in
+the run's folder, as `schedule.json`, and an earlier run's is taken over where everything that it depends on is the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from pipeloom.config import Config, Layout, stage_costs
+from pipeloom.config.search import SearchRequest, split
+from pipeloom.errors import CapacityError, PipeloomError, ScheduleError
+from pipeloom.runtime import Pipeline
+from pipeloom.schedule import Costs, Schedule, Timeline, check, simulate
+from pipeloom.schedule.files import load
+from pipeloom.schedule.json_form import to_dict
+from pipeloom.train.measured import costs_of
+from pipeloom.train.report import Report
+
+if TYPE_CHECKING:
+    from pipeloom.train.worker import WorkerContext
+
+T = TypeVar("T")
+FILE = "schedule.json"
+_EPS = 1e-9
+
+
+@dataclass(frozen=True)
+class Found:
+    """A searched schedule, and how it compares.
+
+    Attributes:
+        schedule: every backward split.
+        costs: what it was searched for.
+        objective: what `value`, `was` and `lower_bound` are.
+        value: simulated with the costs.
+        was: that of the schedule that the run started with, or would have.
+        lower_bound: for schedules within the memory, on the placements searched.
+        source: where the costs come from, in words.
+        seconds: that the search took; 0 for one taken over.
+    """
+
+    schedule: Schedule
+    costs: Costs
+    objective: str
+    value: float
+    was: float
+    lower_bound: float
+    source: str
+    seconds: float = 0.0
+
+    @property
+    def gap(self) -> float:
+        """value / lower bound - 1."""
+        return self.value / self.lower_bound - 1 if self.lower_bound else 0.0
+
+
+def settle(layout: Layout, context: WorkerContext, report: Report | None) -> Layout:
+    """`layout` with its searched schedule, if that can be known before the first step: for given costs, or by an earlier run.
+
+    Every worker calls it; `report` is rank 0's. The layout as it is when nothing is searched, or costs are to be measured.
+    """
+    request = layout.search
+    if request is None:
+        return layout
+
+    def find() -> Found | None:
+        known = _earlier(layout.config, request, context.device) if request.reuse else None
+        if known is not None or request.costs is None:
+            return known
+        return find_schedule(request, request.costs, "as given", layout.config.schedule.transport)
+
+    found = _by_rank_0(context, find)
+    if found is None:
+        return layout
+    if report is not None:
+        _tell(report, (layout.config, context.device), request, found)
+    return replace(layout, schedule=found.schedule, search=None)
+
+
+def estimated(layout: Layout, context: WorkerContext) -> Layout:
+    """`layout` with a schedule searched for the costs given, else for the layers' operations: for what runs one step only."""
+    request = layout.search
+    if request is None:
+        return layout
+    each = tuple(float(flops) / 3 for flops in stage_costs(layout.config, layout.stage_layers))
+    costs = request.costs or Costs(each, each, each)
+    found = _by_rank_0(context, lambda: find_schedule(request, costs, "", layout.config.schedule.transport))
+    return replace(layout, schedule=found.schedule, search=None)
+
+
+class Measuring:
+    """The first steps of a search: their timelines, and then the search, after which the pipeline runs what was found."""
+
+    def __init__(self, layout: Layout, pipeline: Pipeline, context: WorkerContext, report: Report | None) -> None:
+        assert layout.search is not None
+        self._request = layout.search
+        self._config = layout.config
+        self._pipeline, self._context, self._report = pipeline, context, report
+        self._timelines: list[Timeline] = []
+
+    def after_step(self) -> bool:
+        """Looks at the step just made, collectively; True when the pipeline has its schedule, and nothing is left to do."""
+        self._timelines.append(self._pipeline.timeline())
+        count = self._request.measure
+        if len(self._timelines) < count:
+            return False
+        settled = self._timelines[1:]  # things still warm up in the first
+        words = f"measured in step{'s' * (count > 2)} {'2' if count == 2 else f'2 to {count}'}"
+        transport = self._config.schedule.transport
+        found = _by_rank_0(self._context, lambda: find_schedule(self._request, costs_of(settled), words, transport))
+        self._pipeline.adopt(found.schedule)
+        if self._report is not None:
+            _tell(self._report, (self._config, self._context.device), self._request, found)
+        return True
+
+
+def find_schedule(request: SearchRequest, costs: Costs, source: str, transport: str = "auto") -> Found:
+    """The best schedule that the search finds for `costs`, or the request's first one where that is as good.
+
+    Raises UsageError for costs of another size, CapacityError where nothing fits.
+    """
+    from pipeloom.solver import search
+
+    try:
+        result = search(
+            request.ranks,
+            request.microbatches,
+            costs,
+            request.memory,
+            placement=request.placement,
+            chunks=request.chunks,
+            objective=request.objective,
+            time_limit=request.time_limit,
+            iterations=request.iterations,
+            seed=request.seed,
+        )
+    except CapacityError:
+        if max(simulate(request.first, costs).peak_memory) > request.memory + _EPS:
+            raise
+        was = _value(request.first, costs, request.objective)
+        return Found(request.first, costs, request.objective, was, was, 0.0, source)
+    if result.interrupted:
+        raise KeyboardInterrupt
+    was = _value(request.first, costs, request.objective)
+    best = split(result.schedule)
+    value = _value(best, costs, request.objective)
+    if value >= was or not _runs(best, transport):
+        best, value = request.first, was
+    return Found(best, costs, request.objective, value, was, result.lower_bound, source, result.seconds)
+
+
+def _value(schedule: Schedule, costs: Costs, objective: str) -> float:
+    timeline = simulate(schedule, costs)
+    return timeline.makespan if objective == "makespan" else max(timeline.spans)
+
+
+def _runs(schedule: Schedule, transport: str) -> bool:
+    """False where the batched transport would deadlock with it."""
+    try:
+        check(schedule, transport="batched" if transport == "batched" else "individual")
+    except ScheduleError:
+        return False
+    return True
+
+
+def _by_rank_0(context: WorkerContext, find: Callable[[], T]) -> T:
+    """What `find` returns on rank 0, on every worker; a PipeloomError that it raises there is raised everywhere."""
+    box: list[Any] = [None, None]
+    if context.rank == 0:
+        try:
+            box[0] = find()
+        except PipeloomError as error:
+            box[1] = error
+    if context.world_size > 1:
+        dist.broadcast_object_list(box, src=0)
+    if box[1] is not None:
+        raise box[1]
+    found: T = box[0]
+    return found
+
+
+def fingerprint(config: Config, device: torch.device) -> str:
+    """Of all that costs and schedule depend on, as far as it is known."""
+    from pipeloom import __version__
+
+    schedule = config.schedule.model_dump()
+    schedule["options"] = {key: value for key, value in schedule["options"].items() if key != "reuse"}
+    train = config.train
+    facts = [
+        __version__,
+        torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        config.model.model_dump(),
+        config.parallel.model_dump(),
+        schedule,
+        {key: value for key, value in train.model_dump().items() if key not in ("steps", "seed", "timeout")},
+        config.optimizer.barrier,
+    ]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _earlier(config: Config, request: SearchRequest, device: torch.device) -> Found | None:
+    """What an earlier run with these settings found, the latest first; None without one."""
+    key = fingerprint(config, device)
+    for path in sorted(Path(config.log.dir).expanduser().glob(f"*/{FILE}"), reverse=True):
+        try:
+            kept = json.loads(path.read_text(encoding="utf-8"))["searched"]
+            if kept["fingerprint"] != key:
+                continue
+            schedule = load(path)
+            costs = Costs(**kept["costs"])
+            check(schedule)
+            if schedule.ranks != request.ranks or schedule.microbatches != request.microbatches:
+                continue
+            if max(simulate(schedule, costs).peak_memory) > request.memory + _EPS:
+                continue
+            value, was = _value(schedule, costs, request.objective), _value(request.first, costs, request.objective)
+            return Found(
+                schedule,
+                costs,
+                request.objective,
+                value,
+                was,
+                float(kept["lower_bound"]),
+                f"and schedule of {path}, as schedule.options.reuse allows",
+            )
+        except (OSError, ValueError, KeyError, TypeError, PipeloomError):  # not one of ours, or damaged
+            continue
+    return None
+
+
+def _tell(report: Report, place: tuple[Config, torch.device], request: SearchRequest, found: Found) -> None:
+    """Says what was found, and keeps it in the run's folder."""
+    path = report.folder.root / FILE
+    facts: dict[str, Any] = {
+        "objective": found.objective,
+        "value": found.value,
+        "was": found.was,
+        "first": request.first.name,
+        "lower_bound": found.lower_bound,
+        "gap": found.gap,
+        "memory": request.memory,
+        "source": found.source,
+        "costs": {
+            name: value
+            for name, value in asdict(found.costs).items()
+            if name in ("forward", "input_grad", "weight_grad", "p2p", "held")
+        },
+    }
+    kept = to_dict(found.schedule) | {"searched": facts | {"fingerprint": fingerprint(*place)}}
+    path.write_text(json.dumps(kept, allow_nan=False) + "\n", encoding="utf-8")
+    report.record("search", **facts)
+    word = "makespan" if found.objective == "makespan" else "largest span"
+    report.say(
+        f"searched schedule: {word} {_time(found.value, request)}, was {_time(found.was, request)} with "
+        f"{request.first.name}, bound {_time(found.lower_bound, request)}, gap {100 * found.gap:.1f} % "
+        f"(costs {found.source}" + (f"; searched for {found.seconds:.1f} s" if found.seconds else "") + ")"
+    )
+    report.say(f"  kept in {path}: a run with that as its schedule.name starts with it")
+
+
+def _time(value: float, request: SearchRequest) -> str:
+    return f"{value:.6g}" if request.costs is not None else f"{value * 1e3:.1f} ms"
