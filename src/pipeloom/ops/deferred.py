@@ -1,7 +1,8 @@
-"""Linear layers whose weight gradient waits: I computes the input gradient now, W the weight's later.
+"""Linear layers whose weight gradient does not go through autograd: it waits for W, or is added to a main gradient.
 
-Works for a plain `nn.Linear`. Only the matrix weight waits; the bias, and every parameter of any other layer, gets its
-gradient in I (zero-bubble pipelines, arXiv 2401.10241, section 2: B and W).
+I computes the input gradient now, W the weight's later. Works for a plain `nn.Linear`. Only the matrix weight waits; the
+bias, and every parameter of any other layer, gets its gradient in I (zero-bubble pipelines, arXiv 2401.10241, section 2: B
+and W).
 """
 
 from __future__ import annotations
@@ -89,12 +90,21 @@ class Desk:
         self.main: MainGradients | None = None
 
 
-class _DeferredLinear(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
+    """A linear layer whose weight gradient goes to a ledger, or at once to a main gradient, and never through autograd."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, ledger: Ledger) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: nn.Parameter,
+        bias: Tensor | None,
+        ledger: Ledger | None,
+        main: MainGradients | None,
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.weight = weight
-        ctx.ledger = ledger
+        ctx.ledger, ctx.main = ledger, main
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -103,8 +113,12 @@ class _DeferredLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dx = gradient @ weight if ctx.needs_input_grad[0] else None
         db = gradient.reshape(-1, gradient.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
-        ctx.ledger.owe(partial(add_weight_gradient, ctx.weight, x.detach(), gradient))
-        return dx, None, db, None
+        work = partial(add_weight_gradient, ctx.weight, x.detach(), gradient, ctx.main)
+        if ctx.ledger is not None:
+            ctx.ledger.owe(work)
+        else:
+            work()
+        return dx, None, db, None, None
 
 
 @runtime_checkable
@@ -115,7 +129,7 @@ class Deferring(Protocol):
 
 
 def defer_weight_gradients(module: nn.Module, desk: Desk) -> None:
-    """From now on the plain linear layers inside `module`, and those that are `Deferring`, write to the desk's ledger.
+    """From now on the plain linear layers inside `module`, and those that are `Deferring`, do as the desk says.
 
     A subclass of `nn.Linear` keeps its own forward and its gradient in I. Hooks on such a weight's gradient do not fire.
     """
@@ -131,8 +145,9 @@ def _forward(linear: nn.Linear, desk: Desk, x: Tensor) -> Tensor:
 
 
 def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None, desk: Desk | None) -> Tensor:
-    """x weight^T + bias, whose weight gradient goes to the desk's ledger if there is one."""
-    ledger = desk.ledger if desk is not None else None
-    if ledger is None or not weight.requires_grad or not torch.is_grad_enabled():
+    """x weight^T + bias, whose weight gradient goes to the desk's ledger or main gradients if there are any."""
+    ledger, main = (desk.ledger, desk.main) if desk is not None else (None, None)
+    straight = ledger is None and (main is None or weight not in main)
+    if straight or not weight.requires_grad or not torch.is_grad_enabled():
         return F.linear(x, weight, bias)
-    return _DeferredLinear.apply(x, weight, bias, ledger)  # type: ignore[no-any-return, no-untyped-call]
+    return _Linear.apply(x, weight, bias, ledger, main)  # type: ignore[no-any-return, no-untyped-call]

@@ -34,7 +34,7 @@ class MainGradients:
         self._empty.discard(parameter)
         if parameter not in self._hooked and parameter.requires_grad:
             self._hooked.add(parameter)
-            parameter.register_post_accumulate_grad_hook(self.collect)
+            parameter.register_post_accumulate_grad_hook(self.collect)  # type: ignore[no-untyped-call]
 
     def of(self, parameter: nn.Parameter) -> Tensor:
         """The buffer; what it holds is undefined between `restart` and the first gradient or `complete`."""
