@@ -54,10 +54,11 @@ def announce(layout: Layout) -> None:
 
     config, schedule = layout.config, layout.schedule
     options = "".join(f", {key} {value}" for key, value in schedule.options if key != "chunks")
+    first = "search, which begins with " if layout.search is not None else ""
     chunks = f" of {schedule.chunks} stages" if schedule.chunks > 1 else ""
     train = config.train
     print(
-        f"training {_short(parameter_count(config.model))} parameters: {schedule.name}{options}, {schedule.ranks} "
+        f"training {_short(parameter_count(config.model))} parameters: {first}{schedule.name}{options}, {schedule.ranks} "
         f"rank{'s' * (schedule.ranks > 1)}{chunks}, {schedule.microbatches} micro-batches; "
         f"{train.steps} steps of {train.global_batch_size} x {train.seq_len} tokens, {train.dtype}"
     )

@@ -19,6 +19,7 @@ from typing import Any
 from pipeloom.config.files import read_toml
 from pipeloom.config.layout import Layout
 from pipeloom.config.load import load_layout
+from pipeloom.config.search import NAME as SEARCH
 from pipeloom.config.sections import SECTIONS
 from pipeloom.errors import ConfigError, PipeloomError, ScheduleError, UsageError, did_you_mean
 
@@ -96,11 +97,12 @@ def label(layout: Layout, combination: Mapping[str, Any] | None = None) -> str:
     others = [
         f"{key.rpartition('.')[2]}={value}"
         for key, value in flat(combination or {}).items()
-        if not key.startswith("schedule.options.")
+        if (layout.search is not None or not key.startswith("schedule.options."))
         and key not in ("schedule.name", "schedule.chunks", "schedule.microbatches", "parallel.pp")
     ]
     sizes = [f"p={schedule.ranks}", f"v={schedule.chunks}", f"m={schedule.microbatches}"]
-    return " ".join([schedule.name, *options, *sizes, *others])
+    name = SEARCH if layout.search is not None else schedule.name
+    return " ".join([name, *([] if layout.search is not None else options), *sizes, *others])
 
 
 def _holds_list(key: str) -> bool:

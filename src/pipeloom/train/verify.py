@@ -16,6 +16,7 @@ from pipeloom.models.weights import stable_seed
 from pipeloom.parallel.mesh import PipelineMesh
 from pipeloom.train.batches import Batch
 from pipeloom.train.build import build_pipeline
+from pipeloom.train.searched import estimated
 
 if TYPE_CHECKING:
     from pipeloom.train.worker import WorkerContext
@@ -49,14 +50,16 @@ def run(layouts: Sequence[Layout], context: WorkerContext, tolerance: float) -> 
     """Verifies the layouts one by one; every worker of the pool iterates to the end.
 
     A layout of p ranks runs on the workers 0..p-1, in fp32 (fp64 where configured), one step over random tokens, so
-    that no two micro-batches are alike. Workers that it does not use wait.
+    that no two micro-batches are alike. Workers that it does not use wait. `schedule.name = "search"` is searched for the costs
+    given, or else for the layers' operations.
 
     Yields:
         for each layout its result on rank 0, None on the others.
     """
     meshes: dict[int, PipelineMesh] = {}
     references: dict[tuple[object, ...], Step] = {}
-    for layout in layouts:
+    for asked in layouts:
+        layout = estimated(asked, context)
         ranks = layout.schedule.ranks
         result = None
         if ranks not in meshes:
