@@ -6,7 +6,7 @@ has accumulated them, and leave `.grad` None.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -74,23 +74,41 @@ class MainGradients:
     @torch.no_grad()
     def add_product(self, weight: nn.Parameter, rows: Tensor, columns: Tensor) -> None:
         """buffer += rows^T columns, [n, out]^T [n, in], with products and sums in the buffer's dtype."""
-        buffer = self._buffers[weight]
         first = weight in self._empty
         self._empty.discard(weight)
-        if buffer.dtype == rows.dtype == columns.dtype:
-            if first:
-                torch.mm(rows.t(), columns, out=buffer)
-            else:
-                buffer.addmm_(rows.t(), columns)
-        elif buffer.is_cuda and buffer.dtype == torch.float32 and rows.dtype == columns.dtype:
-            # half-precision factors, fp32 sum: one GEMM that adds where it writes
-            if first:
-                torch.mm(rows.t(), columns, out_dtype=torch.float32, out=buffer)
-            else:
-                torch.addmm(buffer, rows.t(), columns, out_dtype=torch.float32, out=buffer)
-        else:  # a CPU has no such product; conversion is exact, and small beside it
-            wide_rows, wide_columns = rows.to(buffer.dtype), columns.to(buffer.dtype)
-            if first:
-                torch.mm(wide_rows.t(), wide_columns, out=buffer)
-            else:
-                buffer.addmm_(wide_rows.t(), wide_columns)
+        _add_product(self._buffers[weight], rows, columns, first)
+
+    @torch.no_grad()
+    def add_products(self, weight: nn.Parameter, rows: Tensor, columns: Tensor, counts: Sequence[int]) -> None:
+        """As `add_product` for a stack of matrices [groups, out, in], each with its own run of `counts` rows."""
+        buffer, start = self._buffers[weight], 0
+        first = weight in self._empty
+        self._empty.discard(weight)
+        for at, count in enumerate(counts):
+            end = start + count
+            if count:
+                _add_product(buffer[at], rows[start:end], columns[start:end], first)
+            elif first:
+                buffer[at].zero_()
+            start = end
+
+
+def _add_product(buffer: Tensor, rows: Tensor, columns: Tensor, first: bool) -> None:
+    """buffer += rows^T columns; `first`: what the buffer holds is overwritten."""
+    if buffer.dtype == rows.dtype == columns.dtype:
+        if first:
+            torch.mm(rows.t(), columns, out=buffer)
+        else:
+            buffer.addmm_(rows.t(), columns)
+    elif buffer.is_cuda and buffer.dtype == torch.float32 and rows.dtype == columns.dtype:
+        # half-precision factors, fp32 sum: one GEMM that adds where it writes
+        if first:
+            torch.mm(rows.t(), columns, out_dtype=torch.float32, out=buffer)
+        else:
+            torch.addmm(buffer, rows.t(), columns, out_dtype=torch.float32, out=buffer)
+    else:  # a CPU has no such product; conversion is exact, and small beside it
+        wide_rows, wide_columns = rows.to(buffer.dtype), columns.to(buffer.dtype)
+        if first:
+            torch.mm(wide_rows.t(), wide_columns, out=buffer)
+        else:
+            buffer.addmm_(wide_rows.t(), wide_columns)

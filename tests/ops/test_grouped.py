@@ -1,0 +1,79 @@
+"""Grouped products against one product a group, both ways of making them."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeloom.ops.deferred import Desk, Ledger
+from pipeloom.ops.grouped import add_group_gradients, apply_grouped_linear, grouped_multiply, grouped_products
+from pipeloom.ops.main_gradient import MainGradients
+
+COUNTS = [(3, 0, 5, 4), (0, 0, 12, 0), (0, 0, 0, 0), (12, 0, 0, 0), (0, 1, 1, 10)]
+
+
+def normal(*size: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def groups(rows: Tensor, counts: tuple[int, ...]) -> list[Tensor]:
+    ends = list(accumulate(counts))
+    return [rows[end - count : end] for count, end in zip(counts, ends, strict=True)]
+
+
+@pytest.mark.parametrize("how", ["grouped", "loop"])
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_ways_multiply_each_group_by_its_own_matrix(how: str, counts: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, other = normal(sum(counts), 16, dtype=dtype), normal(sum(counts), 8, seed=2, dtype=dtype)
+    matrices = normal(4, 16, 8, seed=1, dtype=dtype)
+    want = torch.cat([part @ matrix for part, matrix in zip(groups(x, counts), matrices, strict=True)])
+    torch.testing.assert_close(grouped_multiply(x, matrices, counts, how), want)
+    products = torch.stack([a.t() @ b for a, b in zip(groups(other, counts), groups(x, counts), strict=True)])
+    torch.testing.assert_close(grouped_products(other, x, counts, how), products)
+
+
+def test_odd_widths_and_fp64_fall_back_to_a_loop() -> None:
+    for dtype, width in ((torch.float64, 16), (torch.float32, 7), (torch.bfloat16, 12)):
+        x, matrices = normal(12, width, dtype=dtype), normal(4, width, 5, seed=1, dtype=dtype)
+        want = torch.cat([a @ b for a, b in zip(groups(x, COUNTS[0]), matrices, strict=True)])
+        torch.testing.assert_close(grouped_multiply(x, matrices, COUNTS[0]), want)
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_gradients_now_later_and_into_main_gradients_are_the_same(counts: tuple[int, ...]) -> None:
+    x, seed = normal(sum(counts), 16), normal(sum(counts), 8, seed=5)
+
+    def gradients(desk: Desk | None, twice: bool) -> tuple[Tensor, Tensor | None]:
+        weight, rows = nn.Parameter(normal(4, 8, 16, seed=3)), x.clone().requires_grad_()
+        main = MainGradients()
+        if desk is not None and desk.main is not None:
+            main = desk.main
+            main.hold(weight, torch.full((4, 8, 16), 7.0))
+            main.restart([weight])
+        for _ in range(1 + twice):
+            apply_grouped_linear(rows, weight, counts, desk).backward(seed)
+            if desk is not None and desk.ledger is not None:
+                desk.ledger.pay()
+        assert rows.grad is not None
+        return rows.grad, main.of(weight) if weight in main else weight.grad
+
+    for twice in (False, True):
+        later, into_main = Desk(), Desk()
+        later.ledger = Ledger()
+        into_main.main = MainGradients()
+        dx, dw = gradients(None, twice)
+        for desk in (later, into_main):
+            other_dx, other_dw = gradients(desk, twice)
+            torch.testing.assert_close(other_dx, dx)
+            torch.testing.assert_close(other_dw, dw)
+
+
+def test_a_deferred_gradient_of_no_rows_is_zeros_not_none() -> None:
+    weight = nn.Parameter(normal(4, 8, 16))
+    add_group_gradients(weight, normal(0, 16), normal(0, 8), (0, 0, 0, 0), None)
+    assert weight.grad is not None
+    assert not weight.grad.any()
