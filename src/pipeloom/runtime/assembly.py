@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import ConfigError
 from pipeloom.ops.deferred import Desk
+from pipeloom.runtime.deferral import HeadDeferral
 from pipeloom.runtime.faults import Faults
 from pipeloom.runtime.layers import LayerSource, build_stage, split_layers
 from pipeloom.runtime.options import RuntimeOptions
@@ -44,10 +45,14 @@ class Assembly:
 
 @dataclass(frozen=True)
 class Thread:
-    """What the ranks of one thread share: the layers built so far (replicas of a layer are one module), and the desk."""
+    """What the ranks of one thread share: the layers built so far (replicas of a layer are one module), and the desks.
+
+    `head`: the desk of the last layer, where its weight gradients may wait.
+    """
 
     built: dict[int, nn.Module] = field(default_factory=dict)
     desk: Desk = field(default_factory=Desk)
+    head: Desk = field(default_factory=Desk)
 
 
 def assemble(
@@ -68,14 +73,17 @@ def assemble(
     ranges = split_layers(len(layers), schedule.positions, sizes)
     shop = thread if thread is not None else Thread()
     lane = Lane(device, options.trace)
+    deferral = None if options.head_deferral is None else HeadDeferral(options.head_deferral, shop.head)
+    ends = {route[-1] for route in schedule.routes}
     stages = {
         s: Stage(
             s,
-            build_stage(layers, ranges[schedule.position_of[s]], device, shop.built),
+            build_stage(layers, ranges[schedule.position_of[s]], device, shop.built, options.recompute),
             options.deallocate,
             shop.desk,
             schedule.splits_backward,
             lane,
+            deferral if s in ends else None,
         )
         for s in schedule.stages_of[rank]
     }
@@ -98,6 +106,7 @@ def assemble(
                 copies.add(first)
     buffers = {f"{name}.{inner}": value for name, module in modules.items() for inner, value in module.named_buffers()}
     engine = Rank(schedule, rank, stages, loss, SpecBook(schedule, options.shapes), Faults(options.fault, rank), lane)
+    engine.deferral = deferral if ends & stages.keys() else None
     return Assembly(engine, modules, unique_parameters(modules), buffers, across, frozenset(copies))
 
 

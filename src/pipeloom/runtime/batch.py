@@ -41,6 +41,23 @@ class Microbatches:
 Weight = Callable[[Any], float | Tensor]
 
 
+@dataclass(frozen=True)
+class Weighing:
+    """How micro-batches count, among those of all data-parallel replicas.
+
+    Attributes:
+        weight: of a micro-batch's targets; None: how many they are.
+        total: the sum of this replica's weights -> the sum over all replicas.
+        replica: this replica's number.
+        step: the step's number, for layers that ask.
+    """
+
+    weight: Weight | None = None
+    total: Callable[[float], float] = float
+    replica: int = 0
+    step: int = 0
+
+
 def number_of_targets(targets: Any) -> float:
     """The default weight of a micro-batch: how many targets it has."""
     first = targets[0] if isinstance(targets, (tuple, list)) else targets
@@ -58,12 +75,11 @@ def split_batch(
     targets: Any,
     keywords: Mapping[str, Any],
     sizes: Sequence[int],
-    weight: Weight | None,
-    step: int = 0,
+    weighing: Weighing,
 ) -> Microbatches:
     """Cuts every tensor along its first dimension; other values, and tensors with another first dimension, go to all.
 
-    `step` is the step's number, for layers that ask. Raises UsageError when a micro-batch would be empty.
+    Raises UsageError when a micro-batch would be empty.
     """
     positional = as_inputs(inputs)
     rows = batch_rows(positional)
@@ -81,15 +97,16 @@ def split_batch(
         dict(zip(keywords, values, strict=True))
         for values in (zip(*each_keywords, strict=True) if keywords else [()] * len(sizes))
     )
-    weigh = weight if weight is not None else number_of_targets
+    weigh = weighing.weight if weighing.weight is not None else number_of_targets
     weights = [
         float(weigh(part)) if part is not None else float(size) for part, size in zip(each_targets, sizes, strict=True)
     ]
-    total = sum(weights)
+    total = weighing.total(sum(weights))
     if not total > 0:
         raise UsageError(f"the weights of the micro-batches sum to {total}; at least one must be above 0")
     shares = tuple(w / total for w in weights)
-    contexts = [{KEYWORD: MicrobatchContext(step, at, share)} for at, share in enumerate(shares)]
+    first = weighing.replica * len(shares)
+    contexts = [{KEYWORD: MicrobatchContext(weighing.step, first + at, share)} for at, share in enumerate(shares)]
     return Microbatches(
         each_inputs,
         tuple(each_targets),

@@ -1,4 +1,4 @@
-"""The start-up handshake: all ranks of a pipeline compare what they are about to run, and name the difference."""
+"""The start-up handshake: all ranks of a run compare what they are about to run, and name the difference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.errors import DistributedError
-from pipeloom.parallel.mesh import PipelineMesh
+from pipeloom.parallel.mesh import Axis, Mesh
 from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.schedule.model import Schedule
 
@@ -28,12 +28,14 @@ def facts(
     stages: Sequence[int] | None,
     tied: Sequence[Sequence[str]],
     options: RuntimeOptions,
+    mesh: Mesh,
 ) -> dict[str, Any]:
-    """What the ranks of a pipeline must agree on; `layers` are the names of the model's layers."""
+    """What the ranks of a mesh must agree on; `layers` are the names of the model's layers."""
     from pipeloom import __version__
 
     return {
         "versions": f"pipeloom {__version__}, torch {torch.__version__}",
+        "mesh": f"pp {mesh.shape.pp}, dp {mesh.shape.dp}, tp {mesh.shape.tp}, ep {mesh.shape.ep}",
         "ranks of the schedule": schedule.ranks,
         "micro-batches": schedule.microbatches,
         "placement": list(schedule.placement),
@@ -44,19 +46,21 @@ def facts(
         "transport": f"{options.transport}, overlap_p2p {options.overlap_p2p}",
         "receive depth": options.receive_depth,
         "shapes": options.shapes,
+        "recompute": sorted(options.recompute) if isinstance(options.recompute, frozenset) else options.recompute,
+        "head deferral": options.head_deferral,
         "sizes of the micro-batches": options.microbatch_sizes and list(options.microbatch_sizes),
     }
 
 
-def shake_hands(mesh: PipelineMesh, mine: Mapping[str, Any], timeout: float) -> str:
-    """Compares `mine` with the other ranks'; returns the prefix of this pipeline's keys in the store.
+def shake_hands(everyone: Axis, mine: Mapping[str, Any], timeout: float) -> str:
+    """Compares `mine` with that of all ranks of the mesh; returns the prefix of this run's keys in the store.
 
     Raises DistributedError that names a difference, or a rank that has not come within `timeout` (at most 60) seconds.
     """
     store = dist.distributed_c10d._get_default_store()
-    own = f"pipeloom/{'-'.join(map(str, mesh.ranks))}"
-    prefix = f"{own}/{store.add(f'{own}/{mesh.rank}', 1)}"
-    compare(store, prefix, mesh.rank, len(mesh.ranks), mine, min(timeout, 60.0))
+    own = f"pipeloom/{digest(everyone.ranks)}"
+    prefix = f"{own}/{store.add(f'{own}/{everyone.index}', 1)}"
+    compare(store, prefix, everyone.index, everyone.size, mine, min(timeout, 60.0))
     return prefix
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -41,11 +41,13 @@ class StageModules:
         modules: in order.
         names: their global names.
         keywords: for each, the keyword arguments that its forward takes (None: any).
+        recomputed: the names of those whose forward runs again in the backward.
     """
 
     modules: tuple[nn.Module, ...]
     names: tuple[str, ...]
     keywords: tuple[frozenset[str] | None, ...]
+    recomputed: frozenset[str] = frozenset()
 
     def accepted(self, at: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Those of `arguments` that layer `at` takes; the micro-batch's context only where the layer names it."""
@@ -74,7 +76,11 @@ def split_layers(count: int, positions: int, stages: Sequence[int] | None) -> li
 
 
 def build_stage(
-    layers: Sequence[LayerSource], which: range, device: torch.device, built: dict[int, nn.Module]
+    layers: Sequence[LayerSource],
+    which: range,
+    device: torch.device,
+    built: dict[int, nn.Module],
+    recompute: Literal["none", "full"] | frozenset[str] = "none",
 ) -> StageModules:
     """Builds the layers `which` on `device`, unless they are in `built`; one on the meta device is materialized and reset."""
     modules, names, keywords = [], [], []
@@ -86,7 +92,8 @@ def build_stage(
         modules.append(built[index])
         names.append(str(getattr(source, "name", index)))
         keywords.append(_keywords(modules[-1]))
-    return StageModules(tuple(modules), tuple(names), tuple(keywords))
+    chosen = recompute if isinstance(recompute, frozenset) else names if recompute == "full" else ()
+    return StageModules(tuple(modules), tuple(names), tuple(keywords), frozenset(chosen))
 
 
 def _build(source: LayerSource, index: int) -> nn.Module:

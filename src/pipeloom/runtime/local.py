@@ -10,7 +10,16 @@ from torch import Tensor, nn
 
 from pipeloom.errors import ScheduleError
 from pipeloom.runtime.assembly import Assembly, Thread, assemble, unique_parameters
-from pipeloom.runtime.batch import Microbatches, Weight, as_inputs, batch_rows, chosen_sizes, join, split_batch
+from pipeloom.runtime.batch import (
+    Microbatches,
+    Weighing,
+    Weight,
+    as_inputs,
+    batch_rows,
+    chosen_sizes,
+    join,
+    split_batch,
+)
 from pipeloom.runtime.layers import LayerSource
 from pipeloom.runtime.lowering import forward_only, lower
 from pipeloom.runtime.options import RuntimeOptions
@@ -23,6 +32,8 @@ from pipeloom.schedule.model import Schedule
 
 class LocalPipeline:
     """As `Pipeline`, with every rank here: the same lowering, engine and channels, over memory instead of a network.
+
+    Attribute `next_step`: the number of the next step, for layers that draw random numbers.
 
     `check_first=False` runs a schedule unproved (for tests of the engine); one that deadlocks then raises ScheduleError.
     """
@@ -44,6 +55,7 @@ class LocalPipeline:
         self.schedule = schedule
         self.options = options
         self._weight = weight
+        self.next_step = 0
         device = options.device if options.device is not None else torch.device("cpu")
         thread = Thread()
         self._assemblies: list[Assembly] = [
@@ -59,6 +71,7 @@ class LocalPipeline:
     def step(self, inputs: Any, targets: Any, **keywords: Any) -> Tensor:
         """Forward and backward of the whole schedule; returns the mean loss."""
         self._run(self.schedule, self._split(inputs, targets, keywords, self.schedule.microbatches))
+        self.next_step += 1
         return self._loss()
 
     @torch.no_grad()
@@ -104,7 +117,7 @@ class LocalPipeline:
 
     def _split(self, inputs: Any, targets: Any, keywords: Mapping[str, Any], count: int) -> Microbatches:
         sizes = chosen_sizes(inputs, count, self.options.microbatch_sizes)
-        return split_batch(inputs, targets, keywords, sizes, self._weight)
+        return split_batch(inputs, targets, keywords, sizes, Weighing(self._weight, step=self.next_step))
 
     @property
     def peak_activations(self) -> tuple[int, ...]:

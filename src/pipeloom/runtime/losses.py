@@ -1,10 +1,20 @@
-"""A step's loss on its way from the rank that knows it."""
+"""A step's loss on its way from the ranks that know a share of it to all ranks of the mesh."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor
+
+from pipeloom.parallel.mesh import Mesh
+from pipeloom.runtime.alarm import Alarm
+from pipeloom.runtime.transport import PeerGone
+from pipeloom.schedule.model import Schedule
+
+_LOSS_TAG = 16
 
 
 class PendingLoss:
@@ -19,3 +29,57 @@ class PendingLoss:
         if self._loss is None:
             self._loss = self._finish()
         return self._loss
+
+
+class LossSpread:
+    """Brings the loss to every rank without a barrier: whoever knows it sends it and goes on."""
+
+    def __init__(self, mesh: Mesh, schedule: Schedule, device: torch.device, alarm: Alarm) -> None:
+        self._line = mesh.pipeline
+        self._device = device
+        self._alarm = alarm
+        self._sends: list[tuple[Any, Tensor]] = []
+        one_pipeline = mesh.everyone.size == len(mesh.pipeline.ranks)
+        self._source = schedule.placement[schedule.routes[0][-1]]
+        self._group = mesh.everyone.group
+        self._sum = not one_pipeline or len(schedule.routes) > 1
+        self._counts = mesh.tp.index == 0  # the tp ranks of a last stage all know the same share
+
+    def start(self, share: Tensor | None) -> PendingLoss:
+        """The sum of all shares, each of them a part of the step's mean; `share` is None on a rank that knows none."""
+        known = share is not None and self._counts
+        total = share.clone() if known and share is not None else torch.zeros((), device=self._device)
+        if self._group is None:
+            return PendingLoss(lambda: total)
+        if self._sum:
+            reduction = self._group.allreduce([total])
+            return PendingLoss(lambda: self._await(reduction, total, None))
+        line = self._line
+        if line.rank != self._source:
+            receipt = line.group.recv([total], self._source, _LOSS_TAG)
+            return PendingLoss(lambda: self._await(receipt, total, self._source))
+        for work, _ in self._sends:  # of the step before: long received
+            work.wait()
+        others = [rank for rank in range(len(line.ranks)) if rank != self._source]
+        self._sends = [(line.group.send([total], rank, _LOSS_TAG), total) for rank in others]
+        own = total.clone()
+        return PendingLoss(lambda: own)
+
+    def _await(self, work: Any, loss: Tensor, source: int | None) -> Tensor:
+        with self._alarm.telling():
+            self._alarm.status.wait_between("the loss")
+            try:
+                work.wait()
+            except RuntimeError as error:
+                if source is None:
+                    raise
+                raise PeerGone(source, f"it never sent the loss: {error}") from None
+            self._alarm.status.leave()
+        return loss
+
+    def close(self) -> None:
+        """Waits for what was sent; a peer that is gone does not matter."""
+        with contextlib.suppress(RuntimeError):
+            for work, _ in self._sends:
+                work.wait()
+        self._sends = []

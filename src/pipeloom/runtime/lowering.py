@@ -21,6 +21,8 @@ class Step:
         posts: receives to open before it.
         receives: messages that it waits for, for each of its actions (None: the value is on this rank).
         sends: messages that it makes, for each of its actions.
+        closes: the stages whose gradients are complete after it.
+        cools: whether only backwards are left from here on.
     """
 
     at: int
@@ -29,6 +31,8 @@ class Step:
     posts: tuple[Message, ...]
     receives: tuple[Message | None, ...]
     sends: tuple[Message | None, ...]
+    closes: tuple[int, ...] = ()
+    cools: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,12 +62,15 @@ def lower(schedule: Schedule, rank: int, options: RuntimeOptions) -> RankProgram
     mine = programs[rank]
     ahead = options.overlap_p2p and options.transport != "batched"
     plan = posting_plan(mine, options.receive_depth, ahead)
+    last = {a.stage: at for at, e in enumerate(mine) for a in parts(e.cell) if a.kind != "F"}
+    last_forward = max((at for at, e in enumerate(mine) if any(a.kind == "F" for a in parts(e.cell))), default=-1)
     steps = []
     for at, (entry, posts) in enumerate(zip(mine, plan, strict=True)):
         actions = parts(entry.cell)
         receives = tuple(_of(action, entry.receives, schedule, incoming=True) for action in actions)
         sends = tuple(_of(action, entry.sends, schedule, incoming=False) for action in actions)
-        steps.append(Step(at, entry.cell, actions, posts, receives, sends))
+        closes = tuple(stage for stage in sorted(last) if last[stage] == at)
+        steps.append(Step(at, entry.cell, actions, posts, receives, sends, closes, at > last_forward))
     channels = sorted({m.channel for entry in mine for m in (*entry.receives, *entry.sends)})
     every = sorted({m.channel for program in programs for entry in program for m in entry.sends})
     return RankProgram(tuple(steps), tuple(channels), tuple(every), _acknowledges(programs, rank))

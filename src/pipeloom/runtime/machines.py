@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.errors import ConfigError
-from pipeloom.parallel.mesh import PipelineMesh
+from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.runtime.shared_memory import SharedLinks
 from pipeloom.schedule.channels import Channel
@@ -28,23 +28,26 @@ def machine() -> str | None:
 
 
 def share_memory(
-    mesh: PipelineMesh, device: torch.device, options: RuntimeOptions, channels: Sequence[Channel], prefix: str
+    mesh: Mesh, device: torch.device, options: RuntimeOptions, channels: Sequence[Channel], prefix: str
 ) -> SharedLinks | None:
-    """Connections through shared memory, where the options want them and all ranks can; every rank decides alike.
+    """Connections through shared memory, where the options want them and all ranks of this pipeline can.
 
-    A rank spins a moment before it sleeps only where every rank has a core of its own.
+    They all decide alike; another pipeline of the mesh may be on another machine. A rank spins a moment before it sleeps
+    only where every rank of the mesh has a core of its own.
     Raises ConfigError when the transport is "shared" and some rank is on another machine or not on a CPU.
     """
     if options.transport not in ("auto", "shared"):
         return None
     store = dist.distributed_c10d._get_default_store()
     here = machine() if device.type == "cpu" else None
-    store.set(f"{prefix}/machine/{mesh.rank}", str(here))
-    places = {store.get(f"{prefix}/machine/{rank}").decode() for rank in range(len(mesh.ranks))}
+    own = f"{prefix}/pipeline {mesh.place.dp} {mesh.place.tp}"
+    line = mesh.pipeline
+    store.set(f"{own}/machine/{line.rank}", str(here))
+    places = {store.get(f"{own}/machine/{rank}").decode() for rank in range(len(line.ranks))}
     if places != {str(here)} or here is None:
         if options.transport == "shared":
             raise ConfigError('transport "shared" needs all ranks on the CPUs of one Linux machine; use "individual"')
         return None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    spin = len(mesh.ranks) <= cores
-    return SharedLinks(store, prefix, mesh.rank, channels, min(options.timeout, 60.0), spin)
+    spin = mesh.everyone.size <= cores
+    return SharedLinks(store, own, line.rank, channels, min(options.timeout, 60.0), spin)

@@ -1,7 +1,7 @@
 """The watchdog: a thread on every rank that ends the rank, even inside a wait, when any rank fails, dies or stalls.
 
-Keys in the store, under one prefix a pipeline: `failure` (the first failure, as text), `seen` (ranks that have reported it),
-`beat/R` (a counter that rank R's thread raises).
+Keys in the store, under one prefix a run (all pipelines that stand side by side): `failure` (the first failure, as text),
+`seen` (how many ranks have reported it), `beat/R` (a counter that rank R's thread raises).
 """
 
 from __future__ import annotations
@@ -31,7 +31,12 @@ def end_process(report: str) -> None:
 
 
 class Monitor:
-    """Watches for one rank. `failed` tells the others; the thread ends this process when another has told."""
+    """Watches for one rank. `failed` tells the others; the thread ends this process when another has told.
+
+    Args:
+        peers: numbers of the ranks whose signs of life this one watches.
+        ranks: how many ranks the run has.
+    """
 
     def __init__(
         self,
@@ -54,7 +59,7 @@ class Monitor:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._beats: dict[int, tuple[bytes, float]] = {peer: (b"", time.monotonic()) for peer in peers}
-        self._thread = threading.Thread(target=self._watch, name=f"pipeloom-monitor-{status.rank}", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name=f"pipeloom-monitor-{status.number}", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -64,7 +69,7 @@ class Monitor:
         self._stop.set()
         self._thread.join(timeout=2)
         with self._lock, contextlib.suppress(RuntimeError):  # the store is gone: so are the others
-            self._store.set(f"{self._prefix}/beat/{self._status.rank}", b"closed")
+            self._store.set(f"{self._prefix}/beat/{self._status.number}", b"closed")
 
     def failed(self, text: str) -> str:
         """Tells all ranks that this one has failed, unless another did so before, and waits until they have reported it.
@@ -79,6 +84,13 @@ class Monitor:
                 return cause
         except RuntimeError:
             return f"{text}\n(the store's host, global rank 0, is gone)"
+
+    def cause(self) -> str | None:
+        """The failure that some rank has told of, or that a process is known to be dead; None while nothing is known."""
+        with contextlib.suppress(RuntimeError), self._lock:
+            if self._store.check([f"{self._prefix}/failure"]):
+                return str(self._store.get(f"{self._prefix}/failure").decode())
+        return self._notice() if self._notice is not None else None
 
     def _announce(self, text: str) -> str:
         """Sets the failure unless there is one already; returns the one that stands."""
@@ -106,7 +118,7 @@ class Monitor:
                     if time.monotonic() >= next_beat:
                         beat += 1
                         next_beat = time.monotonic() + BEAT_SECONDS
-                        self._store.set(f"{self._prefix}/beat/{self._status.rank}", str(beat))
+                        self._store.set(f"{self._prefix}/beat/{self._status.number}", str(beat))
                         self._look_for_the_dead()
                     self._look_for_a_stall()
                     notice = self._notice() if self._notice is not None else None
@@ -127,13 +139,13 @@ class Monitor:
             if value != last or value == b"closed":
                 self._beats[peer] = (value, now)
             elif now - since > DEAD_AFTER_SECONDS:
-                self._announce(f"rank {peer} is dead: no sign of life for {now - since:.0f} s")
+                self._announce(f"{self._status.names.of(peer)} is dead: no sign of life for {now - since:.0f} s")
 
     def _look_for_a_stall(self) -> None:
         status = self._status
         waiting, since = status.waiting, status.since
         if waiting is not None and time.monotonic() - since > self._timeout:
-            self._announce(f"the step stalls: rank {status.rank}, {status.words} (timeout {self._timeout:g} s)")
+            self._announce(f"the step stalls: {status.name}, {status.words} (timeout {self._timeout:g} s)")
 
     def _report(self, failure: str) -> None:
         words = self._own_words(failure)
@@ -143,4 +155,5 @@ class Monitor:
         self._end("")
 
     def _own_words(self, cause: str) -> str:
-        return f"[rank {self._status.rank}] {self._status.words}\n[rank {self._status.rank}] stopped, because {cause}"
+        status = self._status
+        return f"{status.signed(status.words)}\n{status.signed(f'stopped, because {cause}')}"

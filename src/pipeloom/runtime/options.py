@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -29,6 +29,10 @@ class RuntimeOptions:
         monitor: run the watchdog thread (several processes only).
         notice: asked by the watchdog now and then; a text says that some process is dead, and ends the run.
         microbatch_sizes: rows of each micro-batch; None: as even as possible, larger ones first.
+        recompute: layers whose forward runs again in the backward instead of keeping what it computed: `"none"`, `"full"`
+            (all), or names of layers.
+        head_deferral: how many micro-batches' weight gradients of the last layer (its linear layers, and those that are
+            `Deferring`) wait for the cool-down: the last so many of a step; 0: all; None: none.
         fault: a fault to make on purpose (any object with `kind` and its values, see runtime/faults.py).
         trace: measure with CUDA events on a GPU (on a CPU every step is measured).
     """
@@ -43,8 +47,14 @@ class RuntimeOptions:
     monitor: bool = True
     notice: Callable[[], str | None] | None = None
     microbatch_sizes: tuple[int, ...] | None = None
+    recompute: Literal["none", "full"] | frozenset[str] = "none"
+    head_deferral: int | None = None
     fault: Any = None
     trace: bool = False
+
+    def without_fault(self) -> RuntimeOptions:
+        """The same with no fault that one rank makes: one that exchanges inputs stays."""
+        return self if getattr(self.fault, "rank", -1) < 0 else replace(self, fault=None)
 
     def __post_init__(self) -> None:
         problems = []
@@ -56,5 +66,9 @@ class RuntimeOptions:
             problems.append(f"receive_depth is {self.receive_depth}; it must be at least 1")
         if not self.timeout > 0:
             problems.append(f"timeout is {self.timeout}; it must be above 0 seconds")
+        if not isinstance(self.recompute, frozenset) and self.recompute not in ("none", "full"):
+            problems.append(f"recompute is {self.recompute!r}; it must be 'none', 'full' or a frozenset of layer names")
+        if self.head_deferral is not None and self.head_deferral < 0:
+            problems.append(f"head_deferral is {self.head_deferral}; it must be at least 0 (all), or None")
         if problems:
             raise ConfigError(problems)

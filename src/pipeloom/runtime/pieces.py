@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from pipeloom.ops.recompute import recomputed
 from pipeloom.ops.segments import Communication, Compute, Values, is_segmented
 from pipeloom.runtime.boundary import as_values
 from pipeloom.runtime.layers import StageModules
@@ -41,12 +42,14 @@ def pieces_of(layers: StageModules, keywords: Mapping[str, Any]) -> list[Piece]:
     runs: list[Run] = []
     for at, (module, name) in enumerate(zip(layers.modules, layers.names, strict=True)):
         accepted = layers.accepted(at, keywords)
+        again = name in layers.recomputed
         if not is_segmented(module):
-            runs.append(Run(partial(_forward, module, accepted), name))
+            forward = partial(_forward, module, accepted)
+            runs.append(Run(partial(_recomputed, forward, module) if again else forward, name))
             continue
         for segment in module.segments(**accepted):  # type: ignore[operator]
             if isinstance(segment, Compute):
-                runs.append(Run(segment.run, None))
+                runs.append(Run(partial(_recomputed, segment.run, module) if again else segment.run, None))
             else:
                 pieces.append(Piece(tuple(runs), segment))
                 runs = []
@@ -56,6 +59,10 @@ def pieces_of(layers: StageModules, keywords: Mapping[str, Any]) -> list[Piece]:
 
 def _forward(module: Any, keywords: Mapping[str, Any], values: Values) -> Any:
     return module(*values, **keywords)
+
+
+def _recomputed(run: Callable[[Values], Any], module: Any, values: Values) -> Any:
+    return recomputed(lambda *given: run(given), values, module)
 
 
 def _unwrap(values: Values) -> Any:

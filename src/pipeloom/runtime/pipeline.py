@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,28 +11,39 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipeloom.errors import ConfigError, DistributedError, UsageError
-from pipeloom.parallel.mesh import PipelineMesh
+from pipeloom.parallel.mesh import Mesh, PipelineMesh
 from pipeloom.runtime import handshake, ties
+from pipeloom.runtime.alarm import Alarm
 from pipeloom.runtime.assembly import Assembly, assemble
-from pipeloom.runtime.batch import Microbatches, Weight, as_inputs, batch_rows, chosen_sizes, join, split_batch
+from pipeloom.runtime.batch import (
+    Microbatches,
+    Weighing,
+    Weight,
+    as_inputs,
+    batch_rows,
+    chosen_sizes,
+    join,
+    split_batch,
+)
 from pipeloom.runtime.buffers import BufferPool
 from pipeloom.runtime.layers import LayerSource
-from pipeloom.runtime.losses import PendingLoss
+from pipeloom.runtime.losses import LossSpread, PendingLoss
 from pipeloom.runtime.lowering import RankProgram, forward_only, lower
 from pipeloom.runtime.machines import share_memory
 from pipeloom.runtime.monitor import Monitor
+from pipeloom.runtime.names import Names
 from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.runtime.rank import Loss, Rank, StepResult
 from pipeloom.runtime.shared_memory import SharedLinks, SharedMemoryTransport
+from pipeloom.runtime.status import Status
 from pipeloom.runtime.torch_transport import Links, TorchTransport
 from pipeloom.runtime.trace import clock_offset, gather_timeline
-from pipeloom.runtime.transport import InProcessTransport, Mailroom, PeerGone, Transport
+from pipeloom.runtime.transport import InProcessTransport, Mailroom, Transport
 from pipeloom.schedule.channels import Message
 from pipeloom.schedule.check import check
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.timeline import Timeline
 
-_LOSS_TAG = 16
 _STAGES_DEPEND_ON: dict[str, Callable[[Schedule], Any]] = {
     "placement": lambda schedule: schedule.placement,
     "micro-batches": lambda schedule: schedule.microbatches,
@@ -51,11 +60,17 @@ class Pipeline:
             rank builds its own stages' layers only.
         schedule: what to run; it is checked first.
         loss: `loss(output, targets)`, the mean over one micro-batch's targets.
-        mesh: the pipeline's processes; a PipelineMesh, a torch DeviceMesh with an axis `pp`, or None for all processes.
+        mesh: a Mesh of pipelines side by side (data and tensor parallel); or one pipeline's processes: a PipelineMesh, a
+            torch DeviceMesh with an axis `pp` (other axes are the caller's), or None for all processes.
         weight: `weight(targets)` of a micro-batch in the step's mean; default: the number of targets.
         stages: layers of each stage position; default: spread evenly.
         tied: groups of parameter names that are one weight.
         options: see RuntimeOptions.
+
+    Attributes:
+        mesh: the processes of the run; a plain pipeline is a mesh too.
+        next_step: the number of the next step, which layers that draw random numbers ask for; set it to resume, or to
+            repeat a step.
 
     Raises:
         ScheduleError: a schedule that cannot run. ConfigError: sizes that do not fit. DistributedError: ranks that disagree.
@@ -67,7 +82,7 @@ class Pipeline:
         schedule: Schedule,
         *,
         loss: Loss,
-        mesh: PipelineMesh | DeviceMesh | None = None,
+        mesh: Mesh | PipelineMesh | DeviceMesh | None = None,
         weight: Weight | None = None,
         stages: Sequence[int] | None = None,
         tied: Sequence[Sequence[str]] = (),
@@ -77,28 +92,31 @@ class Pipeline:
         self.schedule = schedule
         self.options = options
         self.mesh = _mesh(mesh)
+        self._line = self.mesh.pipeline
         self.device = _device(options, self.mesh)
+        self.next_step = 0
         self._weight = weight
-        self._steps = 0
         self._result = StepResult()
         self._programs: dict[int | None, RankProgram] = {}
-        self._monitor: Monitor | None = None
         self._shared_links: SharedLinks | None = None
-        self._loss_sends: list[tuple[Any, Tensor]] = []
-        if len(self.mesh.ranks) != schedule.ranks:
-            raise ConfigError(
-                f"the schedule has {schedule.ranks} ranks, and the pipeline {len(self.mesh.ranks)} processes"
-            )
+        if self.ranks != schedule.ranks:
+            raise ConfigError(f"the schedule has {schedule.ranks} ranks, and the pipeline {self.ranks} processes")
         prefix = ""
-        if self.mesh.group is not None:
+        if self.distributed:
             names = [str(getattr(layer, "name", at)) for at, layer in enumerate(layers)]
-            facts = handshake.facts(schedule, names, stages, tied, options)
-            prefix = handshake.shake_hands(self.mesh, facts, options.timeout)
-        self._assembly: Assembly = assemble(layers, schedule, self.mesh.rank, stages, tied, loss, options, self.device)
+            facts = handshake.facts(schedule, names, stages, tied, options, self.mesh)
+            prefix = handshake.shake_hands(self.mesh.everyone, facts, options.timeout)
+        first = self.mesh.place.dp == self.mesh.place.tp == 0  # a fault is made in one pipeline
+        self._assembly: Assembly = assemble(
+            layers, schedule, self.rank, stages, tied, loss, options if first else options.without_fault(), self.device
+        )
         self._rank: Rank = self._assembly.rank
+        self._rank.status = Status(self.rank, Names(self.mesh))
+        self._alarm = Alarm(self._rank.status)
+        self._losses = LossSpread(self.mesh, schedule, self.device, self._alarm)
         self._pool = BufferPool(self.device)
         self._shared = ties.by_holders(self._assembly.ties)
-        if self.mesh.group is not None:
+        if self.distributed:
             self._start_distributed(prefix)
 
     # -- running ---------------------------------------------------------------------------------------------------------
@@ -106,74 +124,85 @@ class Pipeline:
     def step(self, inputs: Any, targets: Any, **keywords: Any) -> Tensor:
         """Forward and backward of the whole schedule; gradients add to `.grad` of this rank's parameters.
 
-        Every rank passes the same batch (a rank with neither a first nor a last stage may pass tensors on the meta device).
-        Tensors are cut along dimension 0; keyword arguments go to every layer that takes them.
+        Every rank of a data-parallel replica passes the same batch, each replica its own (a rank with neither a first nor
+        a last stage may pass tensors on the meta device). Tensors are cut along dimension 0; keyword arguments go to every
+        layer that takes them.
 
         Returns:
-            the mean loss over all targets of the batch, a 0-dim fp32 tensor, the same on every rank.
+            the mean loss over all targets of all replicas' batches, a 0-dim fp32 tensor, the same on every rank.
         """
         return self.forward_backward(inputs, targets, **keywords).wait()
 
     def forward_backward(self, inputs: Any, targets: Any, **keywords: Any) -> PendingLoss:
         """As `step`, but returns when this rank is done: the loss is still on its way from a rank that may not be."""
-        self._steps += 1
-        self._rank.status.step = self._steps - 1
-        self._rank.faults.at_step(self._steps - 1)
+        self._rank.status.step = self.next_step
+        self._rank.faults.at_step(self.next_step)
         batch = self._split(inputs, targets, keywords, self.schedule.microbatches)
         shared = [weight for weights in self._shared.values() for weight in weights]
         before = [weight.grad for weight in shared]
         for weight in shared:
             weight.grad = None  # only this step's part is summed over the holders
         self._result = self._run(self._program(None), batch)
-        with self._telling():
+        with self._alarm.telling():
             for holders, weights in self._shared.items():
                 ties.sum_gradients(holders, self.rank, weights, self._control())
         for weight, old in zip(shared, before, strict=True):
             if old is not None and weight.grad is not None:
                 weight.grad += old
-        return self._spread(self._result.loss)
+        self.next_step += 1
+        return self._losses.start(self._result.loss)
 
     @torch.no_grad()
     def evaluate(self, inputs: Any, targets: Any, **keywords: Any) -> Tensor:
-        """The mean loss, forward only. A batch of fewer rows than micro-batches is cut into one micro-batch a row."""
+        """The mean loss, forward only. A batch of fewer rows than micro-batches is cut into one micro-batch a row.
+
+        Where layers exchange tokens between replicas (experts), all replicas' batches must have as many micro-batches.
+        """
         batch = self._split(inputs, targets, keywords, self._forward_count(inputs))
-        return self._spread(self._run(self._program(batch.count), batch).loss).wait()
+        return self._losses.start(self._run(self._program(batch.count), batch).loss).wait()
 
     @torch.no_grad()
     def predict(self, inputs: Any, **keywords: Any) -> Any:
         """The outputs of the last stage for the whole batch, on the rank that holds it; None on the others."""
         batch = self._split(inputs, None, keywords, self._forward_count(inputs))
         outputs = self._run(self._program(batch.count), batch, keep_outputs=True).outputs
-        if len(self.schedule.routes) > 1 and self.mesh.group is not None:
+        if len(self.schedule.routes) > 1 and self.group is not None:
             gathered: list[Any] = [None] * self.ranks
-            dist.all_gather_object(gathered, outputs, group=self.mesh.group)
+            dist.all_gather_object(gathered, outputs, group=self.group)
             outputs = {mb: output for part in gathered for mb, output in part.items()} if outputs else {}
         return join([outputs[mb] for mb in sorted(outputs)]) if len(outputs) == batch.count else None
 
     def _run(self, program: RankProgram, batch: Microbatches, keep_outputs: bool = False) -> StepResult:
         transport = self._transport(program)
-        with self._telling():
+        with self._alarm.telling():
             return drive(self._rank.run(program, batch, transport, keep_outputs=keep_outputs))
 
     # -- what it holds ---------------------------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
-        return self.mesh.rank
+        """This process's place in its pipeline."""
+        return self._line.rank
 
     @property
     def ranks(self) -> int:
-        return len(self.mesh.ranks)
+        """Of the pipeline."""
+        return len(self._line.ranks)
 
     @property
     def group(self) -> Any:
         """The pipeline's process group; None for one process."""
-        return self.mesh.group
+        return self._line.group
+
+    @property
+    def distributed(self) -> bool:
+        """Whether other processes take part."""
+        return self.mesh.everyone.group is not None
 
     @property
     def control(self) -> Any:
-        """A gloo group for small CPU messages between the ranks; None for one process."""
-        return None if self.mesh.group is None else self._links.control
+        """A gloo group for small CPU messages between the pipeline's ranks; None for one process."""
+        return None if self.group is None else self._links.control
 
     @property
     def peak_activations(self) -> int:
@@ -231,46 +260,49 @@ class Pipeline:
         self.train(False)
 
     def timeline(self) -> Timeline:
-        """The last step as measured, in seconds, with the ranks' clocks aligned; collective."""
+        """This pipeline's last step as measured, in seconds, with the ranks' clocks aligned; collective over its ranks."""
         if not self._result.starts:
             raise UsageError("no step has run yet")
-        offset = clock_offset(self.mesh, self._control())
-        return gather_timeline(self.schedule, self.mesh, self._result, offset)
+        offset = clock_offset(self._line, self._control())
+        return gather_timeline(self.schedule, self._line, self._result, offset)
 
     def close(self) -> None:
         """Ends the watchdog. Call it on every rank before the process group is destroyed."""
-        with contextlib.suppress(RuntimeError):  # a peer that is gone
-            for work, _ in self._loss_sends:
-                work.wait()
-        self._loss_sends = []
-        if self._monitor is not None:
-            self._monitor.close()
-            self._monitor = None
+        self._losses.close()
+        if self._alarm.monitor is not None:
+            self._alarm.monitor.close()
+            self._alarm.monitor = None
         if self._shared_links is not None:
             self._shared_links.close()
 
     # -- set-up ----------------------------------------------------------------------------------------------------------
 
     def _start_distributed(self, prefix: str) -> None:
-        batched = self.options.transport == "batched"
         channels = self._program(None).channels
-        self._shared_links = share_memory(self.mesh, self.device, self.options, channels, prefix)
-        self._links = Links(self.mesh, self._program(None).all_channels, self.device, batched)
-        for holders, weights in self._shared.items():
-            ties.start_equal(holders, self.rank, weights, self._control())
+        if self.group is not None:
+            batched = self.options.transport == "batched"
+            self._shared_links = share_memory(self.mesh, self.device, self.options, channels, prefix)
+            self._links = Links(self._line, self._program(None).all_channels, self.device, batched)
+            for holders, weights in self._shared.items():
+                ties.start_equal(holders, self.rank, weights, self._control())
         if self.options.monitor:
             default: Any = dist.distributed_c10d._get_default_store()
             store = default.clone()  # its own connection: the main thread may be inside a wait on the other
-            peers = {rank for channel in channels for rank in channel[:2]} - {self.rank}
-            self._monitor = Monitor(
-                store, prefix, self._rank.status, sorted(peers), self.ranks, self.options.timeout, self.options.notice
+            status, everyone = self._rank.status, self.mesh.everyone
+            peers = {status.names.number(rank) for channel in channels for rank in channel[:2]}
+            for axis in (self.mesh.dp, self.mesh.tp):  # a ring along each
+                peers.add(everyone.ranks.index(axis.ranks[(axis.index + 1) % axis.size]))
+            watched = sorted(peers - {status.number})
+            options = self.options
+            self._alarm.monitor = Monitor(
+                store, prefix, status, watched, everyone.size, options.timeout, options.notice
             )
-            self._monitor.start()
+            self._alarm.monitor.start()
 
     def _control(self) -> Any:
-        if self.mesh.group is None:
+        if self.group is None:
             return None
-        return self._links.control if self.device.type == "cpu" else self.mesh.group
+        return self._links.control if self.device.type == "cpu" else self.group
 
     def _program(self, forward_count: int | None) -> RankProgram:
         """The training program, or the forward-only one of so many micro-batches; lowered once each."""
@@ -280,7 +312,7 @@ class Pipeline:
         return self._programs[forward_count]
 
     def _transport(self, program: RankProgram) -> Transport:
-        if self.mesh.group is None:
+        if self.group is None:
             return InProcessTransport(Mailroom())
         if self._shared_links is not None:
             return SharedMemoryTransport(self._shared_links, self._pool)
@@ -292,66 +324,21 @@ class Pipeline:
 
     def _split(self, inputs: Any, targets: Any, keywords: Mapping[str, Any], count: int) -> Microbatches:
         sizes = chosen_sizes(inputs, count, self.options.microbatch_sizes)
-        return split_batch(inputs, targets, keywords, sizes, self._weight, max(self._steps - 1, 0))
+        weighing = Weighing(self._weight, self._total, self.mesh.place.dp, self.next_step)
+        return split_batch(inputs, targets, keywords, sizes, weighing)
 
-    def _spread(self, loss: Tensor | None) -> PendingLoss:
-        """The sum of all ranks' shares of the loss. The rank that knows it sends it and does not wait: no barrier."""
-        total = loss.clone() if loss is not None else torch.zeros((), dtype=torch.float32, device=self.device)
-        if self.mesh.group is None:
-            return PendingLoss(lambda: total)
-        if len(self.schedule.routes) > 1:
-            reduction = self.mesh.group.allreduce([total])
-            return PendingLoss(lambda: self._await_loss(reduction, total, None))
-        source = self.schedule.placement[self.schedule.routes[0][-1]]
-        if self.rank != source:
-            receipt = self.mesh.group.recv([total], source, _LOSS_TAG)
-            return PendingLoss(lambda: self._await_loss(receipt, total, source))
-        for work, _ in self._loss_sends:  # of the step before: long received
-            work.wait()
-        others = [rank for rank in range(self.ranks) if rank != source]
-        self._loss_sends = [(self.mesh.group.send([total], rank, _LOSS_TAG), total) for rank in others]
-        known = total.clone()
-        return PendingLoss(lambda: known)
-
-    def _await_loss(self, work: Any, loss: Tensor, source: int | None) -> Tensor:
-        with self._telling():
-            try:
-                work.wait()
-            except RuntimeError as error:
-                if source is None:
-                    raise
-                raise PeerGone(source, f"it never sent the loss: {error}") from None
-        return loss
-
-    @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
-        """An exception inside is told to the other ranks."""
-        try:
-            yield
-        except Exception as error:
-            self._fail(error)
-            raise
-
-    def _fail(self, error: Exception) -> None:
-        """Tells the other ranks; raises DistributedError in place of an error that only says that a peer has gone."""
-        status = self._rank.status
-        peer: int | None = None
-        if isinstance(error, PeerGone):
-            peer = error.rank
-        elif status.waiting is not None and isinstance(error, RuntimeError):  # gloo's words for a closed connection
-            peer = status.waiting.channel.source
-        if peer is not None:
-            text = f"rank {peer} is gone: rank {self.rank}, {status.words}: {error}"
-        else:
-            trace = "".join(traceback.format_exception(error)).rstrip()
-            text = f"rank {self.rank} failed: {status.words}\n{trace}"
-        if self._monitor is not None:
-            text = self._monitor.failed(text)
-            self._monitor = None
-        if peer is not None:
-            raise DistributedError(
-                f"[rank {self.rank}] {status.words}\n[rank {self.rank}] stopped, because {text}"
-            ) from None
+    def _total(self, weight: float) -> float:
+        """The sum over the data-parallel replicas, the same on each."""
+        if self.mesh.dp.group is None:
+            return weight
+        with self._alarm.telling():
+            self._rank.status.wait_between("the other replicas' numbers of targets")
+            backend = str(dist.get_backend_config(self.mesh.dp.group))
+            device = torch.device("cpu") if "gloo" in backend else self.device
+            total = torch.tensor([weight], dtype=torch.float64, device=device)
+            dist.all_reduce(total, group=self.mesh.dp.group)
+            self._rank.status.leave()
+        return float(total.item())
 
 
 def drive(run: Generator[Message, None, StepResult]) -> StepResult:
@@ -364,15 +351,18 @@ def drive(run: Generator[Message, None, StepResult]) -> StepResult:
         raise DistributedError(f"{message.words} never comes: there is no other rank in this process")
 
 
-def _mesh(mesh: PipelineMesh | DeviceMesh | None) -> PipelineMesh:
-    if isinstance(mesh, PipelineMesh):
+def _mesh(mesh: Mesh | PipelineMesh | DeviceMesh | None) -> Mesh:
+    if isinstance(mesh, Mesh):
         return mesh
-    return PipelineMesh.whole_world() if mesh is None else PipelineMesh.of_device_mesh(mesh)
+    if mesh is None:
+        mesh = PipelineMesh.whole_world()
+    return Mesh.of_pipeline(mesh if isinstance(mesh, PipelineMesh) else PipelineMesh.of_device_mesh(mesh))
 
 
-def _device(options: RuntimeOptions, mesh: PipelineMesh) -> torch.device:
+def _device(options: RuntimeOptions, mesh: Mesh) -> torch.device:
     if options.device is not None:
         return torch.device(options.device)
-    if mesh.group is not None and "nccl" in str(dist.get_backend_config(mesh.group)) and torch.cuda.is_available():
+    group = mesh.everyone.group
+    if group is not None and "nccl" in str(dist.get_backend_config(group)) and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

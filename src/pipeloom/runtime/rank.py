@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pipeloom.runtime.batch import Microbatches
 from pipeloom.runtime.boundary import Boundary, Values, boundary_of
+from pipeloom.runtime.deferral import HeadDeferral
 from pipeloom.runtime.faults import Faults
 from pipeloom.runtime.lowering import RankProgram, Step
 from pipeloom.runtime.overlap import Lane, Walk, take_turns, walk_through
@@ -54,7 +55,12 @@ class StepResult:
 
 
 class Rank:
-    """One place in the pipeline, on whatever transport it is given."""
+    """One place in the pipeline, on whatever transport it is given.
+
+    Attributes:
+        deferral: the output layer's weight gradients, where they may wait.
+        finished: told in a training step of each stage whose gradients are complete, once what made them so has been sent.
+    """
 
     def __init__(
         self,
@@ -73,6 +79,8 @@ class Rank:
         self.book = book
         self.faults = faults
         self.lane = lane
+        self.deferral: HeadDeferral | None = None
+        self.finished: Callable[[int], None] | None = None
         self.status = Status(rank)
         before, after = neighbours(schedule)
         self.before = {stage: other for stage, other in enumerate(before) if other is not None}
@@ -89,25 +97,50 @@ class Rank:
         self.lane.exposed()  # what an evaluation or a failed step left
         self.book.begin([(torch.is_grad_enabled(), *each) for each in batch.signatures])
         outgoing: list[Outgoing] = []
+        closed: list[int] = []
+        if self.deferral is not None:
+            self.deferral.begin(self._deferring(program))
         for step in program.steps:
             transport.exchange(outgoing, step.posts)
             outgoing = []  # the transport alone decides how long what was sent stays alive
+            closed = self._finish(closed)
             received: list[tuple[Values, Boundary] | None] = []
             for action, message in zip(step.actions, step.receives, strict=True):
                 if message is None:
                     received.append(None)
                     continue
+                if step.cools and self.deferral is not None:
+                    self.deferral.pay_one()
                 self.status.wait_for(action, message)
                 while not transport.arrived(message):
                     yield message
                 received.append(transport.take(message))
             outgoing = work.execute(step, received)
+            closed += step.closes
             self.status.done += 1
         transport.exchange(outgoing, ())
+        if self.deferral is not None:
+            self.deferral.pay_all()
+        self._finish(closed)
         transport.finish()
         self.status.leave()
         work.result.exposed = self.lane.exposed()
         return work.result
+
+    def _finish(self, closed: list[int]) -> list[int]:
+        """Tells of stages that are complete; returns those that still owe gradients of the output layer."""
+        owes = self.deferral is not None and self.deferral.owes
+        owing = [stage for stage in closed if owes and self.stages[stage].deferral is not None]
+        if self.finished is not None and torch.is_grad_enabled():
+            for stage in closed:
+                if stage not in owing:
+                    self.finished(stage)
+        return owing
+
+    def _deferring(self, program: RankProgram) -> int:
+        """How many backwards of a training step go through the output layer here."""
+        ends = [s for s, stage in self.stages.items() if stage.deferral is not None]
+        return sum(a.kind in "BI" and a.stage in ends for step in program.steps for a in step.actions)
 
 
 class _Work:
@@ -166,7 +199,7 @@ class _Work:
                     return end.value  # type: ignore[no-any-return]
                 yield
         except Exception as error:
-            error.add_note(f"(rank {self.rank.rank}, {action.words})")
+            error.add_note(f"({self.rank.status.name}, {action.words})")
             raise
 
     def _send(self, message: Message | None, values: Values, boundary: Boundary) -> list[Outgoing]:

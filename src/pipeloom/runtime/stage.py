@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pipeloom.ops.deferred import Desk, Ledger, defer_weight_gradients
 from pipeloom.ops.segments import Communication, carries, is_segmented, saved_of
 from pipeloom.runtime.boundary import Boundary, Values, as_values
+from pipeloom.runtime.deferral import HeadDeferral
 from pipeloom.runtime.layers import StageModules
 from pipeloom.runtime.overlap import Lane, Walk
 from pipeloom.runtime.pieces import Piece, pieces_of
@@ -46,12 +47,14 @@ class InFlight:
 
     Attributes:
         ledger: the weight gradients that wait for W; None where autograd computes them in I.
+        head: those of the output layer, where they may wait for the cool-down.
         cuts: the pieces whose backward is to come, in order.
         kept: outputs that were asked to be kept.
         received: buffers to give back afterwards.
     """
 
     ledger: Ledger | None
+    head: Ledger | None = None
     cuts: list[Cut] = field(default_factory=list)
     kept: Values = ()
     received: Values = ()
@@ -65,27 +68,40 @@ class Stage:
         splits: whether the schedule splits backwards, so that W waits. Where it does not, weight gradients are put off only
             behind a communication of the same backward, which they then hide.
         lane: the rank's communications.
+        deferral: keeps the last layer's weight gradients for the cool-down; None: they are as all others.
     """
 
     def __init__(
-        self, index: int, layers: StageModules, deallocate: bool, desk: Desk, splits: bool, lane: Lane
+        self,
+        index: int,
+        layers: StageModules,
+        deallocate: bool,
+        desk: Desk,
+        splits: bool,
+        lane: Lane,
+        deferral: HeadDeferral | None = None,
     ) -> None:
         self.index = index
         self.layers = layers
         self.deallocate = deallocate
         self.segmented = any(map(is_segmented, layers.modules))
         self.alive: dict[int, InFlight] = {}
-        self._owing: dict[int, Ledger] = {}
+        deferral = deferral if layers.modules else None
+        self.deferral = deferral
+        self._owing: dict[int, InFlight] = {}
         self._desk = desk
         self._splits = splits
         self._lane = lane
+        usual = layers.modules if deferral is None else layers.modules[:-1]
         if splits or self.segmented:
-            for module in layers.modules:
+            for module in usual:
                 defer_weight_gradients(module, desk)
+        if deferral is not None:
+            defer_weight_gradients(layers.modules[-1], deferral.desk)
 
     def compute(self, values: Values, keywords: Mapping[str, Any]) -> Any:
         """The layers one after the other; the last one's result as it is. No gradient, nothing stays alive."""
-        self._desk.ledger = None
+        self._write_to(None)
         result: Any = values
         for at, module in enumerate(self.layers.modules):
             if at:
@@ -134,14 +150,17 @@ class Stage:
         Args:
             gradients: one for each output that carries one; empty for the last stage, whose root is the loss itself.
         """
-        return (yield from self._walk_back(self.alive.pop(microbatch), gradients, pays=True))
+        flight = self.alive.pop(microbatch)
+        result = yield from self._walk_back(flight, gradients, pays=True)
+        self._put_off(flight)
+        return result
 
     def input_gradient(self, microbatch: int, gradients: Values) -> Walk[tuple[Values, Values]]:
         """I: as B, but what the ledger owes waits for W. Everything else of the micro-batch is freed."""
         flight = self.alive.pop(microbatch)
         result = yield from self._walk_back(flight, gradients, pays=False)
         if flight.ledger is not None:
-            self._owing[microbatch] = flight.ledger
+            self._owing[microbatch] = flight
         return result
 
     def stops(self, microbatch: int) -> bool:
@@ -150,9 +169,20 @@ class Stage:
 
     def weight_gradient(self, microbatch: int) -> None:
         """W: the weight gradients that I left."""
-        ledger = self._owing.pop(microbatch, None)
-        if ledger is not None:
-            ledger.pay()
+        flight = self._owing.pop(microbatch, None)
+        if flight is not None and flight.ledger is not None:
+            flight.ledger.pay()
+            self._put_off(flight)
+
+    def _put_off(self, flight: InFlight) -> None:
+        if self.deferral is not None and flight.head is not None:
+            self.deferral.hold(flight.head)
+
+    def _write_to(self, flight: InFlight | None) -> None:
+        """Linear layers that run now, for the first time or again, write down what they owe with this micro-batch."""
+        self._desk.ledger = None if flight is None else flight.ledger
+        if self.deferral is not None:
+            self.deferral.desk.ledger = None if flight is None else flight.head
 
     def _walk(
         self, values: Values, carried: Boundary | None, keywords: Mapping[str, Any]
@@ -162,9 +192,11 @@ class Stage:
         pieces = pieces_of(self.layers, keywords)
         training = torch.is_grad_enabled()
         flight = InFlight(Ledger() if training and (self._splits or len(pieces) > 1) else None)
+        if training and self.deferral is not None:
+            flight.head = Ledger()
         for piece in pieces[:-1]:
             inputs = yield from self._compute_and_communicate(piece, inputs, flight, training)
-        self._desk.ledger = flight.ledger
+        self._write_to(flight)
         result = pieces[-1].compute(inputs)
         if training:
             flight.cuts.append(Cut(inputs))
@@ -175,7 +207,7 @@ class Stage:
     ) -> Walk[tuple[Any, ...]]:
         """A piece and the communication behind it; the next piece's inputs."""
         assert piece.after is not None
-        self._desk.ledger = flight.ledger
+        self._write_to(flight)
         outputs = piece.compute(inputs)
         which = [training and carries(value) for value in outputs]
         if training:
@@ -195,7 +227,7 @@ class Stage:
         seeds: list[Tensor | None] = list(gradients)
         while True:
             cut = flight.cuts.pop()
-            self._desk.ledger = flight.ledger  # for layers that are recomputed now
+            self._write_to(flight)  # for layers that are recomputed now
             if cut.roots:
                 torch.autograd.backward(cut.roots, seeds or [None] * len(cut.roots))  # type: ignore[arg-type]
             found = tuple(_gradient(value) if carries(value) else None for value in cut.inputs)

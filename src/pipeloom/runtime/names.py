@@ -1,0 +1,41 @@
+"""What ranks are called in messages to people: by their number in the whole run, with their place on the mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeloom.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Names:
+    """Words for the ranks of a run; without a mesh, a pipeline rank is its number.
+
+    Attributes:
+        mesh: the run's processes, or None for one process with all ranks.
+    """
+
+    mesh: Mesh | None = None
+
+    def place(self, number: int) -> str:
+        """Where the rank with this number in the run stands: `"pp 1, dp 0, tp 1"`; empty when all are one pipeline."""
+        if self.mesh is None or self.mesh.shape.world == self.mesh.shape.pp:
+            return ""
+        place, shape = self.mesh.shape.place(number), self.mesh.shape
+        axes = (("pp", place.pp), ("dp", place.dp), ("tp", place.tp))
+        return ", ".join(f"{axis} {index}" for axis, index in axes if getattr(shape, axis) > 1)
+
+    def of(self, number: int) -> str:
+        """`"rank 5 (pp 1, dp 0, tp 1)"` for a number in the run."""
+        where = self.place(number)
+        return f"rank {number} ({where})" if where else f"rank {number}"
+
+    def on_line(self, rank: int) -> str:
+        """The same for a rank of this process's pipeline."""
+        return self.of(self.number(rank))
+
+    def number(self, rank: int) -> int:
+        """The number in the run of a rank of this process's pipeline."""
+        if self.mesh is None:
+            return rank
+        return self.mesh.everyone.ranks.index(self.mesh.pipeline.ranks[rank])
