@@ -6,14 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from layouts import WAYS, Way, model, parts, serial, step, tensor_parallel, whole, worst
 
-from layouts import WAYS, Way, batch, model, parts, serial, step, tensor_parallel, whole, worst
-from pipeloom.errors import ConfigError, UsageError
-from pipeloom.models import layers
-from pipeloom.parallel.laid import join, layout_of
-from pipeloom.parallel.mesh import Axis
-from pipeloom.parallel.tensor import TensorParallel
+from pipeloom.parallel import collectives, tensor
 from processes import run_ranks
 
 CASES = [(sequence, way) for sequence in (False, True) for way in WAYS]
@@ -38,3 +33,43 @@ def test_loss_and_gradients_are_those_of_one_process(ranks: int, dropout: float)
         assert len(losses) == 1
         assert abs(losses.pop() - want_loss) <= 1e-6 * want_loss
         assert worst(whole([rank[at][1] for rank in results]), want) <= 1e-5, (sequence, way)
+
+
+def twice_and_wrong(rank: int) -> tuple[bool, Any, Any]:
+    """Bitwise equal when run again; gradients with the sum over tokens' parts forgotten; with no reduction of dx."""
+    shape, way = model(), Way(split=True)
+    first, again = (step(shape, way, tensor_parallel(True)) for _ in range(2))
+    same = first[0] == again[0] and all(
+        torch.equal(a.grad, b.grad)
+        for name in first[1]
+        for a, b in zip(first[1][name].parameters(), again[1][name].parameters(), strict=True)
+    )
+    forgotten = parts(again[1], sum_partial=False)
+    plain, tensor._start_input_gradient = tensor._start_input_gradient, own_term
+    try:
+        _, unreduced = step(shape, Way(), tensor_parallel(False))
+    finally:
+        tensor._start_input_gradient = plain
+    return same, forgotten, parts(unreduced)
+
+
+def own_term(gradients: Any, weights: Any, _: Any) -> Any:
+    dx = sum(gradient @ weight for gradient, weight in zip(gradients, weights, strict=True))
+    return collectives.Pending(Done(), lambda: dx, dx)
+
+
+class Done:
+    def wait(self) -> None:
+        """Nothing was started."""
+
+
+@pytest.mark.dist
+def test_runs_are_bitwise_equal_and_mutations_are_seen() -> None:
+    results = run_ranks(twice_and_wrong, 2)
+    assert all(same for same, _, _ in results)
+    _, want = serial(model(), Way())
+    norm = "model.layers.0.input_layernorm.weight"
+    forgotten = torch.from_numpy(results[0][1][norm][1])
+    assert float((forgotten - want[norm]).abs().max() / want[norm].abs().max()) > 1e-2
+    with pytest.raises(AssertionError, match="norm"):  # the ranks' copies of a norm's gradient differ
+        whole([rank[2] for rank in results])

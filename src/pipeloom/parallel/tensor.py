@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from pipeloom.errors import ConfigError
 from pipeloom.ops.deferred import Desk, Ledger, add_weight_gradient, apply_linear
+from pipeloom.ops.main_gradient import MainGradients
 from pipeloom.parallel.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
 from pipeloom.parallel.laid import Laid, Shard
 from pipeloom.parallel.mesh import Axis
@@ -180,42 +181,53 @@ class _ReduceScatter(torch.autograd.Function):
 def _column(x: Tensor, linears: Sequence[ColumnLinear]) -> tuple[Tensor, ...]:
     weights = [linear.weight for linear in linears]
     biases = [linear.bias for linear in linears]
-    first = linears[0]
-    ledger = first.desk.ledger if first.desk is not None and torch.is_grad_enabled() else None
-    return _Column.apply(x, first.tensor, ledger, *weights, *biases)  # type: ignore[no-any-return, no-untyped-call]
+    desk = linears[0].desk
+    call = _Call(linears[0].tensor, *((desk.ledger, desk.main) if desk is not None else (None, None)))
+    return _Column.apply(x, call, *weights, *biases)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Call(NamedTuple):
+    """How column layers are called: over which ranks, where they owe weight gradients, and where those are added."""
+
+    tensor: TensorParallel
+    ledger: Ledger | None
+    main: MainGradients | None
 
 
 class _Column(torch.autograd.Function):
     """x -> x weight^T + bias for several weights. Keeps this rank's tokens of x only, and gathers them again for dW."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tensor: TensorParallel, ledger: Ledger | None, *parameters: Any) -> Any:
-        count = len(parameters) // 2
+    def forward(ctx: Any, x: Tensor, call: _Call, *parameters: Any) -> Any:
+        count, tensor = len(parameters) // 2, call.tensor
         weights, biases = parameters[:count], parameters[count:]
         ctx.save_for_backward(x, *weights)
-        ctx.tensor, ctx.ledger, ctx.weights = tensor, ledger, weights
+        ctx.call, ctx.weights = call, weights
         whole = start_all_gather(x, tensor.axis).wait() if tensor.sequence else x
         return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
-        tensor: TensorParallel = ctx.tensor
+        tensor, ledger, main = ctx.call
         count = len(weights)
-        wanted = [at for at in range(count) if ctx.needs_input_grad[3 + at]]
+        wanted = [at for at in range(count) if ctx.needs_input_grad[2 + at]]
         fetch = partial(start_all_gather, x.detach(), tensor.axis) if tensor.sequence else None
-        gathering = fetch() if fetch is not None and wanted and ctx.ledger is None else None
+        gathering = fetch() if fetch is not None and wanted and ledger is None else None
         reducing = _start_input_gradient(gradients, weights, tensor) if ctx.needs_input_grad[0] else None
-        biases = [_rows(g).sum(0) if ctx.needs_input_grad[3 + count + at] else None for at, g in enumerate(gradients)]
+        biases = [_rows(g).sum(0) if ctx.needs_input_grad[2 + count + at] else None for at, g in enumerate(gradients)]
         products: list[Tensor | None] = [None] * count
-        if wanted and ctx.ledger is not None:
-            owed = [(ctx.weights[at], gradients[at]) for at in wanted]
-            ctx.ledger.owe(partial(_pay, owed) if fetch is not None else partial(_pay, owed, x.detach()), fetch)
+        if wanted and ledger is not None:
+            work = partial(_add, [(ctx.weights[at], gradients[at]) for at in wanted], main)
+            ledger.owe(work if fetch is not None else partial(work, x.detach()), fetch)
         elif wanted:
-            columns = _rows(gathering.wait() if gathering is not None else x)
+            whole = gathering.wait() if gathering is not None else x
             for at in wanted:
-                products[at] = _rows(gradients[at]).t() @ columns
-        return reducing.wait() if reducing is not None else None, None, None, *products, *biases
+                if main is not None and ctx.weights[at] in main:
+                    add_weight_gradient(ctx.weights[at], whole, gradients[at], main)
+                else:
+                    products[at] = _rows(gradients[at]).t() @ _rows(whole)
+        return reducing.wait() if reducing is not None else None, None, *products, *biases
 
 
 def _start_input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor], tensor: TensorParallel) -> Pending:
@@ -227,9 +239,9 @@ def _start_input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor]
     return (start_reduce_scatter if tensor.sequence else start_all_reduce)(dx, tensor.axis)
 
 
-def _pay(owed: Sequence[tuple[nn.Parameter, Tensor]], x: Tensor) -> None:
+def _add(owed: Sequence[tuple[nn.Parameter, Tensor]], main: MainGradients | None, x: Tensor) -> None:
     for weight, gradient in owed:
-        add_weight_gradient(weight, x, gradient)
+        add_weight_gradient(weight, x, gradient, main)
 
 
 def _rows(x: Tensor) -> Tensor:
