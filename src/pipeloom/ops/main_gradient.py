@@ -16,15 +16,20 @@ class MainGradients:
     """Parameter -> the buffer of its shape that its gradient is added to.
 
     A buffer that was `restart`ed is written by the first gradient and added to by the next: nobody has to fill it with zeros.
+
+    Attributes:
+        opened: False outside a step: what autograd computes then stays in `.grad`.
     """
 
     def __init__(self) -> None:
+        self.opened = True
         self._buffers: dict[nn.Parameter, Tensor] = {}
         self._empty: set[nn.Parameter] = set()
         self._hooked: set[nn.Parameter] = set()
 
     def __contains__(self, parameter: Tensor) -> bool:
-        return parameter in self._buffers
+        """Whether gradients of `parameter` go to a buffer now."""
+        return self.opened and parameter in self._buffers
 
     def hold(self, parameter: nn.Parameter, buffer: Tensor) -> None:
         """From now on gradients of `parameter` go to `buffer`, which keeps what it holds."""
@@ -34,7 +39,7 @@ class MainGradients:
         self._empty.discard(parameter)
         if parameter not in self._hooked and parameter.requires_grad:
             self._hooked.add(parameter)
-            parameter.register_post_accumulate_grad_hook(self.collect)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
 
     def of(self, parameter: nn.Parameter) -> Tensor:
         """The buffer; what it holds is undefined between `restart` and the first gradient or `complete`."""
@@ -52,6 +57,10 @@ class MainGradients:
             if parameter in self._empty:
                 self._buffers[parameter].zero_()
                 self._empty.discard(parameter)
+
+    def _arrived(self, parameter: Tensor) -> None:
+        if parameter in self:
+            self.collect(parameter)
 
     @torch.no_grad()
     def collect(self, parameter: Tensor) -> None:

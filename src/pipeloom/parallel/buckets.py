@@ -1,0 +1,132 @@
+"""Buckets: the gradients of several parameters in one flat buffer, so that one collective reduces them all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.parallel.laid import WHOLE, Laid
+from pipeloom.parallel.mesh import Axis, Mesh
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter that this process holds.
+
+    Attributes:
+        name: global name.
+        parameter: it.
+        stages: those whose backward adds to its gradient.
+        laid: how it is laid over ranks.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    stages: tuple[int, ...]
+    laid: Laid = WHOLE
+
+    @property
+    def decays(self) -> bool:
+        """Weight decay is for matrices."""
+        return self.parameter.ndim >= 2
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a parameter's elements stand in its bucket."""
+
+    held: Held
+    start: int
+    stop: int
+
+
+class Bucket:
+    """Parameters of one dtype whose gradients are reduced over the same ranks at the same time.
+
+    What `flat` holds: `empty`: nothing yet; `local`: what this rank has added up; `reduced`: the sum over all ranks. A new
+    step adds its own part to what is local, and to what is reduced only after the reduction: nothing is reduced twice.
+
+    Attributes:
+        axis: the ranks that the gradients are summed over.
+        partial: whether they are summed over tp too.
+        slots: the parameters, in the order in which a backward reaches them.
+        size: elements, a multiple of the axis's size; the last ones may belong to no parameter.
+        flat: the gradients.
+        before: reduced gradients of earlier steps, which the present step's are added to.
+        part: with sharded gradients the reduced slice of this rank, else `flat`.
+    """
+
+    def __init__(self, slots: Sequence[Slot], axis: Axis, dtype: torch.dtype) -> None:
+        first = slots[0].held
+        self.slots = tuple(slots)
+        self.axis = axis
+        self.partial = first.laid.partial
+        self.stages = frozenset(first.stages)
+        self.size = -(-slots[-1].stop // axis.size) * axis.size
+        self.dtype = dtype
+        self.flat = torch.zeros(self.size, dtype=dtype, device=first.parameter.device)
+        self.part = self.flat
+        self.before: Tensor | None = None
+        self.content: Literal["empty", "local", "reduced"] = "empty"
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [slot.held.parameter for slot in self.slots]
+
+    @property
+    def slice(self) -> slice:
+        """This rank's share of the elements when they are split over the axis."""
+        share = self.size // self.axis.size
+        return slice(self.axis.index * share, (self.axis.index + 1) * share)
+
+    @property
+    def visible(self) -> bool:
+        """Whether `.grad` can be a view of the buffer: torch wants it to have the parameter's dtype."""
+        return all(slot.held.parameter.dtype == self.dtype for slot in self.slots)
+
+    def views(self, flat: Tensor) -> Iterator[tuple[Slot, Tensor]]:
+        """Each slot, and its part of `flat` in the parameter's shape."""
+        for slot in self.slots:
+            yield slot, flat[slot.start : slot.stop].view(slot.held.parameter.shape)
+
+
+def make_buckets(held: Sequence[Held], mesh: Mesh, capacity: int, *, by_decay: bool) -> tuple[Bucket, ...]:
+    """Buckets for the parameters that train, in the order in which they are reduced: the same on all ranks of an axis.
+
+    A bucket holds parameters of the same stages, axis and dtype. Those sharded over ep are reduced over edp, others over dp.
+
+    Args:
+        held: in order of the forward.
+        capacity: bytes of gradients after which a bucket is full; a larger parameter has one of its own.
+        by_decay: whether a bucket's parameters must be all matrices or all vectors.
+    """
+    groups: dict[tuple[object, ...], list[Held]] = {}
+    for each in reversed(held):
+        if each.parameter.requires_grad:
+            expert = each.laid.over("ep") is not None
+            dtype = each.parameter.dtype
+            key = (each.stages, expert, each.laid.partial, dtype, each.parameter.device, by_decay and each.decays)
+            groups.setdefault(key, []).append(each)
+    place = {each.name: at for at, each in enumerate(reversed(held))}
+    buckets: list[Bucket] = []
+    for members in groups.values():
+        axis = mesh.edp if members[0].laid.over("ep") is not None else mesh.dp
+        dtype = main_dtype(members[0].parameter.dtype)
+        filled: list[Slot] = []
+        for each in members:
+            start = filled[-1].stop if filled else 0
+            if filled and (start + each.parameter.numel()) * dtype.itemsize > capacity:
+                buckets.append(Bucket(filled, axis, dtype))
+                filled, start = [], 0
+            filled.append(Slot(each, start, start + each.parameter.numel()))
+        buckets.append(Bucket(filled, axis, dtype))
+    return tuple(sorted(buckets, key=lambda bucket: max(place[slot.held.name] for slot in bucket.slots)))
+
+
+def main_dtype(dtype: torch.dtype) -> torch.dtype:
+    """That of the main gradients and master weights of parameters of `dtype`: fp32 at least."""
+    return dtype if dtype.itemsize >= 4 else torch.float32

@@ -1,0 +1,234 @@
+"""Data parallelism: every rank of dp sees other micro-batches, and their gradients are summed.
+
+Sums, not means: the runtime weighs each micro-batch by its tokens over all dp ranks' tokens, and nobody rescales a gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from pipeloom.errors import UsageError
+from pipeloom.ops.main_gradient import MainGradients
+from pipeloom.parallel.buckets import Bucket, Held, make_buckets
+from pipeloom.parallel.collectives import Pending, start_all_reduce, start_reduce_scatter
+from pipeloom.parallel.mesh import Mesh
+
+CAPACITY = 25 * 2**20  # bytes of a bucket
+AFTER_TIES = -1  # the "stage" of a weight that other pipeline ranks hold too: it is done when they have been summed
+
+
+class GradientSync:
+    """Sums the gradients of one process's stages over dp (experts' over edp, `partial` ones over tp too).
+
+    A step is `begin`, forwards and backwards with a `stage_done` after each stage's last backward, which starts the
+    reductions of the stage, and `finish`, after which `.grad` of a parameter is a view of its bucket. A bf16 parameter's
+    gradient is fp32 and stands in `gradient(name)` only; so does every gradient when they are sharded, and only this rank's
+    slice of a bucket is the sum (ZeRO stage 1, arXiv 1910.02054).
+
+    Under `no_sync` nothing is reduced: `.grad` holds what this rank has added up since the last reduction. The next step
+    without it reduces all of that, once, and adds it to what was reduced before. `zero_grad`, or a `.grad` set to None,
+    drops a gradient, reduced or not. A parameter that no micro-batch used gets zeros.
+
+    Every rank of the mesh makes one, with the same parameters in the same order, and calls it in the same order.
+
+    Args:
+        held: the parameters, in order of the forward.
+        mesh: whose dp, edp and tp they are reduced over.
+        sharded: whether each rank gets the sum of its slice only.
+        capacity: bytes of a bucket.
+    """
+
+    def __init__(self, held: Sequence[Held], mesh: Mesh, *, sharded: bool = False, capacity: int = CAPACITY) -> None:
+        self.main = MainGradients()
+        self.main.opened = False
+        self.mesh = mesh
+        self.sharded = sharded
+        self.buckets = make_buckets(held, mesh, capacity, by_decay=sharded)
+        self.syncing = True
+        self._views: dict[str, Tensor] = {}
+        self._pending: dict[int, Pending | None] = {}
+        self._open: dict[int, set[int]] = {}  # bucket -> stages that are not done
+        self._awaited: dict[int, set[nn.Parameter]] = {}  # bucket -> parameters that the last backward has not reached
+        self._lock = threading.Lock()
+        self._hooks: list[Any] = []  # autograd's nodes live only as long as somebody holds them
+        for at, bucket in enumerate(self.buckets):
+            self._place(bucket)
+            for parameter in bucket.parameters:
+                node: Any = get_gradient_edge(parameter).node
+                node.register_hook(partial(self._reached, at, parameter))
+                self._hooks.append(node)
+
+    def begin(self) -> None:
+        """Call it before a step's first forward."""
+        self._pending, self._awaited = {}, {}
+        self._open = {at: set(bucket.stages) for at, bucket in enumerate(self.buckets)}
+        for bucket in self.buckets:
+            self._open_bucket(bucket)
+        self.main.opened = True
+
+    def last_backward(self, stage: int) -> None:
+        """Call it before a stage's last backward, if that is one call of autograd's and puts off no weight gradient.
+
+        Then a bucket's reduction starts when its last gradient is there, beside the rest of the stage's backward.
+        """
+        if self.syncing:
+            for at, bucket in enumerate(self.buckets):
+                if self._open[at] == {stage}:
+                    self._awaited[at] = set(bucket.parameters)
+
+    def stage_done(self, stage: int) -> None:
+        """Call it after a stage's last backward (AFTER_TIES: after the sum over pipeline ranks): starts its reductions."""
+        for stages in self._open.values():
+            stages.discard(stage)
+        if self.syncing:
+            with self._lock:
+                for at, stages in self._open.items():
+                    if not stages:
+                        self._start(at)
+
+    def finish(self) -> None:
+        """Waits for the reductions of the step; starts those that nobody started."""
+        if self.syncing:
+            for at in range(len(self.buckets)):
+                self._start(at)
+            for at, bucket in enumerate(self.buckets):
+                self._conclude(bucket, self._pending[at])
+            self._sum_partial()
+        for bucket in self.buckets:
+            self.main.complete(bucket.parameters)
+            if self.syncing and bucket.before is not None:
+                bucket.part += bucket.before
+                bucket.before = None
+            bucket.content = "reduced" if self.syncing else "local"
+            self._show(bucket)
+        self.main.opened = False
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Steps inside add to this rank's gradients, and no rank talks to another about them."""
+        before, self.syncing = self.syncing, False
+        try:
+            yield
+        finally:
+            self.syncing = before
+
+    def zero_grad(self) -> None:
+        """Drops all gradients."""
+        for bucket in self.buckets:
+            bucket.content, bucket.before = "empty", None
+            for parameter in bucket.parameters:
+                parameter.grad = None
+
+    def gradient(self, name: str) -> Tensor:
+        """The gradient of a parameter, in its shape. Raises UsageError for a parameter that does not train."""
+        if name not in self._views:
+            raise UsageError(f"no gradient is kept for {name!r}")
+        return self._views[name]
+
+    # -- a bucket's life -------------------------------------------------------------------------------------------------
+
+    def _place(self, bucket: Bucket) -> None:
+        """Gradients go to the bucket's present buffer from now on."""
+        for slot, view in bucket.views(bucket.flat):
+            self.main.hold(slot.held.parameter, view)
+            self._views[slot.held.name] = view
+
+    def _open_bucket(self, bucket: Bucket) -> None:
+        """Makes room for a step's gradients: beside what is reduced already, on top of what is not."""
+        if bucket.visible and not self.sharded:
+            self._read_grads(bucket)
+        for parameter in bucket.parameters:
+            parameter.grad = None
+        if bucket.content == "reduced":
+            bucket.before = bucket.part
+            if not self.sharded:
+                bucket.flat = torch.zeros_like(bucket.flat)
+                self._place(bucket)
+        if bucket.content != "local":
+            self.main.restart(bucket.parameters)
+
+    def _read_grads(self, bucket: Bucket) -> None:
+        """Learns from `.grad` what was dropped, or put there by somebody else, since the last step."""
+        if all(parameter.grad is None for parameter in bucket.parameters):
+            bucket.content, bucket.before = "empty", None
+            return
+        for slot, view in bucket.views(bucket.flat):
+            gradient = slot.held.parameter.grad
+            if gradient is None:
+                view.zero_()
+                if bucket.before is not None:
+                    bucket.before[slot.start : slot.stop].zero_()
+            elif gradient is not self._views[slot.held.name]:
+                view.copy_(gradient)
+        if bucket.content == "empty":
+            bucket.content = "local"
+
+    def _start(self, at: int) -> None:
+        """Starts the reduction of a bucket."""
+        if at in self._pending:
+            return
+        self._awaited.pop(at, None)
+        bucket = self.buckets[at]
+        self.main.complete(bucket.parameters)
+        if bucket.axis.size == 1:
+            bucket.part = bucket.flat
+            self._pending[at] = None
+        elif self.sharded:
+            self._pending[at] = start_reduce_scatter(bucket.flat.view(bucket.axis.size, -1), bucket.axis)
+        else:
+            self._pending[at] = start_all_reduce(bucket.flat, bucket.axis)
+
+    def _conclude(self, bucket: Bucket, pending: Pending | None) -> None:
+        if pending is not None:
+            bucket.part = pending.wait().view(-1)
+
+    def _sum_partial(self) -> None:
+        """The second sum, over tp, of what each tp rank saw of its own tokens only."""
+        if self.mesh.tp.size == 1:
+            return
+        for pending in [start_all_reduce(bucket.part, self.mesh.tp) for bucket in self.buckets if bucket.partial]:
+            pending.wait()
+
+    def _show(self, bucket: Bucket) -> None:
+        if bucket.visible and not self.sharded:
+            for slot in bucket.slots:
+                slot.held.parameter.grad = self._views[slot.held.name]
+
+    def _reached(self, at: int, parameter: nn.Parameter, *_: Any) -> None:
+        """Autograd has added up the gradient of a parameter in this backward."""
+        if at not in self._awaited:
+            return
+        with self._lock:  # on a GPU autograd has threads of its own
+            self._awaited.get(at, set()).discard(parameter)
+            for each, awaited in sorted(self._awaited.items()):
+                if awaited:
+                    return  # buckets start in the same order on every rank
+                self._start(each)
+
+
+def allreduce_gradients(parameters: Iterable[nn.Parameter], group: Any = None) -> None:
+    """Sets every `.grad` to the sum over the group, by hand: for training loops without a Pipeline.
+
+    All ranks of the group pass the same parameters in the same order; one without a gradient counts as zeros. One collective
+    a dtype.
+    """
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.requires_grad:
+            by_dtype.setdefault(parameter.dtype, []).append(parameter)
+    for members in by_dtype.values():
+        grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in members]
+        flat = torch.cat([gradient.reshape(-1) for gradient in grads])
+        dist.all_reduce(flat, group=group)
+        pieces = torch.split(flat, [p.numel() for p in members])
+        for parameter, piece in zip(members, pieces, strict=True):
+            parameter.grad = piece.view(parameter.shape)
