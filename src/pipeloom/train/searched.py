@@ -154,7 +154,10 @@ def find_schedule(request: SearchRequest, costs: Costs, source: str, transport: 
     was = _value(request.first, costs, request.objective)
     best = split(result.schedule)
     value = _value(best, costs, request.objective)
-    if value >= was or not _runs(best, transport):
+    runs = _runs(best, transport)
+    if not runs:
+        source += "; the batched transport cannot run what was found"
+    if value >= was or not runs:
         best, value = request.first, was
     return Found(best, costs, request.objective, value, was, result.lower_bound, source, result.seconds)
 
