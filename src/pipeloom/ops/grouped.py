@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -17,6 +17,7 @@ from pipeloom.ops.deferred import Desk, Ledger
 from pipeloom.ops.main_gradient import MainGradients
 
 _CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_GROUPED_MM: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
 def apply_grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int], desk: Desk | None = None) -> Tensor:
@@ -36,7 +37,7 @@ def grouped_multiply(x: Tensor, matrices: Tensor, counts: Sequence[int], how: st
     if x.shape[0] == 0:
         return x.new_zeros(0, matrices.shape[2])
     if (how or _way(x, matrices.shape[1], matrices.shape[2])) == "grouped":
-        found: Tensor = _grouped_mm()(x, matrices, offs=_offsets(counts, x.device))
+        found: Tensor = _GROUPED_MM(x, matrices, offs=_offsets(counts, x.device))
         return found
     out = x.new_empty(x.shape[0], matrices.shape[2])
     for at, start, end in _runs(counts):
@@ -50,7 +51,7 @@ def grouped_products(rows: Tensor, columns: Tensor, counts: Sequence[int], how: 
     if rows.shape[0] == 0:
         return rows.new_zeros(shape)
     if (how or _way(rows, rows.shape[1], columns.shape[1])) == "grouped":
-        found: Tensor = _grouped_mm()(rows.t(), columns, offs=_offsets(counts, rows.device))
+        found: Tensor = _GROUPED_MM(rows.t(), columns, offs=_offsets(counts, rows.device))
         return found
     out = rows.new_zeros(shape)
     for at, start, end in _runs(counts):
@@ -107,17 +108,13 @@ class _GroupedLinear(torch.autograd.Function):
 
 def _way(x: Tensor, *widths: int) -> str:
     """Whether torch's grouped product takes this: its dtypes, and rows of whole 16 bytes."""
-    if _grouped_mm() is None or any(width * x.itemsize % 16 for width in widths):
+    if _GROUPED_MM is None or any(width * x.itemsize % 16 for width in widths):
         return "loop"
     if x.is_cuda:
         fits = x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 0)
     else:
         fits = x.device.type == "cpu" and x.dtype in _CPU_DTYPES
     return "grouped" if fits else "loop"
-
-
-def _grouped_mm() -> Callable[..., Any] | None:
-    return getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
 def _offsets(counts: Sequence[int], device: torch.device) -> Tensor:

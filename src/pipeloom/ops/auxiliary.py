@@ -1,0 +1,31 @@
+"""A loss that a layer adds on the way: it is no output, and its gradient joins the backward of the micro-batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def with_loss(x: Tensor, loss: Tensor) -> Tensor:
+    """`x` unchanged; when its gradient is computed, d loss / d parameters is added to theirs.
+
+    So the loss belongs to the micro-batch that `x` belongs to, whatever else is in flight. `loss` is 0-dim and already
+    scaled as it is to count.
+    """
+    if not (torch.is_grad_enabled() and x.requires_grad and loss.requires_grad):
+        return x
+    return _WithLoss.apply(x, loss)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _WithLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (loss,) = ctx.saved_tensors
+        return gradients[0], torch.ones_like(loss)

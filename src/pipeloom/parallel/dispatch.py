@@ -1,0 +1,164 @@
+"""Dispatch and combine: rows to their experts and back over the expert-parallel ranks, as segments of a layer.
+
+The values that travel: rows, the weights of the mixture, the trip, and anything else of the layer's after them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeloom.ops.rows import mix, permute, take
+from pipeloom.ops.segments import Compute, Done, Pending, Segment, Values
+from pipeloom.parallel.trip import ExpertParallel, Hop, Trip
+
+ROWS, WEIGHTS, TRIP = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """One hop of the trip; its backward is the same hop the other way.
+
+    Attributes:
+        name: "dispatch" or "combine".
+        hop: which of the trip's.
+        back: from the experts, not to them.
+        places: the values that move, tensors [rows, width].
+    """
+
+    name: str
+    hop: int
+    back: bool
+    places: tuple[int, ...] = (ROWS,)
+
+    def start(self, values: Values) -> Pending:
+        return self._start(values, values[TRIP], self.back)
+
+    def start_backward(self, gradients: Values, saved: Values) -> Pending:
+        return self._start(gradients, saved[TRIP], not self.back)
+
+    def _start(self, values: Values, trip: Trip, back: bool) -> Pending:
+        hop = trip.hops[self.hop]
+        moved = [(at, values[at]) for at in self.places if values[at] is not None]
+        return _Moving(values, {at: _Transfer(tensor, hop, back) for at, tensor in moved}) if moved else Done(values)
+
+
+class _Transfer:
+    """One tensor's all-to-all under way."""
+
+    def __init__(self, rows: Tensor, hop: Hop, back: bool) -> None:
+        send, receive = (hop.receive, hop.send) if back else (hop.send, hop.receive)
+        self._rows = rows.contiguous()  # held until the end: it is read while it is sent
+        self._received = rows.new_empty((sum(receive), *rows.shape[1:]))
+        self._work = dist.all_to_all_single(
+            self._received, self._rows, list(receive), list(send), group=hop.axis.group, async_op=True
+        )
+
+    def wait(self) -> Tensor:
+        self._work.wait()
+        return self._received
+
+
+class _Moving:
+    """The values, some of which are under way."""
+
+    def __init__(self, values: Values, transfers: dict[int, _Transfer]) -> None:
+        self._values = values
+        self._transfers = transfers
+
+    def wait(self) -> Values:
+        arrived = {at: transfer.wait() for at, transfer in self._transfers.items()}
+        return tuple(arrived.get(at, value) for at, value in enumerate(self._values))
+
+
+def leave(x: Tensor, weights: Tensor, trip: Trip) -> tuple[Tensor, Tensor]:
+    """Tokens x [tokens, width] and weights [tokens, k] -> the rows and weights that leave for the experts."""
+    rows = take(x, trip.leaving)
+    return rows, (take(weights, trip.leaving) if trip.fan is not None else weights)
+
+
+def outward(parallel: ExpertParallel | None) -> list[Segment]:
+    """From `leave` to the experts' rank; the first segment is the one that is worth hiding."""
+    if parallel is None or parallel.size == 1:
+        return []
+    if not parallel.two_level:
+        return [AllToAll("dispatch", 0, back=False)]
+    return [
+        AllToAll("dispatch", 0, back=False, places=(ROWS, WEIGHTS)),
+        Compute("fan out", _fan_out),
+        AllToAll("dispatch", 1, back=False),
+    ]
+
+
+def homeward(parallel: ExpertParallel | None) -> list[Segment]:
+    """From the experts to `land`; the last segment is the one that is worth hiding."""
+    if parallel is None or parallel.size == 1:
+        return []
+    if not parallel.two_level:
+        return [AllToAll("combine", 0, back=True)]
+    return [
+        AllToAll("combine", 1, back=True),
+        Compute("mix", _mix_in_node),
+        AllToAll("combine", 0, back=True),
+    ]
+
+
+def arrive(rows: Tensor, trip: Trip) -> Tensor:
+    """Rows as they came -> by expert."""
+    arrival = trip.arrival
+    if arrival.order is None or arrival.inverse is None:
+        return rows
+    return permute(rows, arrival.order, arrival.inverse)
+
+
+def depart(rows: Tensor, trip: Trip) -> Tensor:
+    """The inverse of `arrive`."""
+    arrival = trip.arrival
+    if arrival.order is None or arrival.inverse is None:
+        return rows
+    return permute(rows, arrival.inverse, arrival.order)
+
+
+def land(rows: Tensor, weights: Tensor | None, trip: Trip) -> Tensor:
+    """Rows that came home, and the weights of the mixture -> tokens [tokens, width].
+
+    With two levels each row is a node's part of the mixture already, and `weights` is not used.
+    """
+    if trip.fan is not None or weights is None:
+        tokens, parts = trip.leaving.slot.shape
+        weights = torch.ones(tokens, parts, dtype=torch.float32, device=rows.device)
+    return mix(rows, weights, trip.leaving)
+
+
+def _fan_out(values: Values) -> Values:
+    trip: Trip = values[TRIP]
+    assert trip.fan is not None
+    return _with_rows(values, take(values[ROWS], trip.fan))
+
+
+def _mix_in_node(values: Values) -> Values:
+    trip: Trip = values[TRIP]
+    assert trip.fan is not None
+    rows, weights, *rest = values
+    return mix(rows, weights, trip.fan), None, *rest
+
+
+def _with_rows(values: Values, rows: Any) -> Values:
+    return rows, *values[ROWS + 1 :]
+
+
+def bytes_across_nodes(trips: Sequence[Trip], parallel: ExpertParallel, row_bytes: int) -> int:
+    """Bytes of rows that this rank sends to other nodes in one dispatch, rows of `row_bytes` each."""
+    hops = [trip.hops[0] for trip in trips]
+    if parallel.two_level:
+        assert parallel.across is not None
+        own = parallel.across.index
+        return row_bytes * sum(sum(hop.send) - hop.send[own] for hop in hops)
+    length = parallel.size // parallel.nodes
+    own = parallel.axis.index // length
+    return row_bytes * sum(count for hop in hops for rank, count in enumerate(hop.send) if rank // length != own)
