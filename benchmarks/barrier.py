@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import sys
 import time
-from functools import partial
 from statistics import fmean, median
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 import pipeloom as pl
 from hops import hops
@@ -33,46 +31,12 @@ from pipeloom.train.batches import Batch
 from pipeloom.train.loop import Trainer
 from pipeloom.train.speculative import SpeculativeOptimizer
 from processes import run_ranks
-from runtime import mse
+from runtime import SleepLayer, mse
 
 RANKS, MICROBATCHES, WIDTH = 4, 8, 8
 STEPS, SETTLED = 11, 3  # steps of a run; those before the times are steady
 RUNS = 5
 SECONDS = 0.005
-
-
-class SleepInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        time.sleep(SECONDS)
-        return gradients[0] * 1.0
-
-
-class SleepLayer(nn.Module):
-    """A small linear layer whose F and I take their time; W's is taken by `slow_weight_gradients`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(SECONDS)
-        return SleepInBackward.apply(self.linear(x))  # type: ignore[no-any-return, no-untyped-call]
-
-
-def slow_weight_gradients(pipeline: Pipeline) -> None:
-    """W of every stage here takes its time, alone or as the second half of a fused B."""
-    for stage in pipeline._rank.stages.values():
-
-        def weight_gradient(microbatch: int, plain: Any) -> None:
-            time.sleep(SECONDS)
-            plain(microbatch)
-
-        stage.weight_gradient = partial(weight_gradient, plain=stage.weight_gradient)  # type: ignore[method-assign]
 
 
 class Run(NamedTuple):
@@ -95,8 +59,7 @@ class Measured(NamedTuple):
 def measure(rank: int, name: str, chunks: int) -> Measured:
     schedule = pl.schedules.build(name, RANKS, MICROBATCHES, chunks if chunks > 1 else None)
     torch.manual_seed(0)
-    pipeline = Pipeline([SleepLayer for _ in range(schedule.stages)], schedule, loss=mse)
-    slow_weight_gradients(pipeline)
+    pipeline = Pipeline([lambda: SleepLayer(SECONDS, 2 * SECONDS)] * schedule.stages, schedule, loss=mse)
     config = load_layout("tiny", {"optimizer.clip_norm": 0.0}).config
     context: Any = SimpleNamespace(rank=rank, device=pipeline.device, stop_requested=False)
     trainer = Trainer(config, pipeline, context, None)
