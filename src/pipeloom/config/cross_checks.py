@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
+from pipeloom.config.expert_checks import router_problems, spread_problems
 from pipeloom.config.sections import COMPUTED, Config
 
 Check = Callable[[Config], Iterator[str]]
@@ -78,7 +79,8 @@ def _one_axis_is_computed(config: Config) -> Iterator[str]:
 @_reads("parallel.tp", "model")
 def _tensor_parallel_divides(config: Config) -> Iterator[str]:
     tp, model = config.parallel.tp, config.model
-    cut = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    inner = "moe_intermediate_size" if model.num_experts and model.moe_intermediate_size else "intermediate_size"
+    cut = ("num_attention_heads", "num_key_value_heads", inner)
     uneven = [f"model.{key} {getattr(model, key)}" for key in cut if tp > 1 and getattr(model, key) % tp]
     if uneven:
         widths = [getattr(model, key) for key in cut]
@@ -103,8 +105,16 @@ def _experts_divide(config: Config) -> Iterator[str]:
     if dp >= 1 and dp % ep:
         valid = [n for n in range(1, dp + 1) if dp % n == 0]
         yield f"parallel.ep = {ep}: it must divide parallel.dp {dp}; {_nearest(ep, valid)}"
-    elif ep > 1:
-        yield f"parallel.ep = {ep}: the model has no experts to spread; use 1"
+
+
+@_reads("model")
+def _router_can_choose(config: Config) -> Iterator[str]:
+    yield from router_problems(config)
+
+
+@_reads("model", "parallel")
+def _experts_spread(config: Config) -> Iterator[str]:
+    yield from spread_problems(config)
 
 
 @_reads("train.recompute", "model.num_hidden_layers")

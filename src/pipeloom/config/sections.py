@@ -16,6 +16,7 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 DtypeName = Literal["float32", "bfloat16", "float64"]
 DeviceName = Literal["auto", "cpu", "cuda"]
+RouterName = Literal["softmax", "noisy", "switch", "gshard", "sigmoid"]
 TransportName = Literal["auto", "individual", "batched", "shared"]
 RateRule = Literal["none", "linear", "sqrt"]
 SamplingName = Literal["anywhere", "shuffle-then-split", "split-then-shuffle"]
@@ -66,6 +67,23 @@ class ModelSection(Section):
     tie_word_embeddings: bool = Field(description="the output layer uses the embedding's weight")
     rope_theta: Positive = Field(description="base of the rotary position frequencies")
     dropout: Fraction = Field(description="share of each block's two outputs that training drops")
+    num_experts: Whole = Field(description="experts of each block's feed-forward part; 0: one dense part")
+    num_experts_per_tok: Count = Field(description="experts that a token goes to")
+    moe_intermediate_size: Whole = Field(description="width inside an expert; 0: intermediate_size")
+    num_shared_experts: Whole = Field(description="experts' worth of width that every token goes through, gated")
+    router: RouterName = Field(
+        description="softmax, noisy, switch (1 expert), gshard (2), sigmoid (balanced by a bias)"
+    )
+    capacity_factor: NotNegative = Field(
+        description="rows an expert takes, over an even share; 0: all, nothing is dropped"
+    )
+    aux_loss_coef: NotNegative = Field(description="of the load-balance loss, which is 1 when experts are used evenly")
+    z_loss_coef: NotNegative = Field(description="of the mean squared logsumexp of the router's logits")
+
+    @property
+    def expert_width(self) -> int:
+        """Width inside an expert."""
+        return self.moe_intermediate_size or self.intermediate_size
 
 
 class ParallelSection(Section):
@@ -76,6 +94,9 @@ class ParallelSection(Section):
     tp: Degree = Field(description="tensor-parallel ranks; or -1")
     sp: bool = Field(description="norms and dropout on 1/tp of each sequence")
     ep: Count = Field(description="expert-parallel ranks, of the data-parallel ones")
+    ep_nodes: Count = Field(description="machines that ep spans; above 1 a token crosses to each of them once")
+    ep_chunks: Count = Field(description="parts of a micro-batch whose all-to-all and experts overlap each other")
+    ep_blocks: Count = Field(description="parts of each sequence whose all-to-all overlaps the next part's attention")
     stages: str = Field(description='layers of each stage, as "Et*3|(tt|)*2tL"; empty: balanced from costs')
 
 

@@ -13,8 +13,8 @@ class LayerSize:
 
     Attributes:
         letter: E embedding, t block, L final norm and output layer.
-        parameters: weights that the layer holds (a tied output layer holds its copy).
-        flops: floating-point operations of the forward and backward of one sequence.
+        parameters: weights that the layer holds, of all its experts (a tied output layer holds its copy).
+        flops: floating-point operations of the forward and backward of one sequence, of the experts that a token goes to.
     """
 
     letter: str
@@ -31,11 +31,24 @@ def layer_sizes(model: ModelSection, seq_len: int) -> list[LayerSize]:
     """
     h, vocab = model.hidden_size, model.vocab_size
     key_value = h // model.num_attention_heads * model.num_key_value_heads
-    matrices = 2 * h * h + 2 * h * key_value + 3 * h * model.intermediate_size
-    block = LayerSize("t", matrices + 2 * h, 3 * seq_len * (2 * matrices + 2 * seq_len * h))
+    attention = 2 * h * h + 2 * h * key_value
+    held, used = _feed_forward(model)
+    block = LayerSize("t", attention + held + 2 * h, 3 * seq_len * (2 * (attention + used) + 2 * seq_len * h))
     embedding = LayerSize("E", vocab * h, seq_len * h)
     output = LayerSize("L", vocab * h + h, 3 * seq_len * 2 * vocab * h)
     return [embedding, *[block] * model.num_hidden_layers, output]
+
+
+def _feed_forward(model: ModelSection) -> tuple[int, int]:
+    """Weights of a block's feed-forward part: (all, those that one token meets)."""
+    h = model.hidden_size
+    if model.num_experts == 0:
+        return (3 * h * model.intermediate_size,) * 2
+    expert = 3 * h * model.expert_width
+    common = model.num_experts * h * (2 if model.router == "noisy" else 1)
+    if model.num_shared_experts:
+        common += model.num_shared_experts * expert + h
+    return common + model.num_experts * expert, common + model.num_experts_per_tok * expert
 
 
 def parameter_count(model: ModelSection) -> int:

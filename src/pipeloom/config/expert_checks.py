@@ -1,0 +1,64 @@
+"""What must hold between the keys of experts and those of their parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipeloom.config.sections import Config
+
+_CHOICES = {"switch": 1, "gshard": 2}
+
+
+def router_problems(config: Config) -> Iterator[str]:
+    """Sentences about a router that cannot choose as it is asked to."""
+    model = config.model
+    experts, chosen = model.num_experts, model.num_experts_per_tok
+    if experts == 0:
+        if model.num_shared_experts:
+            yield f"model.num_shared_experts = {model.num_shared_experts}: there are no experts; set model.num_experts"
+        return
+    wanted = _CHOICES.get(model.router, chosen)
+    if chosen != wanted:
+        yield f'model.num_experts_per_tok = {chosen}: router "{model.router}" chooses {wanted}; use {wanted}'
+    elif chosen > experts:
+        yield f"model.num_experts_per_tok = {chosen}: model.num_experts is {experts}; nearest: {experts}"
+
+
+def spread_problems(config: Config) -> Iterator[str]:
+    """Sentences about experts that cannot be spread, or overlapped, as asked."""
+    parallel, experts = config.parallel, config.model.num_experts
+    if experts == 0:
+        for key in ("ep", "ep_nodes", "ep_chunks", "ep_blocks"):
+            degree = getattr(parallel, key)
+            if degree > 1:
+                yield f"parallel.{key} = {degree}: the model has no experts; use 1, or set model.num_experts"
+        return
+    if experts % parallel.ep:
+        yield f"parallel.ep = {parallel.ep}: it must divide model.num_experts {experts}; {_divisors_near(parallel.ep, experts)}"
+    if parallel.ep % parallel.ep_nodes:
+        near = _divisors_near(parallel.ep_nodes, parallel.ep)
+        yield f"parallel.ep_nodes = {parallel.ep_nodes}: it must divide parallel.ep {parallel.ep}; {near}"
+    if parallel.ep_chunks > 1 and parallel.ep_blocks > 1:
+        yield f"parallel.ep_chunks = {parallel.ep_chunks}: use either this or parallel.ep_blocks {parallel.ep_blocks}, not both"
+    if parallel.ep_blocks > 1:
+        yield from _block_problems(config)
+
+
+def _block_problems(config: Config) -> Iterator[str]:
+    blocks, length = config.parallel.ep_blocks, config.train.seq_len
+    if blocks > length:
+        yield f"parallel.ep_blocks = {blocks}: a sequence has train.seq_len {length} tokens; nearest: {length}"
+    if config.model.capacity_factor:
+        yield (
+            f"parallel.ep_blocks = {blocks}: what a capacity drops is known when all tokens are routed, not block by block; "
+            f"set model.capacity_factor to 0, or use parallel.ep_chunks"
+        )
+    if config.parallel.tp > 1:
+        yield f"parallel.ep_blocks = {blocks}: it needs parallel.tp 1, and that is {config.parallel.tp}; use parallel.ep_chunks"
+
+
+def _divisors_near(value: int, of: int) -> str:
+    valid = [n for n in range(1, of + 1) if of % n == 0]
+    return "nearest: " + " or ".join(
+        str(n) for n in [n for n in valid if n < value][-1:] + [n for n in valid if n > value][:1]
+    )

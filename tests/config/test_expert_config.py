@@ -1,0 +1,64 @@
+"""The keys of experts: what they count, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipeloom.config import layer_sizes, load, parameter_count, resolve, training_flops
+from pipeloom.errors import ConfigError
+
+EXPERTS = {"model.num_experts": 8, "parallel.dp": 4, "train.global_batch_size": 40}
+
+
+def config(**changes: Any) -> Any:
+    return load("tiny", EXPERTS | {key.replace("__", "."): value for key, value in changes.items()})
+
+
+def test_the_default_is_dense() -> None:
+    assert load("tiny").model.num_experts == 0
+
+
+def test_all_experts_are_held_and_the_chosen_ones_are_counted_as_work() -> None:
+    """hidden 32, inner 24: an expert has 3 · 32 · 24 weights; the gate 8 · 32."""
+    dense = config(model__num_experts=0, model__intermediate_size=24).model
+    experts = config(model__moe_intermediate_size=24).model
+    shared = config(model__moe_intermediate_size=24, model__num_shared_experts=2, model__router="noisy").model
+    expert, gate = 3 * 32 * 24, 8 * 32
+    blocks = [layer_sizes(model, 1)[1] for model in (dense, experts, shared)]
+    assert blocks[1].parameters - blocks[0].parameters == 7 * expert + gate
+    assert blocks[1].flops - blocks[0].flops == 6 * (expert + gate), "two experts, not one, and the gate"
+    assert blocks[2].parameters - blocks[1].parameters == gate + 2 * expert + 32
+    assert blocks[2].flops - blocks[1].flops == 6 * (gate + 2 * expert + 32)
+    assert parameter_count(experts) - parameter_count(dense) == 4 * (7 * expert + gate)
+    assert training_flops(experts, 1, 3) - training_flops(dense, 1, 3) == 3 * 4 * 6 * (expert + gate)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model__router": "softmx"}, "model.router"),
+        ({"model__router": "switch"}, 'router "switch" chooses 1; use 1'),
+        ({"model__router": "gshard", "model__num_experts_per_tok": 1}, 'router "gshard" chooses 2; use 2'),
+        ({"model__num_experts_per_tok": 9}, "model.num_experts is 8; nearest: 8"),
+        ({"model__num_experts": 6, "parallel__ep": 4}, "must divide model.num_experts 6; nearest: 3 or 6"),
+        ({"parallel__ep": 3}, "parallel.ep = 3: it must divide parallel.dp 4; nearest: 2 or 4"),
+        ({"model__num_experts": 0, "parallel__ep": 2}, "parallel.ep = 2: the model has no experts"),
+        ({"model__num_experts": 0, "parallel__ep_chunks": 2}, "parallel.ep_chunks = 2: the model has no experts"),
+        ({"model__num_experts": 0, "model__num_shared_experts": 1}, "there are no experts; set model.num_experts"),
+        ({"parallel__ep": 4, "parallel__ep_nodes": 3}, "must divide parallel.ep 4; nearest: 2 or 4"),
+        ({"parallel__ep_chunks": 2, "parallel__ep_blocks": 2}, "not both"),
+        ({"parallel__ep_blocks": 17}, "nearest: 16"),
+        ({"parallel__ep_blocks": 2, "model__capacity_factor": 1.5}, "use parallel.ep_chunks"),
+        ({"parallel__ep_blocks": 2, "parallel__tp": 2}, "needs parallel.tp 1"),
+        ({"parallel__tp": 2, "model__moe_intermediate_size": 25}, "it must divide model.moe_intermediate_size 25"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_can(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        resolve(config(**changes))
+
+
+def test_experts_over_replicas_resolve() -> None:
+    assert resolve(config(parallel__ep=4, parallel__ep_nodes=2, parallel__ep_chunks=3)).world_size == 8
