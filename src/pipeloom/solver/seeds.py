@@ -14,7 +14,7 @@ from pipeloom.schedule.costs import Costs
 from pipeloom.schedule.families import build
 from pipeloom.schedule.families.greedy import NoWayOn, Rule, line_of, programs_of
 from pipeloom.schedule.model import Schedule, parts
-from pipeloom.solver.problem import Problem, Words
+from pipeloom.solver.problem import EPS, Problem, Words
 
 ONE_CHUNK = ("1f1b", "zb-h1", "zb-h2", "zb-auto", "gpipe", "1f1b-overlap")
 LOOPED = ("interleaved", "interleaved-zb", "looped-bfs", "interleaved-overlap")
@@ -145,10 +145,11 @@ def _caps(problem: Problem) -> list[tuple[float, ...]]:
     none = (math.inf,) * stages
     if stages == problem.ranks or problem.room == math.inf:
         return [none]
-    places = problem.room / max(problem.costs.per_stage("activation", stages))
+    places = math.floor(problem.room / max(problem.costs.per_stage("activation", stages)) + EPS)
     later = [sum(1 for other in range(stage + 1, stages) if place[other] == place[stage]) for stage in range(stages)]
     kept = tuple(max(1.0, places - count) for count in later)
     life = [stages - stage for stage in range(stages)]
     whole = [sum(life[other] for other in range(stages) if place[other] == place[stage]) for stage in range(stages)]
     shared = tuple(max(1.0, float(round(places * own / all_))) for own, all_ in zip(life, whole, strict=True))
-    return [none, kept, shared] if kept != none else [none, shared]
+    single = (1.0,) * stages  # fits wherever anything does: growth cannot get stuck under it
+    return list(dict.fromkeys([none, kept, shared, single]))
