@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from pipeloom.errors import ConfigError
 from pipeloom.ops.deferred import Desk
+from pipeloom.parallel.buckets import Held
+from pipeloom.parallel.data import AFTER_TIES
+from pipeloom.parallel.laid import Laid, layout_of
 from pipeloom.runtime.deferral import HeadDeferral
 from pipeloom.runtime.faults import Faults
 from pipeloom.runtime.layers import LayerSource, build_stage, split_layers
@@ -33,6 +36,8 @@ class Assembly:
         buffers: global name -> buffer.
         ties: those with another holder on another rank -> the copy here.
         copies: names of parameters here whose first holder is another rank.
+        held: the parameters with their layout and stages, for their reduction.
+        desks: those that the linear layers here write to.
     """
 
     rank: Rank
@@ -41,6 +46,8 @@ class Assembly:
     buffers: dict[str, Tensor]
     ties: dict[Tie, nn.Parameter]
     copies: frozenset[str]
+    held: tuple[Held, ...]
+    desks: tuple[Desk, ...]
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,32 @@ def assemble(
     buffers = {f"{name}.{inner}": value for name, module in modules.items() for inner, value in module.named_buffers()}
     engine = Rank(schedule, rank, stages, loss, SpecBook(schedule, options.shapes), Faults(options.fault, rank), lane)
     engine.deferral = deferral if ends & stages.keys() else None
-    return Assembly(engine, modules, unique_parameters(modules), buffers, across, frozenset(copies))
+    parameters = unique_parameters(modules)
+    held = _held(parameters, modules, stages, across)
+    desks = (shop.desk, shop.head)
+    return Assembly(engine, modules, parameters, buffers, across, frozenset(copies), held, desks)
+
+
+def _held(
+    parameters: Mapping[str, nn.Parameter],
+    modules: Mapping[str, nn.Module],
+    stages: Mapping[int, Stage],
+    across: Mapping[Tie, nn.Parameter],
+) -> tuple[Held, ...]:
+    """What the reduction of gradients asks of each parameter. One that other pipeline ranks hold too is summed there first."""
+    layouts: dict[nn.Parameter, Laid] = {}
+    for module in modules.values():
+        inner = layout_of(module)
+        for name, parameter in module.named_parameters():
+            layouts.setdefault(parameter, inner[name])
+    adders: dict[nn.Parameter, list[int]] = {}
+    for index, stage in sorted(stages.items()):
+        for module in stage.modules:
+            for parameter in module.parameters():
+                adders.setdefault(parameter, []).append(index)
+    for parameter in across.values():
+        adders[parameter] = [AFTER_TIES]
+    return tuple(Held(name, p, tuple(dict.fromkeys(adders[p])), layouts[p]) for name, p in parameters.items())
 
 
 def unique_parameters(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:

@@ -33,6 +33,7 @@ def facts(
     """What the ranks of a mesh must agree on; `layers` are the names of the model's layers."""
     from pipeloom import __version__
 
+    replica = f" of replica {mesh.place.dp}" if mesh.shape.dp > 1 else ""
     return {
         "versions": f"pipeloom {__version__}, torch {torch.__version__}",
         "mesh": f"pp {mesh.shape.pp}, dp {mesh.shape.dp}, tp {mesh.shape.tp}, ep {mesh.shape.ep}",
@@ -48,7 +49,7 @@ def facts(
         "shapes": options.shapes,
         "recompute": sorted(options.recompute) if isinstance(options.recompute, frozenset) else options.recompute,
         "head deferral": options.head_deferral,
-        "sizes of the micro-batches": options.microbatch_sizes and list(options.microbatch_sizes),
+        f"sizes of the micro-batches{replica}": options.microbatch_sizes and list(options.microbatch_sizes),
     }
 
 
@@ -86,11 +87,12 @@ def compare(store: Any, prefix: str, rank: int, ranks: int, mine: Mapping[str, A
 
 
 def _differences(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
-    first = everyone[0]
+    """One line for each fact that two ranks see differently; a fact of one replica is compared among its ranks."""
     lines = []
-    for key in {**first, **everyone[-1]}:
-        for rank, facts in enumerate(everyone):
-            if facts.get(key) != first.get(key):
-                lines.append(f"{key}: {first.get(key)} on rank 0, {facts.get(key)} on rank {rank}")
-                break
+    for key in dict.fromkeys(key for facts in everyone for key in facts):
+        told = [(rank, facts[key]) for rank, facts in enumerate(everyone) if key in facts]
+        first, value = told[0]
+        other = next(((rank, theirs) for rank, theirs in told if theirs != value), None)
+        if other is not None:
+            lines.append(f"{key}: {value} on rank {first}, {other[1]} on rank {other[0]}")
     return lines

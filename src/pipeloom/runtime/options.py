@@ -33,6 +33,9 @@ class RuntimeOptions:
             (all), or names of layers.
         head_deferral: how many micro-batches' weight gradients of the last layer (its linear layers, and those that are
             `Deferring`) wait for the cool-down: the last so many of a step; 0: all; None: none.
+        main_gradients: bf16 parameters' gradients are added up in fp32 (`Pipeline.sync`), and `.grad` stays None. Always so
+            where they are summed over replicas.
+        shard_gradients: of the sum over the replicas each gets its slice only (ZeRO stage 1), and `.grad` stays None.
         fault: a fault to make on purpose (any object with `kind` and its values, see runtime/faults.py).
         trace: measure with CUDA events on a GPU (on a CPU every step is measured).
     """
@@ -49,6 +52,8 @@ class RuntimeOptions:
     microbatch_sizes: tuple[int, ...] | None = None
     recompute: Literal["none", "full"] | frozenset[str] = "none"
     head_deferral: int | None = None
+    main_gradients: bool = False
+    shard_gradients: bool = False
     fault: Any = None
     trace: bool = False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipeloom.errors import ConfigError, DistributedError, UsageError
+from pipeloom.parallel.data import GradientSync
+from pipeloom.parallel.laid import Laid
 from pipeloom.parallel.mesh import Mesh, PipelineMesh
-from pipeloom.runtime import handshake, ties
+from pipeloom.runtime import handshake
 from pipeloom.runtime.alarm import Alarm
 from pipeloom.runtime.assembly import Assembly, assemble
 from pipeloom.runtime.batch import (
@@ -26,6 +29,7 @@ from pipeloom.runtime.batch import (
     split_batch,
 )
 from pipeloom.runtime.buffers import BufferPool
+from pipeloom.runtime.gradients import Gradients
 from pipeloom.runtime.layers import LayerSource
 from pipeloom.runtime.losses import LossSpread, PendingLoss
 from pipeloom.runtime.lowering import RankProgram, forward_only, lower
@@ -69,6 +73,7 @@ class Pipeline:
 
     Attributes:
         mesh: the processes of the run; a plain pipeline is a mesh too.
+        layouts: global name -> how the parameter is laid over the mesh.
         next_step: the number of the next step, which layers that draw random numbers ask for; set it to resume, or to
             repeat a step.
 
@@ -115,7 +120,8 @@ class Pipeline:
         self._alarm = Alarm(self._rank.status)
         self._losses = LossSpread(self.mesh, schedule, self.device, self._alarm)
         self._pool = BufferPool(self.device)
-        self._shared = ties.by_holders(self._assembly.ties)
+        self.layouts: dict[str, Laid] = {each.name: each.laid for each in self._assembly.held}
+        self._gradients = Gradients(self._assembly, self.mesh, options, self._alarm)
         if self.distributed:
             self._start_distributed(prefix)
 
@@ -138,17 +144,9 @@ class Pipeline:
         self._rank.status.step = self.next_step
         self._rank.faults.at_step(self.next_step)
         batch = self._split(inputs, targets, keywords, self.schedule.microbatches)
-        shared = [weight for weights in self._shared.values() for weight in weights]
-        before = [weight.grad for weight in shared]
-        for weight in shared:
-            weight.grad = None  # only this step's part is summed over the holders
+        self._gradients.begin()
         self._result = self._run(self._program(None), batch)
-        with self._alarm.telling():
-            for holders, weights in self._shared.items():
-                ties.sum_gradients(holders, self.rank, weights, self._control())
-        for weight, old in zip(shared, before, strict=True):
-            if old is not None and weight.grad is not None:
-                weight.grad += old
+        self._gradients.finish(self._control())
         self.next_step += 1
         return self._losses.start(self._result.loss)
 
@@ -217,13 +215,27 @@ class Pipeline:
         yield from self._assembly.parameters.values()
 
     def owns(self, name: str) -> bool:
-        """False where another rank holds the first copy of this tied weight: norms and checkpoints count it once."""
-        return name not in self._assembly.copies
+        """Whether norms and checkpoints count what this process holds under this name.
+
+        Of a tied weight, of replicas, and of what tensor-parallel ranks hold in full, one process of the mesh does.
+        """
+        place, laid = self.mesh.place, self.layouts[name]
+        replica = place.dp if laid.over("ep") is None else place.edp
+        first = replica == 0 and (place.tp == 0 or laid.over("tp") is not None)
+        return first and name not in self._assembly.copies
+
+    @property
+    def sync(self) -> GradientSync | None:
+        """The reduction of gradients over the mesh; None where there is none, and `.grad` is all there is."""
+        return self._gradients.sync
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Steps inside add to this process's gradients only; the next step outside sums all of that over the replicas."""
+        return self._gradients.no_sync()
 
     def zero_grad(self) -> None:
         """Sets every gradient to None."""
-        for parameter in self.parameters():
-            parameter.grad = None
+        self._gradients.zero(self._assembly.parameters)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Global name -> parameter or buffer of this rank's stages."""
@@ -283,8 +295,7 @@ class Pipeline:
             batched = self.options.transport == "batched"
             self._shared_links = share_memory(self.mesh, self.device, self.options, channels, prefix)
             self._links = Links(self._line, self._program(None).all_channels, self.device, batched)
-            for holders, weights in self._shared.items():
-                ties.start_equal(holders, self.rank, weights, self._control())
+            self._gradients.start_equal(self._control())
         if self.options.monitor:
             default: Any = dist.distributed_c10d._get_default_store()
             store = default.clone()  # its own connection: the main thread may be inside a wait on the other

@@ -59,7 +59,8 @@ class Rank:
 
     Attributes:
         deferral: the output layer's weight gradients, where they may wait.
-        finished: told in a training step of each stage whose gradients are complete, once what made them so has been sent.
+        finishing: told in a training step before a stage's last B, if that is one call of autograd's.
+        finished: told of each stage whose gradients are complete, once what made them so has been sent.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Rank:
         self.faults = faults
         self.lane = lane
         self.deferral: HeadDeferral | None = None
+        self.finishing: Callable[[int], None] | None = None
         self.finished: Callable[[int], None] | None = None
         self.status = Status(rank)
         before, after = neighbours(schedule)
@@ -115,6 +117,10 @@ class Rank:
                 while not transport.arrived(message):
                     yield message
                 received.append(transport.take(message))
+            if self.finishing is not None:
+                for stage in step.closes:
+                    if self.stages[stage].one_backward:
+                        self.finishing(stage)
             outgoing = work.execute(step, received)
             closed += step.closes
             self.status.done += 1

@@ -99,6 +99,16 @@ class Stage:
         if deferral is not None:
             defer_weight_gradients(layers.modules[-1], deferral.desk)
 
+    def add_in_place(self) -> None:
+        """From now on linear layers add their weight gradients to the desks' main gradients."""
+        for module in self.layers.modules[: -1 if self.deferral is not None else None]:
+            defer_weight_gradients(module, self._desk)
+
+    @property
+    def one_backward(self) -> bool:
+        """Whether B is one call of autograd's, after which all gradients are there."""
+        return not (self._splits or self.segmented or self.deferral is not None)
+
     def compute(self, values: Values, keywords: Mapping[str, Any]) -> Any:
         """The layers one after the other; the last one's result as it is. No gradient, nothing stays alive."""
         self._write_to(None)

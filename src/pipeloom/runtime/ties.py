@@ -88,7 +88,7 @@ def by_holders(ties: Mapping[Tie, nn.Parameter]) -> dict[tuple[int, ...], list[n
 
 def start_equal(holders: tuple[int, ...], rank: int, weights: Sequence[nn.Parameter], group: Any) -> None:
     """The first holder's values on every holder."""
-    flat = _flatten(weights, [weight.detach() for weight in weights])
+    flat = _flatten([weight.detach() for weight in weights])
     if rank == holders[0]:
         for work in [group.send([flat], to, _TIE_TAG) for to in holders[1:]]:
             work.wait()
@@ -99,9 +99,9 @@ def start_equal(holders: tuple[int, ...], rank: int, weights: Sequence[nn.Parame
             weight.copy_(values)
 
 
-def sum_gradients(holders: tuple[int, ...], rank: int, weights: Sequence[nn.Parameter], group: Any) -> None:
-    """Sets every weight's gradient to the sum over the holders, added in their order: bitwise the same on each."""
-    own = _flatten(weights, [w.grad if w.grad is not None else torch.zeros_like(w) for w in weights])
+def sum_over(holders: tuple[int, ...], rank: int, parts: Sequence[Tensor], group: Any) -> list[Tensor]:
+    """The sum of each tensor over the holders, added in their order: bitwise the same on each."""
+    own = _flatten(parts)
     others = [to for to in holders if to != rank]
     sends = [group.send([own], to, _TIE_TAG) for to in others]
     received: dict[int, Tensor] = {rank: own}
@@ -113,14 +113,13 @@ def sum_gradients(holders: tuple[int, ...], rank: int, weights: Sequence[nn.Para
     total = received[holders[0]].clone()
     for origin in holders[1:]:
         total += received[origin]
-    for weight, gradient in zip(weights, _unflatten(total, weights), strict=True):
-        weight.grad = gradient
+    return _unflatten(total, parts)
 
 
-def _flatten(weights: Sequence[nn.Parameter], values: Sequence[Tensor]) -> Tensor:
-    return torch.cat([value.reshape(-1).to(weights[0].dtype) for value in values])
+def _flatten(values: Sequence[Tensor]) -> Tensor:
+    return torch.cat([value.reshape(-1).to(values[0].dtype) for value in values])
 
 
-def _unflatten(flat: Tensor, weights: Sequence[nn.Parameter]) -> list[Tensor]:
-    pieces = torch.split(flat, [weight.numel() for weight in weights])
-    return [piece.reshape(weight.shape).to(weight.dtype).clone() for piece, weight in zip(pieces, weights, strict=True)]
+def _unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    pieces = torch.split(flat, [value.numel() for value in like])
+    return [piece.reshape(value.shape).to(value.dtype).clone() for piece, value in zip(pieces, like, strict=True)]
