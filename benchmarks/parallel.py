@@ -1,0 +1,150 @@
+"""Layers spread over processes against torch's own, on 2 gloo processes.
+
+    python benchmarks/parallel.py           all parts
+    python benchmarks/parallel.py tensor
+
+tensor: a column -> row pair (width 256, inner 1024, 1024 tokens) forward and backward, against the same pair under
+        torch.distributed.tensor.parallel (ColwiseParallel and RowwiseParallel on DTensor); without and with sequence
+        parallelism.
+
+The two sides alternate, step by step, in the same processes; a step's time is that of its slower process. Printed are
+medians over the pairs of steps, and the median of their ratios.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
+
+from pipeloom.config import MeshShape
+from pipeloom.parallel.laid import layout_of, part_of
+from pipeloom.parallel.mesh import Mesh
+from pipeloom.parallel.tensor import TensorParallel, column_linear, row_linear
+from processes import run_ranks
+
+PROCESSES = 2
+PAIRS, SETTLED = 60, 10  # pairs of steps; those before the times are steady
+
+
+class Times(NamedTuple):
+    """Seconds of each step, ours and theirs."""
+
+    ours: list[float]
+    theirs: list[float]
+
+
+def alternate(ours: Callable[[], None], theirs: Callable[[], None], pairs: int = PAIRS) -> Times:
+    """Steps of both, in turn; every process calls this."""
+    times = Times([], [])
+    for at in range(SETTLED + pairs):
+        for step, kept in ((ours, times.ours), (theirs, times.theirs)):
+            dist.barrier()
+            start = time.perf_counter()
+            step()
+            seconds = time.perf_counter() - start
+            if at >= SETTLED:
+                kept.append(seconds)
+    return times
+
+
+def report(what: str, results: list[Times]) -> None:
+    """One line of what the processes measured."""
+    ours, theirs = ([max(step) for step in zip(*side, strict=True)] for side in zip(*results, strict=True))
+    ratio = median(a / b for a, b in zip(ours, theirs, strict=True))
+    print(f"{what:34}{1e3 * median(ours):10.2f}{1e3 * median(theirs):12.2f}{ratio:9.3f}{len(ours):7}")
+
+
+def header(part: str, theirs: str) -> None:
+    print(f"{part:34}{'ours ms':>10}{theirs:>12}{'ratio':>9}{'pairs':>7}")
+
+
+WIDTH, INNER, TOKENS = 256, 1024, 1024
+
+
+class Pair(nn.Module):
+    def __init__(self, up: nn.Module, down: nn.Module) -> None:
+        super().__init__()
+        self.up, self.down = up, down
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(F.silu(self.up(x)))
+        return out
+
+
+def plain_pair() -> Pair:
+    torch.manual_seed(0)
+    return Pair(nn.Linear(WIDTH, INNER, bias=False), nn.Linear(INNER, WIDTH, bias=False))
+
+
+def our_pair(sequence: bool) -> Pair:
+    mesh = Mesh.of(MeshShape(tp=PROCESSES))
+    assert mesh is not None
+    tensor = TensorParallel(mesh.tp, sequence)
+    pair, plain = Pair(column_linear(WIDTH, INNER, tensor), row_linear(INNER, WIDTH, tensor)), plain_pair()
+    layouts = layout_of(pair)
+    with torch.no_grad():
+        for name, parameter in pair.named_parameters():
+            parameter.copy_(part_of(plain.get_parameter(name), layouts[name], {"tp": tensor.index}))
+    return pair
+
+
+def their_pair(sequence: bool) -> Pair:
+    layouts = {"input_layouts": Shard(0)} if sequence else {}
+    plan = {
+        "up": ColwiseParallel(**layouts),
+        "down": RowwiseParallel(output_layouts=Shard(0)) if sequence else RowwiseParallel(),
+    }
+    return parallelize_module(plain_pair(), init_device_mesh("cpu", (PROCESSES,)), plan)  # type: ignore[return-value, arg-type]
+
+
+def measure_tensor(rank: int, sequence: bool) -> Times:
+    sides = [our_pair(sequence), their_pair(sequence)]
+    x, seed = (torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(at)) for at in (1, 2))
+    if sequence:
+        x, seed = (value.chunk(PROCESSES)[rank].clone() for value in (x, seed))
+    inputs = [x.clone().requires_grad_() for _ in sides]
+    outs: list[Any] = [None, None]
+
+    def step(at: int) -> None:
+        sides[at].zero_grad()
+        inputs[at].grad = None
+        outs[at] = sides[at](inputs[at])
+        outs[at].backward(seed)
+
+    for at in range(2):
+        step(at)
+    torch.testing.assert_close(outs[0], outs[1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-4, atol=1e-4)
+    for ours, theirs in zip(sides[0].parameters(), sides[1].parameters(), strict=True):
+        assert ours.grad is not None
+        torch.testing.assert_close(ours.grad, theirs.grad.to_local(), rtol=1e-4, atol=1e-3)  # type: ignore[union-attr]
+    return alternate(lambda: step(0), lambda: step(1))
+
+
+def tensor() -> None:
+    header("column -> row pair, 2 processes", "DTensor ms")
+    for sequence in (False, True):
+        report("sequence parallel" if sequence else "tensor parallel", run_ranks(measure_tensor, PROCESSES, sequence))
+
+
+PARTS = {"tensor": tensor}
+
+if __name__ == "__main__":
+    chosen = sys.argv[1:] or list(PARTS)
+    unknown = [name for name in chosen if name not in PARTS]
+    if unknown:
+        sys.exit(f"there is no part {unknown[0]!r}; parts: {', '.join(PARTS)}")
+    for name in chosen:
+        PARTS[name]()
+        print()
