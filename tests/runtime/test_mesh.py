@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ class Case:
     schedule: pl.Schedule
     shape: MeshShape
     rows: tuple[tuple[int, ...], ...]
-    options: RuntimeOptions = RuntimeOptions(monitor=False)
+    transport: Literal["auto", "individual", "batched"] = "auto"
     tied: tuple[tuple[str, ...], ...] = ()
 
 
@@ -48,8 +48,8 @@ CASES = [
     Case("tied", S.interleaved(2, 3, 2), MeshShape(2, 2), uneven(2, 3), tied=TIED),
     Case("two routes", S.dualpipe(2, 4), MeshShape(2, 2), uneven(2, 4)),
     Case("pp 1", S.one_f_one_b(1, 3), MeshShape(1, 4), uneven(4, 3)),
-    Case("batched", S.one_f_one_b(2, 3), MeshShape(2, 2), uneven(2, 3), RuntimeOptions(transport="batched")),
-    Case("individual", S.zb_h1(2, 3), MeshShape(2, 2), uneven(2, 3), RuntimeOptions(transport="individual")),
+    Case("batched", S.one_f_one_b(2, 3), MeshShape(2, 2), uneven(2, 3), "batched"),
+    Case("individual", S.zb_h1(2, 3), MeshShape(2, 2), uneven(2, 3), "individual"),
 ]
 
 
@@ -84,7 +84,7 @@ def run_case(case: Case) -> dict[str, Any]:
     """One step, two steps that are reduced once, and an evaluation on this rank."""
     mesh = Mesh.of(case.shape)
     assert mesh is not None
-    options = RuntimeOptions(monitor=False, transport=case.options.transport, microbatch_sizes=case.rows[mesh.place.dp])
+    options = RuntimeOptions(monitor=False, transport=case.transport, microbatch_sizes=case.rows[mesh.place.dp])
     pipeline = Pipeline(layers(case), case.schedule, loss=mse, mesh=mesh, tied=case.tied, options=options)
     x, y = data(case)[mesh.place.dp]
     loss = pipeline.step(x, y).item()

@@ -131,16 +131,16 @@ def buffers(rank: int, schedule: Any, options: RuntimeOptions) -> dict[str, Any]
         pipeline.step(*batch(2 * schedule.microbatches, seed=step))
         pipeline.zero_grad()
         gc.collect()
-        made.append(pipeline._pool.made)
+        made.append(pipeline._connections.pool.made)
         alive.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
     timeline = pipeline.timeline()
-    links = pipeline._shared_links
+    links = pipeline._connections.shared
     report = {
         "made": made,
         "shared segments": links and sum(len(box.segments) for box in links.outboxes.values()),
-        "sends": sum(m is not None for step in pipeline._program(None).steps for m in step.sends),
+        "sends": sum(m is not None for step in pipeline._connections.program(None).steps for m in step.sends),
         "alive": alive,
-        "messages": sum(m is not None for step in pipeline._program(None).steps for m in step.receives),
+        "messages": sum(m is not None for step in pipeline._connections.program(None).steps for m in step.receives),
         "peak": pl.simulate(schedule, pl.Costs(1, 1, 1, 0)).peak_activations[rank],
         "boxes": tuple(map(len, timeline.starts)),
         "ordered": all(

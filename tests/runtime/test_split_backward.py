@@ -183,9 +183,9 @@ def _work(rank: int, schedule: Schedule, transport: str) -> tuple[dict[str, Tens
         pipeline.zero_grad()
         pipeline.step(x, y)
     found = gradients(pipeline)
-    made = pipeline._pool.made
+    made = pipeline._connections.pool.made
     pipeline.step(x, y)
-    assert pipeline._pool.made <= made + 2
+    assert pipeline._connections.pool.made <= made + 2
     pipeline.close()
     return found, made
 
@@ -202,7 +202,7 @@ def test_a_received_gradient_is_not_overwritten_while_its_weight_gradient_waits(
 
 def _forgetful(rank: int) -> dict[str, Tensor]:
     pipeline = Pipeline([seeded(i, LinearLast) for i in range(2)], pl.schedules.build("dualpipe", 2, 4), loss=mse)
-    pipeline._shared = {}
+    pipeline._gradients._shared = {}
     x, y = batch(9)
     pipeline.step(x, y)
     found = gradients(pipeline)

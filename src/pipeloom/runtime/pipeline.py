@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,21 +29,17 @@ from pipeloom.runtime.batch import (
     join,
     split_batch,
 )
-from pipeloom.runtime.buffers import BufferPool
+from pipeloom.runtime.connections import Connections
 from pipeloom.runtime.gradients import Gradients
 from pipeloom.runtime.layers import LayerSource
 from pipeloom.runtime.losses import LossSpread, PendingLoss
-from pipeloom.runtime.lowering import RankProgram, forward_only, lower
-from pipeloom.runtime.machines import share_memory
-from pipeloom.runtime.monitor import Monitor
+from pipeloom.runtime.lowering import RankProgram
 from pipeloom.runtime.names import Names
 from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.runtime.rank import Loss, Rank, StepResult
-from pipeloom.runtime.shared_memory import SharedLinks, SharedMemoryTransport
 from pipeloom.runtime.status import Status
-from pipeloom.runtime.torch_transport import Links, TorchTransport
 from pipeloom.runtime.trace import clock_offset, gather_timeline
-from pipeloom.runtime.transport import InProcessTransport, Mailroom, Transport
+from pipeloom.runtime.where import device_of, mesh_of, sum_over_replicas
 from pipeloom.schedule.channels import Message
 from pipeloom.schedule.check import check
 from pipeloom.schedule.model import Schedule
@@ -96,14 +93,12 @@ class Pipeline:
         check(schedule, transport="batched" if options.transport == "batched" else "individual")
         self.schedule = schedule
         self.options = options
-        self.mesh = _mesh(mesh)
+        self.mesh = mesh_of(mesh)
         self._line = self.mesh.pipeline
-        self.device = _device(options, self.mesh)
+        self.device = device_of(options, self.mesh)
         self.next_step = 0
         self._weight = weight
         self._result = StepResult()
-        self._programs: dict[int | None, RankProgram] = {}
-        self._shared_links: SharedLinks | None = None
         if self.ranks != schedule.ranks:
             raise ConfigError(f"the schedule has {schedule.ranks} ranks, and the pipeline {self.ranks} processes")
         prefix = ""
@@ -119,11 +114,14 @@ class Pipeline:
         self._rank.status = Status(self.rank, Names(self.mesh))
         self._alarm = Alarm(self._rank.status)
         self._losses = LossSpread(self.mesh, schedule, self.device, self._alarm)
-        self._pool = BufferPool(self.device)
+        self._connections = Connections(self.mesh, self._rank, self.device, options)
         self.layouts: dict[str, Laid] = {each.name: each.laid for each in self._assembly.held}
         self._gradients = Gradients(self._assembly, self.mesh, options, self._alarm)
         if self.distributed:
-            self._start_distributed(prefix)
+            self._connections.open(prefix)
+            self._gradients.start_equal(self._connections.sums)
+            if options.monitor:
+                self._connections.watch(prefix, self._alarm)
 
     # -- running ---------------------------------------------------------------------------------------------------------
 
@@ -145,8 +143,8 @@ class Pipeline:
         self._rank.faults.at_step(self.next_step)
         batch = self._split(inputs, targets, keywords, self.schedule.microbatches)
         self._gradients.begin()
-        self._result = self._run(self._program(None), batch)
-        self._gradients.finish(self._control())
+        self._result = self._run(self._connections.program(None), batch)
+        self._gradients.finish(self._connections.sums)
         self.next_step += 1
         return self._losses.start(self._result.loss)
 
@@ -157,13 +155,13 @@ class Pipeline:
         Where layers exchange tokens between replicas (experts), all replicas' batches must have as many micro-batches.
         """
         batch = self._split(inputs, targets, keywords, self._forward_count(inputs))
-        return self._losses.start(self._run(self._program(batch.count), batch).loss).wait()
+        return self._losses.start(self._run(self._connections.program(batch.count), batch).loss).wait()
 
     @torch.no_grad()
     def predict(self, inputs: Any, **keywords: Any) -> Any:
         """The outputs of the last stage for the whole batch, on the rank that holds it; None on the others."""
         batch = self._split(inputs, None, keywords, self._forward_count(inputs))
-        outputs = self._run(self._program(batch.count), batch, keep_outputs=True).outputs
+        outputs = self._run(self._connections.program(batch.count), batch, keep_outputs=True).outputs
         if len(self.schedule.routes) > 1 and self.group is not None:
             gathered: list[Any] = [None] * self.ranks
             dist.all_gather_object(gathered, outputs, group=self.group)
@@ -171,7 +169,7 @@ class Pipeline:
         return join([outputs[mb] for mb in sorted(outputs)]) if len(outputs) == batch.count else None
 
     def _run(self, program: RankProgram, batch: Microbatches, keep_outputs: bool = False) -> StepResult:
-        transport = self._transport(program)
+        transport = self._connections.transport(program)
         with self._alarm.telling():
             return drive(self._rank.run(program, batch, transport, keep_outputs=keep_outputs))
 
@@ -200,7 +198,7 @@ class Pipeline:
     @property
     def control(self) -> Any:
         """A gloo group for small CPU messages between the pipeline's ranks; None for one process."""
-        return None if self.group is None else self._links.control
+        return self._connections.control
 
     @property
     def peak_activations(self) -> int:
@@ -260,7 +258,7 @@ class Pipeline:
             if of(schedule) != of(self.schedule):
                 raise ConfigError(f"the pipeline cannot change its {words} from {of(self.schedule)} to {of(schedule)}")
         self.schedule = self._rank.schedule = schedule
-        self._programs.clear()
+        self._connections.forget_programs()
         self._result = StepResult()
 
     def train(self, mode: bool = True) -> None:
@@ -275,7 +273,7 @@ class Pipeline:
         """This pipeline's last step as measured, in seconds, with the ranks' clocks aligned; collective over its ranks."""
         if not self._result.starts:
             raise UsageError("no step has run yet")
-        offset = clock_offset(self._line, self._control())
+        offset = clock_offset(self._line, self._connections.sums)
         return gather_timeline(self.schedule, self._line, self._result, offset)
 
     def close(self) -> None:
@@ -284,72 +282,18 @@ class Pipeline:
         if self._alarm.monitor is not None:
             self._alarm.monitor.close()
             self._alarm.monitor = None
-        if self._shared_links is not None:
-            self._shared_links.close()
+        self._connections.close()
 
-    # -- set-up ----------------------------------------------------------------------------------------------------------
-
-    def _start_distributed(self, prefix: str) -> None:
-        channels = self._program(None).channels
-        if self.group is not None:
-            batched = self.options.transport == "batched"
-            self._shared_links = share_memory(self.mesh, self.device, self.options, channels, prefix)
-            self._links = Links(self._line, self._program(None).all_channels, self.device, batched)
-            self._gradients.start_equal(self._control())
-        if self.options.monitor:
-            default: Any = dist.distributed_c10d._get_default_store()
-            store = default.clone()  # its own connection: the main thread may be inside a wait on the other
-            status, everyone = self._rank.status, self.mesh.everyone
-            peers = {status.names.number(rank) for channel in channels for rank in channel[:2]}
-            for axis in (self.mesh.dp, self.mesh.tp):  # a ring along each
-                peers.add(everyone.ranks.index(axis.ranks[(axis.index + 1) % axis.size]))
-            watched = sorted(peers - {status.number})
-            options = self.options
-            self._alarm.monitor = Monitor(
-                store, prefix, status, watched, everyone.size, options.timeout, options.notice
-            )
-            self._alarm.monitor.start()
-
-    def _control(self) -> Any:
-        if self.group is None:
-            return None
-        return self._links.control if self.device.type == "cpu" else self.group
-
-    def _program(self, forward_count: int | None) -> RankProgram:
-        """The training program, or the forward-only one of so many micro-batches; lowered once each."""
-        if forward_count not in self._programs:
-            schedule = self.schedule if forward_count is None else forward_only(self.schedule, forward_count)
-            self._programs[forward_count] = lower(schedule, self.rank, self.options)
-        return self._programs[forward_count]
-
-    def _transport(self, program: RankProgram) -> Transport:
-        if self.group is None:
-            return InProcessTransport(Mailroom())
-        if self._shared_links is not None:
-            return SharedMemoryTransport(self._shared_links, self._pool)
-        batched = self.options.transport == "batched"
-        return TorchTransport(self._links, program.acknowledges, self._rank.book, self._pool, batched)
+    # -- a batch -----------------------------------------------------------------------------------------------------------
 
     def _forward_count(self, inputs: Any) -> int:
         return min(self.schedule.microbatches, batch_rows(as_inputs(inputs)))
 
     def _split(self, inputs: Any, targets: Any, keywords: Mapping[str, Any], count: int) -> Microbatches:
         sizes = chosen_sizes(inputs, count, self.options.microbatch_sizes)
-        weighing = Weighing(self._weight, self._total, self.mesh.place.dp, self.next_step)
+        total = partial(sum_over_replicas, mesh=self.mesh, device=self.device, alarm=self._alarm)
+        weighing = Weighing(self._weight, float if targets is None else total, self.mesh.place.dp, self.next_step)
         return split_batch(inputs, targets, keywords, sizes, weighing)
-
-    def _total(self, weight: float) -> float:
-        """The sum over the data-parallel replicas, the same on each."""
-        if self.mesh.dp.group is None:
-            return weight
-        with self._alarm.telling():
-            self._rank.status.wait_between("the other replicas' numbers of targets")
-            backend = str(dist.get_backend_config(self.mesh.dp.group))
-            device = torch.device("cpu") if "gloo" in backend else self.device
-            total = torch.tensor([weight], dtype=torch.float64, device=device)
-            dist.all_reduce(total, group=self.mesh.dp.group)
-            self._rank.status.leave()
-        return float(total.item())
 
 
 def drive(run: Generator[Message, None, StepResult]) -> StepResult:
@@ -360,20 +304,3 @@ def drive(run: Generator[Message, None, StepResult]) -> StepResult:
         except StopIteration as done:
             return done.value  # type: ignore[no-any-return]
         raise DistributedError(f"{message.words} never comes: there is no other rank in this process")
-
-
-def _mesh(mesh: Mesh | PipelineMesh | DeviceMesh | None) -> Mesh:
-    if isinstance(mesh, Mesh):
-        return mesh
-    if mesh is None:
-        mesh = PipelineMesh.whole_world()
-    return Mesh.of_pipeline(mesh if isinstance(mesh, PipelineMesh) else PipelineMesh.of_device_mesh(mesh))
-
-
-def _device(options: RuntimeOptions, mesh: Mesh) -> torch.device:
-    if options.device is not None:
-        return torch.device(options.device)
-    group = mesh.everyone.group
-    if group is not None and "nccl" in str(dist.get_backend_config(group)) and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
