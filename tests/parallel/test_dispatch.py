@@ -183,7 +183,8 @@ def test_two_ranks_are_one_rank() -> None:
 def two_level_cases(rank: int) -> dict[str, tuple[int, int]]:
     """Case -> rows across nodes of this rank, two-level and flat, both as counted and as sent."""
     axis = Axis(tuple(range(4)), rank, dist.group.WORLD)
-    same_order, levels = ExpertParallel(axis, nodes=2), two_levels(axis, 2)
+    same_order = ExpertParallel(axis, nodes=2)
+    levels = two_levels(same_order)
     assert levels.two_level
     every_case(rank, 4)
     crossings = {}

@@ -1,6 +1,6 @@
 """Models as lists of layers, which know nothing of how they are spread over ranks."""
 
-from pipeloom.models.decoder import DecoderLayer, layers, tied
+from pipeloom.models.layers import DecoderLayer, layers, tied
 from pipeloom.models.loss import cross_entropy, token_loss
 from pipeloom.models.names import hub_name
 

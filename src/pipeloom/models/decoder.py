@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeloom.config import ModelSection
-from pipeloom.models import names
 from pipeloom.models.rotary import rotate
-from pipeloom.models.weights import Deviations, Drawing, draw
 from pipeloom.ops.microbatch import MicrobatchContext
-from pipeloom.ops.random_state import Dropout, TokenPart, set_sources
+from pipeloom.ops.random_state import Dropout, TokenPart
 from pipeloom.parallel.laid import Laid
-from pipeloom.parallel.tensor import TensorParallel, column_linear, project, row_linear, spread
-from pipeloom.parallel.vocabulary import VocabularyEmbedding, VocabularyHead
+from pipeloom.parallel.tensor import TensorParallel, column_linear, project, row_linear
+from pipeloom.parallel.vocabulary import VocabularyHead
 
 NORM_EPSILON = 1e-6
 
@@ -66,14 +61,21 @@ class Attention(nn.Module):
         self.o_proj = row_linear(queries, width, tensor)
 
     def forward(self, x: Tensor) -> Tensor:
-        queries, keys, values = project(x, self.q_proj, self.k_proj, self.v_proj)
-        batch, length, _ = queries.shape
-        query = rotate(self._split(queries, self.heads), self.theta)
-        key = rotate(self._split(keys, self.key_value_heads), self.theta)
-        value = self._split(values, self.key_value_heads)
+        query, key, value = self.split_heads(x)
         grouped = self.key_value_heads < self.heads
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
-        out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
+        return self.merge_heads(mixed)
+
+    def split_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [batch, length, hidden] -> queries and keys, turned to their positions, and values: [batch, heads, length, width]."""
+        queries, keys, values = project(x, self.q_proj, self.k_proj, self.v_proj)
+        query = rotate(self._split(queries, self.heads), self.theta)
+        key = rotate(self._split(keys, self.key_value_heads), self.theta)
+        return query, key, self._split(values, self.key_value_heads)
+
+    def merge_heads(self, mixed: Tensor) -> Tensor:
+        """[batch, heads, length, width] -> [batch, length, hidden]."""
+        out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return out
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
@@ -138,79 +140,3 @@ class Head(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(self.norm(x))
         return logits
-
-
-@dataclass(frozen=True)
-class DecoderLayer:
-    """A layer that is built when it is called, on the rank that holds it.
-
-    Attributes:
-        name: global name; its parameters are called `name.parameter`.
-        build: makes the module.
-    """
-
-    name: str
-    build: Callable[[], nn.Module]
-
-    def __call__(self) -> nn.Module:
-        return self.build()
-
-
-def layers(
-    shape: ModelSection,
-    seed: int,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    tensor: TensorParallel | None = None,
-) -> list[DecoderLayer]:
-    """The decoder as factories: [embedding, block, …, block, norm and output], num_hidden_layers + 2 of them.
-
-    Tokens [batch, length] int64 go in, logits [batch, length, vocab_size] come out. A weight's first value depends on
-    `seed` and its global name alone: normal with deviation sqrt(2 / (5 hidden_size)), 0.02 at a width of 1000 (arXiv
-    1910.05895). Projections back into the residual stream start smaller by sqrt(2 L), which keeps its variance
-    independent of the depth (GPT-2).
-
-    Args:
-        tensor: spreads every layer over these ranks: the same parameter names, parts of the same first weights. Between
-            layers then go whole activations, or with sequence parallelism [batch, length / tp, hidden]; each rank puts out
-            the logits of its part of the vocabulary.
-
-    Building a block raises ConfigError for numbers of heads, or an inner width, that the ranks do not divide.
-    """
-    usual = math.sqrt(2 / (5 * shape.hidden_size))
-    residual = usual / math.sqrt(2 * shape.num_hidden_layers)
-    deviations = Deviations(usual, {"o_proj": residual, "down_proj": residual})
-    same = {names.HEAD_WEIGHT: names.EMBEDDING_WEIGHT} if shape.tie_word_embeddings else {}
-    cut = spread(tensor)
-    drawing = Drawing(seed, deviations, same, {"tp": cut.index} if cut is not None else {})
-
-    def build(name: str, make: Callable[[], nn.Module]) -> nn.Module:
-        with torch.device("meta"):
-            module = make()
-        module = module.to(dtype).to_empty(device=device)
-        draw(module, name, drawing)
-        set_sources(module, seed, name)
-        return module
-
-    def layer(name: str, make: Callable[[], nn.Module]) -> DecoderLayer:
-        return DecoderLayer(name, partial(build, name, make))
-
-    return [
-        layer(names.EMBEDDING, partial(_embedding, shape, cut)),
-        *(layer(names.block(index), partial(Block, shape, cut)) for index in range(shape.num_hidden_layers)),
-        layer(names.HEAD, partial(Head, shape, cut)),
-    ]
-
-
-def _embedding(shape: ModelSection, tensor: TensorParallel | None) -> nn.Module:
-    if tensor is not None:
-        return VocabularyEmbedding(shape.vocab_size, shape.hidden_size, tensor)
-    # torch's own first values would be drawn on the meta device, which imports its compiler: seconds a process
-    weight = torch.empty(shape.vocab_size, shape.hidden_size)
-    embedding: nn.Embedding = nn.Embedding.from_pretrained(weight, freeze=False)  # type: ignore[no-untyped-call]
-    return embedding
-
-
-def tied(shape: ModelSection) -> tuple[tuple[str, ...], ...]:
-    """Groups of parameter names that are one weight."""
-    return ((names.EMBEDDING_WEIGHT, names.HEAD_WEIGHT),) if shape.tie_word_embeddings else ()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -75,8 +76,15 @@ class Dropout(nn.Module):
         return x * keep * (1 / (1 - self.probability))
 
 
+@runtime_checkable
+class Drawing(Protocol):
+    """A layer that draws: whoever builds it sets its source."""
+
+    source: Source | None
+
+
 def set_sources(module: nn.Module, seed: int, name: str) -> None:
-    """Tells each `Dropout` inside `module`, whose global name is `name`, where its numbers come from."""
+    """Tells each layer inside `module` that draws, `name` being the module's global name, where its numbers come from."""
     for path, part in module.named_modules():
-        if isinstance(part, Dropout):
+        if isinstance(part, Drawing):
             part.source = Source(seed, f"{name}.{path}" if path else name)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeloom.ops.deferred import Desk
+from pipeloom.ops.deferred import Desk, apply_linear
 from pipeloom.ops.grouped import apply_grouped_linear
 from pipeloom.parallel.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
 from pipeloom.parallel.laid import Laid, Shard
@@ -80,6 +80,33 @@ class Experts(nn.Module):
         inner = F.silu(self.gate_proj(rows, counts)) * self.up_proj(rows, counts)
         out: Tensor = self.down_proj(inner, counts)
         return out
+
+
+class TermLinear(nn.Module):
+    """A linear layer of which each tensor-parallel rank computes a term; entering and summing up are the caller's.
+
+    Args:
+        cut: the dimension of the weight [outputs, inputs] that is cut; None: every rank has all of it, and its gradient is
+            that of its own terms only.
+    """
+
+    def __init__(self, inputs: int, outputs: int, cut: int | None, tensor: TensorParallel | None) -> None:
+        super().__init__()
+        shape, self._laid = [outputs, inputs], Laid(partial=tensor is not None)
+        if tensor is not None and cut is not None:
+            sizes = tensor.split(shape[cut], "the shared experts' width")
+            shape[cut], self._laid = sizes[tensor.index], Laid((Shard("tp", cut, sizes),))
+        self.weight = nn.Parameter(torch.empty(shape))
+        self.desk: Desk | None = None
+
+    def laid(self) -> Mapping[str, Laid]:
+        return {"weight": self._laid}
+
+    def defer_to(self, desk: Desk) -> None:
+        self.desk = desk
+
+    def forward(self, x: Tensor) -> Tensor:
+        return apply_linear(x, self.weight, None, self.desk)
 
 
 def enter(x: Tensor, tensor: TensorParallel | None) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,12 +25,16 @@ class ExpertParallel:
         nodes: machines that the axis spans, each a run of ranks. A token's outputs are summed node by node.
         inside, across: two-level: the ranks of this node, and those at this rank's place in each node. None: flat, every
             row goes straight to its expert.
+        chunks: parts of a micro-batch's tokens whose dispatch, experts and combine overlap each other.
+        blocks: parts of each sequence whose dispatch, experts and combine overlap the attention of the next.
     """
 
     axis: Axis
     nodes: int = 1
     inside: Axis | None = None
     across: Axis | None = None
+    chunks: int = 1
+    blocks: int = 1
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.axis.size % self.nodes:
@@ -59,22 +63,18 @@ class ExpertParallel:
         return (experts // self.size,) * self.size
 
 
-def two_levels(axis: Axis, nodes: int) -> ExpertParallel:
-    """The two-level form: rank i is at place i % L of node i // L, L = size / nodes.
+def two_levels(flat: ExpertParallel) -> ExpertParallel:
+    """The two-level form of `flat`: rank i is at place i % L of node i // L, L = size / nodes.
 
-    Makes two process groups; every rank of the axis must call this alike, others need not.
+    Makes two process groups; every rank of the axis must call this alike, others need not. It is `flat` itself where all
+    ranks are on one node, or each on its own.
     """
-    flat = ExpertParallel(axis, nodes)
-    length = axis.size // nodes
-    if nodes == 1 or length == 1:
-        return flat  # all of the way is on one level
+    axis, length = flat.axis, flat.axis.size // flat.nodes
+    if length in (1, axis.size):
+        return flat
     node, place = divmod(axis.index, length)
-    return ExpertParallel(
-        axis,
-        nodes,
-        inside=_sub_axis(axis, range(node * length, (node + 1) * length)),
-        across=_sub_axis(axis, range(place, axis.size, length)),
-    )
+    inside = _sub_axis(axis, range(node * length, (node + 1) * length))
+    return replace(flat, inside=inside, across=_sub_axis(axis, range(place, axis.size, length)))
 
 
 def _sub_axis(axis: Axis, which: range) -> Axis:

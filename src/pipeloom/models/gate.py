@@ -1,0 +1,155 @@
+"""The router of a block: the gate's weights, what it draws, what it carries to the loss, and the loads that it has seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.config import ModelSection
+from pipeloom.errors import UsageError
+from pipeloom.ops.auxiliary import with_loss
+from pipeloom.ops.deferred import Desk, apply_linear
+from pipeloom.ops.microbatch import MicrobatchContext
+from pipeloom.ops.random_state import Source
+from pipeloom.parallel.laid import Laid
+from pipeloom.parallel.router import (
+    NO_DRAWS,
+    Draws,
+    Gate,
+    Routing,
+    Tally,
+    capacity_of,
+    draws_for,
+    limit,
+    move_bias,
+    route,
+)
+from pipeloom.parallel.tensor import TensorParallel
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one micro-batch asked of the experts of one block.
+
+    Attributes:
+        counts: choices of each expert: [experts] int64.
+        dropped: choices that no expert took: 0-dim int64.
+    """
+
+    counts: Tensor
+    dropped: Tensor
+
+
+class TopKGate(nn.Module):
+    """Scores tokens, chooses their experts, and carries the auxiliary losses of a micro-batch.
+
+    All tokens of the micro-batch come in on every tensor-parallel rank, so all of them choose alike. Each sees the
+    gradient of its own terms of the experts only.
+
+    Attributes:
+        source: where random numbers come from; whoever builds the layer sets it.
+        loads: micro-batch -> what it asked for, of the last step. A recomputed forward writes the same again.
+    """
+
+    e_score_correction_bias: Tensor
+
+    def __init__(self, shape: ModelSection, tensor: TensorParallel | None = None) -> None:
+        super().__init__()
+        self.gate = Gate(shape.router, shape.num_experts, shape.num_experts_per_tok)
+        self.capacity_factor = shape.capacity_factor
+        self.balance, self.z = shape.aux_loss_coef, shape.z_loss_coef
+        self.tensor = tensor
+        self.weight = nn.Parameter(torch.empty(shape.num_experts, shape.hidden_size))
+        noisy = shape.router == "noisy"
+        self.noise_weight = nn.Parameter(torch.empty(shape.num_experts, shape.hidden_size)) if noisy else None
+        if shape.router == "sigmoid":
+            self.register_buffer("e_score_correction_bias", torch.zeros(shape.num_experts))
+        self.source: Source | None = None
+        self.desk: Desk | None = None
+        self.loads: dict[int, Load] = {}
+
+    def laid(self) -> Mapping[str, Laid]:
+        laid = Laid(partial=self.tensor is not None)
+        return {"weight": laid} if self.noise_weight is None else {"weight": laid, "noise_weight": laid}
+
+    def defer_to(self, desk: Desk) -> None:
+        self.desk = desk
+
+    def reset_bias(self) -> None:
+        """The bias of the choice, in fp32 and 0."""
+        if self.gate.router == "sigmoid":
+            weight = self.weight
+            self.e_score_correction_bias = torch.zeros(self.gate.experts, dtype=torch.float32, device=weight.device)
+
+    def draw(self, tokens: Tensor, microbatch: MicrobatchContext | None) -> Draws:
+        """The random numbers for tokens [tokens, width], all of the micro-batch's."""
+        if not self.training or self.gate.router not in ("switch", "noisy", "gshard"):
+            return NO_DRAWS
+        if self.source is None or microbatch is None:
+            raise UsageError(
+                f'router "{self.gate.router}" must know its place: set `source`, and give the keyword argument `microbatch`'
+            )
+        count, width = tokens.shape
+        return draws_for(self.gate, count, width, tokens.dtype, self.source.generator(microbatch, tokens.device))
+
+    def choose(self, tokens: Tensor, draws: Draws) -> Routing:
+        """The experts of tokens [tokens, width]; nothing is dropped for its place, no loss is carried yet."""
+        jittered = tokens if draws.inputs is None else tokens * draws.inputs
+        logits = apply_linear(jittered, self.weight, None, self.desk)
+        scale = None
+        if self.noise_weight is not None and draws.logits is not None:
+            scale = apply_linear(tokens, self.noise_weight, None, self.desk)
+        bias = self.e_score_correction_bias if self.gate.router == "sigmoid" else None
+        return route(self.gate, logits, draws, scale=scale, bias=bias)
+
+    def limit(self, routing: Routing) -> Routing:
+        """`routing`, of all tokens of a micro-batch, without what the experts have no place for."""
+        if self.capacity_factor == 0:
+            return routing
+        return limit(routing, capacity_of(routing.tally.tokens, self.gate, self.capacity_factor))
+
+    def carry(self, weights: Tensor, tally: Tally, microbatch: MicrobatchContext | None) -> Tensor:
+        """`weights`, whose backward adds the gradient of the micro-batch's auxiliary losses.
+
+        These are of this replica's tokens of the micro-batch, and count by its share of the step, as its loss does.
+        """
+        if not self.training or not (self.balance or self.z):
+            return weights
+        if self.tensor is not None and self.tensor.index != 0:
+            return weights  # the gradients of the ranks are summed
+        share = 1.0 if microbatch is None else microbatch.share
+        return with_loss(weights, share * (self.balance * tally.balance_loss() + self.z * tally.z_loss()))
+
+    def record(self, counts: Tensor, kept: Tensor | None, microbatch: MicrobatchContext | None) -> None:
+        """Remembers what a micro-batch asked for, in training."""
+        if self.training and torch.is_grad_enabled():
+            dropped = counts.new_zeros(()) if kept is None else (~kept).sum()
+            self.loads[0 if microbatch is None else microbatch.index] = Load(counts.detach(), dropped)
+
+
+def gates_of(modules: Iterable[nn.Module]) -> list[TopKGate]:
+    """The gates inside these modules, in order."""
+    return [part for module in modules for part in module.modules() if isinstance(part, TopKGate)]
+
+
+def take_loads(gate: TopKGate) -> Tensor:
+    """What the micro-batches of the last step asked of the gate's experts, and forgets it.
+
+    Returns: [experts + 1] int64: choices of each expert, then choices that were dropped. Under tensor parallelism every rank
+    has seen all of them.
+    """
+    loads, gate.loads = list(gate.loads.values()), {}
+    total = torch.zeros(gate.gate.experts + 1, dtype=torch.int64, device=gate.weight.device)
+    for load in loads:
+        total[:-1] += load.counts
+        total[-1] += load.dropped
+    return total
+
+
+def balance(gate: TopKGate, counts: Tensor) -> None:
+    """Moves the bias of a sigmoid gate towards even loads; `counts` [experts] are of the whole step, over all replicas."""
+    if gate.gate.router == "sigmoid":
+        move_bias(gate.e_score_correction_bias, counts, gate.gate.bias_rate)

@@ -1,0 +1,157 @@
+"""A block whose feed-forward part is a mixture of experts (Mixtral; Qwen-MoE with shared experts).
+
+The block declares its segments: attention and router, dispatch, experts, combine, mixture. Its plain forward runs them in
+order, an overlapped pair interleaves those of two micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipeloom.config import ModelSection
+from pipeloom.models.decoder import Attention, RMSNorm
+from pipeloom.models.gate import TopKGate
+from pipeloom.models.moe_overlap import run_in_chunks, run_in_sequence_blocks
+from pipeloom.ops.microbatch import MicrobatchContext
+from pipeloom.ops.random_state import Dropout, TokenPart
+from pipeloom.ops.segments import Compute, Segment, Values, in_order
+from pipeloom.parallel.dispatch import arrive, depart, homeward, land, leave, outward
+from pipeloom.parallel.expert import Experts, TermLinear, enter
+from pipeloom.parallel.router import Routing
+from pipeloom.parallel.tensor import TensorParallel, sum_over_ranks
+from pipeloom.parallel.trip import ExpertParallel, Trip, plan
+
+
+class SharedExpert(nn.Module):
+    """SwiGLU that every token goes through; under tensor parallelism this rank's term of it."""
+
+    def __init__(self, hidden: int, inner: int, tensor: TensorParallel | None) -> None:
+        super().__init__()
+        self.gate_proj = TermLinear(hidden, inner, 0, tensor)
+        self.up_proj = TermLinear(hidden, inner, 0, tensor)
+        self.down_proj = TermLinear(inner, hidden, 1, tensor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class SparseFeedForward(nn.Module):
+    """The parts of a mixture of experts, called by the segments of its block. Tokens are [tokens, hidden] here."""
+
+    def __init__(
+        self, shape: ModelSection, tensor: TensorParallel | None = None, expert: ExpertParallel | None = None
+    ) -> None:
+        super().__init__()
+        hidden, inner = shape.hidden_size, shape.expert_width
+        self.expert = expert if expert is not None and expert.size > 1 else None
+        self.gate = TopKGate(shape, tensor)
+        self.experts = Experts(shape.num_experts, hidden, inner, self.expert, tensor)
+        self.shared_expert: SharedExpert | None = None
+        if shape.num_shared_experts:
+            self.shared_expert = SharedExpert(hidden, shape.num_shared_experts * inner, tensor)
+            self.shared_expert_gate = TermLinear(hidden, 1, None, tensor)
+
+    def route(self, tokens: Tensor, microbatch: MicrobatchContext | None) -> Routing:
+        """Where all tokens of a micro-batch go; the weights carry its auxiliary losses."""
+        routing = self.gate.limit(self.gate.choose(tokens, self.gate.draw(tokens, microbatch)))
+        self.gate.record(routing.tally.counts, routing.kept, microbatch)
+        return replace(routing, weights=self.gate.carry(routing.weights, routing.tally, microbatch))
+
+    def compute(self, rows: Tensor, trip: Trip) -> Tensor:
+        """Rows as they came through this rank's experts, in the same order."""
+        return depart(self.experts(arrive(rows, trip), trip.arrival.counts), trip)
+
+    def share(self, tokens: Tensor) -> Tensor | None:
+        """What the shared experts add: sigmoid(gate x) · expert(x) (Qwen-MoE); None where there are none."""
+        if self.shared_expert is None:
+            return None
+        gate: Tensor = self.shared_expert_gate(tokens).sigmoid()
+        added: Tensor = self.shared_expert(tokens)
+        return gate * added
+
+
+class SparseBlock(nn.Module):
+    """One transformer block with experts: [batch, length, hidden] -> the same shape; under sequence parallelism length / tp.
+
+    Args:
+        expert: the ranks that the experts are spread over; each has tokens of its own, and its replica of all else.
+    """
+
+    def __init__(
+        self, shape: ModelSection, tensor: TensorParallel | None = None, expert: ExpertParallel | None = None
+    ) -> None:
+        super().__init__()
+        sequence = tensor is not None and tensor.sequence
+        part = TokenPart(tensor.index, tensor.size) if tensor is not None and sequence else None
+        self.tensor = tensor
+        self.input_layernorm = RMSNorm(shape.hidden_size, sequence)
+        self.self_attn = Attention(shape, tensor)
+        self.attention_dropout = Dropout(shape.dropout, part)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, sequence)
+        self.mlp = SparseFeedForward(shape, tensor, expert)
+        self.mlp_dropout = Dropout(shape.dropout, part)
+
+    def forward(self, x: Tensor, microbatch: MicrobatchContext | None = None) -> Tensor:
+        """`microbatch` is needed in training for dropout and for routers that draw; without it auxiliary losses count 1."""
+        out: Tensor = in_order(self.segments(microbatch=microbatch), (x,))[0]
+        return out
+
+    def segments(self, *, microbatch: MicrobatchContext | None = None) -> Sequence[Segment]:
+        """x -> the block's output. With parts that overlap each other inside the micro-batch, they are one segment."""
+        expert = self.mlp.expert
+        if expert is not None and expert.chunks > 1:
+            return [Compute("block in chunks", partial(run_in_chunks, self, microbatch))]
+        if expert is not None and expert.blocks > 1:
+            return [Compute("block in sequence blocks", partial(run_in_sequence_blocks, self, microbatch))]
+        return [
+            Compute("attention", partial(self._attend_and_route, microbatch)),
+            *outward(expert),
+            Compute("experts", self._compute),
+            *homeward(expert),
+            Compute("mixture", partial(self._mix, microbatch)),
+        ]
+
+    def attend(self, x: Tensor, microbatch: MicrobatchContext | None) -> Tensor:
+        """x and what attention adds to it."""
+        gained: Tensor = self.attention_dropout(self.self_attn(self.input_layernorm(x)), microbatch)
+        return x + gained
+
+    def tokens(self, attended: Tensor) -> Tensor:
+        """What the router and the experts see: all tokens, on every tensor-parallel rank, [batch, length, hidden]."""
+        return enter(self.post_attention_layernorm(attended), self.tensor)
+
+    def add(self, attended: Tensor, mixed: Tensor, microbatch: MicrobatchContext | None) -> Tensor:
+        """The block's output from this rank's term of the mixture [tokens, hidden]."""
+        batch, width = attended.shape[0], attended.shape[-1]
+        whole = mixed.view(batch, -1, width)
+        if self.tensor is not None:
+            whole = sum_over_ranks(whole, self.tensor)
+        gained: Tensor = self.mlp_dropout(whole, microbatch)
+        return attended + gained
+
+    def _attend_and_route(self, microbatch: MicrobatchContext | None, values: Values) -> Values:
+        attended = self.attend(values[0], microbatch)
+        tokens = self.tokens(attended).flatten(0, 1)
+        routing = self.mlp.route(tokens, microbatch)
+        (trip,) = plan([routing], self.mlp.expert)
+        rows, weights = leave(tokens, routing.weights, trip)
+        return rows, weights, trip, attended, (tokens if self.mlp.shared_expert is not None else None)
+
+    def _compute(self, values: Values) -> Values:
+        rows, weights, trip, attended, tokens = values
+        shared = None if tokens is None else self.mlp.share(tokens)
+        return self.mlp.compute(rows, trip), weights, trip, attended, shared
+
+    def _mix(self, microbatch: MicrobatchContext | None, values: Values) -> Values:
+        rows, weights, trip, attended, shared = values
+        return (self.add(attended, _plus(land(rows, weights, trip), shared), microbatch),)
+
+
+def _plus(mixed: Tensor, shared: Tensor | None) -> Tensor:
+    return mixed if shared is None else mixed + shared

@@ -1,0 +1,165 @@
+"""All-to-all hidden inside one micro-batch: behind the experts of other tokens, or behind the attention of other tokens.
+
+Each communication is two nodes of autograd (ops/started.py), so the backward overlaps in mirror image. What a token gets
+does not depend on the parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pipeloom.models.decoder import Attention
+from pipeloom.ops.microbatch import MicrobatchContext
+from pipeloom.ops.segments import Communication, Values, in_order
+from pipeloom.ops.started import begin
+from pipeloom.parallel.dispatch import homeward, land, leave, outward
+from pipeloom.parallel.router import Draws, Routing
+from pipeloom.parallel.trip import ExpertParallel, Trip, plan
+
+if TYPE_CHECKING:
+    from pipeloom.models.moe import SparseBlock, SparseFeedForward
+
+Finish = Callable[[], Values]
+
+
+def run_in_chunks(block: SparseBlock, microbatch: MicrobatchContext | None, values: Values) -> Values:
+    """The block with its tokens in chunks: dispatch(i+1) beside experts(i) beside combine(i-1) (Tutel, arXiv 2206.03382)."""
+    mlp, expert = block.mlp, _spread(block)
+    attended = block.attend(values[0], microbatch)
+    tokens = block.tokens(attended).flatten(0, 1)
+    chunks = tokens.tensor_split(expert.chunks)
+    routings = _cut(mlp.route(tokens, microbatch), expert.chunks)
+    trips = plan(routings, expert)
+
+    def depart(at: int) -> Finish:
+        return _dispatch(chunks[at], routings[at], trips[at], expert)
+
+    coming, going = depart(0), None
+    shared = mlp.share(tokens)
+    mixed: list[Tensor] = []
+    for at, trip in enumerate(trips):
+        arrived, coming = coming, (depart(at + 1) if at + 1 < len(trips) else coming)
+        leaving = _experts_and_combine(mlp, arrived, trip, expert)
+        if going is not None:
+            mixed.append(_landed(going, trips[at - 1]))
+        going = leaving
+    assert going is not None
+    mixed.append(_landed(going, trips[-1]))
+    whole = torch.cat(mixed)
+    return (block.add(attended, whole if shared is None else whole + shared, microbatch),)
+
+
+def run_in_sequence_blocks(block: SparseBlock, microbatch: MicrobatchContext | None, values: Values) -> Values:
+    """The block with its sequences in blocks: dispatch(i) beside attention(i+1), combine(i) beside what follows (AMPipe).
+
+    Nothing is dropped for its place here (config/expert_checks.py): capacity is known only when all tokens are routed.
+    """
+    (x,) = values
+    mlp, expert = block.mlp, _spread(block)
+    whole_draws = mlp.gate.draw(x.flatten(0, 1), microbatch)
+    dropped = _mask(block, x, microbatch)
+    attention = _BlockAttention(block.self_attn, block.input_layernorm(x))
+    spans = [(int(part[0]), int(part[-1]) + 1) for part in torch.arange(x.shape[1]).tensor_split(expert.blocks)]
+    tally = None
+    ready: list[tuple[Finish, Trip, Tensor]] = []
+    landing: list[tuple[Finish, Trip, Tensor | None]] = []
+    attended: list[Tensor] = []
+    for start, end in spans:
+        gained = attention.run(start, end)
+        attended.append(x[:, start:end] + (gained if dropped is None else gained * dropped[:, start:end]))
+        tokens = block.tokens(attended[-1]).flatten(0, 1)
+        routing = mlp.gate.choose(tokens, _of_block(whole_draws, x, start, end))
+        tally = routing.tally if tally is None else tally + routing.tally
+        if end == x.shape[1]:
+            mlp.gate.record(tally.counts, None, microbatch)
+            routing = replace(routing, weights=mlp.gate.carry(routing.weights, tally, microbatch))
+        (trip,) = plan([routing], expert)
+        if ready:
+            landing.append(_experts_of(mlp, *ready.pop(), expert))
+        ready.append((_dispatch(tokens, routing, trip, expert), trip, tokens))
+    landing.append(_experts_of(mlp, *ready.pop(), expert))
+    parts = []
+    for finish, trip, shared in landing:
+        mixed = _landed(finish, trip)
+        parts.append((mixed if shared is None else mixed + shared).view(x.shape[0], -1, x.shape[2]))
+    return (block.add(torch.cat(attended, 1), torch.cat(parts, 1).flatten(0, 1), microbatch),)
+
+
+class _BlockAttention:
+    """Causal attention of one run of queries at a time over all keys up to them."""
+
+    def __init__(self, attention: Attention, x: Tensor) -> None:
+        self._attention = attention
+        self._query, self._key, self._value = attention.split_heads(x)
+
+    def run(self, start: int, end: int) -> Tensor:
+        """What positions start..end-1 get: [batch, end - start, hidden]."""
+        visible = torch.ones(end - start, end, dtype=torch.bool, device=self._query.device).tril(start)
+        mixed = F.scaled_dot_product_attention(
+            self._query[:, :, start:end],
+            self._key[:, :, :end],
+            self._value[:, :, :end],
+            attn_mask=visible,
+            enable_gqa=self._key.shape[1] < self._query.shape[1],
+        )
+        return self._attention.merge_heads(mixed)
+
+
+def _spread(block: SparseBlock) -> ExpertParallel:
+    assert block.mlp.expert is not None
+    return block.mlp.expert
+
+
+def _cut(routing: Routing, chunks: int) -> list[Routing]:
+    """The routing of each run of tokens; each keeps the tally of all."""
+    kept: list[Tensor | None] = [None] * chunks if routing.kept is None else list(routing.kept.tensor_split(chunks))
+    parts = zip(routing.experts.tensor_split(chunks), routing.weights.tensor_split(chunks), kept, strict=True)
+    return [Routing(experts, weights, own, routing.tally) for experts, weights, own in parts]
+
+
+def _dispatch(tokens: Tensor, routing: Routing, trip: Trip, expert: ExpertParallel) -> Finish:
+    first, *rest = outward(expert)
+    assert isinstance(first, Communication)
+    finish = begin(first, (*leave(tokens, routing.weights, trip), trip))
+    return lambda: in_order(rest, finish())
+
+
+def _experts_and_combine(mlp: SparseFeedForward, arrived: Finish, trip: Trip, expert: ExpertParallel) -> Finish:
+    *before, last = homeward(expert)
+    assert isinstance(last, Communication)
+    rows, *others = arrived()
+    return begin(last, in_order(before, (mlp.compute(rows, trip), *others)))
+
+
+def _experts_of(
+    mlp: SparseFeedForward, arrived: Finish, trip: Trip, tokens: Tensor, expert: ExpertParallel
+) -> tuple[Finish, Trip, Tensor | None]:
+    shared = mlp.share(tokens)
+    return _experts_and_combine(mlp, arrived, trip, expert), trip, shared
+
+
+def _landed(finish: Finish, trip: Trip) -> Tensor:
+    rows, weights, *_ = finish()
+    return land(rows, weights, trip)
+
+
+def _mask(block: SparseBlock, x: Tensor, microbatch: MicrobatchContext | None) -> Tensor | None:
+    """What the attention's dropout multiplies with, of all tokens: each block takes its part."""
+    dropout = block.attention_dropout
+    if not dropout.training or dropout.probability == 0:
+        return None
+    return dropout(torch.ones_like(x), microbatch).detach()  # type: ignore[no-any-return]
+
+
+def _of_block(draws: Draws, x: Tensor, start: int, end: int) -> Draws:
+    """The random numbers of positions start..end-1 of each sequence."""
+    if all(value is None for value in (draws.inputs, draws.logits, draws.second)):
+        return draws
+    positions = torch.arange(x.shape[0] * x.shape[1], device=x.device).view(x.shape[:2])
+    return draws.rows(positions[:, start:end].flatten())
