@@ -18,7 +18,7 @@ from pipeloom.models import cross_entropy
 from pipeloom.parallel.laid import layout_of, part_of
 from pipeloom.parallel.mesh import Axis
 from pipeloom.parallel.tensor import TensorParallel
-from pipeloom.parallel.vocabulary import VocabularyEmbedding, VocabularyHead
+from pipeloom.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, whole_logits
 from pipeloom.parallel.vocabulary import cross_entropy as spread_cross_entropy
 from processes import run_ranks
 
@@ -52,6 +52,7 @@ def check_loss(tensor: TensorParallel, dtype: torch.dtype, smoothing: float, ign
     want, gradient = loss_and_gradient(lambda x: cross_entropy(x, targets, smoothing), logits)
     loss, found = loss_and_gradient(lambda x: spread_cross_entropy(x, targets, tensor, VOCABULARY, smoothing), part)
     own = part_of(gradient.movedim(-1, 0), laid, {"tp": tensor.index}).movedim(0, -1)
+    assert torch.equal(whole_logits(part[0], tensor, VOCABULARY), logits[0])
     assert loss.dtype == want.dtype
     assert found.dtype == dtype
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeloom.errors import UsageError
-from pipeloom.parallel.collectives import start_all_reduce
+from pipeloom.parallel.collectives import start_all_gather, start_all_reduce
 from pipeloom.parallel.laid import Laid, Shard
 from pipeloom.parallel.mesh import Axis
 from pipeloom.parallel.tensor import ColumnLinear, TensorParallel, sum_over_ranks
@@ -76,6 +76,15 @@ def cross_entropy(
     """
     call = _Call(tensor.axis, tensor.split_unevenly(vocabulary), label_smoothing)
     return _CrossEntropy.apply(logits, targets.flatten(), call)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@torch.no_grad()
+def whole_logits(logits: Tensor, tensor: TensorParallel, vocabulary: int) -> Tensor:
+    """[..., own part] of each rank -> [..., vocabulary] on all: for a few positions, to choose a token by."""
+    parts = tensor.split_unevenly(vocabulary)
+    filled = F.pad(logits, (0, max(parts) - logits.shape[-1])).unsqueeze(-1)
+    columns = start_all_gather(filled, tensor.axis).wait().squeeze(-1).split(max(parts), -1)
+    return torch.cat([column[..., :size] for column, size in zip(columns, parts, strict=True)], -1)
 
 
 @dataclass(frozen=True)
