@@ -18,12 +18,15 @@ def hops(schedule: pl.Schedule, starts: Sequence[Sequence[float]], ends: Sequenc
         for action in parts(cell)
         if action.kind != "W"
     }
-    found = []
+    needed: dict[tuple[int, int], list[tuple[float, int]]] = {}
     for (kind, stage, microbatch), (rank, at) in places.items():
         position = route.index(stage) + (-1 if kind == "F" else 1)
-        if at == 0 or not 0 <= position < len(route):
-            continue
-        source, entry = places[kind, route[position], microbatch]
-        if source != rank and ends[source][entry] > ends[rank][at - 1]:
-            found.append(starts[rank][at] - ends[source][entry])
+        if 0 <= position < len(route):
+            source, entry = places[kind, route[position], microbatch]
+            needed.setdefault((rank, at), []).append((ends[source][entry], source))
+    found = []
+    for (rank, at), messages in needed.items():
+        end, source = max(messages)  # a pair waits for the later of its two
+        if at and source != rank and end > ends[rank][at - 1]:
+            found.append(starts[rank][at] - end)
     return found

@@ -1,0 +1,214 @@
+"""The overlapped pair: all-to-all hidden behind the computation of another micro-batch.
+
+    python benchmarks/overlap.py            all parts
+    python benchmarks/overlap.py band hidden steps real
+
+band:   one block's pair with emulated times (computations that sleep, an all-to-all that is there some time after it starts,
+        one after the other on its link; the real engine), unit computation 10 ms, all-to-all from half of it to two and a half:
+        measured pair against the model, with and without the weight gradients split from the backward.
+hidden: a step of 16 micro-batches without a pipeline: exposed all-to-all with pairs over that of one action after the other.
+steps:  pipelines of 4 processes: step over the makespan simulated with segment times and hop of the same run, and the exposed
+        all-to-all with pairs over that without.
+real:   blocks with experts over gloo, real computation, 2 processes: step with pairs over step without, and exposed times.
+
+With and without alternate, step by step, in the same processes; figures are medians.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from statistics import fmean, median
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import pipeloom as pl
+from emulated import UNIT, Clock, EmulatedBlock, apart, total
+from hops import hops
+from pipeloom.runtime import LocalPipeline, Pipeline
+from pipeloom.schedule.actions import Action, Pair
+from pipeloom.schedule.model import parts
+from pipeloom.schedule.segments import LayerSegments, SegmentCosts, exposed, length, run_block
+from processes import run_ranks
+
+STEPS = 5
+
+
+class Alone(NamedTuple):
+    """Steps without a pipeline: exposed seconds of each, lengths of the pairs, and the mean of the sleeps."""
+
+    exposed: list[float]
+    pairs: list[float]
+    unit: float
+
+
+def run_alone(microbatches: int, talk: float, split: bool, pairs: bool, layers: int = 1) -> Alone:
+    """STEPS steps of 1f1b-overlap on one rank, after one more."""
+    clock = Clock()
+    schedule = pl.schedules.build("1f1b-overlap", 1, microbatches)
+    run = schedule if pairs else apart(schedule)
+    pipeline = LocalPipeline([partial(EmulatedBlock, clock, talk, split)] * layers, run, loss=total)
+    stood, took = [], []
+    x = torch.ones(microbatches, 1)
+    for at in range(STEPS + 1):
+        pipeline.step(x, x)
+        (result,) = pipeline._results
+        if at:
+            stood.append(result.exposed or 0.0)
+            spans = zip(run.programs[0], result.starts, result.ends, strict=True)
+            took += [end - start for cell, start, end in spans if isinstance(cell, Pair)]
+    return Alone(stood, took, fmean([*clock.times("attention"), *clock.times("experts")]))
+
+
+def band() -> None:
+    print(
+        f"one block, unit computation {UNIT * 1e3:.0f} ms; units of it; a pair's length, medians of {STEPS * 3} pairs"
+    )
+    print(
+        f"{'all-to-all':>10}{'serial':>8}{'overlapped':>12}{'model':>7}{'split':>8}{'model':>7}{'split gains':>13}{'model':>7}"
+    )
+    for tenths in (5, 10, 12, 15, 18, 20, 25):
+        share = tenths / 10
+        fused, split = (run_alone(4, share * UNIT, s, pairs=True) for s in (False, True))
+        unit = (fused.unit + split.unit) / 2
+        ideal = LayerSegments(dispatch=share, combine=share)
+        serial = length(run_block([ideal], [])) + length(run_block([], [ideal], "fused"))
+        whole, cut = (length(run_block([ideal], [ideal], how)) for how in ("fused", "split"))  # type: ignore[arg-type]
+        a, b = median(fused.pairs) / unit, median(split.pairs) / unit
+        print(f"{share:10.1f}{serial:8.1f}{a:12.2f}{whole:7.1f}{b:8.2f}{cut:7.1f}{a - b:13.2f}{whole - cut:7.1f}")
+
+
+def hidden() -> None:
+    m = 16
+    print(
+        f"no pipeline, {m} micro-batches, two blocks, computation {UNIT * 1e3:.0f} ms a part: exposed all-to-all of a step, ms"
+    )
+    print(
+        f"{'all-to-all':>10}{'without':>9}{'pairs':>8}{'ratio':>8}{'model':>8}{'split too':>11}{'ratio':>8}{'model':>8}"
+    )
+    for share in (0.3, 0.6, 1.0, 1.5, 2.0):
+        talk = share * UNIT
+        plain = median(run_alone(m, talk, False, pairs=False, layers=2).exposed)
+        block = [LayerSegments(dispatch=share, combine=share)] * 2
+        without = m * (exposed(run_block(block, [])) + exposed(run_block([], block, "fused")))
+        text = f"{share:10.1f}{plain * 1e3:9.1f}"
+        for how, split in (("fused", False), ("split", True)):
+            found = median(run_alone(m, talk, split, pairs=True, layers=2).exposed)
+            ends = exposed(run_block(block, [])) + exposed(run_block([], block, how))  # type: ignore[arg-type]
+            model = ends + (m - 1) * exposed(run_block(block, block, how))  # type: ignore[arg-type]
+            text += f"{found * 1e3:{11 if split else 8}.1f}{found / plain:8.3f}{model / without:8.3f}"
+        print(text)
+
+
+class Measured(NamedTuple):
+    """One process's part of one step of a pipeline.
+
+    Attributes:
+        exposed: seconds for which its computation stood still for all-to-alls.
+        timeline: the step, of all processes.
+        layer: its stages' segments in this step.
+    """
+
+    exposed: float
+    timeline: pl.Timeline
+    layer: LayerSegments
+
+
+def measure(
+    rank: int, name: str, ranks: int, m: int, chunks: int, talk: float
+) -> tuple[list[Measured], list[Measured]]:
+    """One process's steps with pairs and without, in turn."""
+    schedule = pl.schedules.build(name, ranks, m, chunks if chunks > 1 else None)
+    sides = []
+    for one in (schedule, apart(schedule)):
+        clock = Clock()
+        layers = [partial(EmulatedBlock, clock, talk, True)] * one.positions
+        sides.append((Pipeline(layers, one, loss=total), clock))
+    found: tuple[list[Measured], list[Measured]] = [], []
+    x = torch.ones(m, 1)
+    for at in range(STEPS + 1):
+        for (pipeline, clock), steps_of in zip(sides, found, strict=True):
+            clock.seconds.clear()
+            dist.barrier()
+            pipeline.step(x, x)
+            timeline = pipeline.timeline()
+            if at:
+                layer = own_segments(clock, timeline, rank, talk)
+                steps_of.append(Measured(pipeline._result.exposed or 0.0, timeline, layer))
+    for pipeline, _ in sides:
+        pipeline.close()
+    return found
+
+
+def own_segments(clock: Clock, timeline: pl.Timeline, rank: int, talk: float) -> LayerSegments:
+    """A layer's segments in one step: the sleeps, longer by what forwards alone took beside them.
+
+    What the engine itself takes for a forward is spread over its two parts, and as much is added to each I.
+    """
+    attention, experts = clock.times("attention"), clock.times("experts")
+    spans = zip(timeline.schedule.programs[rank], timeline.starts[rank], timeline.ends[rank], strict=True)
+    alone = fmean(end - start for cell, start, end in spans if isinstance(cell, Action) and cell.kind == "F")
+    extra = (alone - 2 * talk - attention.forward - experts.forward) / 2
+    longer = [t._replace(forward=t.forward + extra, input_grad=t.input_grad + extra) for t in (attention, experts)]
+    return LayerSegments(*longer, talk, talk)
+
+
+class Figures(NamedTuple):
+    """Of one step, in seconds: measured and simulated makespan, exposed all-to-all of all ranks measured and in the model."""
+
+    makespan: float
+    simulated: float
+    exposed: float
+    model: float
+
+
+def figures(places: Sequence[Measured]) -> Figures:
+    timeline = places[0].timeline
+    schedule = timeline.schedule
+    hop = median(hops(schedule, timeline.starts, timeline.ends))
+    segments = SegmentCosts(tuple((places[rank].layer,) for rank in schedule.placement))
+    simulated = pl.simulate(schedule, segments.costs(p2p=hop)).makespan
+    model = 0.0
+    for cell in (cell for program in schedule.programs for cell in program):
+        actions = {action.kind: segments.stages[action.stage] for action in parts(cell)}
+        backward = actions.get("B", actions.get("I", ()))
+        model += exposed(run_block(actions.get("F", ()), backward, "later" if "I" in actions else "split"))
+    return Figures(timeline.makespan, simulated, sum(each.exposed for each in places), model)
+
+
+def steps() -> None:
+    ranks, m = 4, 8
+    print(f"{ranks} processes, {m} micro-batches, one block a stage, computation {UNIT * 1e3:.0f} ms a part, split")
+    print(
+        f"{'schedule':22}{'all-to-all':>11}{'step ms':>9}{'÷simulated':>12}{'÷without':>10}{'simulated':>11}{'exposed ms':>12}"
+        f"{'÷without':>10}{'model':>8}"
+    )
+    for name, chunks in (("1f1b-overlap", 1), ("interleaved-overlap", 2), ("dualpipev", 2)):
+        for share in (0.5, 1.0, 1.5):
+            results = run_ranks(measure, ranks, name, ranks, m, chunks, share * UNIT)
+            pairs, plain = (
+                [figures(step) for step in zip(*(r[side] for r in results), strict=True)] for side in (0, 1)
+            )
+            both = list(zip(pairs, plain, strict=True))
+            print(
+                f"{name:22}{share:11.1f}{median(f.makespan for f in pairs) * 1e3:9.1f}"
+                f"{median(f.makespan / f.simulated for f in pairs):12.3f}{median(a.makespan / b.makespan for a, b in both):10.3f}"
+                f"{median(a.simulated / b.simulated for a, b in both):11.3f}{median(f.exposed for f in pairs) * 1e3:12.1f}"
+                f"{median(a.exposed / b.exposed for a, b in both):10.3f}{median(a.model / b.model for a, b in both):8.3f}"
+            )
+
+
+PARTS = {"band": band, "hidden": hidden, "steps": steps}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    chosen = sys.argv[1:] or list(PARTS)
+    unknown = [name for name in chosen if name not in PARTS]
+    if unknown:
+        sys.exit(f"there is no part {unknown[0]!r}; parts: {', '.join(PARTS)}")
+    for part in chosen:
+        PARTS[part]()
+        print()
