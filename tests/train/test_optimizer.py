@@ -12,7 +12,7 @@ from torch import nn
 
 from pipeloom.config import load
 from pipeloom.config.sections import OptimizerSection
-from pipeloom.train.optimizer import clip, make_optimizer, set_rate, square_norm
+from pipeloom.train.optimizer import Optimizer, clip, square_norm
 from pipeloom.train.rate import learning_rate
 
 
@@ -22,46 +22,63 @@ def options(**changes: Any) -> OptimizerSection:
 
 def test_matrices_decay_and_vectors_do_not() -> None:
     matrix, vector = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
-    optimizer = make_optimizer([("m", matrix), ("v", vector)], options(weight_decay=0.5, lr=0.1, min_lr=0.0))
-    assert optimizer is not None
+    optimizer = Optimizer([("m", matrix), ("v", vector)], options(weight_decay=0.5, min_lr=0.0))
     matrix.grad, vector.grad = torch.zeros(2, 2), torch.zeros(2)
-    optimizer.step()
+    optimizer.step(None, 0.1)
     torch.testing.assert_close(matrix.detach(), torch.full((2, 2), 0.95))
     assert vector.tolist() == [1.0, 1.0]
+    assert matrix.grad is None
 
 
 def test_the_first_step_moves_by_the_rate() -> None:
     matrix = nn.Parameter(torch.zeros(1, 3))
-    optimizer = make_optimizer([("m", matrix)], options(weight_decay=0.0))
-    set_rate(optimizer, 0.25)
-    assert optimizer is not None
+    optimizer = Optimizer([("m", matrix)], options(weight_decay=0.0))
     matrix.grad = torch.tensor([[4.0, -0.5, 1.0]])
-    optimizer.step()
+    optimizer.step(None, 0.25)
     torch.testing.assert_close(matrix.detach(), torch.tensor([[-0.25, 0.25, -0.25]]))
 
 
-def test_a_rank_without_parameters_has_no_optimizer() -> None:
-    assert make_optimizer([], options()) is None
-    set_rate(None, 0.1)
-    assert square_norm([]) == 0.0
+def test_a_norm_that_is_not_finite_skips_the_step() -> None:
+    matrix = nn.Parameter(torch.ones(1, 3))
+    optimizer = Optimizer([("m", matrix)], options())
+    matrix.grad = torch.tensor([[math.nan, 0.0, 1.0]])
+    assert math.isnan(optimizer.square_norm())
+    optimizer.step(math.nan, 0.25)
+    assert matrix.tolist() == [[1.0, 1.0, 1.0]]
+    assert matrix.grad is None
 
 
-def test_frozen_parameters_are_left_alone() -> None:
+def test_a_rank_without_trained_parameters() -> None:
     frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
-    assert make_optimizer([("f", frozen)], options()) is None
+    for named in ([], [("f", frozen)]):
+        optimizer = Optimizer(named, options())
+        assert optimizer.adam is None
+        assert optimizer.square_norm() == 0.0
+        optimizer.step(1.0, 0.1)
+        assert optimizer.state_dict() == {}
+        assert optimizer.state_bytes == 0
+    assert frozen.tolist() == [[1, 1], [1, 1]]
 
 
 def test_the_square_norm_and_clipping_are_torchs() -> None:
     parameters = [nn.Parameter(torch.zeros(3, 4)), nn.Parameter(torch.zeros(5))]
+    optimizer = Optimizer([("a", parameters[0]), ("b", parameters[1])], options())
     for seed, parameter in enumerate(parameters):
         parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
     own = [p.grad.clone() for p in parameters if p.grad is not None]
-    norm = math.sqrt(square_norm(own))
+    norm = math.sqrt(optimizer.square_norm())
     want = torch.nn.utils.clip_grad_norm_(parameters, 0.5)
     assert norm == pytest.approx(want.item(), rel=1e-6)
     clip(own, norm, 0.5)
     for gradient, parameter in zip(own, parameters, strict=True):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-5, atol=0)
+
+
+def test_what_others_count_is_left_out_of_the_norm() -> None:
+    parameters = [("a", nn.Parameter(torch.zeros(2))), ("b", nn.Parameter(torch.zeros(2)))]
+    for _, parameter in parameters:
+        parameter.grad = torch.tensor([3.0, 4.0])
+    assert Optimizer(parameters, options(), counts=lambda name: name == "a").square_norm() == 25.0
 
 
 def test_small_gradients_and_a_limit_of_0_are_not_clipped() -> None:

@@ -20,7 +20,7 @@ from pipeloom.train.batches import Batch
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.copies import OptimizerCopy
 from pipeloom.train.loop import Trainer
-from pipeloom.train.optimizer import make_optimizer
+from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.speculative import Outcome, SpeculativeOptimizer
 from processes import run_ranks
 
@@ -82,7 +82,7 @@ def train(rank: int, layout: Layout, barrier: bool, spoil: Spoil, steps: int = S
         None,  # type: ignore[arg-type]
     )
     optimizer = trainer._optimizer
-    speculative = SpeculativeOptimizer(pipeline, optimizer, layout.config.optimizer.clip_norm)
+    speculative = SpeculativeOptimizer(pipeline, optimizer)
     for now in range(steps):
         batch, rate = batch_of(layout, now), 1e-3 * (now + 1)
         if barrier:
@@ -97,8 +97,8 @@ def train(rank: int, layout: Layout, barrier: bool, spoil: Spoil, steps: int = S
         assert speculative.settle() is None
     run.rollbacks, run.speculations = speculative.rollbacks, speculative.speculations
     run.weights = {name: value.detach().clone() for name, value in pipeline.state_dict().items()}
-    assert optimizer is not None
-    run.state = [value for state in optimizer.state.values() for value in state.values()]
+    assert optimizer.adam is not None
+    run.state = [value for state in optimizer.adam.state.values() for value in state.values()]
     pipeline.close()
     return run
 
@@ -262,7 +262,7 @@ def overlap(rank: int) -> dict[bool, tuple[list[float], list[float]]]:
         pipeline._run = late  # type: ignore[method-assign]
         context: Any = SimpleNamespace(rank=rank, device=CPU, stop_requested=False)
         trainer = Trainer(layout.config, pipeline, context, None)
-        speculative = SpeculativeOptimizer(pipeline, trainer._optimizer, 0.0)
+        speculative = SpeculativeOptimizer(pipeline, trainer._optimizer)
         for step in range(5):
             if barrier:
                 trainer.step(batch_of(layout, step), 1e-3)
@@ -298,23 +298,25 @@ def test_one_process_needs_nobody() -> None:
 
 def test_state_that_a_step_made_is_gone_after_it_is_taken_back() -> None:
     weights = [("a", nn.Parameter(torch.ones(2, 2))), ("b", nn.Parameter(torch.ones(2, 2)))]
-    optimizer = make_optimizer(weights, load_layout("tiny").config.optimizer)
-    assert optimizer is not None
+    optimizer = Optimizer(weights, load_layout("tiny", {"optimizer.clip_norm": 0.0}).config.optimizer)
+    assert optimizer.adam is not None
     a, b = (weight for _, weight in weights)
     a.grad = torch.ones(2, 2)
-    optimizer.step()
+    optimizer.step(None, 0.1)
     kept = a.detach().clone()
     copy = OptimizerCopy()
     copy.take(optimizer)
     b.grad = torch.ones(2, 2)
-    optimizer.step()
+    optimizer.step(None, 0.1)
+    a.grad = torch.ones(2, 2)
+    optimizer.step(None, 0.1)
     assert not torch.equal(a, kept)
-    assert optimizer.state[b]["step"] == 1
+    assert optimizer.adam.state[b]["step"] == 1
     copy.restore(optimizer)
     assert torch.equal(a, kept)
     assert torch.equal(b, torch.ones(2, 2))
-    assert set(optimizer.state) == {a}
-    assert optimizer.state[a]["step"] == 1
+    assert set(optimizer.adam.state) == {a}
+    assert optimizer.adam.state[a]["step"] == 1
 
 
 def command_losses(rank: int, barrier: bool) -> tuple[list[dict[str, Any]], int]:

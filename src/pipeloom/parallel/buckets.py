@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from pipeloom.parallel.laid import WHOLE, Laid
 from pipeloom.parallel.mesh import Axis, Mesh
 
+_ALIGNMENT = 32  # elements
+
 
 @dataclass(frozen=True)
 class Held:
@@ -53,22 +55,22 @@ class Bucket:
     Attributes:
         axis: the ranks that the gradients are summed over.
         partial: whether they are summed over tp too.
-        slots: the parameters, in the order in which a backward reaches them.
-        size: elements, a multiple of the axis's size; the last ones may belong to no parameter.
+        slots: where each parameter stands.
+        size: elements, a multiple of the axis's size; those between and after slots belong to no parameter and are zeros.
         flat: the gradients.
         before: reduced gradients of earlier steps, which the present step's are added to.
         part: with sharded gradients the reduced slice of this rank, else `flat`.
     """
 
-    def __init__(self, slots: Sequence[Slot], axis: Axis, dtype: torch.dtype) -> None:
-        first = slots[0].held
-        self.slots = tuple(slots)
+    def __init__(self, members: Sequence[Held], axis: Axis) -> None:
+        first = members[0]
+        self.slots = _slots(members)
         self.axis = axis
         self.partial = first.laid.partial
         self.stages = frozenset(first.stages)
-        self.size = -(-slots[-1].stop // axis.size) * axis.size
-        self.dtype = dtype
-        self.flat = torch.zeros(self.size, dtype=dtype, device=first.parameter.device)
+        self.size = -(-self.slots[-1].stop // axis.size) * axis.size
+        self.dtype = main_dtype(first.parameter.dtype)
+        self.flat = torch.zeros(self.size, dtype=self.dtype, device=first.parameter.device)
         self.part = self.flat
         self.before: Tensor | None = None
         self.content: Literal["empty", "local", "reduced"] = "empty"
@@ -78,10 +80,18 @@ class Bucket:
         return [slot.held.parameter for slot in self.slots]
 
     @property
-    def slice(self) -> slice:
+    def share(self) -> slice:
         """This rank's share of the elements when they are split over the axis."""
-        share = self.size // self.axis.size
-        return slice(self.axis.index * share, (self.axis.index + 1) * share)
+        count = self.size // self.axis.size
+        return slice(self.axis.index * count, (self.axis.index + 1) * count)
+
+    def runs(self, chosen: slice) -> Iterator[tuple[bool, slice]]:
+        """The stretches of `chosen` elements that decay and that do not: (whether, elements), at most one of each."""
+        border = next((slot.start for slot in self.slots if not slot.held.decays), self.size)
+        for decays, start, stop in ((True, 0, border), (False, border, self.size)):
+            start, stop = max(start, chosen.start), min(stop, chosen.stop)
+            if start < stop:
+                yield decays, slice(start, stop)
 
     @property
     def visible(self) -> bool:
@@ -94,7 +104,7 @@ class Bucket:
             yield slot, flat[slot.start : slot.stop].view(slot.held.parameter.shape)
 
 
-def make_buckets(held: Sequence[Held], mesh: Mesh, capacity: int, *, by_decay: bool) -> tuple[Bucket, ...]:
+def make_buckets(held: Sequence[Held], mesh: Mesh, capacity: int) -> tuple[Bucket, ...]:
     """Buckets for the parameters that train, in the order in which they are reduced: the same on all ranks of an axis.
 
     A bucket holds parameters of the same stages, axis and dtype. Those sharded over ep are reduced over edp, others over dp.
@@ -102,29 +112,33 @@ def make_buckets(held: Sequence[Held], mesh: Mesh, capacity: int, *, by_decay: b
     Args:
         held: in order of the forward.
         capacity: bytes of gradients after which a bucket is full; a larger parameter has one of its own.
-        by_decay: whether a bucket's parameters must be all matrices or all vectors.
     """
-    groups: dict[tuple[object, ...], list[Held]] = {}
+    groups: dict[tuple[object, ...], list[list[Held]]] = {}
     for each in reversed(held):
         if each.parameter.requires_grad:
-            expert = each.laid.over("ep") is not None
-            dtype = each.parameter.dtype
-            key = (each.stages, expert, each.laid.partial, dtype, each.parameter.device, by_decay and each.decays)
-            groups.setdefault(key, []).append(each)
+            parameter, expert = each.parameter, each.laid.over("ep") is not None
+            key = (each.stages, expert, each.laid.partial, parameter.dtype, parameter.device)
+            members = groups.setdefault(key, [[]])
+            size = sum(other.parameter.numel() for other in (*members[-1], each)) * main_dtype(parameter.dtype).itemsize
+            if members[-1] and size > capacity:
+                members.append([])
+            members[-1].append(each)
     place = {each.name: at for at, each in enumerate(reversed(held))}
-    buckets: list[Bucket] = []
-    for members in groups.values():
-        axis = mesh.edp if members[0].laid.over("ep") is not None else mesh.dp
-        dtype = main_dtype(members[0].parameter.dtype)
-        filled: list[Slot] = []
-        for each in members:
-            start = filled[-1].stop if filled else 0
-            if filled and (start + each.parameter.numel()) * dtype.itemsize > capacity:
-                buckets.append(Bucket(filled, axis, dtype))
-                filled, start = [], 0
-            filled.append(Slot(each, start, start + each.parameter.numel()))
-        buckets.append(Bucket(filled, axis, dtype))
+    buckets = [
+        Bucket(members, mesh.edp if members[0].laid.over("ep") is not None else mesh.dp)
+        for group in groups.values()
+        for members in group
+    ]
     return tuple(sorted(buckets, key=lambda bucket: max(place[slot.held.name] for slot in bucket.slots)))
+
+
+def _slots(members: Sequence[Held]) -> tuple[Slot, ...]:
+    """Matrices first, so that what decays is one run; each parameter begins at a multiple of 64 bytes at least."""
+    slots, start = [], 0
+    for each in sorted(members, key=lambda each: not each.decays):
+        slots.append(Slot(each, start, start + each.parameter.numel()))
+        start = -(-slots[-1].stop // _ALIGNMENT) * _ALIGNMENT
+    return tuple(slots)
 
 
 def main_dtype(dtype: torch.dtype) -> torch.dtype:

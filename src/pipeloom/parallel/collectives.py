@@ -62,6 +62,14 @@ def start_all_gather(x: Tensor, axis: Axis) -> Pending:
     return Pending(work, finish, part)
 
 
+def start_gather_slices(flat: Tensor, axis: Axis) -> Pending:
+    """Every rank's slice of `flat`, [size · n], on every rank: rank r's own elements are r·n to (r+1)·n."""
+    parts = flat.view(axis.size, -1)
+    own = parts[axis.index].clone() if flat.device.type == "cpu" else parts[axis.index]  # NCCL works in place
+    work = getattr(dist, _GATHER)(flat, own, group=axis.group, async_op=True)
+    return Pending(work, lambda: flat, own)
+
+
 def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
     """The sum over the axis of `x` [..., tokens, width], of which each rank gets its own tokens / size.
 

@@ -52,7 +52,7 @@ class GradientSync:
         self.main.opened = False
         self.mesh = mesh
         self.sharded = sharded
-        self.buckets = make_buckets(held, mesh, capacity, by_decay=sharded)
+        self.buckets = make_buckets(held, mesh, capacity)
         self.syncing = True
         self._views: dict[str, Tensor] = {}
         self._pending: dict[int, Pending | None] = {}
@@ -133,6 +133,12 @@ class GradientSync:
         if name not in self._views:
             raise UsageError(f"no gradient is kept for {name!r}")
         return self._views[name]
+
+    def put_back(self) -> None:
+        """Declares that the buckets' parts hold a step's reduced gradients again, after somebody has copied them in."""
+        for bucket in self.buckets:
+            bucket.content = "reduced"
+            self._show(bucket)
 
     # -- a bucket's life -------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.runtime import Pipeline
+from pipeloom.train.optimizer import Optimizer
 
 
 class Copies:
@@ -33,26 +34,25 @@ class Copies:
 
 
 class OptimizerCopy:
-    """An optimizer's parameters and state as they were."""
+    """What an optimizer steps, and its state, as they were."""
 
     def __init__(self) -> None:
         self._copies = Copies()
         self._state: dict[Any, dict[str, Any]] = {}
 
-    def take(self, optimizer: torch.optim.Optimizer | None) -> None:
-        if optimizer is None:
+    def take(self, optimizer: Optimizer) -> None:
+        if optimizer.adam is None:
             return
-        self._state = {parameter: dict(state) for parameter, state in optimizer.state.items()}
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._state = {master: dict(state) for master, state in optimizer.adam.state.items()}
         values = [value for state in self._state.values() for value in state.values() if isinstance(value, Tensor)]
-        self._copies.take([*parameters, *values])
+        self._copies.take([*optimizer.changing(), *values])
 
-    def restore(self, optimizer: torch.optim.Optimizer | None) -> None:
-        if optimizer is None:
+    def restore(self, optimizer: Optimizer) -> None:
+        if optimizer.adam is None:
             return
         self._copies.restore()
-        optimizer.state.clear()  # a parameter's first gradient may have made state that was not there
-        optimizer.state.update({parameter: dict(state) for parameter, state in self._state.items()})
+        optimizer.adam.state.clear()  # a parameter's first gradient may have made state that was not there
+        optimizer.adam.state.update({master: dict(state) for master, state in self._state.items()})
 
 
 class Surroundings:

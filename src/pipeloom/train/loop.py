@@ -19,7 +19,7 @@ from pipeloom.train.build import build_pipeline
 from pipeloom.train.collect import gather, maxima
 from pipeloom.train.corpus import read_corpus
 from pipeloom.train.metrics import StepMetrics, memory_in_use, model_flops_utilization, shared_cores, simulated
-from pipeloom.train.optimizer import clip, global_norm, make_optimizer, set_rate, square_norm
+from pipeloom.train.optimizer import Optimizer, global_norm
 from pipeloom.train.rate import learning_rate
 from pipeloom.train.report import Report
 from pipeloom.train.sample import generate
@@ -80,11 +80,11 @@ class Trainer:
         self.measuring: Measuring | None = None
         self._context = context
         self._report = report
-        self._optimizer = make_optimizer(pipeline.named_parameters(), config.optimizer)
+        self._optimizer = Optimizer(list(pipeline.named_parameters()), config.optimizer, counts=pipeline.owns)
         self._seconds: list[float] = []
         self._speculative: SpeculativeOptimizer | None = None
         if not config.optimizer.barrier:
-            self._speculative = SpeculativeOptimizer(pipeline, self._optimizer, config.optimizer.clip_norm)
+            self._speculative = SpeculativeOptimizer(pipeline, self._optimizer)
 
     def train(self, text: Tensor) -> None:
         """All steps. Raises Preempted after a step in which a worker was told to stop."""
@@ -144,15 +144,9 @@ class Trainer:
         """One optimizer step: (loss, global gradient norm before clipping, whether any worker was told to stop)."""
         device = self.pipeline.device
         loss = self.pipeline.step(batch.tokens.to(device), batch.targets.to(device))
-        held = [(name, p.grad) for name, p in self.pipeline.named_parameters() if p.grad is not None]
-        own = square_norm([gradient for name, gradient in held if self.pipeline.owns(name)])
-        rows = gather(self.pipeline, [own, float(self._context.stop_requested)])
+        rows = gather(self.pipeline, [self._optimizer.square_norm(), float(self._context.stop_requested)])
         norm = global_norm([row[0] for row in rows])
-        clip([gradient for _, gradient in held], norm, self.config.optimizer.clip_norm)
-        set_rate(self._optimizer, rate)
-        if self._optimizer is not None and math.isfinite(norm):
-            self._optimizer.step()
-        self.pipeline.zero_grad()
+        self._optimizer.step(norm, rate)
         return loss.item(), norm, any(row[1] for row in rows)
 
     def held_out_loss(self, batches: list[Batch]) -> float:

@@ -12,18 +12,15 @@ Every rank sends the same kinds of messages in every step, whatever it decides, 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-import torch
-from torch import Tensor, nn
 
 from pipeloom.runtime import Pipeline
 from pipeloom.runtime.losses import PendingLoss
 from pipeloom.train.copies import OptimizerCopy, Surroundings
 from pipeloom.train.exchange import Exchange
-from pipeloom.train.optimizer import clip, global_norm, set_rate, square_norm
+from pipeloom.train.optimizer import Optimizer, global_norm
 
 
 @dataclass(frozen=True)
@@ -47,13 +44,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step that this rank has made and the others have not confirmed; `gradients` only where it may have to be redone."""
+    """A step that this rank has made and the others have not confirmed; `bring_back` its gradients if it must be redone."""
 
     loss: PendingLoss
     rate: float
     exchange: Exchange
-    speculated: bool
-    gradients: list[tuple[nn.Parameter, Tensor]]
+    bring_back: Callable[[], None] | None
 
 
 class SpeculativeOptimizer:
@@ -63,16 +59,14 @@ class SpeculativeOptimizer:
     change its state's tensors in place, as those of torch do.
 
     Args:
-        optimizer: of this rank's parameters; None where it has none.
-        clip_norm: largest global gradient norm; 0: no clipping.
+        optimizer: of this rank's parameters. Its step must not be collective: gradients must not be sharded.
     """
 
-    def __init__(self, pipeline: Pipeline, optimizer: torch.optim.Optimizer | None, clip_norm: float) -> None:
+    def __init__(self, pipeline: Pipeline, optimizer: Optimizer) -> None:
         self.rollbacks = 0  # steps that any rank took back
         self.speculations = 0  # steps that this rank made before it knew the norm
         self._pipeline = pipeline
         self._optimizer = optimizer
-        self._clip_norm = clip_norm
         self._pending: _Step | None = None
         self._calm = False
         self._before_step = OptimizerCopy()
@@ -102,20 +96,18 @@ class SpeculativeOptimizer:
 
     def _advance(self, loss: PendingLoss, rate: float, stop: bool) -> None:
         """Steps now if this rank sees no reason to wait, else when everyone's numbers are here."""
-        pipeline = self._pipeline
-        held = [(name, p) for name, p in pipeline.named_parameters() if p.grad is not None]
-        gradients = [(p, p.grad) for _, p in held if p.grad is not None]
-        own = square_norm([p.grad for name, p in held if p.grad is not None and pipeline.owns(name)])
+        own = self._optimizer.square_norm()
         speculate = self._calm and self._harmless(math.sqrt(own))
-        exchange = Exchange(pipeline, (own, float(speculate), float(stop)))
+        exchange = Exchange(self._pipeline, (own, float(speculate), float(stop)))
+        bring_back = None
         if speculate:
             self.speculations += 1
             self._before_step.take(self._optimizer)
-            self._apply(gradients, None, rate)
+            bring_back = self._optimizer.hold_gradients()
+            self._optimizer.step(None, rate)
         else:
-            self._apply(gradients, _norm(exchange), rate)
-            gradients = []
-        self._pending = _Step(loss, rate, exchange, speculate, gradients)
+            self._optimizer.step(_norm(exchange), rate)
+        self._pending = _Step(loss, rate, exchange, bring_back)
 
     def _confirm(self) -> tuple[Outcome | None, bool]:
         """The pending step's outcome, and whether what was computed after it used wrong weights on any rank.
@@ -132,27 +124,18 @@ class SpeculativeOptimizer:
         if wrong:
             self.rollbacks += 1
             self._pipeline.zero_grad()
-            if step.speculated:
+            if step.bring_back is not None:
                 self._before_step.restore(self._optimizer)
-                for parameter, gradient in step.gradients:
-                    parameter.grad = gradient
-                self._apply(step.gradients, norm, step.rate)
+                step.bring_back()
+                self._optimizer.step(norm, step.rate)
         step.exchange.finish()
         stop = any(row[2] for row in rows)
         return Outcome(step.loss.wait().item(), norm, step.rate, stop, wrong), wrong
 
-    def _apply(self, gradients: Sequence[tuple[nn.Parameter, Tensor]], norm: float | None, rate: float) -> None:
-        """Clips, steps or skips, and takes the gradients off the parameters; `norm` None: neither clips nor skips."""
-        set_rate(self._optimizer, rate)
-        if self._optimizer is not None and (norm is None or math.isfinite(norm)):
-            if norm is not None and gradients:
-                clip([gradient for _, gradient in gradients], norm, self._clip_norm)
-            self._optimizer.step()
-        self._pipeline.zero_grad()
-
     def _harmless(self, norm: float) -> bool:
         """Whether a norm asks for neither clipping nor skipping."""
-        return math.isfinite(norm) and (self._clip_norm == 0 or norm <= self._clip_norm)
+        most = self._optimizer.clip_norm
+        return math.isfinite(norm) and (most == 0 or norm <= most)
 
 
 def _norm(exchange: Exchange) -> float:

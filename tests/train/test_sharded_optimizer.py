@@ -1,0 +1,222 @@
+"""Masters, bf16 and sharded optimizer states: the same steps as plain AdamW on one process, in less memory."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeloom.config import MeshShape, load
+from pipeloom.config.sections import OptimizerSection
+from pipeloom.errors import CheckpointError
+from pipeloom.ops.deferred import Desk, defer_weight_gradients
+from pipeloom.parallel.buckets import Held
+from pipeloom.parallel.data import GradientSync
+from pipeloom.parallel.mesh import Mesh
+from pipeloom.train.copies import OptimizerCopy
+from pipeloom.train.optimizer import Optimizer, global_norm, merge_states
+from processes import run_ranks
+
+STEPS, RATE = 5, 1e-2
+
+
+def options(**changes: Any) -> OptimizerSection:
+    given = {"clip_norm": 2.0, "weight_decay": 0.3, **changes}
+    return load("tiny", {f"optimizer.{key}": value for key, value in given.items()}).optimizer
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(5)
+    # sizes that no number of ranks divides, vectors between matrices
+    layers = [nn.Embedding(7, 19), nn.LayerNorm(19), nn.Linear(19, 23), nn.ReLU(), nn.Linear(23, 7, bias=False)]
+    return nn.Sequential(*layers).to(dtype)
+
+
+def tokens_of(step: int, rank: int) -> Tensor:
+    return torch.randint(0, 7, (4, 6), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+class Replica:
+    """One dp rank: a network, its reduction and its optimizer."""
+
+    def __init__(self, mesh: Mesh, dtype: torch.dtype, sharded: bool, capacity: int = 2000, **changes: Any) -> None:
+        self.mesh, self.net, desk = mesh, network(dtype), Desk()
+        named = list(self.net.named_parameters())
+        self.sync = GradientSync([Held(n, p, (0,)) for n, p in named], mesh, sharded=sharded, capacity=capacity)
+        desk.main = self.sync.main
+        defer_weight_gradients(self.net, desk)
+        first = sharded or mesh.place.dp == 0
+        self.optimizer = Optimizer(named, options(**changes), self.sync, counts=lambda name: first)
+
+    def gradients(self, step: int) -> float:
+        """Forward and backward; returns the global norm."""
+        self.sync.begin()
+        (self.net(tokens_of(step, self.mesh.place.dp)).float().square().sum() * 0.01).backward()
+        self.sync.stage_done(0)
+        self.sync.finish()
+        own = torch.tensor(self.optimizer.square_norm(), dtype=torch.float64)
+        if self.mesh.everyone.group is None:
+            return global_norm([float(own)])
+        rows = [torch.empty_like(own) for _ in range(self.mesh.everyone.size)]
+        dist.all_gather(rows, own)
+        return global_norm([float(row) for row in rows])
+
+    def train(self, first: int = 0, last: int = STEPS) -> list[float]:
+        norms = []
+        for step in range(first, last):
+            norms.append(self.gradients(step))
+            self.optimizer.step(norms[-1], RATE)
+        return norms
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self.net.named_parameters()}
+
+
+def serial(ranks: int, dtype: torch.dtype = torch.float32) -> tuple[list[float], dict[str, Tensor]]:
+    """Plain AdamW on one process that sees every rank's data."""
+    net, norms = network(dtype), []
+    optimizer = Optimizer(list(net.named_parameters()), options())
+    for step in range(STEPS):
+        for rank in range(ranks):
+            (net(tokens_of(step, rank)).square().sum() * 0.01).backward()
+        norms.append(math.sqrt(optimizer.square_norm()))
+        optimizer.step(norms[-1], RATE)
+    return norms, dict(net.named_parameters())
+
+
+def four_ranks(rank: int) -> None:
+    mesh = Mesh.of(MeshShape(dp=4))
+    assert mesh is not None
+    norms, want = serial(4)
+    assert max(norms) > 2.0 > min(norms), "the steps must be some clipped and some not"
+    states: dict[bool, list[Any]] = {}
+    weights: dict[bool, dict[str, Tensor]] = {}
+    held: dict[bool, int] = {}
+    for sharded in (False, True):
+        replica = Replica(mesh, torch.float32, sharded)
+        assert replica.train() == pytest.approx(norms, rel=1e-5)
+        weights[sharded] = replica.weights()
+        for name, value in weights[sharded].items():
+            torch.testing.assert_close(value, want[name], rtol=2e-5, atol=2e-6)
+        states[sharded] = [None] * 4
+        dist.all_gather_object(states[sharded], replica.optimizer.state_dict())
+        held[sharded] = replica.optimizer.state_bytes
+        elements = sum(bucket.size for bucket in replica.sync.buckets)
+        assert held[sharded] == 2 * 4 * elements // (4 if sharded else 1)
+    for name, value in weights[False].items():
+        torch.testing.assert_close(weights[True][name], value, rtol=1e-6, atol=1e-7)
+    gathered: list[Any] = [None] * 4
+    dist.all_gather_object(gathered, weights)
+    for other in gathered:  # bitwise the same on all ranks
+        for sharded in (False, True):
+            assert all(torch.equal(other[sharded][name], value) for name, value in weights[sharded].items())
+    # slices put together are the unsharded state, and either continues as the other would
+    merged = merge_states(states[True])
+    for name, state in states[False][0].items():
+        assert (merged[name]["start"], merged[name]["stop"]) == (0, weights[True][name].numel())
+        for key in ("master", "exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(merged[name][key], state[key], rtol=1e-5, atol=1e-7)
+    with pytest.raises(CheckpointError, match=r"gap|does not hold"):
+        Replica(mesh, torch.float32, False).optimizer.load_state_dict(merge_states([states[True][0], states[True][2]]))
+    resumed = Replica(mesh, torch.float32, False)
+    resumed.optimizer.load_state_dict(merged)
+    again = Replica(mesh, torch.float32, True)
+    again.optimizer.load_state_dict(merged)
+    resumed.train(STEPS, STEPS + 2)
+    again.train(STEPS, STEPS + 2)
+    for name, value in resumed.weights().items():
+        torch.testing.assert_close(again.weights()[name], value, rtol=1e-6, atol=1e-7)
+        assert not torch.equal(value, weights[True][name])
+
+
+@pytest.mark.dist
+def test_sharded_states_step_as_whole_ones() -> None:
+    run_ranks(four_ranks, 4)
+
+
+def two_ranks(rank: int) -> None:
+    mesh = Mesh.of(MeshShape(dp=2))
+    assert mesh is not None
+    # of two ranks a sum has one order: bitwise the same steps, for fp32 and for bf16 with fp32 masters
+    for dtype in (torch.float32, torch.bfloat16):
+        whole, slices = Replica(mesh, dtype, False), Replica(mesh, dtype, True)
+        whole.train()
+        slices.train()
+        for name, value in whole.weights().items():
+            assert value.dtype == dtype
+            assert torch.equal(slices.weights()[name], value), (dtype, name)
+    # what a dp rank sees of the others' data matters: without the reduction the weights differ
+    lonely = Replica(mesh, torch.float32, False)
+    with lonely.sync.no_sync():
+        lonely.train()
+    both: list[Any] = [None, None]
+    dist.all_gather_object(both, lonely.weights())
+    assert not torch.equal(both[0]["0.weight"], both[1]["0.weight"])
+
+
+@pytest.mark.dist
+def test_two_ranks_bitwise() -> None:
+    run_ranks(two_ranks, 2)
+
+
+def test_bf16_follows_fp32() -> None:
+    """Steps that bf16 weights alone would lose are kept in the masters."""
+    mesh = Mesh.of(MeshShape())
+    assert mesh is not None
+    replica = Replica(mesh, torch.bfloat16, False)
+    start = {name: value.float() for name, value in replica.weights().items()}
+    for step in range(40):
+        replica.optimizer.step(replica.gradients(step), 2e-5)  # below bf16's resolution of weights near 1
+    moved = {name: state["master"] for name, state in replica.optimizer.state_dict().items()}
+    norm = moved["1.weight"]  # LayerNorm's weights start at 1, where bf16's steps are 2^-8
+    assert 1e-4 < float((norm - start["1.weight"]).abs().max()) < 2**-8
+    assert all(
+        torch.equal(replica.weights()[name].view(-1), master.to(torch.bfloat16)) for name, master in moved.items()
+    )
+    assert all(p.grad is None for p in replica.net.parameters())
+    elements = sum(bucket.size for bucket in replica.sync.buckets)
+    assert replica.optimizer.state_bytes == 12 * elements
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_can_be_taken_back_and_redone(dtype: torch.dtype) -> None:
+    mesh = Mesh.of(MeshShape())
+    assert mesh is not None
+    wanted, replica = Replica(mesh, dtype, False), Replica(mesh, dtype, False)
+    wanted.train(0, 1)
+    replica.train(0, 1)
+    wanted.optimizer.step(wanted.gradients(1) * 100, RATE)  # clipped
+    copy = OptimizerCopy()
+    replica.gradients(1)
+    norm = math.sqrt(replica.optimizer.square_norm()) * 100
+    copy.take(replica.optimizer)
+    bring_back = replica.optimizer.hold_gradients()
+    replica.optimizer.step(None, RATE)
+    assert not all(torch.equal(value, wanted.weights()[name]) for name, value in replica.weights().items())
+    replica.gradients(2)
+    replica.optimizer.zero_grad()
+    copy.restore(replica.optimizer)
+    bring_back()
+    replica.optimizer.step(norm, RATE)
+    for name, value in replica.weights().items():
+        assert torch.equal(value, wanted.weights()[name]), name
+    wanted.train(2, 3)
+    replica.train(2, 3)
+    assert all(torch.equal(value, wanted.weights()[name]) for name, value in replica.weights().items())
+
+
+def test_masters_learn_of_weights_that_were_loaded() -> None:
+    mesh = Mesh.of(MeshShape())
+    assert mesh is not None
+    replica = Replica(mesh, torch.bfloat16, False)
+    replica.train(0, 1)
+    with torch.no_grad():
+        for parameter in replica.net.parameters():
+            parameter.fill_(0.5)
+    replica.optimizer.read_parameters()
+    masters = [state["master"] for state in replica.optimizer.state_dict().values()]
+    assert all(torch.equal(master, torch.full_like(master, 0.5)) for master in masters)
