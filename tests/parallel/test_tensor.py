@@ -9,6 +9,7 @@ import torch
 from collective_log import recorded, started
 from layouts import model, tensor_parallel
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from pipeloom.errors import ConfigError, UsageError
@@ -88,8 +89,11 @@ def check_pair(tensor: TensorParallel, lead: tuple[int, ...], split: bool) -> di
     defer_weight_gradients(pair, desk)
     ledger = desk.ledger = Ledger() if split else None
     mine = own_tokens(x, tensor).clone().requires_grad_()
-    with recorded() as forward:
+    saved: list[torch.Size] = []
+    with recorded() as forward, saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
         out = pair(mine)
+    assert mine.shape in saved
+    assert not tensor.sequence or x.shape not in saved, "the gathered input is not kept"
     with recorded() as backward:
         out.backward(own_tokens(seed, tensor))
     with recorded() as weights:
