@@ -80,6 +80,8 @@ class _Timer:
 class _Timed:
     """An emulated all-to-all; those of one process follow one another on its link."""
 
+    quick = False
+
     def __init__(self, name: str, clock: Clock, seconds: float) -> None:
         self.name, self.clock, self.seconds = name, clock, seconds
 

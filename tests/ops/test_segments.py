@@ -27,6 +27,7 @@ class Reorder:
     """A communication within one process: rows of the first value in the order that the last one holds."""
 
     name = "reorder"
+    quick = False
 
     def __init__(self) -> None:
         self.pending: list[Late] = []

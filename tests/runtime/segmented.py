@@ -30,6 +30,8 @@ class Sent:
 class AllToAll:
     """Rows of the first value to the ranks of a group, by the splits (out, back) that travel as the last value."""
 
+    quick = False
+
     def __init__(self, name: str, group: Any, home: bool) -> None:
         self.name = name
         self.group = group
@@ -172,11 +174,11 @@ class _NotedPending:
         return self.values
 
 
-class _NotedMove:
+class NotedMove:
     """Reverses the first value, and notes when it starts and when it is waited for."""
 
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log = name, log
+    def __init__(self, name: str, log: list[str], quick: bool = False) -> None:
+        self.name, self.log, self.quick = name, log, quick
 
     def start(self, values: Values) -> Pending:
         self.log.append(f"start F.{self.name}")
@@ -203,9 +205,9 @@ class Noted(nn.Module):
     def segments(self) -> Sequence[Segment]:
         return (
             Compute("attention", lambda values: (self._noted("attention", values[0]), values[0])),
-            _NotedMove(f"dispatch{self.label}", self.log),
+            NotedMove(f"dispatch{self.label}", self.log),
             Compute("experts", lambda values: (self._noted("experts", values[0]), values[1])),
-            _NotedMove(f"combine{self.label}", self.log),
+            NotedMove(f"combine{self.label}", self.log),
             Compute("sum", lambda values: (values[0] + values[1],)),
         )
 

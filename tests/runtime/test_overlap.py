@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import segmented
 import torch
 import torch.distributed as dist
-from segmented import WIDTH, AllToAll, Noted, expert_layers
+from dying import run_until_dead
+from segmented import WIDTH, AllToAll, Noted, NotedMove, expert_layers
 from torch import Tensor
 
 import pipeloom as pl
 from models import gradients, mse
 from pipeloom.errors import ScheduleError
 from pipeloom.ops.deferred import Ledger
+from pipeloom.ops.segments import Compute
 from pipeloom.parallel.mesh import PipelineMesh
-from pipeloom.runtime import Layer, LocalPipeline, Pipeline
+from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
 from pipeloom.runtime.batch import split_sizes
 from pipeloom.schedule.actions import Action, Pair
 from pipeloom.schedule.model import Schedule, parts
@@ -145,6 +148,29 @@ def test_an_input_gradient_leaves_all_weight_gradients_to_w() -> None:
     pair = [word for word in words(PAIR) if word[0] != "W"]
     first = log.index("start B.combine0")
     assert log[first : first + len(pair) + 2] == [*pair, "W.experts0", "W.attention0"]
+
+
+def test_a_quick_communication_is_waited_for_on_the_spot() -> None:
+    """Inside a machine: the turn is kept, and passes at the communication that is worth hiding."""
+    log: list[str] = []
+
+    class TwoLevels(Noted):
+        def segments(self) -> Any:
+            attention, dispatch, experts, *rest = super().segments()
+            inside = NotedMove("inside", log, quick=True)
+            fan_out = Compute("fan out", lambda values: tuple(v * 1.0 for v in values))
+            return (attention, dispatch, fan_out, inside, experts, *rest)
+
+    LocalPipeline([Layer("0", partial(TwoLevels, "0", log))], pl.schedules.build("1f1b-overlap", 1, 2), loss=mse).step(
+        *data(0, 2)
+    )
+    pair = log[log.index("start B.combine0") :]
+    assert pair[: pair.index("wait F.combine0") + 1] == words(
+        """start B.combine0  F.attention0  start F.dispatch0  wait B.combine0  B.experts0  start B.inside  W.experts0
+           wait B.inside  start B.dispatch0
+           wait F.dispatch0  start F.inside  wait F.inside  F.experts0  start F.combine0
+           wait B.dispatch0  B.attention0  W.attention0  wait F.combine0"""
+    )
 
 
 # -- numbers -------------------------------------------------------------------------------------------------------------
@@ -310,6 +336,34 @@ def test_two_pipelines_share_their_experts() -> None:
         assert worst(joined([result[name] for result in results]), want) <= 1e-5
 
 
+def _one_sends_late(rank: int) -> None:
+    """Rank 1 comes to its third dispatch long after rank 0 waits for it."""
+    calls = 0
+    start = AllToAll.start
+
+    def late(self: AllToAll, values: Any) -> Any:
+        nonlocal calls
+        calls += self.name == "dispatch"
+        if rank and calls == 3:
+            time.sleep(20)
+        return start(self, values)
+
+    AllToAll.start = late  # type: ignore[method-assign]
+    layers = expert_layers(2, EXPERTS, dist.group.WORLD)
+    mesh = PipelineMesh.of([rank])
+    options = RuntimeOptions(timeout=1.0)
+    pipeline = Pipeline(layers, pl.schedules.build("1f1b-overlap", 1, 3), loss=mse, mesh=mesh, options=options)
+    pipeline.step(*data(0, 6))
+
+
+@pytest.mark.dist
+def test_a_dispatch_that_never_comes_is_reported(tmp_path: Path) -> None:
+    ends = run_until_dead(_one_sends_late, 2, tmp_path)
+    assert ends[0].code == 6
+    assert "waits for the " in ends[0].words, ends[0].words
+    assert "of its expert group" in ends[0].words
+
+
 def test_storage_of_what_was_sent_is_let_go() -> None:
     """While a communication is under way only it, and what autograd saved, hold tensors: not the engine."""
     seen: list[weakref.ref[Tensor]] = []
@@ -324,8 +378,8 @@ def test_storage_of_what_was_sent_is_let_go() -> None:
                 seen.append(weakref.ref(extra))
                 return (*result, extra)
 
-            drop = segmented.Compute("drop", lambda values: values[:2])
-            return (segmented.Compute("attention", keep), move, drop, *rest)
+            drop = Compute("drop", lambda values: values[:2])
+            return (Compute("attention", keep), move, drop, *rest)
 
     pipeline = LocalPipeline([Layer("0", partial(Watched, "0", []))], pl.schedules.build("gpipe", 1, 2), loss=mse)
     pipeline.step(*data(0, 2))

@@ -63,6 +63,10 @@ class Communication(Protocol):
     def name(self) -> str:
         """What it is called in messages ("dispatch", "combine")."""
 
+    @property
+    def quick(self) -> bool:
+        """Whether it is over so soon (inside a machine) that an overlapped pair does not take turns at it."""
+
     def start(self, values: Values) -> Pending:
         """Starts it; returns at once. The tensors know no graph. Values that do not move are handed on as they are."""
 

@@ -29,12 +29,14 @@ class AllToAll:
         hop: which of the trip's.
         back: from the experts, not to them.
         places: the values that move, tensors [rows, width].
+        quick: inside a node.
     """
 
     name: str
     hop: int
     back: bool
     places: tuple[int, ...] = (ROWS,)
+    quick: bool = False
 
     def start(self, values: Values) -> Pending:
         return self._start(values, values[TRIP], self.back)
@@ -91,7 +93,7 @@ def outward(parallel: ExpertParallel | None) -> list[Segment]:
     return [
         AllToAll("dispatch", 0, back=False, places=(ROWS, WEIGHTS)),
         Compute("fan out", _fan_out),
-        AllToAll("dispatch", 1, back=False),
+        AllToAll("dispatch", 1, back=False, quick=True),
     ]
 
 
@@ -102,7 +104,7 @@ def homeward(parallel: ExpertParallel | None) -> list[Segment]:
     if not parallel.two_level:
         return [AllToAll("combine", 0, back=True)]
     return [
-        AllToAll("combine", 1, back=True),
+        AllToAll("combine", 1, back=True, quick=True),
         Compute("mix", _mix_in_node),
         AllToAll("combine", 0, back=True),
     ]

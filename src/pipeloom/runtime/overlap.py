@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.ops.segments import Pending, Values
+from pipeloom.runtime.status import Status
 
 Result = TypeVar("Result")
 Walk = Generator[None, None, Result]
@@ -65,6 +66,7 @@ class Lane:
 
     def __init__(self, device: torch.device, timed: bool = False) -> None:
         """`timed`: measure the exposed time on a GPU too, which waits for the device when it is read."""
+        self.status: Status | None = None  # told what the rank waits for
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._timed = timed
         self._seconds = 0.0
@@ -75,12 +77,16 @@ class Lane:
         with torch.no_grad():
             return begin() if self._stream is None else _OnStream(self._stream, begin, reads)
 
-    def wait(self, pending: Pending) -> Values:
-        """The communication's results; the time that computation stands still for it is counted."""
+    def wait(self, pending: Pending, name: str) -> Values:
+        """The results of the communication called `name`; the time that computation stands still for it is counted."""
         with torch.no_grad():
             if self._stream is None:
                 begun = time.perf_counter()
+                if self.status is not None:
+                    self.status.wait_inside(f"the {name} of its expert group")
                 values = pending.wait()
+                if self.status is not None:
+                    self.status.wait_inside(None)
                 self._seconds += time.perf_counter() - begun
                 return values
             if not self._timed:

@@ -97,6 +97,7 @@ class Rank:
         """
         work = _Work(self, batch, transport, keep_outputs)
         self.lane.exposed()  # what an evaluation or a failed step left
+        self.lane.status = self.status
         self.book.begin([(torch.is_grad_enabled(), *each) for each in batch.signatures])
         outgoing: list[Outgoing] = []
         closed: list[int] = []

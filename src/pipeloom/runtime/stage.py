@@ -174,8 +174,8 @@ class Stage:
         return result
 
     def stops(self, microbatch: int) -> bool:
-        """Whether the backward of this micro-batch has communications inside."""
-        return len(self.alive[microbatch].cuts) > 1
+        """Whether the backward of this micro-batch has communications inside at which another action may compute."""
+        return any(cut.after is not None and not cut.after.quick for cut in self.alive[microbatch].cuts)
 
     def weight_gradient(self, microbatch: int) -> None:
         """W: the weight gradients that I left."""
@@ -225,8 +225,9 @@ class Stage:
         given = tuple(value.detach() if isinstance(value, Tensor) else value for value in outputs)
         pending = self._lane.start(partial(piece.after.start, given), given)
         del inputs, outputs, given  # while it is under way, only the graph and the communication itself hold tensors
-        yield
-        found = self._lane.wait(pending)
+        if not piece.after.quick:
+            yield
+        found = self._lane.wait(pending, piece.after.name)
         return tuple(v.detach().requires_grad_() if leaf else v for v, leaf in zip(found, which, strict=True))
 
     def _walk_back(self, flight: InFlight, gradients: Values, pays: bool) -> Walk[tuple[Values, Values]]:
@@ -242,20 +243,19 @@ class Stage:
                 torch.autograd.backward(cut.roots, seeds or [None] * len(cut.roots))  # type: ignore[arg-type]
             found = tuple(_gradient(value) if carries(value) else None for value in cut.inputs)
             which = [at for at, value in enumerate(cut.inputs) if carries(value)]
-            pending = None
-            if flight.cuts and which:
-                before = flight.cuts[-1]
-                assert before.after is not None
+            before, pending = flight.cuts[-1] if flight.cuts else None, None
+            if before is not None and before.after is not None and which:
                 pending = self._lane.start(partial(before.after.start_backward, found, before.saved), found)
             del cut
             if pays and flight.ledger is not None:
                 flight.ledger.pay()
-            if not flight.cuts:
+            if before is None or before.after is None:
                 return tuple(found[at] for at in which), flight.received
             del found
-            yield
+            if not before.after.quick:
+                yield
             if pending is not None:
-                results = self._lane.wait(pending)
+                results = self._lane.wait(pending, f"{before.after.name}'s backward")
                 seeds = [results[at] for at in which]
 
     @property

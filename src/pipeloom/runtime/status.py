@@ -33,6 +33,10 @@ class Status:
     def enter(self, action: Action) -> None:
         self.action, self.waiting, self.since = action, None, time.monotonic()
 
+    def wait_inside(self, what: str | None) -> None:
+        """Inside the action that is under way: waits for `what`; None: no longer."""
+        self.waiting, self.since = what, time.monotonic()
+
     def wait_between(self, what: str) -> None:
         """Outside the schedule's actions: waits for `what` ("the loss")."""
         self.action, self.waiting, self.since = None, what, time.monotonic()
@@ -47,7 +51,8 @@ class Status:
         for_seconds = f"for {time.monotonic() - self.since:.1f} s"
         step = f"step {self.step}"
         if isinstance(self.waiting, str):
-            return f"{step}, waits for {self.waiting} ({for_seconds})"
+            where = f"{self.action.words}: " if self.action is not None else ""
+            return f"{step}, {where}waits for {self.waiting} ({for_seconds})"
         if self.action is None:
             return f"between actions, {step} ({for_seconds})"
         if self.waiting is not None:
