@@ -117,6 +117,16 @@ def forward_only(schedule: Schedule, microbatches: int | None = None) -> Schedul
     )
 
 
+def whole_backwards(schedule: Schedule, rank: int) -> dict[int, frozenset[int]]:
+    """Each stage of `rank` -> the micro-batches whose backward is one B there."""
+    found: dict[int, set[int]] = {stage: set() for stage in schedule.stages_of[rank]}
+    for cell in schedule.programs[rank]:
+        for action in parts(cell):
+            if action.kind == "B":
+                found[action.stage].add(action.microbatch)
+    return {stage: frozenset(microbatches) for stage, microbatches in found.items()}
+
+
 def _of(action: Action, messages: tuple[Message, ...], schedule: Schedule, *, incoming: bool) -> Message | None:
     kind = "activation" if action.kind == "F" else "gradient"
     for message in messages:

@@ -49,7 +49,6 @@ _STAGES_DEPEND_ON: dict[str, Callable[[Schedule], Any]] = {
     "placement": lambda schedule: schedule.placement,
     "micro-batches": lambda schedule: schedule.microbatches,
     "routes": lambda schedule: (schedule.routes, schedule.route_of),
-    "split of the backward": lambda schedule: schedule.splits_backward,
 }
 
 
@@ -250,14 +249,17 @@ class Pipeline:
     def adopt(self, schedule: Schedule) -> None:
         """Runs `schedule` from the next step on, over the same stages, weights and connections; every rank calls it alike.
 
-        Raises ConfigError where it needs other stages (placement, routes, micro-batches, a backward that is split or not),
-        ScheduleError where it cannot run.
+        Raises ConfigError where it needs other stages (placement, routes, micro-batches, backwards that are split where none
+        was at the start), ScheduleError where it cannot run.
         """
         check(schedule, transport="batched" if self.options.transport == "batched" else "individual")
         for words, of in _STAGES_DEPEND_ON.items():
             if of(schedule) != of(self.schedule):
                 raise ConfigError(f"the pipeline cannot change its {words} from {of(self.schedule)} to {of(schedule)}")
-        self.schedule = self._rank.schedule = schedule
+        if schedule.splits_backward and not all(stage.splits for stage in self._rank.stages.values()):
+            raise ConfigError("the pipeline was made for a schedule that splits no backward, and this one does")
+        self.schedule = schedule
+        self._rank.follow(schedule)
         self._connections.forget_programs()
         self._result = StepResult()
 

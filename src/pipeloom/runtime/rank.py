@@ -17,7 +17,7 @@ from pipeloom.runtime.batch import Microbatches
 from pipeloom.runtime.boundary import Boundary, Values, boundary_of
 from pipeloom.runtime.deferral import HeadDeferral
 from pipeloom.runtime.faults import Faults
-from pipeloom.runtime.lowering import RankProgram, Step
+from pipeloom.runtime.lowering import RankProgram, Step, whole_backwards
 from pipeloom.runtime.overlap import Lane, Walk, take_turns, walk_through
 from pipeloom.runtime.specs import SpecBook
 from pipeloom.runtime.stage import Stage
@@ -73,9 +73,9 @@ class Rank:
         faults: Faults,
         lane: Lane,
     ) -> None:
-        self.schedule = schedule
         self.rank = rank
         self.stages = stages
+        self.follow(schedule)
         self.loss = loss
         self.book = book
         self.faults = faults
@@ -87,6 +87,12 @@ class Rank:
         before, after = neighbours(schedule)
         self.before = {stage: other for stage, other in enumerate(before) if other is not None}
         self.after = {stage: other for stage, other in enumerate(after) if other is not None}
+
+    def follow(self, schedule: Schedule) -> None:
+        """From the next step on: a schedule of the same stages and routes."""
+        self.schedule = schedule
+        for stage, microbatches in whole_backwards(schedule, self.rank).items():
+            self.stages[stage].whole = microbatches
 
     def run(
         self, program: RankProgram, batch: Microbatches, transport: Transport, *, keep_outputs: bool = False

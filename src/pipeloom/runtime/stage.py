@@ -90,7 +90,8 @@ class Stage:
         self.deferral = deferral
         self._owing: dict[int, InFlight] = {}
         self._desk = desk
-        self._splits = splits
+        self.splits = splits
+        self.whole: frozenset[int] = frozenset()  # micro-batches whose backward is one B though others are split
         self._lane = lane
         usual = layers.modules if deferral is None else layers.modules[:-1]
         if splits or self.segmented:
@@ -107,7 +108,7 @@ class Stage:
     @property
     def one_backward(self) -> bool:
         """Whether B is one call of autograd's, after which all gradients are there."""
-        return not (self._splits or self.segmented or self.deferral is not None)
+        return not (self.splits or self.segmented or self.deferral is not None)
 
     def compute(self, values: Values, keywords: Mapping[str, Any]) -> Any:
         """The layers one after the other; the last one's result as it is. No gradient, nothing stays alive."""
@@ -128,7 +129,7 @@ class Stage:
             values: the inputs; fresh tensors that nothing else writes to.
             carried: the specs that say which inputs carry a gradient; None: they come from the user, none does.
         """
-        flight, result = yield from self._walk(values, carried, keywords)
+        flight, result = yield from self._walk(microbatch, values, carried, keywords)
         outputs = as_values(result, f"stage {self.index}")
         if torch.is_grad_enabled():
             flight.cuts[-1].roots = _roots(outputs)
@@ -146,7 +147,7 @@ class Stage:
         loss: Callable[[Any], Tensor],
     ) -> Walk[Tensor]:
         """F of a route's last stage: `loss(output)`, a micro-batch's share of the step's loss."""
-        flight, output = yield from self._walk(values, carried, keywords)
+        flight, output = yield from self._walk(microbatch, values, carried, keywords)
         share = loss(output)
         if torch.is_grad_enabled():
             flight.cuts[-1].roots = (share,) if share.requires_grad else ()
@@ -195,13 +196,14 @@ class Stage:
             self.deferral.desk.ledger = None if flight is None else flight.head
 
     def _walk(
-        self, values: Values, carried: Boundary | None, keywords: Mapping[str, Any]
+        self, microbatch: int, values: Values, carried: Boundary | None, keywords: Mapping[str, Any]
     ) -> Walk[tuple[InFlight, Any]]:
         """All pieces; the last one's result, and what has been left for the backward, without the last roots."""
         inputs: tuple[Any, ...] = _leaves(values, carried)
         pieces = pieces_of(self.layers, keywords)
         training = torch.is_grad_enabled()
-        flight = InFlight(Ledger() if training and (self._splits or len(pieces) > 1) else None)
+        owes = len(pieces) > 1 or (self.splits and microbatch not in self.whole)
+        flight = InFlight(Ledger() if training and owes else None)
         if training and self.deferral is not None:
             flight.head = Ledger()
         for piece in pieces[:-1]:
