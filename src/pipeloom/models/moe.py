@@ -128,10 +128,12 @@ class SparseBlock(nn.Module):
 
     def add(self, attended: Tensor, mixed: Tensor, microbatch: MicrobatchContext | None) -> Tensor:
         """The block's output from this rank's term of the mixture [tokens, hidden]."""
-        batch, width = attended.shape[0], attended.shape[-1]
-        whole = mixed.view(batch, -1, width)
-        if self.tensor is not None:
-            whole = sum_over_ranks(whole, self.tensor)
+        batch, length, width = attended.shape
+        if self.tensor is None:
+            whole = mixed.view(batch, length, width)
+        else:
+            parts = self.tensor.size if self.tensor.sequence else 1
+            whole = sum_over_ranks(mixed.view(batch, parts * length, width), self.tensor)
         gained: Tensor = self.mlp_dropout(whole, microbatch)
         return attended + gained
 

@@ -85,9 +85,9 @@ def run_in_sequence_blocks(block: SparseBlock, microbatch: MicrobatchContext | N
         ready.append((_dispatch(tokens, routing, trip, expert), trip, tokens))
     landing.append(_experts_of(mlp, *ready.pop(), expert))
     parts = []
-    for finish, trip, shared in landing:
+    for (finish, trip, shared), block_of in zip(landing, attended, strict=True):
         mixed = _landed(finish, trip)
-        parts.append((mixed if shared is None else mixed + shared).view(x.shape[0], -1, x.shape[2]))
+        parts.append((mixed if shared is None else mixed + shared).view_as(block_of))
     return (block.add(torch.cat(attended, 1), torch.cat(parts, 1).flatten(0, 1), microbatch),)
 
 

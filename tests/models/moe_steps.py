@@ -1,0 +1,137 @@
+"""A decoder with experts on a mesh without a pipeline: a step's loss and whole gradients, against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pipeloom.config import MeshShape, ModelSection, load
+from pipeloom.models import layers, token_loss
+from pipeloom.models.gate import gates_of, take_loads
+from pipeloom.ops.deferred import Desk, Ledger, defer_weight_gradients
+from pipeloom.ops.microbatch import MicrobatchContext
+from pipeloom.parallel.laid import join, layout_of
+from pipeloom.parallel.mesh import ALONE, Mesh
+from pipeloom.parallel.tensor import TensorParallel
+from pipeloom.parallel.trip import ExpertParallel, two_levels
+
+LENGTH, MICROBATCHES = 8, 2
+Gradients = dict[str, Tensor]
+
+
+def model(**changes: Any) -> ModelSection:
+    small = {"num_hidden_layers": 2, "num_experts": 4, "moe_intermediate_size": 24, "hidden_size": 32}
+    return load("tiny", {f"model.{key}": value for key, value in {**small, **changes}.items()}).model
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a step is run; nothing of it may change a gradient."""
+
+    split: bool = False
+    recompute: bool = False
+    chunks: int = 1
+    blocks: int = 1
+    levels: bool = False
+    sequence: bool = False
+
+
+def batch(replica: int) -> list[tuple[Tensor, Tensor]]:
+    """Two micro-batches of 2 and 3 sequences, different on each replica."""
+    generator = torch.Generator().manual_seed(31 + replica)
+    both = torch.randint(0, 256, (2, 5, LENGTH), generator=generator)
+    return [(both[0, :2], both[1, :2]), (both[0, 2:], both[1, 2:])]
+
+
+def run(
+    built: Mapping[str, nn.Module], shape: ModelSection, way: Way, replicas: Sequence[int], of: int, tensor: Any = None
+) -> float:
+    """Forward and backward of these replicas' micro-batches, of the `of` that make a step; the sum of their losses."""
+    desk, ledgers, total = Desk(), [], 0.0
+    for module in built.values() if way.split else ():
+        defer_weight_gradients(module, desk)
+    loss_of = token_loss(shape, 0.0, tensor)
+    for replica in replicas:
+        for at, (tokens, targets) in enumerate(batch(replica)):
+            share = targets.numel() / (5 * LENGTH * of)
+            context = MicrobatchContext(step=2, index=replica * MICROBATCHES + at, share=share)
+            desk.ledger = Ledger()
+            ledgers.append(desk.ledger)
+            x = tokens
+            for name, module in built.items():
+                given = {"microbatch": context} if name.startswith("model.layers") else {}
+                x = checkpoint(module, x, use_reentrant=False, **given) if way.recompute else module(x, **given)
+            loss = loss_of(x, targets) * share
+            loss.backward()
+            total += loss.item()
+    for ledger in ledgers:
+        ledger.pay()
+    return total
+
+
+def serial(shape: ModelSection, replicas: int) -> tuple[float, Gradients, list[int]]:
+    """One process with all replicas' micro-batches: loss, gradients, loads of the first block."""
+    built = {layer.name: layer() for layer in layers(shape, 5)}
+    loss = run(built, shape, Way(), range(replicas), replicas)
+    gradients = {f"{name}.{inner}": p.grad for name, m in built.items() for inner, p in m.named_parameters()}
+    return loss, gradients, take_loads(gates_of(built.values())[0]).tolist()
+
+
+def step_on(mesh: Mesh, shape: ModelSection, way: Way) -> tuple[float, Gradients, list[int]]:
+    """The same on this process of the mesh, gradients reduced and joined."""
+    tensor = TensorParallel(mesh.tp, way.sequence) if mesh.tp.size > 1 else None
+    expert = ExpertParallel(mesh.ep, 2 if way.levels else 1, chunks=way.chunks, blocks=way.blocks)
+    if way.levels:
+        expert = two_levels(expert)
+    built = {layer.name: layer() for layer in layers(shape, 5, torch.float32, "cpu", tensor, expert)}
+    loss = torch.tensor(run(built, shape, way, [mesh.dp.index], mesh.dp.size, tensor))
+    counts = take_loads(gates_of(built.values())[0])
+    if mesh.dp.group is not None:
+        dist.all_reduce(loss, group=mesh.dp.group)
+        dist.all_reduce(counts, group=mesh.dp.group)
+    return loss.item(), joined(built, mesh), counts.tolist()
+
+
+def joined(built: Mapping[str, nn.Module], mesh: Mesh) -> Gradients:
+    """Reduced over the replicas of each part, summed over tp where partial, and joined over ep and tp."""
+    found = {}
+    for layer, module in built.items():
+        layouts = layout_of(module)
+        for inner, parameter in module.named_parameters():
+            laid, gradient = layouts[inner], parameter.grad
+            assert gradient is not None, inner
+            axis = mesh.edp if laid.over("ep") is not None else mesh.dp
+            for each in (axis, mesh.tp if laid.partial else ALONE):
+                if each.group is not None:
+                    dist.all_reduce(gradient, group=each.group)
+            found[f"{layer}.{inner}"] = whole(gradient, laid, mesh)
+    return found
+
+
+def whole(gradient: Tensor, laid: Any, mesh: Mesh) -> Tensor:
+    axes = {"ep": mesh.ep, "tp": mesh.tp}
+    parts = {(): gradient}
+    for shard in laid.shards:
+        axis = axes[shard.axis]
+        gathered: list[Any] = [None] * axis.size
+        dist.all_gather_object(gathered, {key: part.numpy() for key, part in parts.items()}, group=axis.group)
+        parts = {(*key, at): torch.from_numpy(part) for at, each in enumerate(gathered) for key, part in each.items()}
+    return join(parts, laid)
+
+
+def worst(found: Gradients, want: Gradients) -> float:
+    """The largest max |a - b| / max |b| of a parameter."""
+    assert found.keys() == want.keys()
+    return max(float((found[name] - want[name]).abs().max() / want[name].abs().max().clamp_min(1e-12)) for name in want)
+
+
+def mesh_of(**shape: int) -> Mesh:
+    mesh = Mesh.of(MeshShape(**shape))
+    assert mesh is not None
+    return mesh

@@ -1,0 +1,99 @@
+"""The decoder with experts over 2 and 4 ranks against one process: loss, every gradient, loads; every way of running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from moe_steps import Way, mesh_of, model, serial, step_on, worst
+
+from pipeloom.config import ModelSection
+from pipeloom.models import moe
+from pipeloom.models.gate import TopKGate
+from processes import run_ranks
+
+ROUTERS: list[dict[str, Any]] = [
+    {"router": "softmax", "num_shared_experts": 1},
+    {"router": "softmax", "num_experts_per_tok": 3, "capacity_factor": 0.7},
+    {"router": "switch", "num_experts_per_tok": 1, "capacity_factor": 1.0},
+    {"router": "gshard", "capacity_factor": 1.2},
+    {"router": "noisy"},
+    {"router": "sigmoid", "num_shared_experts": 1},
+]
+WAYS = [Way(), Way(split=True), Way(recompute=True), Way(chunks=3), Way(chunks=2, split=True, recompute=True)]
+BLOCK_WAYS = [Way(blocks=2), Way(blocks=3, split=True), Way(blocks=8, recompute=True)]
+
+
+def compare(shape: ModelSection, way: Way, mesh: Any, want: Any) -> None:
+    loss, gradients, loads = step_on(mesh, shape, way)
+    assert abs(loss - want[0]) < 1e-5 * want[0], (shape, way)
+    error = worst(gradients, want[1])
+    assert error < 1e-5, (shape, way, error, [n for n in gradients if worst({n: gradients[n]}, {n: want[1][n]}) > 1e-5])
+    assert loads == want[2], (shape, way)
+
+
+def over_two(rank: int) -> None:
+    mesh = mesh_of(dp=2, ep=2)
+    for at, changes in enumerate(ROUTERS):
+        shape = model(**changes)
+        want = serial(shape, 2)
+        compare(shape, Way(), mesh, want)
+        compare(shape, WAYS[1 + at % 4], mesh, want)
+        if not shape.capacity_factor:
+            compare(shape, BLOCK_WAYS[at % 3], mesh, want)
+    shape = model(dropout=0.2, num_shared_experts=1)
+    want = serial(shape, 2)
+    for way in (Way(recompute=True), Way(chunks=2), Way(blocks=3)):
+        compare(shape, way, mesh, want)
+
+
+def over_four(rank: int) -> None:
+    shapes = [model(**ROUTERS[at], num_experts=8) for at in (0, 1, 4)]
+    wants = [serial(shape, 4) for shape in shapes]
+    mesh = mesh_of(dp=4, ep=4)
+    for shape, want, way in zip(shapes, wants, (Way(), Way(chunks=2), Way(blocks=2)), strict=True):
+        compare(shape, way, mesh, want)
+        compare(shape, Way(levels=True, chunks=way.chunks, split=True), mesh, want)
+    mesh = mesh_of(dp=4, ep=2)
+    compare(shapes[0], Way(), mesh, wants[0])
+
+
+def over_tensor_parallel(rank: int) -> None:
+    """Two replicas of two tensor-parallel ranks: an expert's own inner width is cut over the same two."""
+    mesh = mesh_of(dp=2, tp=2, ep=2)
+    for changes in (*ROUTERS[:2], ROUTERS[4], {"dropout": 0.2}):
+        shape = model(num_key_value_heads=4, **changes)
+        want = serial(shape, 2)
+        for way in (Way(), Way(sequence=True, split=True), Way(sequence=True, recompute=True, chunks=2)):
+            compare(shape, way, mesh, want)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("function", "world"), [(over_two, 2), (over_four, 4), (over_tensor_parallel, 4)])
+def test_it_is_one_process(function: Callable[[int], None], world: int) -> None:
+    run_ranks(function, world, timeout=240)
+
+
+def broken(rank: int, what: str) -> float:
+    """The error of a step in which something is wrong on purpose."""
+    mesh, shape = mesh_of(dp=2, ep=2), model(aux_loss_coef=0.5)
+    _, want, _ = serial(shape, 2)
+    land, carry, arrive = moe.land, TopKGate.carry, moe.arrive
+    if what == "the gate gets no gradient":
+        moe.land = lambda rows, weights, trip: land(rows, weights.detach(), trip)
+    elif what == "the share of the auxiliary loss is left out":
+        TopKGate.carry = lambda self, weights, tally, microbatch: carry(self, weights, tally, None)
+    elif what == "experts get each other's rows":
+        moe.arrive = lambda rows, trip: arrive(rows, trip).roll(1, 0)
+    return worst(step_on(mesh, shape, Way())[1], want)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "what",
+    ["the gate gets no gradient", "the share of the auxiliary loss is left out", "experts get each other's rows"],
+)
+def test_what_is_wrong_is_noticed(what: str) -> None:
+    assert all(error > 1e-2 for error in run_ranks(partial(broken, what=what), 2))
