@@ -314,7 +314,9 @@ def _two_by_two(rank: int, rows: int) -> dict[str, Found]:
             with torch.no_grad():
                 evaluated = pipeline.evaluate(*data(rank % 2, rows))
             assert torch.allclose(loss, evaluated)
-            found[label] = Found(loss.item(), arrays(pipeline), pipeline.peak_activations, [])
+            assert pipeline.exposed is not None
+            assert pipeline.exposed > 0
+            found[label] = Found(loss.item(), arrays(pipeline), pipeline.peak_activations, [pipeline.exposed])
             timeline = pipeline.timeline()
             assert all(cost > 0 for cost in timeline.costs.per_stage("forward", one.stages))
             pipeline.close()

@@ -204,6 +204,14 @@ class Pipeline:
         """The most stage-micro-batches alive on this rank at once in the last step, counted."""
         return self._result.peak_alive
 
+    @property
+    def exposed(self) -> float | None:
+        """Seconds for which this rank's computation stood still for expert all-to-alls in the last step.
+
+        None: not measured (on a GPU without `trace`).
+        """
+        return self._result.exposed
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(global name, parameter) of this rank's stages; a weight tied within the rank once, under its first name."""
         yield from self._assembly.parameters.items()
