@@ -9,7 +9,7 @@ import pytest
 
 import pipeloom as pl
 from pipeloom.config import load, load_layout, to_toml
-from pipeloom.config.search import split
+from pipeloom.config.search import half_split
 from pipeloom.errors import ConfigError
 
 
@@ -44,8 +44,9 @@ def test_memory_and_the_first_schedule(overrides: dict[str, Any], first: str, me
     assert made.schedule is request.first
     pl.check(request.first)
     assert max(pl.simulate(request.first).peak_activations) <= memory
-    assert request.first.splits_backward
-    assert not any("B" in str(cell) for program in request.first.programs for cell in program)
+    assert request.family.name == first
+    kinds = {cell.kind for program in request.first.programs for cell in program}
+    assert kinds == {"F", "B", "I", "W"}
     assert f"{memory:g} stage-micro-batches a rank" in made.notes[-1]
     assert request.placement == request.first.placement
 
@@ -70,7 +71,7 @@ def test_wrong_options_are_refused_all_at_once() -> None:
             "memori": 3,
             "time_limit": 0,
             "objective": "makespn",
-            "measure": 1,
+            "measure": 2,
             "placement": "veee",
             "iterations": 1.5,
             "reuse": 1,
@@ -84,7 +85,7 @@ def test_wrong_options_are_refused_all_at_once() -> None:
         "memori = 3: there is no such option; did you mean 'memory'?",
         "time_limit = 0: it must be above 0",
         "objective = \"makespn\": it must be 'makespan' or 'span'; did you mean 'makespan'?",
-        "measure = 1: it must be at least 2; nearest: 2",
+        "measure = 2: it must be at least 3; nearest: 3",
         "placement = \"veee\": it must be 'linear', 'loop', 'vee' or the rank of every stage, as in [0, 1, 1, 0]",
         "iterations = 1.5: it must be a whole number",
         "reuse = 1: it must be true or false",
@@ -141,14 +142,19 @@ def test_the_options_survive_a_file(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "dualpipev", "1f1b-overlap", "zb-h1"])
-def test_a_split_schedule_is_no_longer_and_holds_no_more(name: str) -> None:
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "dualpipev", "1f1b-overlap", "zb-h1", "interleaved-zb"])
+@pytest.mark.parametrize("parity", [0, 1])
+def test_half_of_the_backwards_are_split(name: str, parity: int) -> None:
     schedule = pl.schedules.build(name, 3, 7)
-    costs = pl.Costs(forward=tuple(range(2, schedule.stages + 2)), input_grad=3, weight_grad=2, p2p=0.5)
-    apart = split(schedule)
-    pl.check(apart)
-    before, after = pl.simulate(schedule, costs), pl.simulate(apart, costs)
-    assert after.makespan <= before.makespan
-    assert after.peak_activations == before.peak_activations
-    assert apart.splits_backward
-    assert not apart.has_pairs
+    half = half_split(schedule, parity)
+    pl.check(half)
+    before, after = pl.simulate(schedule).peak_activations, pl.simulate(half).peak_activations
+    assert all(map(int.__le__, after, before))
+    cells = [cell for program in half.programs for cell in program]
+    assert {cell.kind for cell in cells if cell.microbatch % 2 == parity} == {"F", "I", "W"}
+    assert {cell.kind for cell in cells if cell.microbatch % 2 != parity} == {"F", "B"}
+
+
+def test_the_one_backward_there_is_is_split() -> None:
+    schedule = pl.schedules.one_f_one_b(2, 1)
+    assert all(half_split(schedule, parity).splits_backward for parity in (0, 1))

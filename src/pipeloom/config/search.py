@@ -2,7 +2,7 @@
 
     memory        the most stage-micro-batches that a rank may hold; not given: what the family of the placement needs
     placement     "loop" (default), "linear", "vee", or the rank of every stage; with costs given and no placement: any of them
-    costs         forward, input_grad, weight_grad, p2p, held: given, the search comes before the first step
+    costs         forward, input_grad, weight_grad, backward, p2p, held: given, the search comes before the first step
     measure       without costs: the steps that run a family first and are measured
     objective     "makespan" or "span"; not given: makespan with a barrier between the steps, span without
     time_limit, iterations, seed: of the search
@@ -22,7 +22,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pipeloom.config.problems import option_sentences
 from pipeloom.config.sections import Config
 from pipeloom.errors import ConfigError, UsageError, did_you_mean
-from pipeloom.schedule import Costs, Schedule, simulate
+from pipeloom.schedule import Action, Costs, Schedule, simulate
 from pipeloom.schedule.families import build
 from pipeloom.schedule.families.greedy import NoWayOn, Rule, line_of, programs_of
 from pipeloom.schedule.families.layout import loop_placement
@@ -46,8 +46,8 @@ class SearchRequest:
         measure: how many steps that takes.
         objective, time_limit, iterations, seed: of the search.
         reuse: take over what an earlier run found.
-        first: what runs until then: a family that fits, else "list scheduling"; every backward is split, so that I and W are
-            measured apart.
+        family: what the result is compared with: the placement's first family that fits, else one from list scheduling.
+        first: runs until then: the same with every second backward split, so that B, I and W are all measured.
     """
 
     ranks: int
@@ -63,6 +63,7 @@ class SearchRequest:
     iterations: int | None
     seed: int
     reuse: bool
+    family: Schedule
     first: Schedule
 
     @property
@@ -73,7 +74,7 @@ class SearchRequest:
             return f"the schedule is searched before the first step, for the costs given and {room}"
         return (
             f"the schedule is searched for {room}, and for the costs that {self.measure} steps of {self.first.name} show "
-            "(every backward in its two parts)"
+            "(every second backward in two parts)"
         )
 
 
@@ -115,6 +116,7 @@ class CostOptions(_Options):
     forward: PerStage
     input_grad: PerStage
     weight_grad: PerStage
+    backward: Annotated[Any, BeforeValidator(_per_stage)] = None
     p2p: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     held: Annotated[float, Field(ge=0, le=1)] = 1.0
 
@@ -125,7 +127,7 @@ class SearchOptions(_Options):
     memory: Positive | None = None
     placement: Annotated[Any, BeforeValidator(_place)] = None
     costs: CostOptions | None = None
-    measure: Annotated[int, Field(ge=2)] = 3
+    measure: Annotated[int, Field(ge=3)] = 3
     objective: Literal["makespan", "span"] | None = None
     time_limit: Positive | None = None
     iterations: Annotated[int, Field(ge=0)] | None = None
@@ -165,7 +167,7 @@ def search_request(config: Config) -> SearchRequest:
     memory, memory_of = options.memory, ""
     if memory is None:
         memory, memory_of = _usual_memory(kind, placement, ranks, m)
-    first = _first(kind, placement, (ranks, m), memory, costs)
+    family = _family(kind, placement, (ranks, m), memory, costs)
     usual: Literal["makespan", "span"] = "makespan" if config.optimizer.barrier else "span"
     return SearchRequest(
         ranks=ranks,
@@ -181,27 +183,28 @@ def search_request(config: Config) -> SearchRequest:
         iterations=options.iterations,
         seed=options.seed,
         reuse=options.reuse,
-        first=first,
+        family=family,
+        first=half_split(family),
     )
 
 
-def split(schedule: Schedule) -> Schedule:
-    """`schedule` with every B written as I and W: as long in a simulation, or shorter, and its parts are measured apart."""
-    programs = [
-        [
-            piece
-            for cell in program
-            for action in parts(cell)
-            for piece in (
-                (f"{action.stage}I{action.microbatch}", f"{action.stage}W{action.microbatch}")
-                if action.kind == "B"
-                else (str(action),)
-            )
-        ]
-        for program in schedule.programs
-    ]
+def half_split(schedule: Schedule, parity: int = 0) -> Schedule:
+    """`schedule` with the backwards of every second micro-batch, from `parity` on, as I and W, and the others as one B.
+
+    W comes right behind its I where there was a B. Pairs are taken apart. No rank holds more than before.
+    """
+    even = parity % 2 if schedule.microbatches > 1 else 0
+
+    def pieces(action: Action) -> tuple[str, ...]:
+        stage, mb = action.stage, action.microbatch
+        if action.kind == "F" or (action.kind in "IW" and mb % 2 == even):
+            return (str(action),)
+        if action.kind == "W":
+            return ()
+        return (f"{stage}I{mb}", f"{stage}W{mb}") if mb % 2 == even else (f"{stage}B{mb}",)
+
     return Schedule.of(
-        programs,
+        [[text for cell in program for a in parts(cell) for text in pieces(a)] for program in schedule.programs],
         placement=schedule.placement,
         microbatches=schedule.microbatches,
         name=schedule.name,
@@ -243,7 +246,7 @@ def _costs(given: CostOptions | None, stages: int) -> tuple[Costs | None, list[s
     problems = [
         f"schedule.options.costs.{name} = {list(value)}: {len(value)} values for {stages} stages; "
         f"give one number, or {stages}"
-        for name in ("forward", "input_grad", "weight_grad")
+        for name in ("forward", "input_grad", "weight_grad", "backward")
         if isinstance(value := getattr(given, name), tuple) and len(value) != stages
     ]
     values = given.model_dump()
@@ -277,14 +280,14 @@ def _families(kind: str, placement: Sequence[int], sizes: tuple[int, int], costs
     return made
 
 
-def _first(
+def _family(
     kind: str, placement: Sequence[int], sizes: tuple[int, int], memory: float, costs: Costs | None
 ) -> Schedule:
-    """The first family that fits the memory, else what list scheduling makes; backwards split."""
+    """The first family that fits the memory, else what list scheduling makes."""
     known = costs if costs is not None else Costs()
     for schedule in _families(kind, placement, sizes, costs):
         if max(simulate(schedule, known).peak_memory) <= memory + 1e-9:
-            return split(schedule)
+            return schedule
     ranks, m = sizes
     for late in (True, False):
         # a stage's share of the places, so that growth cannot get stuck

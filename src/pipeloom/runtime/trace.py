@@ -68,7 +68,7 @@ def measured_costs(
 ) -> Costs:
     """A stage's mean F, I and W in this timeline, in its unit. p2p is 0.
 
-    A stage whose backward is never split counts half of B as I and half as W.
+    A stage whose backward is never split counts half of B as I and half as W. `backward` is given where a stage has both.
 
     Args:
         turns: rank -> entry of a pair -> when it went from its forward to its backward.
@@ -88,8 +88,11 @@ def measured_costs(
         return fmean(own or [0.0])
 
     stages = range(schedule.stages)
+    parted = tuple(mean("I", s) + mean("W", s) for s in stages)
+    whole = tuple(mean("B", s) if ("B", s) in times else parted[s] for s in stages)
     return Costs(
         forward=tuple(mean("F", s) for s in stages),
         input_grad=tuple(mean("I", s) for s in stages),
         weight_grad=tuple(mean("W", s) for s in stages),
+        backward=whole if any(("B", s) in times and ("I", s) in times for s in stages) else None,
     )

@@ -25,6 +25,7 @@ def costs_of(timelines: Sequence[Timeline]) -> Costs:
         forward=middle("forward"),
         input_grad=middle("input_grad"),
         weight_grad=middle("weight_grad"),
+        backward=middle("backward") if all(t.costs.backward is not None for t in timelines) else None,
         p2p=max(0.0, median(waited)) if waited else 0.0,
     )
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.config import Config, Layout, stage_costs
-from pipeloom.config.search import SearchRequest, split
+from pipeloom.config.search import SearchRequest, half_split
 from pipeloom.errors import CapacityError, PipeloomError, ScheduleError
 from pipeloom.runtime import Pipeline
 from pipeloom.schedule import Costs, Schedule, Timeline, check, simulate
@@ -39,11 +39,11 @@ class Found:
     """A searched schedule, and how it compares.
 
     Attributes:
-        schedule: every backward split.
+        schedule: checked for the transport.
         costs: what it was searched for.
         objective: what `value`, `was` and `lower_bound` are.
         value: simulated with the costs.
-        was: that of the schedule that the run started with, or would have.
+        was: that of the family that it is compared with.
         lower_bound: for schedules within the memory, on the placements searched.
         source: where the costs come from, in words.
         seconds: that the search took; 0 for one taken over.
@@ -111,11 +111,13 @@ class Measuring:
     def after_step(self) -> bool:
         """Looks at the step just made, collectively; True when the pipeline has its schedule, and nothing is left to do."""
         self._timelines.append(self._pipeline.timeline())
-        count = self._request.measure
-        if len(self._timelines) < count:
+        made, count = len(self._timelines), self._request.measure
+        if made < count:
+            # the other half of the backwards in turn, so that uneven micro-batches favour neither B nor I and W
+            self._pipeline.adopt(half_split(self._request.family, made))
             return False
         settled = self._timelines[1:]  # things still warm up in the first
-        words = f"measured in step{'s' * (count > 2)} {'2' if count == 2 else f'2 to {count}'}"
+        words = f"measured in steps 2 to {count}"
         transport = self._config.schedule.transport
         found = _by_rank_0(self._context, lambda: find_schedule(self._request, costs_of(settled), words, transport))
         self._pipeline.adopt(found.schedule)
@@ -125,41 +127,62 @@ class Measuring:
 
 
 def find_schedule(request: SearchRequest, costs: Costs, source: str, transport: str = "auto") -> Found:
-    """The best schedule that the search finds for `costs`, or the request's first one where that is as good.
+    """The best schedule that the search finds for `costs`, or the request's family where that is as good.
 
     Raises UsageError for costs of another size, CapacityError where nothing fits.
     """
     from pipeloom.solver import search
+    from pipeloom.solver.fuse import fuse, with_whole
 
+    family, objective = request.family, request.objective
+    was = _value(family, costs, objective)
+    candidates = [family, fuse(family, costs, objective)]
     try:
         result = search(
             request.ranks,
             request.microbatches,
-            costs,
+            replace(costs, backward=None),
             request.memory,
             placement=request.placement,
             chunks=request.chunks,
-            objective=request.objective,
+            objective=objective,
             time_limit=request.time_limit,
             iterations=request.iterations,
             seed=request.seed,
         )
     except CapacityError:
-        if max(simulate(request.first, costs).peak_memory) > request.memory + _EPS:
+        if max(simulate(family, costs).peak_memory) > request.memory + _EPS:
             raise
-        was = _value(request.first, costs, request.objective)
-        return Found(request.first, costs, request.objective, was, was, 0.0, source)
+        return Found(family, costs, objective, was, was, 0.0, source)
     if result.interrupted:
         raise KeyboardInterrupt
-    was = _value(request.first, costs, request.objective)
-    best = split(result.schedule)
-    value = _value(best, costs, request.objective)
-    runs = _runs(best, transport)
-    if not runs:
+    candidates += [with_whole(result.schedule, ()), fuse(result.schedule, costs, objective)]
+    if not _runs(candidates[-1], transport):
         source += "; the batched transport cannot run what was found"
-    if value >= was or not runs:
-        best, value = request.first, was
-    return Found(best, costs, request.objective, value, was, result.lower_bound, source, result.seconds)
+    runnable = [schedule for schedule in candidates if _runs(schedule, transport)] or [family]
+    best = min(runnable, key=lambda schedule: _value(schedule, costs, objective))
+    value = _value(best, costs, objective)
+    bound = min(value, _bound(request, costs)) if costs.backward is not None else result.lower_bound
+    return Found(best, costs, objective, value, was, bound, source, result.seconds)
+
+
+def _bound(request: SearchRequest, costs: Costs) -> float:
+    """A value that no schedule beats, where a B may cost less than I and W: with I and W as short as both would have it."""
+    from pipeloom.schedule.bounds import memory_bound, work_bound
+    from pipeloom.solver.placements import placements_of
+
+    places = placements_of(request.ranks, request.chunks, request.placement)
+    bounds = []
+    for place in places:
+        whole, first, second = (costs.per_stage(name, len(place)) for name in ("backward", "input_grad", "weight_grad"))
+        least = tuple(map(min, whole, first))
+        rest = tuple(min(w, b - i) for b, i, w in zip(whole, least, second, strict=True))
+        short = replace(costs, backward=None, input_grad=least, weight_grad=rest)
+        sizes = (place, request.microbatches, short)
+        bounds.append(
+            max(work_bound(*sizes, request.objective), memory_bound(*sizes, request.memory, request.objective))
+        )
+    return min(bounds)
 
 
 def _value(schedule: Schedule, costs: Costs, objective: str) -> float:
@@ -226,7 +249,7 @@ def _earlier(config: Config, request: SearchRequest, device: torch.device) -> Fo
                 continue
             if max(simulate(schedule, costs).peak_memory) > request.memory + _EPS:
                 continue
-            value, was = _value(schedule, costs, request.objective), _value(request.first, costs, request.objective)
+            value, was = _value(schedule, costs, request.objective), _value(request.family, costs, request.objective)
             return Found(
                 schedule,
                 costs,
@@ -248,7 +271,7 @@ def _tell(report: Report, place: tuple[Config, torch.device], request: SearchReq
         "objective": found.objective,
         "value": found.value,
         "was": found.was,
-        "first": request.first.name,
+        "family": request.family.name,
         "lower_bound": found.lower_bound,
         "gap": found.gap,
         "memory": request.memory,
@@ -256,7 +279,7 @@ def _tell(report: Report, place: tuple[Config, torch.device], request: SearchReq
         "costs": {
             name: value
             for name, value in asdict(found.costs).items()
-            if name in ("forward", "input_grad", "weight_grad", "p2p", "held")
+            if name in ("forward", "input_grad", "weight_grad", "backward", "p2p", "held") and value is not None
         },
     }
     kept = to_dict(found.schedule) | {"searched": facts | {"fingerprint": fingerprint(*place)}}
@@ -265,7 +288,7 @@ def _tell(report: Report, place: tuple[Config, torch.device], request: SearchReq
     word = "makespan" if found.objective == "makespan" else "largest span"
     report.say(
         f"searched schedule: {word} {_time(found.value, request)}, was {_time(found.was, request)} with "
-        f"{request.first.name}, bound {_time(found.lower_bound, request)}, gap {100 * found.gap:.1f} % "
+        f"{request.family.name}, bound {_time(found.lower_bound, request)}, gap {100 * found.gap:.1f} % "
         f"(costs {found.source}" + (f"; searched for {found.seconds:.1f} s" if found.seconds else "") + ")"
     )
     report.say(f"  kept in {path}: a run with that as its schedule.name starts with it")
