@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,3 +63,10 @@ def test_what_cannot_be_is_refused_with_what_can(changes: dict[str, Any], words:
 
 def test_experts_over_replicas_resolve() -> None:
     assert resolve(config(parallel__ep=4, parallel__ep_nodes=2, parallel__ep_chunks=3)).world_size == 8
+
+
+def test_the_example_is_the_preset() -> None:
+    """configs/moe.toml is a copy to change of what `pipeloom train moe` runs."""
+    example = Path(__file__).parents[2] / "configs" / "moe.toml"
+    assert load(example) == load("moe")
+    assert resolve(load("moe")).world_size == 4

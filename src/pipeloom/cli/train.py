@@ -14,7 +14,7 @@ USAGE = """Usage: pipeloom train [CONFIG] [--section.key VALUE …]
 
 Trains a language model through a pipeline of worker processes on this machine.
 
-CONFIG is a TOML file, or the name of one that comes with the package (default, tiny).
+CONFIG is a TOML file, or the name of one that comes with the package (default, tiny, moe).
 It may say extends = "other.toml"; what it does not set is as in default.
 Each key has a flag. A value is read as TOML, else taken as text:
 

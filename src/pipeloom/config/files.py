@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeloom.errors import ConfigError, did_you_mean
 
-BUILT_IN = ("default", "tiny")
+BUILT_IN = ("default", "tiny", "moe")
 
 
 @dataclass
