@@ -83,7 +83,7 @@ def whole_logits(logits: Tensor, tensor: TensorParallel, vocabulary: int) -> Ten
     """[..., own part] of each rank -> [..., vocabulary] on all: for a few positions, to choose a token by."""
     parts = tensor.split_unevenly(vocabulary)
     filled = F.pad(logits, (0, max(parts) - logits.shape[-1])).unsqueeze(-1)
-    columns = start_all_gather(filled, tensor.axis).wait().squeeze(-1).split(max(parts), -1)
+    columns = torch.split(start_all_gather(filled, tensor.axis).wait().squeeze(-1), max(parts), -1)
     return torch.cat([column[..., :size] for column, size in zip(columns, parts, strict=True)], -1)
 
 
