@@ -9,14 +9,16 @@ band:   one block's pair with emulated times (computations that sleep, an all-to
 hidden: a step of 16 micro-batches without a pipeline: exposed all-to-all with pairs over that of one action after the other.
 steps:  pipelines of 4 processes: step over the makespan simulated with segment times and hop of the same run, and the exposed
         all-to-all with pairs over that without.
-real:   blocks with experts over gloo, real computation, 2 processes: step with pairs over step without, and exposed times.
+real:   blocks with experts over gloo, real computation, 2 processes: step with pairs over step without, and exposed
+        times; the weight gradients split from the backward, and not.
 
-With and without alternate, step by step, in the same processes; figures are medians.
+In `steps` and `real`, with and without alternate, step by step, in the same processes. Figures are medians.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from functools import partial
 from statistics import fmean, median
@@ -28,11 +30,17 @@ import torch.distributed as dist
 import pipeloom as pl
 from emulated import UNIT, Clock, EmulatedBlock, apart, total
 from hops import hops
+from pipeloom.config import MeshShape, load
+from pipeloom.models import layers
+from pipeloom.ops.deferred import Desk
+from pipeloom.parallel.mesh import Mesh
+from pipeloom.parallel.trip import ExpertParallel
 from pipeloom.runtime import LocalPipeline, Pipeline
 from pipeloom.schedule.actions import Action, Pair
 from pipeloom.schedule.model import parts
 from pipeloom.schedule.segments import LayerSegments, SegmentCosts, exposed, length, run_block
 from processes import run_ranks
+from runtime import mse
 
 STEPS = 5
 
@@ -45,12 +53,12 @@ class Alone(NamedTuple):
     unit: float
 
 
-def run_alone(microbatches: int, talk: float, split: bool, pairs: bool, layers: int = 1) -> Alone:
+def run_alone(microbatches: int, talk: float, split: bool, pairs: bool, blocks: int = 1) -> Alone:
     """STEPS steps of 1f1b-overlap on one rank, after one more."""
     clock = Clock()
     schedule = pl.schedules.build("1f1b-overlap", 1, microbatches)
     run = schedule if pairs else apart(schedule)
-    pipeline = LocalPipeline([partial(EmulatedBlock, clock, talk, split)] * layers, run, loss=total)
+    pipeline = LocalPipeline([partial(EmulatedBlock, clock, talk, split)] * blocks, run, loss=total)
     stood, took = [], []
     x = torch.ones(microbatches, 1)
     for at in range(STEPS + 1):
@@ -91,12 +99,12 @@ def hidden() -> None:
     )
     for share in (0.3, 0.6, 1.0, 1.5, 2.0):
         talk = share * UNIT
-        plain = median(run_alone(m, talk, False, pairs=False, layers=2).exposed)
+        plain = median(run_alone(m, talk, False, pairs=False, blocks=2).exposed)
         block = [LayerSegments(dispatch=share, combine=share)] * 2
         without = m * (exposed(run_block(block, [])) + exposed(run_block([], block, "fused")))
         text = f"{share:10.1f}{plain * 1e3:9.1f}"
         for how, split in (("fused", False), ("split", True)):
-            found = median(run_alone(m, talk, split, pairs=True, layers=2).exposed)
+            found = median(run_alone(m, talk, split, pairs=True, blocks=2).exposed)
             ends = exposed(run_block(block, [])) + exposed(run_block([], block, how))  # type: ignore[arg-type]
             model = ends + (m - 1) * exposed(run_block(block, block, how))  # type: ignore[arg-type]
             text += f"{found * 1e3:{11 if split else 8}.1f}{found / plain:8.3f}{model / without:8.3f}"
@@ -125,8 +133,8 @@ def measure(
     sides = []
     for one in (schedule, apart(schedule)):
         clock = Clock()
-        layers = [partial(EmulatedBlock, clock, talk, True)] * one.positions
-        sides.append((Pipeline(layers, one, loss=total), clock))
+        blocks = [partial(EmulatedBlock, clock, talk, True)] * one.positions
+        sides.append((Pipeline(blocks, one, loss=total), clock))
     found: tuple[list[Measured], list[Measured]] = [], []
     x = torch.ones(m, 1)
     for at in range(STEPS + 1):
@@ -201,7 +209,53 @@ def steps() -> None:
             )
 
 
-PARTS = {"band": band, "hidden": hidden, "steps": steps}
+def train_experts(rank: int, split: bool) -> list[tuple[float, float]]:
+    """(seconds, exposed seconds) of steps of a decoder with experts over two processes, with pairs and without in turn."""
+    mesh = Mesh.of(MeshShape(dp=2, ep=2))
+    assert mesh is not None
+    sizes = {"hidden_size": 256, "num_hidden_layers": 4, "num_experts": 8, "moe_intermediate_size": 256}
+    shape = load("tiny", {f"model.{key}": value for key, value in sizes.items()}).model
+    blocks = layers(shape, 1, expert=ExpertParallel(mesh.ep))[1:-1]
+    schedule = pl.schedules.build("1f1b-overlap", 1, 8)
+    sides = [LocalPipeline(blocks, one, loss=mse) for one in (schedule, apart(schedule))]
+    if not split:  # the weight gradients in the backward itself
+        for pipeline in sides:
+            for stage in pipeline._assemblies[0].rank.stages.values():
+                stage._desk = Desk()
+    torch.manual_seed(rank)
+    x, y = torch.randn(2, 8 * 2, 128, 256)
+    found = []
+    for _ in range(2 * STEPS + 1):
+        for pipeline in sides:
+            dist.barrier()
+            begun = time.perf_counter()
+            pipeline.step(x, y)
+            dist.barrier()
+            (result,) = pipeline._results
+            found.append((time.perf_counter() - begun, result.exposed or 0.0))
+    return found[2:]
+
+
+def real() -> None:
+    print(
+        "4 blocks of width 256 with 8 experts, top 2, 2 x 128 tokens a micro-batch, 8 micro-batches; 2 processes, gloo"
+    )
+    print(
+        f"{'weight gradients':>17}{'pairs ms':>10}{'apart ms':>10}{'ratio':>8}{'exposed ms':>12}{'apart':>8}{'ratio':>8}"
+    )
+    for label, split in (("split", True), ("fused", False)):
+        first, second = run_ranks(train_experts, 2, split)
+        each = [(max(a[0], b[0]), (a[1] + b[1]) / 2) for a, b in zip(first, second, strict=True)]
+        pairs, plain = each[::2], each[1::2]
+        both = list(zip(pairs, plain, strict=True))
+        print(
+            f"{label:>17}{median(a[0] for a in pairs) * 1e3:10.0f}{median(a[0] for a in plain) * 1e3:10.0f}"
+            f"{median(a[0] / b[0] for a, b in both):8.3f}{median(a[1] for a in pairs) * 1e3:12.1f}"
+            f"{median(a[1] for a in plain) * 1e3:8.1f}{median(a[1] / b[1] for a, b in both):8.3f}"
+        )
+
+
+PARTS = {"band": band, "hidden": hidden, "steps": steps, "real": real}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
