@@ -200,6 +200,11 @@ class Pipeline:
         return self._connections.control
 
     @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        """Layer name -> module, of this rank's stages."""
+        return self._assembly.modules
+
+    @property
     def peak_activations(self) -> int:
         """The most stage-micro-batches alive on this rank at once in the last step, counted."""
         return self._result.peak_alive

@@ -1,10 +1,18 @@
-"""Experts in training: how a layout spreads them."""
+"""Experts in training: how a layout spreads them, how evenly they are used, and the biases that even them out."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
 from pipeloom.config import Config
+from pipeloom.models import names
+from pipeloom.models.gate import balance, gates_of, take_loads
 from pipeloom.parallel.mesh import Mesh, PipelineMesh
 from pipeloom.parallel.trip import ExpertParallel, two_levels
+from pipeloom.runtime import Pipeline
 
 
 def spread_of(config: Config, mesh: Mesh | PipelineMesh | None) -> ExpertParallel | None:
@@ -12,6 +20,57 @@ def spread_of(config: Config, mesh: Mesh | PipelineMesh | None) -> ExpertParalle
     if not isinstance(mesh, Mesh) or mesh.ep.size == 1:
         return None
     parallel = config.parallel
-    return two_levels(
-        ExpertParallel(mesh.ep, parallel.ep_nodes, chunks=parallel.ep_chunks, blocks=parallel.ep_blocks)
-    )
+    return two_levels(ExpertParallel(mesh.ep, parallel.ep_nodes, chunks=parallel.ep_chunks, blocks=parallel.ep_blocks))
+
+
+@dataclass(frozen=True)
+class Loads:
+    """How evenly one step used its experts.
+
+    Attributes:
+        largest: tokens of the busiest expert over the mean, the largest of all blocks; 1 is even, the number of experts
+            worst.
+        dropped: share of all choices that no expert took.
+    """
+
+    largest: float
+    dropped: float
+
+
+class ExpertLoads:
+    """The loads of a pipeline's experts from step to step, and the biases that they move."""
+
+    def __init__(self, config: Config, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self._experts = config.model.num_experts
+        self._biased = config.model.router == "sigmoid"
+        blocks = [names.block(number) for number in range(config.model.num_hidden_layers)] if self._experts else []
+        self._blocks = len(blocks)
+        held = [(at, pipeline.modules[name]) for at, name in enumerate(blocks) if name in pipeline.modules]
+        self._gates = [(at, gate) for at, module in held for gate in gates_of([module])]
+
+    def after_step(self, wanted: bool) -> Loads | None:
+        """Call it on every rank after each step: moves the biases of sigmoid routers by the step's loads.
+
+        Returns:
+            the step's loads if `wanted`, and None otherwise and for a model without experts. Every rank asks alike.
+        """
+        if not self._experts or not (wanted or self._biased):
+            return None
+        table = torch.zeros(self._blocks, self._experts + 1, dtype=torch.int64, device=self._pipeline.device)
+        mesh = self._pipeline.mesh
+        for at, gate in self._gates:
+            loads = take_loads(gate)
+            if mesh.place.tp == 0:  # the others saw the same tokens
+                table[at] = loads
+        if mesh.everyone.group is not None:
+            dist.all_reduce(table, group=mesh.everyone.group)
+        counts = table[:, :-1]
+        if self._biased:
+            for at, gate in self._gates:
+                balance(gate, counts[at])
+        if not wanted:
+            return None
+        even = counts.sum(1) / self._experts
+        largest = (counts.amax(1) / even.clamp_min(1e-9)).max()
+        return Loads(float(largest), float(table[:, -1].sum() / counts.sum().clamp_min(1)))
