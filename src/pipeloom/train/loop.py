@@ -18,6 +18,7 @@ from pipeloom.train.batches import Batch, sample, spread
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.collect import gather, maxima
 from pipeloom.train.corpus import read_corpus
+from pipeloom.train.experts import ExpertLoads, Loads
 from pipeloom.train.metrics import StepMetrics, memory_in_use, model_flops_utilization, shared_cores, simulated
 from pipeloom.train.optimizer import Optimizer, global_norm
 from pipeloom.train.rate import learning_rate
@@ -82,6 +83,7 @@ class Trainer:
         self._report = report
         self._optimizer = Optimizer(list(pipeline.named_parameters()), config.optimizer, counts=pipeline.owns)
         self._seconds: list[float] = []
+        self._experts = ExpertLoads(config, pipeline)
         self._speculative: SpeculativeOptimizer | None = None
         if not config.optimizer.barrier:
             self._speculative = SpeculativeOptimizer(pipeline, self._optimizer)
@@ -98,12 +100,13 @@ class Trainer:
             logs = step + 1 == options.steps or (step + 1) % self.config.log.every == 0
             outcomes = self._final_steps(batch, rate, logs or self.measuring is not None)
             self._seconds.append(time.perf_counter() - start)
+            loads = self._experts.after_step(logs)
             for outcome in outcomes:
                 final += 1
                 self._record(final, outcome)
             stop = any(outcome.stop for outcome in outcomes)
             if logs or stop:
-                self._log(step + 1, outcomes[-1])
+                self._log(step + 1, outcomes[-1], loads)
             if self.measuring is not None and not stop and self.measuring.after_step():
                 self.measuring = None
                 self.traces.clear()  # of another schedule
@@ -159,12 +162,12 @@ class Trainer:
             count += batch.targets.numel()
         return total / count
 
-    def _log(self, step: int, outcome: Outcome) -> None:
+    def _log(self, step: int, outcome: Outcome, loads: Loads | None) -> None:
         """The figures since the last line; measures the step's bubble, which takes all ranks."""
         options, pipeline = self.config.train, self.pipeline
         measured = pipeline.timeline()
         self.traces.append(measured)
-        (memory,) = maxima(pipeline, [memory_in_use(pipeline.device)])
+        memory, exposed = maxima(pipeline, [memory_in_use(pipeline.device), pipeline.exposed or 0.0])
         seconds = sum(self._seconds) / len(self._seconds)
         self._seconds = []
         if self._report is None:
@@ -181,6 +184,9 @@ class Trainer:
                 mfu=model_flops_utilization(self.config, seconds, pipeline.device, pipeline.ranks),
                 bubble_measured=measured.bubble_rate,
                 bubble_simulated=simulated(measured).bubble_rate,
+                expert_load=None if loads is None else loads.largest,
+                expert_drops=None if loads is None else loads.dropped,
+                all_to_all=exposed if self.config.parallel.ep > 1 else None,
             )
         )
 

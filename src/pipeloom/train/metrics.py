@@ -32,6 +32,10 @@ class StepMetrics:
         mfu: share of the devices' peak, None where the peak is not known.
         bubble_measured, bubble_simulated: bubble rate, Σ idle / (p · makespan), of this step and of its simulation with
             the stage costs measured in it.
+        expert_load: tokens of the busiest expert over the mean, the largest of all blocks; None without experts.
+        expert_drops: share of the choices of experts that were dropped; None without experts.
+        all_to_all: seconds of this step in which a rank stood still for an all-to-all of experts, the largest over the
+            ranks; None where there is none.
     """
 
     step: int
@@ -44,6 +48,9 @@ class StepMetrics:
     mfu: float | None
     bubble_measured: float
     bubble_simulated: float
+    expert_load: float | None = None
+    expert_drops: float | None = None
+    all_to_all: float | None = None
 
     def line(self, steps: int) -> str:
         """`step: 10/200  loss: 3.0000  …`: name, colon, value, two spaces."""
@@ -58,6 +65,11 @@ class StepMetrics:
             "step_time": f"{self.step_time:.3f}s",
             "bubble_rate": f"{self.bubble_measured:.1%} (simulated {self.bubble_simulated:.1%})",
         }
+        if self.expert_load is not None and self.expert_drops is not None:
+            figures["expert_load"] = f"{self.expert_load:.2f}x"
+            figures["expert_drops"] = f"{self.expert_drops:.1%}"
+        if self.all_to_all is not None:
+            figures["all_to_all"] = f"{self.all_to_all:.3f}s exposed"
         return "  ".join(f"{name}: {value}" for name, value in figures.items())
 
     def record(self) -> dict[str, Any]:
