@@ -32,6 +32,7 @@ from processes import run_ranks
 
 EXPERTS = 2
 LAYERS = 5
+NETWORKED = ("1f1b-overlap", "dualpipev", "dualpipe")
 
 
 def rebuilt(schedule: Schedule, programs: list[list[Any]]) -> Schedule:
@@ -306,7 +307,7 @@ def _two_by_two(rank: int, rows: int) -> dict[str, Found]:
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mesh = PipelineMesh.of([rank % 2, rank % 2 + 2])
     found = {}
-    for name in ("1f1b-overlap", "dualpipev"):
+    for name in NETWORKED:
         schedule = schedules()[name]
         for label, one in ((name, schedule), (f"{name} apart", apart(schedule))):
             pipeline = Pipeline(expert_layers(LAYERS, EXPERTS, groups[rank // 2]), one, loss=mse, mesh=mesh)
@@ -328,14 +329,17 @@ def test_two_pipelines_share_their_experts() -> None:
     """Four processes, pp 2 and ep 2, on the network."""
     rows = 11
     results = run_ranks(_two_by_two, 4, rows)
-    for name in ("1f1b-overlap", "dualpipev"):
+    for name in NETWORKED:
         schedule = schedules()[name]
         losses, want = serial(rows, schedule.microbatches)
         for rank, result in enumerate(results):
             assert same(result[name], result[f"{name} apart"]), name
             assert abs(result[name].loss - losses[rank % 2]) <= 1e-6
             assert result[name].peaks == pl.simulate(schedule).peak_activations[rank // 2]
-        assert worst(joined([result[name] for result in results]), want) <= 1e-5
+        places = (
+            results[:2] if name == "dualpipe" else results
+        )  # every place holds all layers, and the sum over the replicas
+        assert worst(joined([result[name] for result in places]), want) <= 1e-5
 
 
 def _one_sends_late(rank: int) -> None:
