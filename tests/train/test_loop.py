@@ -193,10 +193,10 @@ def test_all_ranks_stop_when_one_was_told_to() -> None:
 
 
 def test_one_process_is_a_pipeline_too() -> None:
-    from pipeloom.parallel.mesh import PipelineMesh
+    from pipeloom.parallel.mesh import Mesh, PipelineMesh
 
     layout = load_layout("tiny", {"parallel.pp": 1, "schedule.name": "gpipe"})
-    (found,) = pipeline_step(layout, CPU, PipelineMesh.of([0]))
+    (found,) = pipeline_step(layout, CPU, Mesh.of_pipeline(PipelineMesh.of([0])))
     reference = serial_step(layout, CPU)
     assert found.loss == pytest.approx(reference.loss, rel=1e-6)
     assert found.gradients.keys() == reference.gradients.keys()

@@ -17,6 +17,12 @@ class Batch(NamedTuple):
     tokens: Tensor
     targets: Tensor
 
+    def part(self, number: int, of: int) -> Batch:
+        """The rows of data-parallel replica `number` of `of`: as many for each, in order; `of` divides the rows."""
+        rows = len(self.tokens) // of
+        where = slice(number * rows, (number + 1) * rows)
+        return Batch(self.tokens[where], self.targets[where])
+
 
 def sample(text: Tensor, seed: int, step: int, rows: int, seq_len: int) -> Batch:
     """`rows` windows of `text` (one dimension) that start anywhere, drawn from (seed, step) alone.

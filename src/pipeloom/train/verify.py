@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, replace
+from inspect import signature
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeloom.config import Layout
+from pipeloom.config.mesh import MeshShape
 from pipeloom.models import cross_entropy, layers, tied
 from pipeloom.models.weights import stable_seed
-from pipeloom.parallel.mesh import PipelineMesh
+from pipeloom.ops.microbatch import KEYWORD, MicrobatchContext
+from pipeloom.parallel.mesh import Mesh
 from pipeloom.train.batches import Batch
 from pipeloom.train.build import build_pipeline
+from pipeloom.train.joined import Holding, whole
 from pipeloom.train.searched import estimated
 
 if TYPE_CHECKING:
@@ -49,23 +53,23 @@ class Step(NamedTuple):
 def run(layouts: Sequence[Layout], context: WorkerContext, tolerance: float) -> Iterator[Result | None]:
     """Verifies the layouts one by one; every worker of the pool iterates to the end.
 
-    A layout of p ranks runs on the workers 0..p-1, in fp32 (fp64 where configured), one step over random tokens, so
+    A layout of n ranks runs on the workers 0..n-1, in fp32 (fp64 where configured), one step over random tokens, so
     that no two micro-batches are alike. Workers that it does not use wait. `schedule.name = "search"` is searched for the costs
     given, or else for the layers' operations.
 
     Yields:
         for each layout its result on rank 0, None on the others.
     """
-    meshes: dict[int, PipelineMesh] = {}
+    meshes: dict[MeshShape, Mesh | None] = {}
     references: dict[tuple[object, ...], Step] = {}
     for asked in layouts:
         layout = estimated(asked, context)
-        ranks = layout.schedule.ranks
         result = None
-        if ranks not in meshes:
-            meshes[ranks] = _first_workers(ranks, context)
-        if context.rank < ranks:
-            found = pipeline_step(layout, context.device, meshes[ranks])
+        if layout.mesh not in meshes:
+            meshes[layout.mesh] = Mesh.of(layout.mesh, range(layout.mesh.world))
+        mesh = meshes[layout.mesh]
+        if mesh is not None:
+            found = pipeline_step(layout, context.device, mesh)
             if context.rank == 0:
                 key = _what_one_process_sees(layout)
                 if key not in references:
@@ -77,45 +81,55 @@ def run(layouts: Sequence[Layout], context: WorkerContext, tolerance: float) -> 
 
 
 def make_batch(layout: Layout) -> Batch:
-    """Random tokens and random targets, the same in every process."""
+    """Random tokens and random targets for all replicas, the same in every process."""
     config = layout.config
-    rows, vocabulary = sum(layout.microbatch_sizes), config.model.vocab_size
+    rows, vocabulary = sum(layout.microbatch_sizes) * layout.mesh.dp, config.model.vocab_size
     generator = torch.Generator().manual_seed(stable_seed("verify", config.train.seed))
     both = torch.randint(0, vocabulary, (2, rows, config.train.seq_len), generator=generator)
     return Batch(both[0], both[1])
 
 
-def pipeline_step(layout: Layout, device: torch.device, mesh: PipelineMesh) -> list[Step]:
-    """One step through the pipeline; every rank of `mesh` calls it. Each rank's outcome on rank 0, [] on the others."""
-    batch = make_batch(layout)
-    pipeline = build_pipeline(layout, device, mesh, _dtype(layout))
-    loss = pipeline.step(batch.tokens.to(device), batch.targets.to(device))
+def pipeline_step(layout: Layout, device: torch.device, mesh: Mesh) -> list[Step]:
+    """One step through the pipelines; every rank of `mesh` calls it.
+
+    Returns:
+        each rank's outcome on rank 0, [] on the others; of a parameter in parts, the rank with the first part has it all.
+    """
+    batch = make_batch(layout).part(mesh.place.dp, layout.mesh.dp)
+    pipeline = build_pipeline(_unsharded(layout), device, mesh, _dtype(layout))
+    loss = pipeline.step(batch.tokens.to(device), batch.targets.to(device)).item()
     gradients = {name: None if p.grad is None else p.grad.cpu() for name, p in pipeline.named_parameters()}
-    mine = Step(loss.item(), gradients)
-    everyone: list[Step | None] | None = [None] * len(mesh.ranks) if mesh.rank == 0 else None
-    if mesh.group is None:
+    mine = loss, Holding(mesh.place, gradients, pipeline.layouts)
+    everyone: list[Any] | None = [None] * mesh.everyone.size if mesh.everyone.index == 0 else None
+    if mesh.everyone.group is None:
         everyone = [mine]
     else:
-        dist.gather_object(mine, everyone, dst=mesh.ranks[0], group=mesh.group)
+        dist.gather_object(mine, everyone, dst=mesh.everyone.ranks[0], group=mesh.everyone.group)
     pipeline.close()
-    return [step for step in everyone or () if step is not None]
+    if everyone is None:
+        return []
+    joined = whole([holding for _, holding in everyone])
+    return [Step(loss, gradients) for (loss, _), gradients in zip(everyone, joined, strict=True)]
 
 
 def serial_step(layout: Layout, device: torch.device) -> Step:
-    """The same step in one process: the whole model, one micro-batch after the other."""
+    """The same step in one process: the whole model, one micro-batch after the other, replica after replica."""
     config = layout.config
     built = [(layer.name, layer()) for layer in layers(config.model, config.train.seed, _dtype(layout), device)]
     modules = [module for _, module in built]
     for names in tied(config.model):
         _share(dict(built), names)
     batch = make_batch(layout)
-    sizes = list(layout.microbatch_sizes)
+    sizes = list(layout.microbatch_sizes) * layout.mesh.dp
+    parts = zip(torch.split(batch.tokens, sizes), torch.split(batch.targets, sizes), strict=True)
     loss = 0.0
-    for tokens, targets in zip(torch.split(batch.tokens, sizes), torch.split(batch.targets, sizes), strict=True):
+    for number, (tokens, targets) in enumerate(parts):
+        share = targets.numel() / batch.targets.numel()
+        context = MicrobatchContext(0, number, share)
         x = tokens.to(device)
         for module in modules:
-            x = module(x)
-        part = cross_entropy(x, targets.to(device)) * (targets.numel() / batch.targets.numel())
+            x = module(x, **({KEYWORD: context} if KEYWORD in signature(module.forward).parameters else {}))
+        part = cross_entropy(x, targets.to(device), config.train.label_smoothing) * share
         part.backward()  # type: ignore[no-untyped-call]
         loss += part.item()
     gradients: Gradients = {}
@@ -156,16 +170,10 @@ def relative_error(a: Tensor | None, b: Tensor | None) -> float:
     return difference / size
 
 
-def _first_workers(ranks: int, context: WorkerContext) -> PipelineMesh:
-    """The workers 0..ranks-1 as a pipeline; every worker of the pool calls this.
-
-    All of them, because torch names a group that its members make on their own after the number of groups that each has
-    made before, which differs between workers here.
-    """
-    members = tuple(range(ranks))
-    whole = ranks == context.world_size
-    group = dist.group.WORLD if whole else dist.new_group(list(members))
-    return PipelineMesh(members, context.rank, group)
+def _unsharded(layout: Layout) -> Layout:
+    """The layout with whole gradients on every replica: how the optimizer shares its state changes none of them."""
+    optimizer = layout.config.optimizer.model_copy(update={"zero1": False})
+    return replace(layout, config=layout.config.model_copy(update={"optimizer": optimizer}))
 
 
 def _dtype(layout: Layout) -> torch.dtype:
@@ -175,7 +183,8 @@ def _dtype(layout: Layout) -> torch.dtype:
 def _what_one_process_sees(layout: Layout) -> tuple[object, ...]:
     """What the serial step depends on: layouts that differ in other things share it."""
     train = layout.config.train
-    return layout.config.model, train.seed, train.seq_len, _dtype(layout), layout.microbatch_sizes
+    sizes = layout.microbatch_sizes * layout.mesh.dp
+    return layout.config.model, train.seed, train.seq_len, _dtype(layout), train.label_smoothing, sizes
 
 
 def _share(modules: Mapping[str, nn.Module], names: Sequence[str]) -> None:
