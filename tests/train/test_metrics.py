@@ -50,6 +50,8 @@ def test_the_line_is_names_and_values_that_anybody_parses() -> None:
     }
     assert "(simulated 25.0%)" in line
     assert "mfu: 41.5%" in dataclasses.replace(FIGURES, mfu=0.415).line(200)
+    experts = dataclasses.replace(FIGURES, expert_load=1.254, expert_drops=0.031, all_to_all=0.0124).line(200)
+    assert experts == f"{line}  expert_load: 1.25x  expert_drops: 3.1%  all_to_all: 0.012s exposed"
 
 
 def test_a_measured_step_is_simulated_with_its_own_costs() -> None:
