@@ -241,6 +241,25 @@ def test_frozen_weights_and_main_gradients() -> None:
         assert all(verdicts), verdicts
 
 
+def all_frozen(rank: int) -> tuple[list[torch.Size], bool]:
+    """What frozen column layers keep, and whether their input gets its gradient all the same."""
+    tensor, saved = tensor_parallel(True), []
+    x, seed = normal(BATCH, LENGTH, WIDTH, seed=9), normal(BATCH, LENGTH, WIDTH, seed=10)
+    pair = filled(tensor).requires_grad_(False)
+    mine = own_tokens(x, tensor).clone().requires_grad_()
+    with saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+        out = pair(mine)
+    out.backward(own_tokens(seed, tensor))
+    return saved, torch.allclose(mine.grad, own_tokens(serial_pair(x, seed)[1]["x"], tensor))
+
+
+@pytest.mark.dist
+def test_frozen_column_layers_keep_no_input() -> None:
+    for saved, right in run_ranks(all_frozen, 2):
+        assert right
+        assert (BATCH, LENGTH // 2, WIDTH) not in saved
+
+
 def a_fake(size: int, index: int = 0, sequence: bool = False) -> TensorParallel:
     return TensorParallel(Axis(tuple(range(size)), index, None), sequence)
 

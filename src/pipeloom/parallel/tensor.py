@@ -148,7 +148,10 @@ def row_linear(inputs: int, outputs: int, tensor: TensorParallel | None, what: s
 
 
 def sum_over_ranks(x: Tensor, tensor: TensorParallel) -> Tensor:
-    """The sum over the ranks of their terms x [batch, tokens, width]; with sequence parallelism this rank's tokens of it."""
+    """The sum over the ranks of their terms x [batch, tokens, width]; with sequence parallelism this rank's tokens of it.
+
+    Without, x is written over: autograd refuses that for a term that another operation's backward needs.
+    """
     if tensor.sequence:
         return _ReduceScatter.apply(x, tensor.axis)  # type: ignore[no-any-return, no-untyped-call]
     return _AllReduce.apply(x.contiguous(), tensor.axis)  # type: ignore[no-any-return, no-untyped-call]
@@ -201,7 +204,8 @@ class _Column(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, call: _Call, *parameters: Any) -> Any:
         count, tensor = len(parameters) // 2, call.tensor
         weights, biases = parameters[:count], parameters[count:]
-        ctx.save_for_backward(x, *weights)
+        trains = any(ctx.needs_input_grad[2 : 2 + count])  # frozen weights need no input
+        ctx.save_for_backward(x if trains else None, *weights)
         ctx.call, ctx.weights = call, weights
         whole = start_all_gather(x, tensor.axis).wait() if tensor.sequence else x
         return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
@@ -212,8 +216,8 @@ class _Column(torch.autograd.Function):
         tensor, ledger, main = ctx.call
         count = len(weights)
         wanted = [at for at in range(count) if ctx.needs_input_grad[2 + at]]
-        fetch = partial(start_all_gather, x.detach(), tensor.axis) if tensor.sequence else None
-        gathering = fetch() if fetch is not None and wanted and ledger is None else None
+        fetch = partial(start_all_gather, x.detach(), tensor.axis) if tensor.sequence and wanted else None
+        gathering = fetch() if fetch is not None and ledger is None else None
         reducing = _start_input_gradient(gradients, weights, tensor) if ctx.needs_input_grad[0] else None
         biases = [_rows(g).sum(0) if ctx.needs_input_grad[2 + count + at] else None for at, g in enumerate(gradients)]
         products: list[Tensor | None] = [None] * count
