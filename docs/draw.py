@@ -1,4 +1,4 @@
-"""Draws docs/img: every family (p = 4, m = 8, unit costs), the README's picture, and a searched one. Run: python docs/draw.py
+"""Draws docs/img: every family (p = 4, m = 8, unit costs), the README's picture, searched ones. Run: python docs/draw.py
 
 Families that take costs or options are drawn with their defaults; one that refuses these sizes is named and left out.
 """
@@ -30,6 +30,11 @@ def main() -> int:
     (IMAGES / "pipeline.svg").write_text(pl.draw.svg(picture, tooltips=False), encoding="utf-8")
     searched = pl.search(4, 8, memory=3, iterations=4000)
     (IMAGES / "search.svg").write_text(pl.draw.svg(searched.timeline, tooltips=False), encoding="utf-8")
+    body = (1.0,) * 6
+    uneven = pl.Costs((2.0, *body, 3.0), (1.0, *body, 3.0), (1.0, *body, 2.0), p2p=0.1)
+    usual = pl.simulate(pl.schedules.interleaved(ranks=4, microbatches=8, chunks=2), uneven)
+    fitted = pl.search(4, 8, uneven, 6, chunks=2, iterations=6000).timeline
+    (IMAGES / "search-costs.svg").write_text(pl.draw.svg([usual, fitted], tooltips=False), encoding="utf-8")
     return refused
 
 
