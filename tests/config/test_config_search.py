@@ -158,3 +158,13 @@ def test_half_of_the_backwards_are_split(name: str, parity: int) -> None:
 def test_the_one_backward_there_is_is_split() -> None:
     schedule = pl.schedules.one_f_one_b(2, 1)
     assert all(half_split(schedule, parity).splits_backward for parity in (0, 1))
+
+
+def test_one_cost_is_overridden_and_the_others_stay(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        '[schedule]\nname = "search"\n[schedule.options.costs]\nforward = 1\ninput_grad = 2\nweight_grad = 3\n'
+    )
+    found = load_layout(path, {"schedule.options.costs.forward": [1, 2, 3, 4]}).search
+    assert found is not None
+    assert found.costs == pl.Costs((1.0, 2.0, 3.0, 4.0), 2.0, 3.0)

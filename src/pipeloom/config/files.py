@@ -57,7 +57,8 @@ class Merged:
     @staticmethod
     def _put(table: dict[str, Any], key: str, value: Any) -> None:
         if isinstance(value, dict) and isinstance(table.get(key), dict):
-            table[key] |= value
+            for inner, deeper in value.items():
+                Merged._put(table[key], inner, deeper)
         else:
             table[key] = value
 
