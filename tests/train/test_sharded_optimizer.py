@@ -43,14 +43,15 @@ def tokens_of(step: int, rank: int) -> Tensor:
 class Replica:
     """One dp rank: a network, its reduction and its optimizer."""
 
-    def __init__(self, mesh: Mesh, dtype: torch.dtype, sharded: bool, capacity: int = 2000, **changes: Any) -> None:
+    def __init__(self, mesh: Mesh, dtype: torch.dtype, sharded: bool, shared: bool = False) -> None:
         self.mesh, self.net, desk = mesh, network(dtype), Desk()
         named = list(self.net.named_parameters())
-        self.sync = GradientSync([Held(n, p, (0,)) for n, p in named], mesh, sharded=sharded, capacity=capacity)
+        held = [Held(n, p, (0,)) for n, p in named]
+        self.sync = GradientSync(held, mesh, sharded=sharded, share_memory=shared, capacity=2000)
         desk.main = self.sync.main
         defer_weight_gradients(self.net, desk)
         first = sharded or mesh.place.dp == 0
-        self.optimizer = Optimizer(named, options(**changes), self.sync, counts=lambda name: first)
+        self.optimizer = Optimizer(named, options(), self.sync, counts=lambda name: first)
 
     def gradients(self, step: int) -> float:
         """Forward and backward; returns the global norm."""
@@ -143,12 +144,14 @@ def two_ranks(rank: int) -> None:
     assert mesh is not None
     # of two ranks a sum has one order: bitwise the same steps, for fp32 and for bf16 with fp32 masters
     for dtype in (torch.float32, torch.bfloat16):
-        whole, slices = Replica(mesh, dtype, False), Replica(mesh, dtype, True)
+        whole = Replica(mesh, dtype, False)
         whole.train()
-        slices.train()
-        for name, value in whole.weights().items():
-            assert value.dtype == dtype
-            assert torch.equal(slices.weights()[name], value), (dtype, name)
+        for sharded, shared in ((True, False), (False, True), (True, True)):
+            other = Replica(mesh, dtype, sharded, shared)
+            other.train()
+            for name, value in whole.weights().items():
+                assert value.dtype == dtype
+                assert torch.equal(other.weights()[name], value), (dtype, sharded, shared, name)
     # what a dp rank sees of the others' data matters: without the reduction the weights differ
     lonely = Replica(mesh, torch.float32, False)
     with lonely.sync.no_sync():

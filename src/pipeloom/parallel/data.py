@@ -19,8 +19,9 @@ from torch.autograd.graph import get_gradient_edge
 from pipeloom.errors import UsageError
 from pipeloom.ops.main_gradient import MainGradients
 from pipeloom.parallel.buckets import Bucket, Held, make_buckets
-from pipeloom.parallel.collectives import Pending, start_all_reduce, start_reduce_scatter
+from pipeloom.parallel.collectives import start_all_reduce
 from pipeloom.parallel.mesh import Mesh
+from pipeloom.parallel.reduction import Reducer, Reduction
 
 CAPACITY = 25 * 2**20  # bytes of a bucket
 AFTER_TIES = -1  # the "stage" of a weight that other pipeline ranks hold too: it is done when they have been summed
@@ -44,24 +45,38 @@ class GradientSync:
         held: the parameters, in order of the forward.
         mesh: whose dp, edp and tp they are reduced over.
         sharded: whether each rank gets the sum of its slice only.
+        share_memory: sum through shared memory where all ranks of an axis are on the CPUs of one machine.
         capacity: bytes of a bucket.
+        timeout: seconds after which a rank whose gradients do not come through shared memory counts as gone.
     """
 
-    def __init__(self, held: Sequence[Held], mesh: Mesh, *, sharded: bool = False, capacity: int = CAPACITY) -> None:
+    def __init__(
+        self,
+        held: Sequence[Held],
+        mesh: Mesh,
+        *,
+        sharded: bool = False,
+        share_memory: bool = False,
+        capacity: int = CAPACITY,
+        timeout: float = 300.0,
+    ) -> None:
         self.main = MainGradients()
         self.main.opened = False
         self.mesh = mesh
         self.sharded = sharded
         self.buckets = make_buckets(held, mesh, capacity)
+        self._reducer = Reducer(self.buckets, mesh, sharded=sharded, share_memory=share_memory, timeout=timeout)
         self.syncing = True
         self._views: dict[str, Tensor] = {}
-        self._pending: dict[int, Pending | None] = {}
+        self._pending: dict[int, Reduction] = {}
         self._open: dict[int, set[int]] = {}  # bucket -> stages that are not done
         self._awaited: dict[int, set[nn.Parameter]] = {}  # bucket -> parameters that the last backward has not reached
         self._lock = threading.Lock()
         self._hooks: list[Any] = []  # autograd's nodes live only as long as somebody holds them
         for at, bucket in enumerate(self.buckets):
-            self._place(bucket)
+            for slot, view in bucket.views(bucket.flat):
+                self.main.hold(slot.held.parameter, view)
+                self._views[slot.held.name] = view
             for parameter in bucket.parameters:
                 node: Any = get_gradient_edge(parameter).node
                 node.register_hook(partial(self._reached, at, parameter))
@@ -101,7 +116,7 @@ class GradientSync:
             for at in range(len(self.buckets)):
                 self._start(at)
             for at, bucket in enumerate(self.buckets):
-                self._conclude(bucket, self._pending[at])
+                bucket.part = self._pending[at].wait().view(-1)
             self._sum_partial()
         for bucket in self.buckets:
             self.main.complete(bucket.parameters)
@@ -142,12 +157,6 @@ class GradientSync:
 
     # -- a bucket's life -------------------------------------------------------------------------------------------------
 
-    def _place(self, bucket: Bucket) -> None:
-        """Gradients go to the bucket's present buffer from now on."""
-        for slot, view in bucket.views(bucket.flat):
-            self.main.hold(slot.held.parameter, view)
-            self._views[slot.held.name] = view
-
     def _open_bucket(self, bucket: Bucket) -> None:
         """Makes room for a step's gradients: beside what is reduced already, on top of what is not."""
         if bucket.visible and not self.sharded:
@@ -155,10 +164,7 @@ class GradientSync:
         for parameter in bucket.parameters:
             parameter.grad = None
         if bucket.content == "reduced":
-            bucket.before = bucket.part
-            if not self.sharded:
-                bucket.flat = torch.zeros_like(bucket.flat)
-                self._place(bucket)
+            bucket.before = bucket.part.clone()
         if bucket.content != "local":
             self.main.restart(bucket.parameters)
 
@@ -185,17 +191,7 @@ class GradientSync:
         self._awaited.pop(at, None)
         bucket = self.buckets[at]
         self.main.complete(bucket.parameters)
-        if bucket.axis.size == 1:
-            bucket.part = bucket.flat
-            self._pending[at] = None
-        elif self.sharded:
-            self._pending[at] = start_reduce_scatter(bucket.flat.view(bucket.axis.size, -1), bucket.axis)
-        else:
-            self._pending[at] = start_all_reduce(bucket.flat, bucket.axis)
-
-    def _conclude(self, bucket: Bucket, pending: Pending | None) -> None:
-        if pending is not None:
-            bucket.part = pending.wait().view(-1)
+        self._pending[at] = self._reducer.start(bucket)
 
     def _sum_partial(self) -> None:
         """The second sum, over tp, of what each tp rank saw of its own tokens only."""

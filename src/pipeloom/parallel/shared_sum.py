@@ -1,0 +1,179 @@
+"""Sums over processes of one machine: every process maps every other's buffers, and adds up a slice of them for all.
+
+gloo sends tensors between processes of a machine through sockets: two copies in the kernel for each hop. Here a rank reads
+its slice of everyone's buffer and writes the sum back to everyone's: as many bytes as a ring moves, once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import mmap
+import os
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeloom.errors import DistributedError
+from pipeloom.parallel.mesh import Axis
+
+_PAGE = 4096
+_BLOCK = 131072  # elements that stay in a core's cache while all ranks' are added to them
+_TOKEN_BYTES = 16
+_SPINS = 50  # looks at the flags before a process sleeps
+_NAPS = 50e-6, 2e-3  # seconds, the shortest and the longest
+
+
+class SharedBuffers:
+    """A few flat tensors of each process of an axis, that can be summed in place.
+
+    `start` says that this process has filled one, `wait` returns when it holds the sum. Every process starts the same ones in
+    the same order, and fills a buffer again only after its `wait`.
+
+    Attributes:
+        own: this process's tensors.
+        sharded: whether each process wants only its slice of the sum: elements index·n to (index+1)·n of size·n.
+        spins: whether to look without a pause at first, where every process has a core of its own.
+    """
+
+    def __init__(
+        self, axis: Axis, maps: Sequence[mmap.mmap], sizes: Sequence[int], dtypes: Sequence[torch.dtype]
+    ) -> None:
+        self.sharded = False
+        self.spins = False
+        self._axis = axis
+        # a flag is the number of the last reduction that a rank has filled its buffer for, or summed its slice of
+        counts = [torch.frombuffer(each, dtype=torch.int64, count=2 * len(sizes), offset=_PAGE) for each in maps]
+        self._filled = [count[: len(sizes)] for count in counts]
+        self._summed = [count[len(sizes) :] for count in counts]
+        starts = _starts(sizes, dtypes)
+        self._buffers = [
+            [
+                torch.frombuffer(each, dtype=dtype, count=size, offset=start)
+                for size, dtype, start in zip(sizes, dtypes, starts, strict=False)
+            ]
+            for each in maps
+        ]
+        self.own = self._buffers[axis.index]
+        self._turn = [0] * len(sizes)
+        self._pending: list[int] = []
+        self._fence = threading.Lock()
+
+    @classmethod
+    def connect(cls, axis: Axis, sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> SharedBuffers | None:
+        """Makes and maps the buffers, of `sizes` elements; collective over the axis. None where not all of it can.
+
+        The memory has no name, and is gone with the processes.
+        """
+        mine = _Memory.create(2 * len(sizes), _starts(sizes, dtypes)[-1]) if hasattr(os, "memfd_create") else None
+        offers: list[Any] = [None] * axis.size
+        dist.all_gather_object(offers, mine.offer if mine is not None else None, group=axis.group)
+        maps = [_map(offer) for offer in offers]
+        if mine is not None:
+            maps[axis.index] = mine.map
+        answers: list[Any] = [None] * axis.size
+        dist.all_gather_object(answers, None not in maps, group=axis.group)
+        if mine is not None:
+            os.close(mine.descriptor)
+        found = [each for each in maps if each is not None]
+        return cls(axis, found, sizes, dtypes) if all(answers) else None
+
+    def start(self, at: int) -> None:
+        """Buffer `at` of this process is full. Sums those that everybody has filled by now."""
+        self._turn[at] += 1
+        with self._fence:  # what was written before is seen before the flag, on every kind of processor
+            self._filled[self._axis.index][at] = self._turn[at]
+        self._pending.append(at)
+        self._advance()
+
+    def wait(self, at: int, timeout: float) -> None:
+        """Returns when buffer `at` of this process holds the sum. Raises DistributedError after `timeout` seconds."""
+        begin = time.monotonic()
+        for look in itertools.count():
+            self._advance()
+            filling = at in self._pending  # somebody has still to fill this buffer, or one before it
+            late = self._behind(self._filled, self._pending[0]) if filling else self._behind(self._summed, at)
+            if not late and not filling:
+                break
+            if not late:
+                continue  # the last one has come meanwhile
+            if self.spins and look < _SPINS:
+                continue
+            waited = time.monotonic() - begin
+            if waited > timeout:
+                rank = self._axis.ranks[late[0]]
+                raise DistributedError(f"the gradients of rank {rank} did not come within {timeout:g} s")
+            time.sleep(min(max(waited / 8, _NAPS[0]), _NAPS[1]))
+        with self._fence:
+            return
+
+    def _behind(self, flags: Sequence[Tensor], at: int) -> list[int]:
+        return [index for index, flag in enumerate(flags) if int(flag[at]) < self._turn[at]]
+
+    def _advance(self) -> None:
+        """Sums this process's slice of buffers that all have filled, in the order in which they were started."""
+        while self._pending and not self._behind(self._filled, self._pending[0]):
+            at = self._pending.pop(0)
+            with self._fence:
+                pass
+            self._sum(at)
+            with self._fence:
+                self._summed[self._axis.index][at] = self._turn[at]
+
+    def _sum(self, at: int) -> None:
+        size = self.own[at].numel()
+        share = math.ceil(size / self._axis.size)
+        first, last = self._axis.index * share, min((self._axis.index + 1) * share, size)
+        for start in range(first, last, _BLOCK):
+            parts = [each[at][start : min(start + _BLOCK, last)] for each in self._buffers]
+            total = parts[0] + parts[1]
+            for part in parts[2:]:
+                total += part  # in rank order, by one rank for all: bitwise the same everywhere
+            for part in [parts[self._axis.index]] if self.sharded else parts:
+                part.copy_(total)
+
+
+class _Memory:
+    """Memory without a name that others can map: its offer is where they find it, and a token that proves it is this."""
+
+    def __init__(self, descriptor: int, mapped: mmap.mmap, offer: tuple[str, int, bytes]) -> None:
+        self.descriptor = descriptor
+        self.map = mapped
+        self.offer = offer
+
+    @classmethod
+    def create(cls, flags: int, size: int) -> _Memory:
+        assert flags * 8 <= _PAGE
+        descriptor = os.memfd_create("pipeloom")
+        os.ftruncate(descriptor, size)
+        mapped = mmap.mmap(descriptor, size)
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        mapped[:_TOKEN_BYTES] = token
+        return cls(descriptor, mapped, (f"/proc/{os.getpid()}/fd/{descriptor}", size, token))
+
+
+def _map(offer: tuple[str, int, bytes] | None) -> mmap.mmap | None:
+    """Another process's memory; None when it is on another machine, or may not be opened."""
+    if offer is None:
+        return None
+    path, size, token = offer
+    try:
+        with open(path, "r+b") as file:
+            mapped = mmap.mmap(file.fileno(), size)
+    except (OSError, ValueError):
+        return None
+    return mapped if mapped[:_TOKEN_BYTES] == token else None
+
+
+def _starts(sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[int]:
+    """The byte at which each buffer begins, and the end: a page for the token, one for flags, then buffers on pages."""
+    starts = [2 * _PAGE]
+    for size, dtype in zip(sizes, dtypes, strict=True):
+        starts.append(starts[-1] + math.ceil(size * dtype.itemsize / _PAGE) * _PAGE)
+    return starts
