@@ -11,15 +11,22 @@ from random import Random
 from pipeloom.errors import CapacityError
 from pipeloom.schedule import Costs, Schedule, Timeline, simulate
 from pipeloom.schedule.bounds import memory_bound, work_bound
+from pipeloom.solver.budget import POOL, Budget
 from pipeloom.solver.evaluation import evaluate
+from pipeloom.solver.extended import extended, small_of
 from pipeloom.solver.local_search import Trail
+from pipeloom.solver.periods import Periods
 from pipeloom.solver.problem import EPS, Objective, Problem, Words
 from pipeloom.solver.prove import ROUNDING, certify
 from pipeloom.solver.seeds import SLOW, family_schedules, grown, words_of
 
-POOL = 4
-WORK = 8_000_000
-PROOF_SECONDS = 120.0
+PERIODIC, FULL = 0.5, 4.0
+ROUNDS = 4
+HOPELESS = 1.03
+FEW, GROWN_SHARE = 8, 0.3
+SEEDS = 6
+LARGE = 100_000
+PERIODIC_ORIGIN = "one period"
 
 
 @dataclass(frozen=True)
@@ -35,40 +42,6 @@ class Progress:
 def value_of(timeline: Timeline, objective: Objective) -> float:
     """The makespan or the largest span."""
     return round(timeline.makespan if objective == "makespan" else max(timeline.spans), 9)
-
-
-class Budget:
-    """What the search may still spend: moves, seconds, or both."""
-
-    def __init__(self, size: int, time_limit: float | None, iterations: int | None, prove: bool) -> None:
-        self.begin = time.monotonic()
-        self.proof_end = self.begin + (time_limit if time_limit is not None else PROOF_SECONDS) if prove else 0.0
-        share = 0.25 if prove else 1.0  # of the time, for the starts and the local search
-        self.deadline = math.inf if time_limit is None else self.begin + share * time_limit
-        self.timed = iterations is None and time_limit is not None
-        usual = 10**9 if self.timed else max(100, int(share * WORK) // size)
-        self.allowed = iterations if iterations is not None else usual
-        self.used = 0
-        self.slice_end = math.inf
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self.begin
-
-    @property
-    def over(self) -> bool:
-        return self.used >= self.allowed or time.monotonic() >= self.deadline
-
-    def slice(self, starts: int) -> int:
-        """The moves of one start's next turn; where only time counts, its end is set instead."""
-        if self.timed:
-            self.slice_end = time.monotonic() + max(0.05, (self.deadline - self.begin) / (4 * POOL))
-            return 10**9
-        return min(self.allowed - self.used, max(1, self.allowed // (4 * POOL)))
-
-    def in_time(self) -> bool:
-        now = time.monotonic()
-        return now < self.deadline and now < self.slice_end
 
 
 @dataclass
@@ -96,6 +69,7 @@ class Run:
         self.bound = min(self.bounds.values())
         self.best: tuple[float, str, Schedule, Costs] | None = None
         self.interrupted = False
+        self.seeds: dict[Problem, list[tuple[float, Problem, Words]]] = {}
 
     def go(self) -> None:
         """Runs to the end of the budget, the bound, or an interrupt that comes after a first answer.
@@ -134,18 +108,83 @@ class Run:
         for problem in self.problems:
             starts += self._family_starts(problem)
         for problem in self.problems:
-            if problem.nodes > SLOW or self._late():
-                continue
-            for seed in grown(problem):
-                self._start(starts, problem, seed.words, seed.origin)
-                if self._late():
-                    break
+            if problem.nodes <= SLOW:
+                self._grown_starts(starts, problem)
+            else:
+                self._extended(problem)
+        if not self.proved:
+            self._periodic(starts)
         return _best_of(starts)
 
-    def _late(self) -> bool:
-        """Whether the starts should come to an end: a quarter of the time is spent, and there is one."""
+    def _grown_starts(self, starts: list[Start], problem: Problem) -> None:
+        for count, seed in enumerate(grown(problem)):
+            if count >= FEW and self._late(GROWN_SHARE):
+                return
+            self._start(starts, problem, seed.words, seed.origin)
+
+    def _extended(self, problem: Problem) -> None:
+        """For large sizes: list scheduling of some of the micro-batches, and a stretch of it repeated for the others."""
+        small = small_of(problem, LARGE)
+        best = math.inf
+        for seed in grown(small):
+            if self._late() or self.proved:
+                return
+            found = evaluate(small, seed.words)
+            if found is None or found.value >= best - EPS:
+                continue
+            best = found.value
+            self.seeds.setdefault(problem, []).append((best, small, seed.words))
+            words = extended(small, seed.words, problem)
+            if words is not None:
+                self._start([], problem, words, f"{seed.origin} of {small.microbatches} micro-batches, repeated")
+
+    def _periodic(self, starts: list[Start]) -> None:
+        """Searches one period of every placement; after each round the worst placement is left."""
+        budget, first = self.budget, self.problems[0]
+        # what a period gains, it gains m / p times; a pipeline that hardly fills depends on its ends
+        budget.grant(min(PERIODIC, PERIODIC * first.microbatches / (FULL * first.ranks)))
+        searches = [
+            Periods(problem, self.random, self._seeds(problem))
+            for problem in self.problems
+            if self.best is None or self.bounds[problem] < self.best[0] - EPS
+        ]
+        for turn in range(ROUNDS):
+            for at, search in enumerate(searches):
+                share = 1 / ((ROUNDS - turn) * len(searches) - at)
+                before = search.work
+                search.run(budget.periodic_slice(search, share))
+                budget.periodic -= search.work - before
+                self._note(search, starts)
+            searches.sort(key=lambda search: search.value)
+            del searches[max(1, len(searches) - 1) :]
+            searches = [search for search in searches if self._hopeful(search, turn)]
+
+    def _seeds(self, problem: Problem) -> list[tuple[Problem, Words]]:
+        """The best words on the placement whose periods could be repeated; of equal values the first."""
+        kept: dict[float, tuple[Problem, Words]] = {}
+        for value, small, words in sorted(self.seeds.get(problem, []), key=lambda seed: seed[0]):
+            kept.setdefault(round(value, 9), (small, words))
+        return list(kept.values())[:SEEDS]
+
+    def _note(self, search: Periods, starts: list[Start]) -> None:
+        """Takes the best that the search of one period has found, as a result and as a start."""
+        if search.best is not None and search.value < search.told - EPS:
+            search.told = search.value
+            if search.problem.nodes <= SLOW:
+                starts.append(Start(search.value, search.problem, search.best, PERIODIC_ORIGIN))
+            if self.best is None or search.value < self.best[0] - EPS:
+                self._take(search.value, PERIODIC_ORIGIN, search.problem.schedule_of(search.best), search.problem)
+        self._tell()
+
+    def _hopeful(self, search: Periods, turn: int) -> bool:
+        """Whether more of it could be better than what there is."""
+        best = math.inf if self.best is None else self.best[0]
+        return self.bounds[search.problem] < best - EPS and (not turn or search.value < HOPELESS * best)
+
+    def _late(self, share: float = 0.25) -> bool:
+        """Whether the starts should come to an end: this share of the time is spent, and there is one."""
         budget = self.budget
-        return self.best is not None and budget.seconds > 0.25 * (budget.deadline - budget.begin)
+        return self.best is not None and budget.seconds > share * (budget.deadline - budget.begin)
 
     def _family_starts(self, problem: Problem) -> Iterator[Start]:
         for schedule in family_schedules(problem.placement, problem.microbatches, problem.costs, problem.room):
@@ -164,6 +203,8 @@ class Run:
         if found is None or not problem.fits(words):
             return
         starts.append(Start(found.value, problem, words, origin))
+        if problem.nodes <= SLOW:
+            self.seeds.setdefault(problem, []).append((found.value, problem, words))
         if self.best is None or found.value < self.best[0] - EPS:
             self._take(found.value, origin, problem.schedule_of(words), problem)
 
