@@ -33,6 +33,8 @@ class Costs:
             `PairTimes` has it from `all_to_all`.
         pair_split: the same of a pair F|I; None: F|B's less W.
         backward: time of a B alone; None: I + W (less where W hides I's all-to-all).
+        microbatch: factors by micro-batch, for sequences of different lengths: of F, I, W, B, the activation and the message. None
+            given: 1 for all. A given pair's gain is multiplied by the smaller of its two factors.
 
     Raises:
         UsageError: a negative or not finite value.
@@ -50,6 +52,7 @@ class Costs:
     pair: PerPair | None = None
     pair_split: PerPair | None = None
     backward: PerStage | None = None
+    microbatch: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for spec in fields(self):
@@ -112,12 +115,31 @@ class Costs:
             return value
         return tuple((one,) * stages for one in self.per_stage(name, stages))
 
-    def hop(self, source: int, destination: int) -> float:
-        """Time from the end of an action on rank `source` to the arrival of its message on rank `destination`."""
+    def factors(self, microbatches: int) -> tuple[float, ...]:
+        """`microbatch` with one number a micro-batch; raises UsageError when there is not one for each."""
+        if not self.microbatch:
+            return (1.0,) * microbatches
+        if len(self.microbatch) != microbatches:
+            raise UsageError(
+                f"microbatch-costs has {len(self.microbatch)} values and the schedule {microbatches} micro-batches: "
+                f"give {microbatches}"
+            )
+        return tuple(map(float, self.microbatch))
+
+    @property
+    def uneven(self) -> bool:
+        """Whether micro-batches differ."""
+        return len(set(self.microbatch)) > 1
+
+    def hop(self, source: int, destination: int, factor: float = 1.0) -> float:
+        """Time from the end of an action on rank `source` to the arrival of its message on rank `destination`.
+
+        `factor`: of the micro-batch; it makes the message larger, not the latency.
+        """
         if source == destination:
             return 0.0
         latency = self.p2p[source][destination] if isinstance(self.p2p, tuple) else self.p2p
-        return latency + self.message / self.bandwidth
+        return latency + factor * self.message / self.bandwidth
 
     def check_links(self, ranks: int) -> None:
         """Raises UsageError when `p2p` is a matrix of another size."""
@@ -169,8 +191,24 @@ class PairTimes:
         given, given_split = costs.per_pair("pair", stages), costs.per_pair("pair_split", stages)
         return cls(StageCosts.of(costs, stages), costs.per_stage("all_to_all", stages), given, given_split)
 
-    def time(self, forward: int, backward: int, split: bool) -> float:
-        """Of a pair with these stages; `split`: its backward is an I."""
+    def time(self, forward: int, backward: int, split: bool, factors: tuple[float, float] = (1.0, 1.0)) -> float:
+        """Of a pair with these stages; `split`: its backward is an I; `factors`: of the two micro-batches."""
+        spread, (a, b) = self.spread, factors
+        if a == b:
+            return a * self._even(forward, backward, split)
+        alone = (spread.input_grad if split else spread.backward)[backward]
+        if (self.given if not split else self.given_split or self.given) is not None:
+            gain = spread.forward[forward] + alone - self._even(forward, backward, split)
+            return a * spread.forward[forward] + b * alone - min(a, b) * gain
+        x, y = self.share[forward], self.share[backward]
+        talk = a * x * spread.forward[forward] + b * y * spread.input_grad[backward]
+        if talk == 0:
+            return a * spread.forward[forward] + b * alone
+        compute = a * (1 - x) * spread.forward[forward] + b * (1 - y) * spread.input_grad[backward]
+        return max(compute + (0.0 if split else b * spread.weight_grad[backward]), talk)
+
+    def _even(self, forward: int, backward: int, split: bool) -> float:
+        """`time` where both micro-batches have the factor 1."""
         spread, x, y = self.spread, self.share[forward], self.share[backward]
         weight = spread.weight_grad[backward]
         if split and self.given_split is not None:
@@ -193,10 +231,11 @@ class PairTimes:
 def durations(schedule: Schedule, costs: Costs) -> list[float]:
     """code -> time of that action (no pairs), length 4 S m."""
     spread = StageCosts.of(costs, schedule.stages)
+    factors = costs.factors(schedule.microbatches)
     times: list[float] = []
     for values in (spread.forward, spread.backward, spread.input_grad, spread.weight_grad):
         for value in values:
-            times.extend([value] * schedule.microbatches)
+            times.extend([value * factor for factor in factors] if costs.microbatch else [value] * len(factors))
     return times
 
 

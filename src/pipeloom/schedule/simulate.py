@@ -47,12 +47,14 @@ def weights_of(schedule: Schedule, costs: Costs) -> Weights:
     if schedule.has_pairs:
         times, stages, m = PairTimes.of(costs, schedule.stages), schedule.stages, schedule.microbatches
         limit, split_from = 4 * schedule.kind_stride, 2 * schedule.kind_stride
-        table: dict[tuple[int, int, bool], float] = {}
+        table: dict[tuple[int, int, bool, tuple[float, float]], float] = {}
+        factors = costs.factors(m)
         for program in schedule.codes:
             for code in program:
                 if code >= limit:
                     forward, backward = divmod(code, limit)
-                    key = (forward - 1) // m, backward // m % stages, backward >= split_from
+                    sizes = factors[(forward - 1) % m], factors[backward % m]
+                    key = (forward - 1) // m, backward // m % stages, backward >= split_from, sizes
                     if key not in table:
                         table[key] = times.time(*key)
                     pairs[code] = table[key]
@@ -67,8 +69,15 @@ def _hops(schedule: Schedule, costs: Costs) -> list[float] | None:
         hops: list[float] = []
         for stage, rank in enumerate(schedule.placement):
             other = neighbour[stage]
-            hops += [costs.hop(schedule.placement[other], rank) if other is not None else 0.0] * schedule.microbatches
+            here = schedule.placement[other] if other is not None else rank
+            if by_size:
+                hops += [costs.hop(here, rank, factor) for factor in factors]
+            else:
+                hops += [costs.hop(here, rank)] * len(factors)
         return hops
+
+    factors = costs.factors(schedule.microbatches)
+    by_size = costs.uneven and costs.message > 0
 
     forward, backward = column(before), column(after)
     if not any(forward) and not any(backward):

@@ -126,10 +126,11 @@ class Timeline:
     def _curve(self, rank: int) -> tuple[tuple[float, float], ...]:
         activation = self.costs.per_stage("activation", self.schedule.stages)
         held = self.costs.per_stage("held", self.schedule.stages)
+        factors = self.costs.factors(self.schedule.microbatches)
         level, points = 0.0, []
         for cell, start, end in zip(self.schedule.programs[rank], self.starts[rank], self.ends[rank], strict=True):
             for action in parts(cell):
-                level += _change(action, activation[action.stage], held[action.stage])
+                level += factors[action.microbatch] * _change(action, activation[action.stage], held[action.stage])
                 points.append((start if action.kind == "F" else end, _plain(level)))
         return tuple(points)
 
@@ -154,10 +155,12 @@ def _change(action: Action, activation: float, held: float) -> float:
 def _memory_changes(schedule: Schedule, costs: Costs) -> list[float]:
     activation = costs.per_stage("activation", schedule.stages)
     held = costs.per_stage("held", schedule.stages)
+    factors = costs.factors(schedule.microbatches)
     changes: list[float] = []
     for kind in ("F", "B", "I", "W"):
         for stage in range(schedule.stages):
-            changes += [_change(Action(kind, stage, 0), activation[stage], held[stage])] * schedule.microbatches
+            change = _change(Action(kind, stage, 0), activation[stage], held[stage])
+            changes += [change * factor for factor in factors]
     return changes
 
 
