@@ -32,7 +32,13 @@ class Gradients:
         self.sync: GradientSync | None = None
         if mesh.dp.size == mesh.tp.size == 1 and not (options.main_gradients or options.shard_gradients):
             return
-        self.sync = GradientSync(assembly.held, mesh, sharded=options.shard_gradients)
+        self.sync = GradientSync(
+            assembly.held,
+            mesh,
+            sharded=options.shard_gradients,
+            share_memory=options.transport in ("auto", "shared"),
+            timeout=options.timeout,
+        )
         self._names = {each.parameter: each.name for each in assembly.held}
         for desk in assembly.desks:
             desk.main = self.sync.main
