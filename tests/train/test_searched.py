@@ -130,6 +130,8 @@ def test_a_measured_search_trains_as_its_schedule_does_from_the_start(tmp_path: 
     assert not again["changed"]
     assert again["codes"] == first["codes"]
     assert str(tmp_path / "run" / FILE) in again["said"][0]
+    assert not any(line.startswith("searching") for line in again["said"])
+    assert any(line.startswith("searching a schedule for the measured costs") for line in first["said"])
     assert again["losses"] == pytest.approx(first["losses"], rel=1e-6)
 
 

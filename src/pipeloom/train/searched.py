@@ -24,6 +24,7 @@ from pipeloom.schedule import Costs, Schedule, Timeline, check, simulate
 from pipeloom.schedule.files import load
 from pipeloom.schedule.json_form import to_dict
 from pipeloom.train.measured import costs_of
+from pipeloom.train.metrics import shared_cores
 from pipeloom.train.report import Report
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ def settle(layout: Layout, context: WorkerContext, report: Report | None) -> Lay
         known = _earlier(layout.config, request, context.device) if request.reuse else None
         if known is not None or request.costs is None:
             return known
+        if report is not None:
+            report.say("searching a schedule for the costs given")
         return find_schedule(request, request.costs, "as given", layout.config.schedule.transport)
 
     found = _by_rank_0(context, find)
@@ -119,6 +122,12 @@ class Measuring:
         settled = self._timelines[1:]  # things still warm up in the first
         words = f"measured in steps 2 to {count}"
         transport = self._config.schedule.transport
+        if self._report is not None:
+            crowded = shared_cores(self._request.ranks, self._context.device)
+            self._report.say(
+                "searching a schedule for the measured costs"
+                + (f" ({crowded}: they hold waits for cores)" * bool(crowded))
+            )
         found = _by_rank_0(self._context, lambda: find_schedule(self._request, costs_of(settled), words, transport))
         self._pipeline.adopt(found.schedule)
         if self._report is not None:
