@@ -19,7 +19,7 @@ from pipeloom.ops.microbatch import MicrobatchContext
 from pipeloom.parallel.laid import join, layout_of
 from pipeloom.parallel.mesh import ALONE, Mesh
 from pipeloom.parallel.tensor import TensorParallel
-from pipeloom.parallel.trip import ExpertParallel, two_levels
+from pipeloom.parallel.trip import ExpertParallel
 
 LENGTH, MICROBATCHES = 8, 2
 Gradients = dict[str, Tensor]
@@ -38,7 +38,6 @@ class Way:
     recompute: bool = False
     chunks: int = 1
     blocks: int = 1
-    levels: bool = False
     sequence: bool = False
 
 
@@ -86,9 +85,8 @@ def serial(shape: ModelSection, replicas: int) -> tuple[float, Gradients, list[i
 def step_on(mesh: Mesh, shape: ModelSection, way: Way) -> tuple[float, Gradients, list[int]]:
     """The same on this process of the mesh, gradients reduced and joined."""
     tensor = TensorParallel(mesh.tp, way.sequence) if mesh.tp.size > 1 else None
-    expert = ExpertParallel(mesh.ep, 2 if way.levels else 1, chunks=way.chunks, blocks=way.blocks)
-    if way.levels:
-        expert = two_levels(expert)
+    nodes, levels = mesh.shape.ep_nodes, (mesh.inside, mesh.across)
+    expert = ExpertParallel(mesh.ep, nodes, *(levels if nodes > 1 else (None, None)), way.chunks, way.blocks)
     built = {layer.name: layer() for layer in layers(shape, 5, torch.float32, "cpu", tensor, expert)}
     loss = torch.tensor(run(built, shape, way, [mesh.dp.index], mesh.dp.size, tensor))
     counts = take_loads(gates_of(built.values())[0])

@@ -52,10 +52,11 @@ def over_two(rank: int) -> None:
 def over_four(rank: int) -> None:
     shapes = [model(**ROUTERS[at], num_experts=8) for at in (0, 1, 4)]
     wants = [serial(shape, 4) for shape in shapes]
-    mesh = mesh_of(dp=4, ep=4)
+    mesh, two_nodes, four_nodes = mesh_of(dp=4, ep=4), mesh_of(dp=4, ep=4, ep_nodes=2), mesh_of(dp=4, ep=4, ep_nodes=4)
     for shape, want, way in zip(shapes, wants, (Way(), Way(chunks=2), Way(blocks=2)), strict=True):
         compare(shape, way, mesh, want)
-        compare(shape, Way(levels=True, chunks=way.chunks, split=True), mesh, want)
+        compare(shape, Way(chunks=way.chunks, split=True), two_nodes, want)
+        compare(shape, way, four_nodes, want)
     mesh = mesh_of(dp=4, ep=2)
     compare(shapes[0], Way(), mesh, wants[0])
 

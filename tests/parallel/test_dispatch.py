@@ -10,15 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeloom.config import MeshShape
 from pipeloom.ops.deferred import Desk, Ledger
 from pipeloom.ops.segments import Compute, in_order
 from pipeloom.ops.started import begin
 from pipeloom.parallel.dispatch import AllToAll, arrive, bytes_across_nodes, depart, homeward, land, leave, outward
 from pipeloom.parallel.expert import Experts
 from pipeloom.parallel.laid import layout_of, part_of
-from pipeloom.parallel.mesh import Axis
+from pipeloom.parallel.mesh import Axis, Mesh
 from pipeloom.parallel.router import Gate, Routing, limit, route
-from pipeloom.parallel.trip import ExpertParallel, Trip, plan, two_levels
+from pipeloom.parallel.trip import ExpertParallel, Trip, plan
 from processes import run_ranks
 
 EXPERTS, HIDDEN, INNER = 8, 12, 20
@@ -182,10 +183,10 @@ def test_two_ranks_are_one_rank() -> None:
 
 def two_level_cases(rank: int) -> dict[str, tuple[int, int]]:
     """Case -> rows across nodes of this rank, two-level and flat, both as counted and as sent."""
-    axis = Axis(tuple(range(4)), rank, dist.group.WORLD)
-    same_order = ExpertParallel(axis, nodes=2)
-    levels = two_levels(same_order)
-    assert levels.two_level
+    mesh = Mesh.of(MeshShape(dp=4, ep=4, ep_nodes=2))
+    assert mesh is not None
+    axis = mesh.ep
+    same_order, levels = ExpertParallel(axis, 2), ExpertParallel(axis, 2, mesh.inside, mesh.across)
     every_case(rank, 4)
     crossings = {}
     for case in CASES:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.config import MeshShape
-from pipeloom.errors import DistributedError
+from pipeloom.errors import ConfigError, DistributedError
 from pipeloom.parallel.mesh import Axis, Mesh
 from processes import run_ranks
 
@@ -69,3 +69,12 @@ def test_without_processes() -> None:
     assert mesh.pipeline.group is None
     with pytest.raises(DistributedError, match=r"needs 2 processes, and there are 1: start with torchrun"):
         Mesh.of(MeshShape(dp=2))
+
+
+def test_machines_of_expert_groups() -> None:
+    """16 ranks, dp 8, tp 2: two ep groups of four ranks, each on two machines of two."""
+    inside, across = MeshShape(dp=8, tp=2, ep=4, ep_nodes=2).node_groups()
+    assert inside == ((0, 2), (4, 6), (1, 3), (5, 7), (8, 10), (12, 14), (9, 11), (13, 15))
+    assert across == ((0, 4), (2, 6), (1, 5), (3, 7), (8, 12), (10, 14), (9, 13), (11, 15))
+    with pytest.raises(ConfigError, match=r"ep_nodes 3 does not divide parallel\.ep 4"):
+        MeshShape(dp=4, ep=4, ep_nodes=3)

@@ -16,7 +16,7 @@ from pipeloom.models import layers, token_loss
 from pipeloom.models.gate import gates_of, take_loads
 from pipeloom.ops.deferred import Ledger
 from pipeloom.parallel.mesh import Mesh
-from pipeloom.parallel.trip import ExpertParallel, two_levels
+from pipeloom.parallel.trip import ExpertParallel
 from pipeloom.runtime import LocalPipeline, RuntimeOptions
 from pipeloom.schedule.model import Schedule
 from processes import run_ranks
@@ -56,10 +56,9 @@ def one_step(
 
 def _both_ways(rank: int, world: int, levels: bool) -> list[str]:
     """What differs between pairs and one action after the other."""
-    mesh = Mesh.of(MeshShape(dp=world, ep=world))
+    mesh = Mesh.of(MeshShape(dp=world, ep=world, ep_nodes=2 if levels else 1))
     assert mesh is not None
-    expert = ExpertParallel(mesh.ep, 2 if levels else 1)
-    expert = two_levels(expert) if levels else expert
+    expert = ExpertParallel(mesh.ep, 2, mesh.inside, mesh.across) if levels else ExpertParallel(mesh.ep)
     differences = []
     for changes in SHAPES[: 1 if levels else None]:
         shape = shape_of(changes)

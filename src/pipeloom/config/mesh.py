@@ -27,24 +27,31 @@ class Place(NamedTuple):
 class MeshShape:
     """The sizes of the axes. Rank = ((pp · dp/ep + edp) · ep + ep_index) · tp + tp_index: tp fastest, pp outermost.
 
-    Experts are spread over `ep` of the dp ranks; the dp/ep ranks that hold the same experts form the axis `edp`.
+    Experts are spread over `ep` of the dp ranks; the dp/ep ranks that hold the same experts form the axis `edp`. The ranks
+    of an ep group stand on `ep_nodes` machines, each machine's ranks next to each other.
 
-    Raises ConfigError for a size below 1, or an ep that does not divide dp.
+    Raises ConfigError for a size below 1, an ep that does not divide dp, or ep_nodes that do not divide ep.
     """
 
     pp: int = 1
     dp: int = 1
     tp: int = 1
     ep: int = 1
+    ep_nodes: int = 1
 
     def __post_init__(self) -> None:
-        for axis in ("pp", "dp", "tp", "ep"):
+        for axis in ("pp", "dp", "tp", "ep", "ep_nodes"):
             if getattr(self, axis) < 1:
                 raise ConfigError(f"parallel.{axis} must be at least 1, not {getattr(self, axis)}")
         if self.dp % self.ep:
             raise ConfigError(
                 f"parallel.ep {self.ep} does not divide parallel.dp {self.dp}; "
                 f"{_nearest('ep', self.ep, _divisors(self.dp))}"
+            )
+        if self.ep % self.ep_nodes:
+            raise ConfigError(
+                f"parallel.ep_nodes {self.ep_nodes} does not divide parallel.ep {self.ep}; "
+                f"{_nearest('ep_nodes', self.ep_nodes, _divisors(self.ep))}"
             )
 
     @property
@@ -105,6 +112,13 @@ class MeshShape:
             else:
                 start += rank // stride % size * stride
         return tuple(start + offset for offset in offsets)
+
+    def node_groups(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+        """Of the ep groups: (the ranks of each machine, the ranks at the same place in each machine)."""
+        length = self.ep // self.ep_nodes
+        groups = self.groups("ep")
+        inside = tuple(group[at : at + length] for group in groups for at in range(0, self.ep, length))
+        return inside, tuple(group[place::length] for group in groups for place in range(length))
 
     def __str__(self) -> str:
         named = [f"{axis} {getattr(self, axis)}" for axis in ("pp", "dp", "tp", "ep") if getattr(self, axis) > 1]

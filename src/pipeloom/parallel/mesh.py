@@ -93,6 +93,8 @@ class Mesh:
         dp, tp, ep, edp: the processes along these axes; dp is edp and ep together.
         everyone: all processes of the mesh, in rank order.
         device_mesh: torch's mesh of the axes longer than 1, named pp, edp, ep, tp; None for one process.
+        inside, across: of the ep axis where it spans machines: the ranks of this machine, and those at this one's place in
+            each machine; without, both are this process alone.
     """
 
     shape: MeshShape
@@ -104,6 +106,8 @@ class Mesh:
     edp: Axis
     everyone: Axis
     device_mesh: DeviceMesh | None
+    inside: Axis = ALONE
+    across: Axis = ALONE
 
     @classmethod
     def of(cls, shape: MeshShape, ranks: Sequence[int] | None = None) -> Mesh | None:
@@ -127,6 +131,7 @@ class Mesh:
         dp_groups = [[members[at] for at in group] for group in shape.groups("dp")]
         dp_group = _enumerate(dp_groups) if shape.ep > 1 and shape.edp > 1 else None
         everyone_group = dist.group.WORLD if members == tuple(range(world)) else _enumerate([list(members)])
+        inside, across = (_line(groups, members) if shape.ep_nodes > 1 else ALONE for groups in shape.node_groups())
         if dist.get_rank() not in members:
             return None
         mine = members.index(dist.get_rank())
@@ -142,7 +147,7 @@ class Mesh:
         dp = axis("dp", dp_group or (edp.group if shape.ep == 1 else ep.group)) if shape.dp > 1 else axis("dp")
         everyone = Axis(members, mine, everyone_group)
         pipeline = PipelineMesh(pp.ranks, pp.index, pp.group)
-        return cls(shape, place, pipeline, dp, axis("tp"), ep, edp, everyone, torch_mesh)
+        return cls(shape, place, pipeline, dp, axis("tp"), ep, edp, everyone, torch_mesh, inside, across)
 
     @classmethod
     def of_pipeline(cls, pipeline: PipelineMesh) -> Mesh:
@@ -169,6 +174,17 @@ def _torch_mesh(shape: MeshShape, members: Sequence[int]) -> DeviceMesh:
     layout = torch.tensor(members, dtype=torch.int).view([size for _, size in kept])
     kind = "cuda" if "nccl" in str(dist.get_backend_config()) and torch.cuda.is_available() else "cpu"
     return DeviceMesh(kind, layout, mesh_dim_names=tuple(axis for axis, _ in kept))
+
+
+def _line(groups: Sequence[Sequence[int]], members: Sequence[int]) -> Axis:
+    """Makes a process group of each line of the mesh longer than 1; returns this process's, or that of a stranger."""
+    mine = ALONE
+    for line in groups:
+        ranks = tuple(members[at] for at in line)
+        group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+        if dist.get_rank() in ranks:
+            mine = Axis(ranks, ranks.index(dist.get_rank()), group)
+    return mine
 
 
 def _enumerate(groups: Sequence[Sequence[int]]) -> Any:

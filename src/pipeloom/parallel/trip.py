@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,8 +23,8 @@ class ExpertParallel:
     Attributes:
         axis: the expert-parallel ranks.
         nodes: machines that the axis spans, each a run of ranks. A token's outputs are summed node by node.
-        inside, across: two-level: the ranks of this node, and those at this rank's place in each node. None: flat, every
-            row goes straight to its expert.
+        inside, across: two-level: the ranks of this node, and those at this rank's place in each node; rank i is at place
+            i % L of node i // L, L = size / nodes. None: flat, every row goes straight to its expert.
         chunks: parts of a micro-batch's tokens whose dispatch, experts and combine overlap each other.
         blocks: parts of each sequence whose dispatch, experts and combine overlap the attention of the next.
     """
@@ -61,26 +61,6 @@ class ExpertParallel:
                 f"{' or '.join(map(str, near))}"
             )
         return (experts // self.size,) * self.size
-
-
-def two_levels(flat: ExpertParallel) -> ExpertParallel:
-    """The two-level form of `flat`: rank i is at place i % L of node i // L, L = size / nodes.
-
-    Makes two process groups; every rank of the axis must call this alike, others need not. It is `flat` itself where all
-    ranks are on one node, or each on its own.
-    """
-    axis, length = flat.axis, flat.axis.size // flat.nodes
-    if length in (1, axis.size):
-        return flat
-    node, place = divmod(axis.index, length)
-    inside = _sub_axis(axis, range(node * length, (node + 1) * length))
-    return replace(flat, inside=inside, across=_sub_axis(axis, range(place, axis.size, length)))
-
-
-def _sub_axis(axis: Axis, which: range) -> Axis:
-    ranks = tuple(axis.ranks[at] for at in which)
-    group = dist.new_group(list(ranks), use_local_synchronization=True)
-    return Axis(ranks, which.index(axis.index), group)
 
 
 @dataclass(frozen=True)
@@ -208,6 +188,8 @@ def _exchange_counts(sending: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
     """[rank, …] rows for each rank -> (the same, rows from each rank), both on the CPU."""
     sending = sending.contiguous()
     received = torch.empty_like(sending)
+    if axis.size == 1:
+        return sending.cpu(), sending.cpu()
     dist.all_to_all_single(received, sending, group=axis.group)
     both: Any = torch.stack([sending, received]).cpu()
     return both[0], both[1]

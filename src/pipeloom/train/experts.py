@@ -11,16 +11,17 @@ from pipeloom.config import Config
 from pipeloom.models import names
 from pipeloom.models.gate import balance, gates_of, take_loads
 from pipeloom.parallel.mesh import Mesh, PipelineMesh
-from pipeloom.parallel.trip import ExpertParallel, two_levels
+from pipeloom.parallel.trip import ExpertParallel
 from pipeloom.runtime import Pipeline
 
 
 def spread_of(config: Config, mesh: Mesh | PipelineMesh | None) -> ExpertParallel | None:
-    """How the layout's experts are spread over `mesh`; None: every rank has all. Collective over the expert-parallel ranks."""
+    """How the layout's experts are spread over `mesh`; None: every rank has all of them."""
     if not isinstance(mesh, Mesh) or mesh.ep.size == 1:
         return None
     parallel = config.parallel
-    return two_levels(ExpertParallel(mesh.ep, parallel.ep_nodes, chunks=parallel.ep_chunks, blocks=parallel.ep_blocks))
+    inside, across = (mesh.inside, mesh.across) if parallel.ep_nodes > 1 else (None, None)
+    return ExpertParallel(mesh.ep, parallel.ep_nodes, inside, across, parallel.ep_chunks, parallel.ep_blocks)
 
 
 @dataclass(frozen=True)
