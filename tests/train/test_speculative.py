@@ -81,7 +81,7 @@ def train(rank: int, layout: Layout, barrier: bool, spoil: Spoil, steps: int = S
         SimpleNamespace(rank=rank, device=CPU, stop_requested=False),
         None,  # type: ignore[arg-type]
     )
-    optimizer = trainer._optimizer
+    optimizer = trainer.optimizer
     speculative = SpeculativeOptimizer(pipeline, optimizer)
     for now in range(steps):
         batch, rate = batch_of(layout, now), 1e-3 * (now + 1)
@@ -262,7 +262,7 @@ def overlap(rank: int) -> dict[bool, tuple[list[float], list[float]]]:
         pipeline._run = late  # type: ignore[method-assign]
         context: Any = SimpleNamespace(rank=rank, device=CPU, stop_requested=False)
         trainer = Trainer(layout.config, pipeline, context, None)
-        speculative = SpeculativeOptimizer(pipeline, trainer._optimizer)
+        speculative = SpeculativeOptimizer(pipeline, trainer.optimizer)
         for step in range(5):
             if barrier:
                 trainer.step(batch_of(layout, step), 1e-3)

@@ -59,12 +59,22 @@ def announce(layout: Layout) -> None:
     train = config.train
     print(
         f"training {_short(parameter_count(config.model))} parameters: {first}{schedule.name}{options}, {schedule.ranks} "
-        f"rank{'s' * (schedule.ranks > 1)}{chunks}, {schedule.microbatches} micro-batches; "
+        f"rank{'s' * (schedule.ranks > 1)}{chunks}, {schedule.microbatches} micro-batches{_side_by_side(layout)}; "
         f"{train.steps} steps of {train.global_batch_size} x {train.seq_len} tokens, {train.dtype}"
     )
     for note in layout.notes:
         print(f"  {note}")
     print(end="", flush=True)
+
+
+def _side_by_side(layout: Layout) -> str:
+    """Words for replicas and tensor-parallel ranks, where there are any."""
+    mesh, words = layout.mesh, ""
+    if mesh.dp > 1:
+        words += f", {mesh.dp} data-parallel replicas"
+    if mesh.tp > 1:
+        words += f", each layer over {mesh.tp} ranks{' (sequences too)' if layout.config.parallel.sp else ''}"
+    return words + (f", {mesh.world} workers" if words else "")
 
 
 def _short(count: int) -> str:

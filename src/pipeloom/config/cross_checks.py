@@ -156,6 +156,14 @@ def _rates_fall(config: Config) -> Iterator[str]:
         yield f"optimizer.min_lr = {low}: it must not be above optimizer.lr {lr}; nearest: {lr}"
 
 
+@_reads("optimizer.zero1", "optimizer.barrier")
+def _slices_need_the_barrier(config: Config) -> Iterator[str]:
+    if config.optimizer.zero1 and not config.optimizer.barrier:
+        yield (
+            "optimizer.zero1 = true: replicas gather what each has stepped, which is a barrier; set optimizer.barrier = true"
+        )
+
+
 @_reads("data.source")
 def _source_exists(config: Config) -> Iterator[str]:
     source = config.data.source

@@ -36,6 +36,7 @@ class Connections:
         self._device = device
         self._options = options
         self._links: Links | None = None
+        self._run_control: Any = None
         self._programs: dict[int | None, RankProgram] = {}
 
     def open(self, prefix: str) -> None:
@@ -45,6 +46,13 @@ class Connections:
             batched = self._options.transport == "batched"
             self.shared = share_memory(self._mesh, self._device, self._options, program.channels, prefix)
             self._links = Links(self._mesh.pipeline, program.all_channels, self._device, batched)
+        everyone = self._mesh.everyone
+        if everyone.size == len(self._mesh.pipeline.ranks):
+            self._run_control = self.control
+        elif "gloo" in str(dist.get_backend_config(everyone.group)):
+            self._run_control = everyone.group
+        else:
+            self._run_control = dist.new_group(list(everyone.ranks), backend="gloo", use_local_synchronization=True)
 
     def watch(self, prefix: str, alarm: Alarm) -> None:
         """Starts the watchdog, which looks at this rank's peers in the pipeline and along the other axes."""
@@ -62,6 +70,11 @@ class Connections:
     def control(self) -> Any:
         """A gloo group for small CPU messages between the pipeline's ranks; None for one process."""
         return None if self._links is None else self._links.control
+
+    @property
+    def run_control(self) -> Any:
+        """The same between all ranks of the run."""
+        return self._run_control
 
     @property
     def sums(self) -> Any:

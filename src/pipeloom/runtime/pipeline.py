@@ -200,9 +200,19 @@ class Pipeline:
         return self._connections.control
 
     @property
+    def run_control(self) -> Any:
+        """The same between all ranks of the run, by their numbers in `mesh.everyone`."""
+        return self._connections.run_control
+
+    @property
     def modules(self) -> Mapping[str, nn.Module]:
         """Layer name -> module, of this rank's stages."""
         return self._assembly.modules
+
+    @property
+    def layer_names(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the layers of each stage here, in order of the stages."""
+        return tuple(stage.layers.names for _, stage in sorted(self._rank.stages.items()))
 
     @property
     def peak_activations(self) -> int:
@@ -233,6 +243,13 @@ class Pipeline:
         replica = place.dp if laid.over("ep") is None else place.edp
         first = replica == 0 and (place.tp == 0 or laid.over("tp") is not None)
         return first and name not in self._assembly.copies
+
+    def counts(self, name: str) -> bool:
+        """Whether this process adds its gradient of this name to a global norm; of sharded gradients each replica its slice."""
+        if not self.options.shard_gradients:
+            return self.owns(name)
+        sharded = self.layouts[name].over("tp") is not None
+        return (sharded or self.mesh.place.tp == 0) and name not in self._assembly.copies
 
     @property
     def sync(self) -> GradientSync | None:

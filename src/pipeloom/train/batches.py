@@ -7,8 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pipeloom.config import Config
 from pipeloom.errors import ConfigError
-from pipeloom.models.weights import stable_seed
+from pipeloom.ops.random_state import stable_seed
+from pipeloom.train.sampler import Sampler
 
 
 class Batch(NamedTuple):
@@ -22,6 +24,29 @@ class Batch(NamedTuple):
         rows = len(self.tokens) // of
         where = slice(number * rows, (number + 1) * rows)
         return Batch(self.tokens[where], self.targets[where])
+
+
+class Batches:
+    """The batches of a run over all replicas; each a function of the configuration, the text and the step alone."""
+
+    def __init__(self, text: Tensor, config: Config, replicas: int) -> None:
+        """Raises ConfigError for a text that is too short."""
+        train, data = config.train, config.data
+        _check_length(text, train.seq_len, "training text")
+        self._text, self._train = text, train
+        self._sampler: Sampler | None = None
+        if data.sampling != "anywhere":
+            windows = (len(text) - 1) // train.seq_len
+            self._sampler = Sampler(
+                windows, train.global_batch_size, replicas, train.seed, data.sampling, data.remainder
+            )
+
+    def of_step(self, step: int) -> Batch:
+        """Windows that start anywhere, or those that do not overlap in the sampler's order; steps are counted from 0."""
+        train = self._train
+        if self._sampler is None:
+            return sample(self._text, train.seed, step, train.global_batch_size, train.seq_len)
+        return _windows(self._text, self._sampler.batch(step) * train.seq_len, train.seq_len)
 
 
 def sample(text: Tensor, seed: int, step: int, rows: int, seq_len: int) -> Batch:

@@ -1,8 +1,9 @@
-"""Small sums and maxima over the ranks of a pipeline. Collective: every rank calls them in the same order."""
+"""Small sums and maxima over ranks. Collective: every rank of them calls these in the same order."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,26 +12,37 @@ from pipeloom.runtime import Pipeline
 
 
 def gather(pipeline: Pipeline, values: Sequence[float]) -> list[list[float]]:
-    """Every rank's values, in rank order, in fp64."""
+    """The values of every rank of the run, in order of their numbers, in fp64."""
     own = torch.tensor(values, dtype=torch.float64, device=pipeline.device)
-    rows = [torch.empty_like(own) for _ in range(pipeline.ranks)] if pipeline.group is not None else [own]
-    if pipeline.group is not None:
-        dist.all_gather(rows, own, group=pipeline.group)
+    everyone = pipeline.mesh.everyone
+    rows = [torch.empty_like(own) for _ in range(everyone.size)] if everyone.group is not None else [own]
+    if everyone.group is not None:
+        dist.all_gather(rows, own, group=everyone.group)
     return [row.tolist() for row in rows]
 
 
-def sums(pipeline: Pipeline, values: Sequence[float]) -> list[float]:
-    """The sum over the ranks of each value, in fp64; the same bits on every rank."""
-    return _reduce(pipeline, values, dist.ReduceOp.SUM)
-
-
 def maxima(pipeline: Pipeline, values: Sequence[float]) -> list[float]:
-    """The largest over the ranks of each value."""
-    return _reduce(pipeline, values, dist.ReduceOp.MAX)
+    """The largest of each value over the ranks of the run."""
+    return _reduce(pipeline, values, dist.ReduceOp.MAX, pipeline.mesh.everyone.group)
 
 
-def _reduce(pipeline: Pipeline, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
+def sums(pipeline: Pipeline, values: Sequence[float]) -> list[float]:
+    """The sum of each value over the ranks of this pipeline, in fp64; the same bits on every rank."""
+    return _reduce(pipeline, values, dist.ReduceOp.SUM, pipeline.group)
+
+
+def gather_objects(pipeline: Pipeline, value: Any) -> list[Any] | None:
+    """What every rank of the run gives, in order of their numbers, on the first one; None on the others."""
+    everyone = pipeline.mesh.everyone
+    if everyone.group is None:
+        return [value]
+    found: list[Any] | None = [None] * everyone.size if everyone.index == 0 else None
+    dist.gather_object(value, found, dst=everyone.ranks[0], group=everyone.group)
+    return found
+
+
+def _reduce(pipeline: Pipeline, values: Sequence[float], operation: dist.ReduceOp.RedOpType, group: Any) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64, device=pipeline.device)
-    if pipeline.group is not None:
-        dist.all_reduce(tensor, operation, group=pipeline.group)
+    if group is not None:
+        dist.all_reduce(tensor, operation, group=group)
     return [float(value) for value in tensor.tolist()]

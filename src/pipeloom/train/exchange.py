@@ -15,19 +15,19 @@ _TAG = 17
 
 
 class Exchange:
-    """One exchange; every rank makes one, in the same order, and with as many numbers.
+    """One exchange; every rank of the run makes one, in the same order, and with as many numbers.
 
     The receives are opened before anything is sent, so no rank's send has to wait for what another does next.
     """
 
     def __init__(self, pipeline: Pipeline, numbers: Sequence[float]) -> None:
         self._own = torch.tensor(numbers, dtype=torch.float64)
-        self._group = pipeline.control
-        self._rank = pipeline.rank
-        self._rows: list[Tensor] = [torch.empty_like(self._own) for _ in range(pipeline.ranks)]
+        self._group = pipeline.run_control
+        self._rank, ranks = pipeline.mesh.everyone.index, pipeline.mesh.everyone.size
+        self._rows: list[Tensor] = [torch.empty_like(self._own) for _ in range(ranks)]
         self._rows[self._rank] = self._own
         self._known: tuple[tuple[float, ...], ...] | None = None
-        others = [rank for rank in range(pipeline.ranks) if rank != self._rank]
+        others = [rank for rank in range(ranks) if rank != self._rank]
         self._receipts: list[tuple[int, Any]] = [
             (rank, self._group.recv([self._rows[rank]], rank, _TAG)) for rank in others
         ]

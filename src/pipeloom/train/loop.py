@@ -14,11 +14,12 @@ from pipeloom.config import Config, Layout
 from pipeloom.errors import PipeloomError, Preempted
 from pipeloom.runtime import Pipeline
 from pipeloom.schedule import Timeline
-from pipeloom.train.batches import Batch, sample, spread
+from pipeloom.train.batches import Batch, Batches, spread
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.collect import gather, maxima
 from pipeloom.train.corpus import read_corpus
 from pipeloom.train.experts import ExpertLoads, Loads
+from pipeloom.train.held import table, what_ranks_hold
 from pipeloom.train.metrics import StepMetrics, memory_in_use, model_flops_utilization, shared_cores, simulated
 from pipeloom.train.optimizer import Optimizer, global_norm
 from pipeloom.train.rate import learning_rate
@@ -46,14 +47,16 @@ def run(layout: Layout, context: WorkerContext) -> None:
     corpus = read_corpus(config.data.source)
     text, held_out = tokenizer.encode(corpus.train), tokenizer.encode(corpus.held_out)
     test = spread(held_out, config.train.global_batch_size, config.train.seq_len, HELD_OUT_BATCHES)
-    sample(text, config.train.seed, 0, 1, config.train.seq_len)  # a text that is too short is refused before the start
+    Batches(text, config, layout.mesh.dp)  # a text that is too short is refused before the start
     with _reporting(config, context) as report:
         layout = settle(layout, context, report)
         pipeline = build_pipeline(layout, context.device)
         trainer = Trainer(config, pipeline, context, report)
         if layout.search is not None:
             trainer.measuring = Measuring(layout, pipeline, context, report)
-        if report is not None:
+        held = what_ranks_hold(pipeline, trainer.optimizer)
+        if report is not None and held is not None:
+            report.say("\n".join(table(held)))
             report.say(f"corpus: {corpus.name}, {corpus.files} files, {len(text):,} bytes, {len(held_out):,} held out")
         before = trainer.held_out_loss(test)
         if report is not None:
@@ -64,7 +67,8 @@ def run(layout: Layout, context: WorkerContext) -> None:
         if report is not None:
             count = sum(batch.targets.numel() for batch in test)
             report.record("held-out", before=before, after=after, bytes=count)
-            _conclude(report, trainer.traces, (before, after, count), written, context)
+            crowded = shared_cores(layout.world_size, context.device)
+            _conclude(report, trainer.traces, (before, after, count), written, crowded)
         pipeline.close()
 
 
@@ -81,22 +85,25 @@ class Trainer:
         self.measuring: Measuring | None = None
         self._context = context
         self._report = report
-        self._optimizer = Optimizer(list(pipeline.named_parameters()), config.optimizer, counts=pipeline.owns)
+        named = list(pipeline.named_parameters())
+        self.optimizer = Optimizer(named, config.optimizer, pipeline.sync, pipeline.counts)
         self._seconds: list[float] = []
         self._experts = ExpertLoads(config, pipeline)
         self._speculative: SpeculativeOptimizer | None = None
         if not config.optimizer.barrier:
-            self._speculative = SpeculativeOptimizer(pipeline, self._optimizer)
+            self._speculative = SpeculativeOptimizer(pipeline, self.optimizer)
 
     def train(self, text: Tensor) -> None:
         """All steps. Raises Preempted after a step in which a worker was told to stop."""
         options = self.config.train
+        place, shape = self.pipeline.mesh.place, self.pipeline.mesh.shape
+        batches = Batches(text, self.config, shape.dp)
         self.pipeline.train()
         final = 0
         for step in range(options.steps):
             start = time.perf_counter()
-            batch = sample(text, options.seed, step, options.global_batch_size, options.seq_len)
-            rate = learning_rate(step, options.steps, self.config.optimizer)
+            batch = batches.of_step(step).part(place.dp, shape.dp)
+            rate = learning_rate(step, options.steps, self.config.optimizer, shape.dp)
             logs = step + 1 == options.steps or (step + 1) % self.config.log.every == 0
             outcomes = self._final_steps(batch, rate, logs or self.measuring is not None)
             self._seconds.append(time.perf_counter() - start)
@@ -147,17 +154,19 @@ class Trainer:
         """One optimizer step: (loss, global gradient norm before clipping, whether any worker was told to stop)."""
         device = self.pipeline.device
         loss = self.pipeline.step(batch.tokens.to(device), batch.targets.to(device))
-        rows = gather(self.pipeline, [self._optimizer.square_norm(), float(self._context.stop_requested)])
+        rows = gather(self.pipeline, [self.optimizer.square_norm(), float(self._context.stop_requested)])
         norm = global_norm([row[0] for row in rows])
-        self._optimizer.step(norm, rate)
+        self.optimizer.step(norm, rate)
         return loss.item(), norm, any(row[1] for row in rows)
 
     def held_out_loss(self, batches: list[Batch]) -> float:
-        """The mean over all targets of the batches, nats; the same on every rank."""
+        """The mean over all targets of the batches, nats; the same on every rank. Replicas share a batch that they divide."""
         device, total, count = self.pipeline.device, 0.0, 0
+        place, replicas = self.pipeline.mesh.place, self.pipeline.mesh.shape.dp
         self.pipeline.eval()
         for batch in batches:
-            loss = self.pipeline.evaluate(batch.tokens.to(device), batch.targets.to(device))
+            own = batch if len(batch.tokens) % replicas else batch.part(place.dp, replicas)
+            loss = self.pipeline.evaluate(own.tokens.to(device), own.targets.to(device))
             total += loss.item() * batch.targets.numel()
             count += batch.targets.numel()
         return total / count
@@ -181,7 +190,7 @@ class Trainer:
                 step_time=seconds,
                 tps=options.global_batch_size * options.seq_len / seconds,
                 memory=memory,
-                mfu=model_flops_utilization(self.config, seconds, pipeline.device, pipeline.ranks),
+                mfu=model_flops_utilization(self.config, seconds, pipeline.device, pipeline.mesh.shape.world),
                 bubble_measured=measured.bubble_rate,
                 bubble_simulated=simulated(measured).bubble_rate,
                 expert_load=None if loads is None else loads.largest,
@@ -208,7 +217,7 @@ def typical(traces: list[Timeline]) -> Timeline:
 
 
 def _conclude(
-    report: Report, traces: list[Timeline], losses: tuple[float, float, int], written: str, context: WorkerContext
+    report: Report, traces: list[Timeline], losses: tuple[float, float, int], written: str, crowded: str
 ) -> None:
     """The end of the run on the terminal: losses, bubble, a sample, where the files are."""
     before, after, count = losses
@@ -216,7 +225,6 @@ def _conclude(
     prediction = simulated(measured)
     report.draw(measured)
     ranks = measured.schedule.ranks
-    crowded = shared_cores(ranks, context.device)
     report.say(f"\nheld-out loss: {after:.4f} nats a byte (before training {before:.4f}; {count:,} bytes)")
     report.say(
         f"bubble rate, Σ idle / (p · makespan): measured {measured.bubble_rate:.4f}, simulated with the measured stage "

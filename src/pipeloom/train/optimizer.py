@@ -96,9 +96,8 @@ class Optimizer:
 
     @property
     def state_bytes(self) -> int:
-        """Memory of the moments and of masters that are not the parameters themselves."""
-        adam = self.adam.state.values() if self.adam is not None else ()
-        moments: int = sum(state[key].nbytes for state in adam for key in _MOMENTS)
+        """Memory of the moments, once it has stepped, and of masters that are not the parameters themselves."""
+        moments = len(_MOMENTS) * sum(master.nbytes for master in self._all)
         shared = {parameter.untyped_storage().data_ptr() for parameter in self._parameters}
         return moments + sum(m.nbytes for m in self._all if m.untyped_storage().data_ptr() not in shared)
 

@@ -86,6 +86,7 @@ class SpeculativeOptimizer:
         if wrong_weights:
             loss.wait()
             self._before_forward.restore()
+            self._pipeline.next_step -= 1  # the same step again: what is drawn in it is the same
             loss = self._pipeline.forward_backward(inputs, targets)
         self._advance(loss, rate, stop)
         return before

@@ -1,0 +1,85 @@
+"""Which items of a data set each step trains on: every item once an epoch, in an order that a seed decides.
+
+Everything is a function of (seed, step) and the sizes, so a run that is resumed needs to know its step and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pipeloom.errors import ConfigError
+from pipeloom.ops.random_state import stable_seed
+
+Order = Literal["shuffle-then-split", "split-then-shuffle"]
+Remainder = Literal["pad", "drop"]
+
+
+class Sampler:
+    """Item numbers of each step's batch, and of each replica's part of it. Every replica gets as many.
+
+    `shuffle-then-split`: one shuffled order of all items an epoch, of which every step takes the next ones: the batch does
+    not depend on the number of replicas, and a replica sees other items in each epoch. `split-then-shuffle`: a replica has
+    the same items in all epochs (every `replicas`-th one), and shuffles those: for data that lies where it is used.
+
+    The last batch of an epoch is filled up with items from the epoch's start (`pad`, which also serves data sets smaller
+    than a batch), or left out (`drop`). Epochs are as long for any number of replicas.
+
+    Args:
+        items: how many there are.
+        rows: of a batch over all replicas; `replicas` divides it.
+
+    Raises ConfigError when a `drop` leaves no batch at all, or a `split-then-shuffle` a replica without items.
+    """
+
+    def __init__(self, items: int, rows: int, replicas: int, seed: int, order: Order, remainder: Remainder) -> None:
+        self.items, self.rows, self.replicas = items, rows, replicas
+        self._seed, self._order, self._remainder = seed, order, remainder
+        self._known: tuple[int, list[Tensor]] | None = None
+        share = items // rows if remainder == "drop" else -(-items // rows)
+        self.steps_per_epoch = share
+        if rows % replicas:
+            raise ConfigError(f"a batch of {rows} sequences cannot be shared by {replicas} replicas evenly")
+        if items < 1 or share == 0:
+            raise ConfigError(
+                f'data.remainder = "drop": {items} windows do not fill one batch of {rows}; set train.global_batch_size to '
+                f'at most {max(items, 1)}, or data.remainder = "pad"'
+            )
+        if order == "split-then-shuffle" and items < replicas:
+            raise ConfigError(
+                f'data.sampling = "split-then-shuffle": {items} windows cannot be split over {replicas} replicas; '
+                f'use "shuffle-then-split"'
+            )
+
+    def batch(self, step: int) -> Tensor:
+        """Item numbers [rows] of the whole batch of `step`, replica after replica."""
+        return torch.cat([self.part(step, replica) for replica in range(self.replicas)])
+
+    def part(self, step: int, replica: int) -> Tensor:
+        """Item numbers [rows / replicas] of one replica's part; steps are counted from 0 over all epochs."""
+        epoch, at = divmod(step, self.steps_per_epoch)
+        each = self.rows // self.replicas
+        if self._order == "split-then-shuffle":
+            return self._orders(epoch)[replica][at * each : (at + 1) * each]
+        start = at * self.rows + replica * each
+        return self._orders(epoch)[0][start : start + each]
+
+    def _orders(self, epoch: int) -> list[Tensor]:
+        """The epoch's order of all items, or of each replica's; the last one asked for is remembered."""
+        if self._known is None or self._known[0] != epoch:
+            if self._order == "shuffle-then-split":
+                orders = [self._shuffled(torch.arange(self.items), epoch, 0, self.steps_per_epoch * self.rows)]
+            else:
+                count = self.steps_per_epoch * self.rows // self.replicas
+                parts = [torch.arange(replica, self.items, self.replicas) for replica in range(self.replicas)]
+                orders = [self._shuffled(part, epoch, replica, count) for replica, part in enumerate(parts)]
+            self._known = epoch, orders
+        return self._known[1]
+
+    def _shuffled(self, items: Tensor, epoch: int, replica: int, count: int) -> Tensor:
+        """`count` of the items in an order that (seed, epoch, replica) decides; from the start again when they run out."""
+        generator = torch.Generator().manual_seed(stable_seed("order", self._seed, epoch, replica))
+        shuffled = items[torch.randperm(len(items), generator=generator)]
+        return shuffled.repeat(-(-count // len(items)))[:count]
