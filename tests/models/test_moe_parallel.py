@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from moe_steps import Way, mesh_of, model, serial, step_on, worst
+from torch.nn import functional as F
 
 from pipeloom.config import ModelSection
-from pipeloom.models import moe
+from pipeloom.models import layers, moe
 from pipeloom.models.gate import TopKGate
+from pipeloom.parallel.dispatch import AllToAll
+from pipeloom.parallel.expert import Experts
+from pipeloom.parallel.trip import ExpertParallel
 from processes import run_ranks
 
 ROUTERS: list[dict[str, Any]] = [
@@ -98,3 +104,50 @@ def broken(rank: int, what: str) -> float:
 )
 def test_what_is_wrong_is_noticed(what: str) -> None:
     assert all(error > 1e-2 for error in run_ranks(partial(broken, what=what), 2))
+
+
+def events(rank: int, way: Way) -> list[str]:
+    """What starts, ends and computes in one forward of a block, in order."""
+    log: list[str] = []
+
+    def logged(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def wrapped(*arguments: Any, **more: Any) -> Any:
+            log.append(name)
+            return function(*arguments, **more)
+
+        return wrapped
+
+    start = AllToAll.start
+
+    def starting(self: AllToAll, values: Any) -> Any:
+        log.append(f"start {self.name}")
+        pending = start(self, values)
+        return SimpleNamespace(wait=logged(pending.wait, f"end {self.name}"))
+
+    AllToAll.start = starting
+    Experts.forward = logged(Experts.forward, "experts")
+    F.scaled_dot_product_attention = logged(F.scaled_dot_product_attention, "attention")
+    mesh = mesh_of(dp=2, ep=2)
+    expert = ExpertParallel(mesh.ep, chunks=way.chunks, blocks=way.blocks)
+    block = layers(model(), 5, expert=expert)[1]()
+    block(torch.randn(2, 8, 32, requires_grad=True))
+    return log
+
+
+@pytest.mark.dist
+def test_what_runs_while_rows_are_under_way() -> None:
+    """In chunks the experts of other tokens, in sequence blocks the attention of other tokens; neither otherwise."""
+    plain, chunks, blocks = (run_ranks(partial(events, way=way), 2)[0] for way in (Way(), Way(chunks=3), Way(blocks=3)))
+    whole = ["attention", "start dispatch", "end dispatch", "experts", "start combine", "end combine"]
+    assert plain == whole
+    assert chunks == [
+        "attention",
+        *("start dispatch", "start dispatch", "end dispatch", "experts", "start combine"),
+        *("start dispatch", "end dispatch", "experts", "start combine", "end combine"),
+        *("end dispatch", "experts", "start combine", "end combine", "end combine"),
+    ]
+    assert blocks == [
+        *("attention", "start dispatch", "attention", "end dispatch", "experts", "start combine", "start dispatch"),
+        *("attention", "end dispatch", "experts", "start combine", "start dispatch"),
+        *("end dispatch", "experts", "start combine", "end combine", "end combine", "end combine"),
+    ]
