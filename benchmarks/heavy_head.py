@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import pipeloom as pl
 from pipeloom.config import Layout, load_layout
-from pipeloom.config.search import half_split
+from pipeloom.config.first_schedule import half_split
 from pipeloom.runtime import Pipeline
 from pipeloom.schedules import FAMILIES
 from pipeloom.solver.fuse import fuse

@@ -9,7 +9,7 @@ import pytest
 
 import pipeloom as pl
 from pipeloom.config import load, load_layout, to_toml
-from pipeloom.config.search import half_split
+from pipeloom.config.first_schedule import half_split
 from pipeloom.errors import ConfigError
 
 

@@ -19,9 +19,10 @@ from pipeloom.errors import CapacityError, ScheduleError
 from pipeloom.schedule.files import load
 from pipeloom.train import searched
 from pipeloom.train.build import build_pipeline
+from pipeloom.train.find import find_schedule
 from pipeloom.train.loop import Trainer
 from pipeloom.train.measured import costs_of
-from pipeloom.train.searched import FILE, Measuring, find_schedule, fingerprint, settle
+from pipeloom.train.searched import FILE, Measuring, fingerprint, settle
 from pipeloom.train.tokenizer import ByteTokenizer
 from processes import run_ranks
 
