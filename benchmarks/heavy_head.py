@@ -75,23 +75,23 @@ def layout_of(schedule: pl.Schedule, cut: str) -> Layout:
 
 
 def calibrate(rounds: int, cut: str) -> dict[int, pl.Costs]:
-    """Number of stages -> their measured costs, seconds; the same on every rank."""
-    found = {}
-    for name in CALIBRATION:
-        schedule = pl.schedules.build(name, RANKS, MICROBATCHES)
-        layout = layout_of(half_split(schedule), cut)
-        pipeline, batch = build_pipeline(layout, torch.device("cpu")), make_batch(layout)
-        timelines = []
-        for at in range(rounds + 1):
+    """Number of stages -> their measured costs, seconds, of pipelines that take turns; the same on every rank."""
+    families = [pl.schedules.build(name, RANKS, MICROBATCHES) for name in CALIBRATION]
+    layouts = [layout_of(half_split(schedule), cut) for schedule in families]
+    pipelines = [build_pipeline(layout, torch.device("cpu")) for layout in layouts]
+    batch = make_batch(layouts[0])
+    timelines: list[list[pl.Timeline]] = [[] for _ in families]
+    for at in range(rounds + 1):
+        for schedule, pipeline, kept in zip(families, pipelines, timelines, strict=True):
             pipeline.adopt(half_split(schedule, at))
             pipeline.step(batch.tokens, batch.targets)
             pipeline.zero_grad()
-            timelines.append(pipeline.timeline())
+            kept.append(pipeline.timeline())
+    for pipeline in pipelines:
         pipeline.close()
-        box = [costs_of(timelines[1:])]
-        dist.broadcast_object_list(box, src=0)
-        found[schedule.stages] = box[0]
-    return found
+    box = [{schedule.stages: costs_of(kept[1:]) for schedule, kept in zip(families, timelines, strict=True)}]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
 
 
 def searched(costs: dict[int, pl.Costs], memory: float, iterations: int) -> pl.Schedule:
