@@ -195,7 +195,7 @@ class Trainer:
                 bubble_simulated=simulated(measured).bubble_rate,
                 expert_load=None if loads is None else loads.largest,
                 expert_drops=None if loads is None else loads.dropped,
-                all_to_all=exposed if self.config.parallel.ep > 1 else None,
+                all_to_all=exposed if self.config.parallel.ep > 1 and pipeline.exposed is not None else None,
             )
         )
 
