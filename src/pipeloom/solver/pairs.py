@@ -1,0 +1,193 @@
+"""The search over pairs: which forward runs with which backward as one overlapped block, and where.
+
+Starts are all that the other search starts from, with pairs formed on the way and weight gradients placed anew; a tabu search
+moves, makes and takes apart blocks. `PairRun` stands where `engine.Run` stands in a search without pairs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from pipeloom.errors import CapacityError
+from pipeloom.schedule import Costs, Schedule, simulate
+from pipeloom.solver.budget import POOL, Budget
+from pipeloom.solver.engine import Progress, Run, value_of
+from pipeloom.solver.evaluation import evaluate
+from pipeloom.solver.pair_blocks import Blocks, Rows, times_of
+from pipeloom.solver.pair_bound import pair_bound, pairs_gain
+from pipeloom.solver.pair_seeds import FIRST, OTHERS, Habit, starts_of
+from pipeloom.solver.pair_walk import PairTrail
+from pipeloom.solver.problem import EPS, Problem
+from pipeloom.solver.seeds import SLOW, family_schedules, grown
+
+GROWN = 3
+BEST = 3
+
+
+@dataclass
+class PairStart:
+    """Rows to improve: their value, where they come from, and the walk that they are on."""
+
+    value: float
+    blocks: Blocks
+    rows: Rows
+    origin: str
+    trail: PairTrail | None = None
+
+
+class PairRun:
+    """One search over pairs: the best schedule so far, and the starts that are still being improved.
+
+    Attributes:
+        best: (value, origin, schedule, costs of its stages).
+        bound: a value that nothing on the placements searched can beat.
+        interrupted: whether Ctrl-C ended it.
+    """
+
+    def __init__(
+        self,
+        problems: Sequence[Problem],
+        budget: Budget,
+        random: Random,
+        progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self.problems, self.budget, self.random, self.progress = problems, budget, random, progress
+        self.objective = problems[0].objective
+        self.bounds = {problem: pair_bound(problem) for problem in problems}
+        self.bound = min(self.bounds.values())
+        self.best: tuple[float, str, Schedule, Costs] | None = None
+        self.interrupted = False
+
+    def go(self) -> None:
+        """Runs to the end of the budget, the bound, or an interrupt that comes after a first answer; where no pair gains, as `Run`.
+
+        Raises CapacityError if no start fits the memory.
+        """
+        if not any(map(pairs_gain, self.problems)):
+            self._without_pairs()
+            return
+        try:
+            self._improve(self._starts())
+        except KeyboardInterrupt:
+            if self.best is None:
+                raise
+            self.interrupted = True
+        if self.best is None:
+            raise CapacityError(
+                f"memory is {self.problems[0].room:g}; no schedule was found that fits it: give more memory or fewer chunks"
+            )
+
+    def _without_pairs(self) -> None:
+        run = Run(self.problems, self.budget, self.random, self.progress)
+        run.go()
+        self.best, self.bound, self.interrupted = run.best, run.bound, run.interrupted
+
+    @property
+    def proved(self) -> bool:
+        return self.best is not None and self.best[0] <= self.bound + max(EPS, 1e-9 * self.best[0])
+
+    def _take(self, value: float, origin: str, schedule: Schedule, problem: Problem) -> None:
+        if self.best is None or value < self.best[0] - EPS:
+            self.best = value, origin, schedule, problem.costs
+            self._tell()
+
+    def _tell(self) -> None:
+        if self.progress is not None and self.best is not None:
+            self.progress(Progress(self.best[0], self.bound, self.budget.seconds, self.budget.used))
+
+    def _late(self) -> bool:
+        """Whether the starts should come to an end: a third of the time is spent, and there is one."""
+        budget = self.budget
+        return self.best is not None and budget.seconds > (budget.deadline - budget.begin) / 3
+
+    def _starts(self) -> list[PairStart]:
+        """Rows that fit, the best first, of equal ones on one placement the first only; the best schedule of all is noted."""
+        kept: dict[tuple[float, tuple[int, ...]], PairStart] = {}
+        seeds: list[tuple[float, int, Blocks, Schedule]] = []
+        for problem in sorted(self.problems, key=lambda problem: self.bounds[problem]):
+            if not self._open(problem):
+                break
+            blocks = Blocks(problem)
+            for schedule in self._schedules(problem):
+                value = math.inf
+                for start in self._variants(blocks, schedule, FIRST, (0.5,)):
+                    kept.setdefault((round(start.value, 9), problem.placement), start)
+                    value = min(value, start.value)
+                seeds.append((value, len(seeds), blocks, schedule))
+                if self._late() or self.proved:
+                    break
+        for _, _, blocks, schedule in sorted(seeds, key=lambda seed: seed[:2])[:BEST]:
+            if self._late() or self.proved:
+                break
+            for start in self._variants(blocks, schedule, OTHERS, (0.0, 1.0)):
+                kept.setdefault((round(start.value, 9), blocks.problem.placement), start)
+        return sorted(kept.values(), key=lambda start: start.value)
+
+    def _schedules(self, problem: Problem) -> Iterator[Schedule]:
+        """Every one-route family on the placement, those that do not fit the memory too, and the best of list scheduling."""
+        for schedule in family_schedules(problem.placement, problem.microbatches, problem.costs, problem.room):
+            timeline = simulate(schedule, problem.costs)
+            if max(timeline.peak_memory) <= problem.room + EPS:
+                self._take(value_of(timeline, self.objective), schedule.name, schedule, problem)
+            yield schedule
+        if problem.nodes > SLOW or not self._open(problem):
+            return
+        found = []
+        for at, seed in enumerate(grown(problem)):
+            value = evaluate(problem, seed.words)
+            if value is not None:
+                found.append((value.value, at, problem.schedule_of(seed.words, seed.origin)))
+            if self._late():
+                break
+        for _, _, schedule in sorted(found, key=lambda one: one[:2])[:GROWN]:
+            yield schedule
+
+    def _variants(
+        self, blocks: Blocks, schedule: Schedule, habits: Sequence[Habit], lates: Sequence[float]
+    ) -> Iterator[PairStart]:
+        rows = blocks.rows_of(schedule)
+        for made in (
+            (rows, *starts_of(blocks, rows, habits, lates))
+            if habits is FIRST
+            else starts_of(blocks, rows, habits, lates)
+        ):
+            found = times_of(blocks, made)
+            if found is not None and blocks.fits(made):
+                if self.best is None or found.value < self.best[0] - EPS:
+                    self._take(found.value, schedule.name, blocks.schedule_of(made), blocks.problem)
+                yield PairStart(found.value, blocks, made, schedule.name)
+
+    def _improve(self, starts: list[PairStart]) -> None:
+        """The starts take turns; after every round the worst is left, until the budget is spent or the bound reached."""
+        pool = [start for start in starts if start.blocks.problem.nodes <= SLOW][:POOL]
+        budget = self.budget
+        while pool and not budget.over and not self.proved:
+            for start in pool:
+                if not budget.over:
+                    self._turn(start, budget.slice(len(pool)))
+            pool.sort(key=lambda start: start.value)
+            del pool[max(1, len(pool) - 1) :]
+            pool = [start for start in pool if self._open(start.blocks.problem)]
+
+    def _open(self, problem: Problem) -> bool:
+        """Whether the placement could still give something better."""
+        return self.best is None or self.bounds[problem] < self.best[0] - EPS
+
+    def _turn(self, start: PairStart, moves: int) -> None:
+        budget, before, problem = self.budget, self.budget.used, start.blocks.problem
+
+        def carry_on(rows: Rows, value: float, done: int) -> bool:
+            budget.used = before + done
+            if self.best is not None and value < self.best[0] - EPS:
+                self._take(value, start.origin, start.blocks.schedule_of(rows), problem)
+            else:
+                self._tell()
+            return budget.in_time()
+
+        if start.trail is None:
+            start.trail = PairTrail(start.blocks, start.rows, self.random)
+        start.trail.walk(moves, self.bounds[problem], carry_on)
+        start.value = start.trail.value
