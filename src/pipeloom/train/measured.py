@@ -40,14 +40,15 @@ def hops(schedule: Schedule, starts: Sequence[Sequence[float]], ends: Sequence[S
         for action in parts(cell)
         if action.kind != "W"
     }
-    found = []
+    needed: dict[tuple[int, int], list[tuple[float, int]]] = {}
     for (kind, stage, microbatch), (rank, at) in places.items():
-        if at == 0 or stage not in route:
-            continue
-        position = route.index(stage) + (-1 if kind == "F" else 1)
-        if not 0 <= position < len(route):
-            continue
-        source, entry = places[kind, route[position], microbatch]
-        if source != rank and ends[source][entry] > ends[rank][at - 1]:
-            found.append(starts[rank][at] - ends[source][entry])
+        position = route.index(stage) + (-1 if kind == "F" else 1) if stage in route else -1
+        if 0 <= position < len(route):
+            source, entry = places[kind, route[position], microbatch]
+            needed.setdefault((rank, at), []).append((ends[source][entry], source))
+    found = []
+    for (rank, at), messages in needed.items():
+        end, source = max(messages)  # a pair waits for the later of its two
+        if at and source != rank and end > ends[rank][at - 1]:
+            found.append(starts[rank][at] - end)
     return found
