@@ -17,6 +17,9 @@ from pipeloom.runtime.assembly import Assembly
 from pipeloom.runtime.options import RuntimeOptions
 
 
+_AFTER_THE_WATCHDOG = 5.0  # seconds: it knows better which rank is late and why
+
+
 class Gradients:
     """What happens to one rank's gradients before a step, as its stages end, and after it.
 
@@ -37,7 +40,7 @@ class Gradients:
             mesh,
             sharded=options.shard_gradients,
             share_memory=options.transport in ("auto", "shared"),
-            timeout=options.timeout,
+            timeout=options.timeout + _AFTER_THE_WATCHDOG,
         )
         self._names = {each.parameter: each.name for each in assembly.held}
         for desk in assembly.desks:
