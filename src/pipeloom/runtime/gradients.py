@@ -16,7 +16,6 @@ from pipeloom.runtime.alarm import Alarm
 from pipeloom.runtime.assembly import Assembly
 from pipeloom.runtime.options import RuntimeOptions
 
-
 _AFTER_THE_WATCHDOG = 5.0  # seconds: it knows better which rank is late and why
 
 
