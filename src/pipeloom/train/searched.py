@@ -94,7 +94,7 @@ class Measuring:
         words = f"measured in steps 2 to {count}"
         transport = self._config.schedule.transport
         if self._report is not None:
-            crowded = shared_cores(self._request.ranks, self._context.device)
+            crowded = shared_cores(self._context.world_size, self._context.device)
             self._report.say(
                 "searching a schedule for the measured costs"
                 + (f" ({crowded}: they hold waits for cores)" * bool(crowded))
