@@ -2,10 +2,15 @@
 
     python benchmarks/parallel.py           all parts
     python benchmarks/parallel.py tensor
+    python benchmarks/parallel.py data
 
 tensor: a column -> row pair (width 256, inner 1024, 1024 tokens) forward and backward, against the same pair under
         torch.distributed.tensor.parallel (ColwiseParallel and RowwiseParallel on DTensor); without and with sequence
         parallelism.
+data:   a decoder (4 blocks, width 256, 4 sequences of 128 tokens a replica), forward, backward and sum of the gradients over
+        2 replicas, against torch.nn.parallel.DistributedDataParallel, whose gradients go through gloo. Ours go through shared
+        memory, as a Pipeline does on one machine by default, or through gloo. In one micro-batch, and in four, of which
+        DistributedDataParallel reduces the last (no_sync).
 
 The two sides alternate, step by step, in the same processes; a step's time is that of its slower process. Printed are
 medians over the pairs of steps, and the median of their ratios.
@@ -13,11 +18,12 @@ medians over the pairs of steps, and the median of their ratios.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,11 +32,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
-from pipeloom.config import MeshShape
+from pipeloom import schedules
+from pipeloom.config import MeshShape, load
+from pipeloom.models import cross_entropy, layers
+from pipeloom.models.layers import DecoderLayer
 from pipeloom.parallel.laid import layout_of, part_of
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.tensor import TensorParallel, column_linear, row_linear
+from pipeloom.runtime import Pipeline, RuntimeOptions
 from processes import run_ranks
 
 PROCESSES = 2
@@ -138,7 +149,53 @@ def tensor() -> None:
         report("sequence parallel" if sequence else "tensor parallel", run_ranks(measure_tensor, PROCESSES, sequence))
 
 
-PARTS = {"tensor": tensor}
+LAYERS, SEQUENCES, LENGTH = 4, 4, 128
+
+
+def decoder() -> list[DecoderLayer]:
+    sizes = {"num_hidden_layers": LAYERS, "hidden_size": WIDTH, "intermediate_size": 688, "vocab_size": 256}
+    return layers(load("tiny", {f"model.{key}": size for key, size in sizes.items()}).model, seed=0)
+
+
+def measure_data(rank: int, transport: Literal["shared", "individual"], microbatches: int) -> Times:
+    tokens = torch.randint(0, 256, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(rank))
+    mesh = Mesh.of(MeshShape(dp=PROCESSES))
+    assert mesh is not None
+    schedule, options = schedules.one_f_one_b(1, microbatches), RuntimeOptions(transport=transport)
+    pipeline = Pipeline(decoder(), schedule, loss=cross_entropy, mesh=mesh, options=options)
+    replicated = DistributedDataParallel(nn.Sequential(*[layer() for layer in decoder()]))
+
+    def ours() -> None:
+        pipeline.zero_grad()
+        pipeline.step(tokens, tokens)
+
+    def theirs() -> None:
+        replicated.zero_grad()
+        parts = tokens.chunk(microbatches)
+        for part in parts:
+            with contextlib.nullcontext() if part is parts[-1] else replicated.no_sync():
+                (cross_entropy(replicated(part), part) / microbatches).backward()
+
+    for step in (ours, theirs):
+        step()
+    for (name, own), (_, other) in zip(pipeline.named_parameters(), replicated.named_parameters(), strict=True):
+        assert own.grad is not None
+        assert other.grad is not None
+        torch.testing.assert_close(own.grad, other.grad, rtol=1e-4, atol=1e-6, msg=name)
+    times = alternate(ours, theirs)
+    pipeline.close()
+    return times
+
+
+def data() -> None:
+    header("decoder, 2 replicas", "DDP ms")
+    for microbatches in (1, 4):
+        for transport, through in (("shared", "shared memory"), ("individual", "gloo")):
+            what = f"{microbatches} micro-batch{'es' if microbatches > 1 else ''}, {through}"
+            report(what, run_ranks(measure_data, PROCESSES, transport, microbatches))
+
+
+PARTS = {"tensor": tensor, "data": data}
 
 if __name__ == "__main__":
     chosen = sys.argv[1:] or list(PARTS)

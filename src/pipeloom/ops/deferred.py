@@ -113,11 +113,10 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dx = gradient @ weight if ctx.needs_input_grad[0] else None
         db = gradient.reshape(-1, gradient.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
-        work = partial(add_weight_gradient, ctx.weight, x.detach(), gradient, ctx.main)
         if ctx.ledger is not None:
-            ctx.ledger.owe(work)
+            ctx.ledger.owe(partial(add_weight_gradient, ctx.weight, x.detach(), gradient, ctx.main))
         else:
-            work()
+            add_weight_gradient(ctx.weight, x, gradient, ctx.main)
         return dx, None, db, None, None
 
 

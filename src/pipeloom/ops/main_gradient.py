@@ -16,6 +16,7 @@ class MainGradients:
     """Parameter -> the buffer of its shape that its gradient is added to.
 
     A buffer that was `restart`ed is written by the first gradient and added to by the next: nobody has to fill it with zeros.
+    Call what adds where autograd records nothing: in a backward, or under `no_grad`.
 
     Attributes:
         opened: False outside a step: what autograd computes then stays in `.grad`.
@@ -53,16 +54,16 @@ class MainGradients:
     def complete(self, parameters: Iterable[nn.Parameter]) -> None:
         """Takes what stands in `.grad`, and writes zeros where no gradient came."""
         for parameter in parameters:
-            self.collect(parameter)
+            if parameter.grad is not None:
+                self.collect(parameter)
             if parameter in self._empty:
                 self._buffers[parameter].zero_()
                 self._empty.discard(parameter)
 
     def _arrived(self, parameter: Tensor) -> None:
-        if parameter in self:
+        if self.opened:
             self.collect(parameter)
 
-    @torch.no_grad()
     def collect(self, parameter: Tensor) -> None:
         """Moves `.grad` to the buffer."""
         assert isinstance(parameter, nn.Parameter)
@@ -70,7 +71,6 @@ class MainGradients:
             self.add(parameter, parameter.grad)
             parameter.grad = None
 
-    @torch.no_grad()
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """buffer += gradient, of any floating dtype."""
         buffer = self._buffers[parameter]
@@ -80,7 +80,6 @@ class MainGradients:
         else:
             buffer.add_(gradient)
 
-    @torch.no_grad()
     def add_product(self, weight: nn.Parameter, rows: Tensor, columns: Tensor) -> None:
         """buffer += rows^T columns, [n, out]^T [n, in], with products and sums in the buffer's dtype."""
         first = weight in self._empty

@@ -77,7 +77,7 @@ class GradientSync:
             for slot, view in bucket.views(bucket.flat):
                 self.main.hold(slot.held.parameter, view)
                 self._views[slot.held.name] = view
-            for parameter in bucket.parameters:
+            for parameter in bucket.parameters if bucket.axis.size > 1 else ():
                 node: Any = get_gradient_edge(parameter).node
                 node.register_hook(partial(self._reached, at, parameter))
                 self._hooks.append(node)
@@ -119,8 +119,9 @@ class GradientSync:
                 bucket.part = self._pending[at].wait().view(-1)
             self._sum_partial()
         for bucket in self.buckets:
-            self.main.complete(bucket.parameters)
-            if self.syncing and bucket.before is not None:
+            if not self.syncing:
+                self.main.complete(bucket.parameters)
+            elif bucket.before is not None:
                 bucket.part += bucket.before
                 bucket.before = None
             bucket.content = "reduced" if self.syncing else "local"
