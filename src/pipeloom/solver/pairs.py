@@ -18,6 +18,7 @@ from pipeloom.solver.engine import Progress, Run, value_of
 from pipeloom.solver.evaluation import evaluate
 from pipeloom.solver.pair_blocks import Blocks, Rows, times_of
 from pipeloom.solver.pair_bound import pair_bound, pairs_gain
+from pipeloom.solver.pair_fuse import fused
 from pipeloom.solver.pair_seeds import FIRST, OTHERS, Habit, starts_of
 from pipeloom.solver.pair_walk import PairTrail
 from pipeloom.solver.problem import EPS, Problem
@@ -44,6 +45,7 @@ class PairRun:
     Attributes:
         best: (value, origin, schedule, costs of its stages).
         bound: a value that nothing on the placements searched can beat.
+        rows: what the best schedule was written from; None where it is a family as it is.
         interrupted: whether Ctrl-C ended it.
     """
 
@@ -59,12 +61,13 @@ class PairRun:
         self.bounds = {problem: pair_bound(problem) for problem in problems}
         self.bound = min(self.bounds.values())
         self.best: tuple[float, str, Schedule, Costs] | None = None
+        self.rows: tuple[Blocks, Rows] | None = None
         self.interrupted = False
 
     def go(self) -> None:
-        """Runs to the end of the budget, the bound, or an interrupt that comes after a first answer; where no pair gains, as `Run`.
+        """Runs to the end of the budget, the bound, or an interrupt that comes after a first answer.
 
-        Raises CapacityError if no start fits the memory.
+        Where no pair gains, the other search does the work. Raises CapacityError if no start fits the memory.
         """
         if not any(map(pairs_gain, self.problems)):
             self._without_pairs()
@@ -75,10 +78,18 @@ class PairRun:
             if self.best is None:
                 raise
             self.interrupted = True
+        self._fuse()
         if self.best is None:
             raise CapacityError(
                 f"memory is {self.problems[0].room:g}; no schedule was found that fits it: give more memory or fewer chunks"
             )
+
+    def _fuse(self) -> None:
+        """Writes the best with fewer actions, where that costs nothing."""
+        if self.best is not None and self.rows is not None:
+            value, origin, _, costs = self.best
+            blocks, rows = self.rows
+            self.best = value, origin, blocks.schedule_of(fused(blocks, rows)), costs
 
     def _without_pairs(self) -> None:
         run = Run(self.problems, self.budget, self.random, self.progress)
@@ -91,8 +102,13 @@ class PairRun:
 
     def _take(self, value: float, origin: str, schedule: Schedule, problem: Problem) -> None:
         if self.best is None or value < self.best[0] - EPS:
-            self.best = value, origin, schedule, problem.costs
+            self.best, self.rows = (value, origin, schedule, problem.costs), None
             self._tell()
+
+    def _take_rows(self, value: float, origin: str, blocks: Blocks, rows: Rows) -> None:
+        if self.best is None or value < self.best[0] - EPS:
+            self._take(value, origin, blocks.schedule_of(rows), blocks.problem)
+            self.rows = blocks, rows
 
     def _tell(self) -> None:
         if self.progress is not None and self.best is not None:
@@ -156,8 +172,7 @@ class PairRun:
         ):
             found = times_of(blocks, made)
             if found is not None and blocks.fits(made):
-                if self.best is None or found.value < self.best[0] - EPS:
-                    self._take(found.value, schedule.name, blocks.schedule_of(made), blocks.problem)
+                self._take_rows(found.value, schedule.name, blocks, made)
                 yield PairStart(found.value, blocks, made, schedule.name)
 
     def _improve(self, starts: list[PairStart]) -> None:
@@ -181,10 +196,8 @@ class PairRun:
 
         def carry_on(rows: Rows, value: float, done: int) -> bool:
             budget.used = before + done
-            if self.best is not None and value < self.best[0] - EPS:
-                self._take(value, start.origin, start.blocks.schedule_of(rows), problem)
-            else:
-                self._tell()
+            self._take_rows(value, start.origin, start.blocks, rows)
+            self._tell()
             return budget.in_time()
 
         if start.trail is None:
