@@ -14,6 +14,7 @@ from pipeloom.config import MeshShape, load
 from pipeloom.config.sections import OptimizerSection
 from pipeloom.errors import CheckpointError
 from pipeloom.ops.deferred import Desk, defer_weight_gradients
+from pipeloom.parallel import collectives
 from pipeloom.parallel.buckets import Held
 from pipeloom.parallel.data import GradientSync
 from pipeloom.parallel.mesh import Mesh
@@ -139,9 +140,35 @@ def test_sharded_states_step_as_whole_ones() -> None:
     run_ranks(four_ranks, 4)
 
 
+class Recorder:
+    """torch.distributed; notes which collectives the reductions start."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(dist, name)
+        if name.startswith(("all_", "reduce_")):
+            self.started.append(name.removesuffix("_tensor").removesuffix("_single").removesuffix("_into"))
+        return value
+
+
+def collectives_of_a_step(mesh: Mesh) -> None:
+    """A bucket and step: one all-reduce, or one reduce-scatter (on gloo an exchange) and one all-gather."""
+    plain = collectives.dist
+    for sharded, wanted in ((False, ["all_reduce"]), (True, ["all_gather", "all_to_all"])):
+        replica = Replica(mesh, torch.float32, sharded)
+        collectives.dist = recorder = Recorder()  # type: ignore[assignment]
+        replica.train(0, 1)
+        collectives.dist = plain
+        assert sorted(recorder.started) == sorted(wanted * len(replica.sync.buckets))
+        assert len(replica.sync.buckets) > 1
+
+
 def two_ranks(rank: int) -> None:
     mesh = Mesh.of(MeshShape(dp=2))
     assert mesh is not None
+    collectives_of_a_step(mesh)
     # of two ranks a sum has one order: bitwise the same steps, for fp32 and for bf16 with fp32 masters
     for dtype in (torch.float32, torch.bfloat16):
         whole = Replica(mesh, dtype, False)
