@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipeloom.errors import ConfigError, DistributedError, UsageError
 from pipeloom.parallel.data import GradientSync
-from pipeloom.parallel.laid import Laid
 from pipeloom.parallel.mesh import Mesh, PipelineMesh
 from pipeloom.runtime import handshake
 from pipeloom.runtime.alarm import Alarm
-from pipeloom.runtime.assembly import Assembly, assemble
+from pipeloom.runtime.assembly import assemble
 from pipeloom.runtime.batch import (
     Microbatches,
     Weighing,
@@ -31,6 +30,7 @@ from pipeloom.runtime.batch import (
 )
 from pipeloom.runtime.connections import Connections
 from pipeloom.runtime.gradients import Gradients
+from pipeloom.runtime.holdings import Holdings
 from pipeloom.runtime.layers import LayerSource
 from pipeloom.runtime.losses import LossSpread, PendingLoss
 from pipeloom.runtime.lowering import RankProgram
@@ -52,7 +52,7 @@ _STAGES_DEPEND_ON: dict[str, Callable[[Schedule], Any]] = {
 }
 
 
-class Pipeline:
+class Pipeline(Holdings):
     """One process's part of a pipeline; every process of the mesh makes one, with the same arguments.
 
     Args:
@@ -69,7 +69,6 @@ class Pipeline:
 
     Attributes:
         mesh: the processes of the run; a plain pipeline is a mesh too.
-        layouts: global name -> how the parameter is laid over the mesh.
         next_step: the number of the next step, which layers that draw random numbers ask for; set it to resume, or to
             repeat a step.
 
@@ -106,15 +105,15 @@ class Pipeline:
             facts = handshake.facts(schedule, names, stages, tied, options, self.mesh)
             prefix = handshake.shake_hands(self.mesh.everyone, facts, options.timeout)
         first = self.mesh.place.dp == self.mesh.place.tp == 0  # a fault is made in one pipeline
-        self._assembly: Assembly = assemble(
+        assembled = assemble(
             layers, schedule, self.rank, stages, tied, loss, options if first else options.without_fault(), self.device
         )
-        self._rank: Rank = self._assembly.rank
+        super().__init__(assembled, self.mesh, options)
+        self._rank: Rank = assembled.rank
         self._rank.status = Status(self.rank, Names(self.mesh))
         self._alarm = Alarm(self._rank.status)
         self._losses = LossSpread(self.mesh, schedule, self.device, self._alarm)
         self._connections = Connections(self.mesh, self._rank, self.device, options)
-        self.layouts: dict[str, Laid] = {each.name: each.laid for each in self._assembly.held}
         self._gradients = Gradients(self._assembly, self.mesh, options, self._alarm)
         if self.distributed:
             self._connections.open(prefix)
@@ -205,16 +204,6 @@ class Pipeline:
         return self._connections.run_control
 
     @property
-    def modules(self) -> Mapping[str, nn.Module]:
-        """Layer name -> module, of this rank's stages."""
-        return self._assembly.modules
-
-    @property
-    def layer_names(self) -> tuple[tuple[str, ...], ...]:
-        """The names of the layers of each stage here, in order of the stages."""
-        return tuple(stage.layers.names for _, stage in sorted(self._rank.stages.items()))
-
-    @property
     def peak_activations(self) -> int:
         """The most stage-micro-batches alive on this rank at once in the last step, counted."""
         return self._result.peak_alive
@@ -226,30 +215,6 @@ class Pipeline:
         None: not measured (on a GPU without `trace`).
         """
         return self._result.exposed
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(global name, parameter) of this rank's stages; a weight tied within the rank once, under its first name."""
-        yield from self._assembly.parameters.items()
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        yield from self._assembly.parameters.values()
-
-    def owns(self, name: str) -> bool:
-        """Whether norms and checkpoints count what this process holds under this name.
-
-        Of a tied weight, of replicas, and of what tensor-parallel ranks hold in full, one process of the mesh does.
-        """
-        place, laid = self.mesh.place, self.layouts[name]
-        replica = place.dp if laid.over("ep") is None else place.edp
-        first = replica == 0 and (place.tp == 0 or laid.over("tp") is not None)
-        return first and name not in self._assembly.copies
-
-    def counts(self, name: str) -> bool:
-        """Whether this process adds its gradient of this name to a global norm; of sharded gradients each replica its slice."""
-        if not self.options.shard_gradients:
-            return self.owns(name)
-        sharded = self.layouts[name].over("tp") is not None
-        return (sharded or self.mesh.place.tp == 0) and name not in self._assembly.copies
 
     @property
     def sync(self) -> GradientSync | None:
@@ -263,18 +228,6 @@ class Pipeline:
     def zero_grad(self) -> None:
         """Sets every gradient to None."""
         self._gradients.zero(self._assembly.parameters)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Global name -> parameter or buffer of this rank's stages."""
-        return {**dict(self.named_parameters()), **self._assembly.buffers}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Copies values by global name; raises UsageError when one of this rank's is missing."""
-        for name, value in self.state_dict().items():
-            if name not in state:
-                raise UsageError(f"the state holds no {name!r}")
-            with torch.no_grad():
-                value.copy_(state[name])
 
     def adopt(self, schedule: Schedule) -> None:
         """Runs `schedule` from the next step on, over the same stages, weights and connections; every rank calls it alike.
@@ -292,14 +245,6 @@ class Pipeline:
         self._rank.follow(schedule)
         self._connections.forget_programs()
         self._result = StepResult()
-
-    def train(self, mode: bool = True) -> None:
-        for stage in self._rank.stages.values():
-            for module in stage.modules:
-                module.train(mode)
-
-    def eval(self) -> None:
-        self.train(False)
 
     def timeline(self) -> Timeline:
         """This pipeline's last step as measured, in seconds, with the ranks' clocks aligned; collective over its ranks."""
