@@ -1,12 +1,9 @@
-"""The overlapped pair: the segments' order, and the same numbers as one action after the other."""
+"""The overlapped pair: the same numbers as one action after the other, in every schedule, and what happens if it stalls."""
 
 from __future__ import annotations
 
-import gc
 import time
-import weakref
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,51 +12,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from dying import run_until_dead
-from segmented import WIDTH, AllToAll, Noted, NotedMove, expert_layers
-from torch import Tensor
+from pair_schedules import apart, data, split
+from segmented import AllToAll, expert_layers
 
 import pipeloom as pl
 from models import gradients, mse
 from pipeloom.ops.deferred import Ledger
-from pipeloom.ops.segments import Compute
 from pipeloom.parallel.mesh import PipelineMesh
-from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
+from pipeloom.runtime import LocalPipeline, Pipeline, RuntimeOptions
 from pipeloom.runtime.batch import split_sizes
-from pipeloom.schedule.actions import Action, Pair
-from pipeloom.schedule.model import Schedule, parts
+from pipeloom.schedule.actions import Pair
+from pipeloom.schedule.model import Schedule
 from processes import run_ranks
 
 EXPERTS = 2
 LAYERS = 5
 NETWORKED = ("1f1b-overlap", "dualpipev", "dualpipe")
-
-
-def rebuilt(schedule: Schedule, programs: list[list[Any]]) -> Schedule:
-    return Schedule.of(
-        programs,
-        placement=schedule.placement,
-        microbatches=schedule.microbatches,
-        routes=schedule.routes,
-        route_of=schedule.route_of,
-    )
-
-
-def apart(schedule: Schedule) -> Schedule:
-    """The schedule with every pair as one action after the other."""
-    return rebuilt(schedule, [[a for cell in program for a in parts(cell)] for program in schedule.programs])
-
-
-def split(schedule: Schedule) -> Schedule:
-    """The schedule with every B as I and, right behind it or behind its pair, W."""
-
-    def cells(cell: Any) -> list[Any]:
-        last = parts(cell)[-1]
-        if last.kind != "B":
-            return [cell]
-        gradient = last._replace(kind="I")
-        return [Pair(cell.forward, gradient) if isinstance(cell, Pair) else gradient, last._replace(kind="W")]
-
-    return rebuilt(schedule, [[new for cell in program for new in cells(cell)] for program in schedule.programs])
 
 
 def searched() -> Schedule:
@@ -80,89 +48,6 @@ def schedules() -> dict[str, Schedule]:
         "searched": searched(),
         "pairs of F and I": split(build("1f1b-overlap", 2, 5)),
     }
-
-
-def data(seed: int, rows: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, 3, WIDTH, generator=generator), torch.randn(rows, 3, WIDTH, generator=generator)
-
-
-# -- order ---------------------------------------------------------------------------------------------------------------
-
-
-def noted_run(schedule: Schedule, layers: int) -> list[str]:
-    log: list[str] = []
-    pipeline = LocalPipeline([Layer(str(at), partial(Noted, str(at), log)) for at in range(layers)], schedule, loss=mse)
-    pipeline.step(*data(0, schedule.microbatches))
-    return log
-
-
-PAIR = """start B.combine0  F.attention0  start F.dispatch0  wait B.combine0  B.experts0  start B.dispatch0  W.experts0
-          wait F.dispatch0  F.experts0  start F.combine0  wait B.dispatch0  B.attention0  W.attention0  wait F.combine0"""
-
-
-def words(text: str) -> list[str]:
-    return [" ".join(word.split()) for word in text.split("  ") if word.strip()]
-
-
-def test_a_pair_runs_its_segments_in_the_order_of_the_specification() -> None:
-    log = noted_run(pl.schedules.build("1f1b-overlap", 1, 3), 1)
-    first = log.index("start B.combine0")
-    length = len(words(PAIR))
-    assert log[first : first + length] == words(PAIR)
-    assert log[first + length : first + 2 * length] == words(PAIR)
-
-
-def test_layers_of_a_pair_follow_one_another_and_hide_each_others_communication() -> None:
-    """Two layers: the all-to-all between two layer pairs starts before the weight gradient and the forward beside it."""
-    log = noted_run(pl.schedules.build("1f1b-overlap", 1, 2), 2)
-    pair = log[log.index("start B.combine1") :][:28]
-    wanted = """start B.combine1  F.attention0  start F.dispatch0  wait B.combine1  B.experts1  start B.dispatch1  W.experts1
-        wait F.dispatch0  F.experts0  start F.combine0  wait B.dispatch1  B.attention1  start B.combine0  W.attention1
-        wait F.combine0  F.attention1  start F.dispatch1  wait B.combine0  B.experts0  start B.dispatch0  W.experts0
-        wait F.dispatch1  F.experts1  start F.combine1  wait B.dispatch0  B.attention0  W.attention0  wait F.combine1"""
-    assert pair == words(wanted)
-
-
-def test_a_backward_alone_hides_its_communication_behind_its_weight_gradients() -> None:
-    log = noted_run(pl.schedules.build("1f1b", 1, 1), 1)
-    assert log[log.index("start B.combine0") :] == words(
-        """start B.combine0  wait B.combine0  B.experts0  start B.dispatch0  W.experts0
-           wait B.dispatch0  B.attention0  W.attention0"""
-    )
-
-
-def test_an_input_gradient_leaves_all_weight_gradients_to_w() -> None:
-    log = noted_run(split(pl.schedules.build("1f1b-overlap", 1, 2)), 1)
-    pair = [word for word in words(PAIR) if word[0] != "W"]
-    first = log.index("start B.combine0")
-    assert log[first : first + len(pair) + 2] == [*pair, "W.experts0", "W.attention0"]
-
-
-def test_a_quick_communication_is_waited_for_on_the_spot() -> None:
-    """Inside a machine: the turn is kept, and passes at the communication that is worth hiding."""
-    log: list[str] = []
-
-    class TwoLevels(Noted):
-        def segments(self) -> Any:
-            attention, dispatch, experts, *rest = super().segments()
-            inside = NotedMove("inside", log, quick=True)
-            fan_out = Compute("fan out", lambda values: tuple(v * 1.0 for v in values))
-            return (attention, dispatch, fan_out, inside, experts, *rest)
-
-    LocalPipeline([Layer("0", partial(TwoLevels, "0", log))], pl.schedules.build("1f1b-overlap", 1, 2), loss=mse).step(
-        *data(0, 2)
-    )
-    pair = log[log.index("start B.combine0") :]
-    assert pair[: pair.index("wait F.combine0") + 1] == words(
-        """start B.combine0  F.attention0  start F.dispatch0  wait B.combine0  B.experts0  start B.inside  W.experts0
-           wait B.inside  start B.dispatch0
-           wait F.dispatch0  start F.inside  wait F.inside  F.experts0  start F.combine0
-           wait B.dispatch0  B.attention0  W.attention0  wait F.combine0"""
-    )
-
-
-# -- numbers -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -356,43 +241,3 @@ def test_a_dispatch_that_never_comes_is_reported(tmp_path: Path) -> None:
     assert ends[0].code == 6
     assert "waits for the " in ends[0].words, ends[0].words
     assert "of its expert group" in ends[0].words
-
-
-def test_storage_of_what_was_sent_is_let_go() -> None:
-    """While a communication is under way only it, and what autograd saved, hold tensors: not the engine."""
-    seen: list[weakref.ref[Tensor]] = []
-
-    class Watched(Noted):
-        def segments(self) -> Any:
-            first, move, *rest = super().segments()
-
-            def keep(values: Any) -> Any:
-                result = first.run(values)
-                extra = values[0] + 1.0  # used by nobody: no graph holds it
-                seen.append(weakref.ref(extra))
-                return (*result, extra)
-
-            drop = Compute("drop", lambda values: values[:2])
-            return (Compute("attention", keep), move, drop, *rest)
-
-    pipeline = LocalPipeline([Layer("0", partial(Watched, "0", []))], pl.schedules.build("gpipe", 1, 2), loss=mse)
-    pipeline.step(*data(0, 2))
-    gc.collect()
-    assert len(seen) == 2
-    assert all(ref() is None for ref in seen)
-
-
-def test_actions_of_unsegmented_pairs_keep_their_order() -> None:
-    """A pair of stages without communications runs F, then B: what F made is sent before B computes."""
-    log: list[str] = []
-
-    class Plain(Noted):
-        segments = None  # type: ignore[assignment]
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self._noted("attention", x)
-
-    schedule = pl.schedules.build("1f1b-overlap", 1, 2)
-    LocalPipeline([Layer("0", partial(Plain, "0", log))], schedule, loss=mse).step(*data(0, 2))
-    assert log == ["F.attention0", "F.attention0", "B.attention0", "B.attention0"]
-    assert Action("F", 0, 1) in parts(schedule.programs[0][1])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_overlap import apart
+from pair_schedules import apart
 
 import pipeloom as pl
 from models import gradients
