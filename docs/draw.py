@@ -35,7 +35,17 @@ def main() -> int:
     usual = pl.simulate(pl.schedules.interleaved(ranks=4, microbatches=8, chunks=2), uneven)
     fitted = pl.search(4, 8, uneven, 6, chunks=2, iterations=6000).timeline
     (IMAGES / "search-costs.svg").write_text(pl.draw.svg([usual, fitted], tooltips=False), encoding="utf-8")
+    (IMAGES / "pairs.svg").write_text(pl.draw.svg(behind_pairs(0.3), tooltips=False), encoding="utf-8")
     return refused
+
+
+def behind_pairs(share: float) -> list[pl.Timeline]:
+    """dualpipe, interleaved-overlap and a searched schedule within its memory; p = 8, m = 32, `share` of F and I all-to-all."""
+    full = pl.Costs(1, 1, 1 - share, all_to_all=share)
+    overlap = pl.simulate(build("interleaved-overlap", 8, 32, 4), full.scaled(1 / 4))
+    memory = max(overlap.peak_memory)
+    searched = pl.search(8, 32, full.scaled(1 / 4), memory, placement="loop", chunks=4, pairs=True)
+    return [pl.simulate(build("dualpipe", 8, 32), full), overlap, searched.timeline]
 
 
 if __name__ == "__main__":
