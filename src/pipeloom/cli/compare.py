@@ -48,6 +48,10 @@ def command(
     weight_grad: requests.WeightGrad = "1",
     p2p: requests.P2p = "0",
     held: requests.Held = "1",
+    all_to_all: requests.AllToAll = "0",
+    pair: requests.Pair = None,
+    microbatch_costs: requests.MicrobatchCosts = None,
+    overlap_p2p: requests.OverlapP2p = True,
     as_json: requests.Json = False,
     paper: Annotated[
         str | None, typer.Option("--paper", metavar="NAME", help="Recompute a paper's table: zero-bubble.")
@@ -71,14 +75,14 @@ def command(
         raise UsageError("name the schedules to compare, or: all")
     from pipeloom.schedule.families import FAMILIES
 
-    costs = requests.costs_of(forward, input_grad, weight_grad, p2p, held)
+    costs = requests.costs_of((forward, input_grad, weight_grad, p2p), held, (all_to_all, pair), microbatch_costs)
     sizes = (ranks, microbatches, chunks)
     rows: list[Row] = []
     refused: list[tuple[str, str]] = []
     for spec in names:
         for one in FAMILIES if spec == "all" else (spec,):
             try:
-                rows.append(_row(one, sizes, costs))
+                rows.append(_row(one, sizes, costs, overlap_p2p))
             except PipeloomError as error:
                 if spec != "all" or ranks is None or microbatches is None:
                     raise
@@ -91,7 +95,7 @@ def command(
         print(table(rows, refused, costs, shutil.get_terminal_size().columns))
 
 
-def _row(spec: str, sizes: Sizes, costs: Costs) -> Row:
+def _row(spec: str, sizes: Sizes, costs: Costs, overlap_p2p: bool) -> Row:
     from pipeloom.schedule import simulate
     from pipeloom.schedule.families import FAMILIES
 
@@ -105,7 +109,7 @@ def _row(spec: str, sizes: Sizes, costs: Costs) -> Row:
     costs = share(costs, schedule)
     if name in FAMILIES and "costs" in inspect.signature(FAMILIES[name]).parameters:
         schedule = requests.schedule_of(name, (ranks, microbatches, chunks), options, costs)
-    return Row(spec, simulate(schedule, costs))
+    return Row(spec, simulate(schedule, costs, overlap_p2p=overlap_p2p))
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
@@ -124,7 +128,7 @@ def share(costs: Costs, schedule: Schedule) -> Costs:
     """
     factor = schedule.ranks / schedule.positions
     spread: dict[str, Any] = {}
-    for name in ("forward", "input_grad", "weight_grad", "held"):
+    for name in ("forward", "input_grad", "weight_grad", "held", "all_to_all", "pair"):
         values = getattr(costs, name)
         if isinstance(values, tuple):
             if len(values) != schedule.ranks:
@@ -195,7 +199,7 @@ def _cells(timeline: Timeline) -> list[str]:
         f"{timeline.bubble_ratio:.4f}",
         f"{timeline.bubble_rate:.4f}",
         f"{timeline.span_bubble_rate:.4f}",
-        number(period(timeline.schedule, timeline.costs)),
+        number(period(timeline.schedule, timeline.costs, overlap_p2p=timeline.overlap_p2p)),
         number(max(peaks)),
         number(sum(peaks) / len(peaks)),
     ]

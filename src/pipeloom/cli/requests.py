@@ -28,13 +28,35 @@ Held = Annotated[
         help="Share of a micro-batch's activation that stays from I until W, 0 to 1.",
     ),
 ]
+AllToAll = Annotated[
+    str,
+    typer.Option(
+        "--all-to-all", metavar="X", help="Share of F and of I that is expert all-to-all, 0 to 1; pairs hide it."
+    ),
+]
+Pair = Annotated[
+    str | None,
+    typer.Option("--pair", metavar="T", help="Time of an overlapped pair F|B; default: what --all-to-all gives."),
+]
+MicrobatchCosts = Annotated[
+    str | None,
+    typer.Option("--microbatch-costs", metavar="X,Y,…", help="A factor for each micro-batch (sequence lengths)."),
+]
+OverlapP2p = Annotated[
+    bool,
+    typer.Option("--overlap-p2p/--no-overlap-p2p", help="Whether messages travel while their receiver computes."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
-def costs_of(forward: str, input_grad: str, weight_grad: str, p2p: str, held: str) -> Costs:
-    """The costs that the options give; UsageError for a word that is no number, or a number that is no cost."""
+def costs_of(times: tuple[str, str, str, str], held: str, pairs: tuple[str, str | None], sizes: str | None) -> Costs:
+    """The costs that the options give; UsageError for a word that is no number, or a number that is no cost.
+
+    `times`: F, I, W and a hop; `pairs`: the all-to-all share and a pair's time; `sizes`: the micro-batches' factors.
+    """
     from pipeloom.schedule import Costs
 
+    forward, input_grad, weight_grad, p2p = times
     hop = _numbers("--p2p", p2p)
     if isinstance(hop, tuple):
         raise UsageError(f"--p2p is {p2p!r}; give one number, the time of a hop")
@@ -44,7 +66,15 @@ def costs_of(forward: str, input_grad: str, weight_grad: str, p2p: str, held: st
         weight_grad=_numbers("--weight-grad", weight_grad),
         p2p=hop,
         held=_numbers("--held-until-weight-grad", held),
+        all_to_all=_numbers("--all-to-all", pairs[0]),
+        pair=None if pairs[1] is None else _numbers("--pair", pairs[1]),
+        microbatch=() if sizes is None else _sizes(sizes),
     )
+
+
+def _sizes(text: str) -> tuple[float, ...]:
+    found = _numbers("--microbatch-costs", text, "micro-batch")
+    return found if isinstance(found, tuple) else (found,)
 
 
 def options_of(words: Sequence[str]) -> dict[str, Any]:
@@ -129,12 +159,12 @@ def _agree(name: str, schedule: Schedule, sizes: tuple[int | None, int | None, i
             raise UsageError(f"{flag} is {given}, and {name} has {found}; leave the option out")
 
 
-def _numbers(option: str, text: str) -> float | tuple[float, ...]:
+def _numbers(option: str, text: str, each: str = "stage") -> float | tuple[float, ...]:
     try:
         values = tuple(float(word) for word in text.split(","))
     except ValueError:
         raise UsageError(
-            f"{option} is {text!r}; give a number, or one number for each stage, separated by commas"
+            f"{option} is {text!r}; give a number, or one number for each {each}, separated by commas"
         ) from None
     return values[0] if len(values) == 1 else values
 

@@ -29,6 +29,10 @@ def command(
     weight_grad: requests.WeightGrad = "1",
     p2p: requests.P2p = "0",
     held: requests.Held = "1",
+    all_to_all: requests.AllToAll = "0",
+    pair: requests.Pair = None,
+    microbatch_costs: requests.MicrobatchCosts = None,
+    overlap_p2p: requests.OverlapP2p = True,
     as_json: requests.Json = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print the schedule as torch's CSV.")] = False,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the drawing as SVG.")] = None,
@@ -42,10 +46,10 @@ def command(
         raise UsageError("--json and --csv both print on standard output; choose one")
     from pipeloom.schedule import simulate
 
-    costs = requests.costs_of(forward, input_grad, weight_grad, p2p, held)
+    costs = requests.costs_of((forward, input_grad, weight_grad, p2p), held, (all_to_all, pair), microbatch_costs)
     options = requests.options_of(option or ())
     schedule = requests.schedule_of(name, (ranks, microbatches, chunks), options, costs)
-    timeline = simulate(schedule, costs)
+    timeline = simulate(schedule, costs, overlap_p2p=overlap_p2p)
     write_files(timeline, svg, trace)
     if csv:
         from pipeloom.schedule.csv_form import to_csv
@@ -70,9 +74,9 @@ def as_dict(timeline: Timeline) -> dict[str, object]:
 
 def costs_dict(costs: Costs) -> dict[str, object]:
     """The costs that the options set, by the names of `Costs`."""
-    return {
-        name: getattr(costs, name) for name in ("forward", "input_grad", "weight_grad", "p2p", "activation", "held")
-    }
+    always = ("forward", "input_grad", "weight_grad", "p2p", "activation", "held")
+    some = {"all_to_all": costs.all_to_all, "pair": costs.pair, "microbatch": costs.microbatch}
+    return {name: getattr(costs, name) for name in always} | {name: value for name, value in some.items() if value}
 
 
 def write_files(timeline: Timeline, svg: Path | None, trace: Path | None) -> None:

@@ -45,9 +45,14 @@ def command(
     input_grad: requests.InputGrad = "1",
     weight_grad: requests.WeightGrad = "1",
     p2p: requests.P2p = "0",
+    all_to_all: requests.AllToAll = "0",
+    pair: requests.Pair = None,
+    microbatch_costs: requests.MicrobatchCosts = None,
+    overlap_p2p: requests.OverlapP2p = True,
     time_limit: Annotated[float | None, typer.Option(metavar="S", help="Seconds.")] = None,
     iterations: Annotated[int | None, typer.Option(metavar="N", help="Moves of the local search.")] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Of the random choices.")] = 0,
+    pairs: Annotated[bool, typer.Option("--pairs", help="Search over overlapped pairs, too.")] = False,
     prove: Annotated[bool, typer.Option("--prove", help="Let OR-Tools look for a proof (extra opt).")] = False,
     as_json: requests.Json = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print the schedule as torch's CSV.")] = False,
@@ -69,7 +74,7 @@ def command(
         result = search(
             ranks,
             microbatches,
-            requests.costs_of(forward, input_grad, weight_grad, p2p, held),
+            requests.costs_of((forward, input_grad, weight_grad, p2p), held, (all_to_all, pair), microbatch_costs),
             memory,
             placement=_placement(placement),
             chunks=chunks,
@@ -78,6 +83,8 @@ def command(
             iterations=iterations,
             seed=seed,
             prove=prove,
+            pairs=pairs,
+            overlap_p2p=overlap_p2p,
             progress=progress,
         )
     write_files(result.timeline, svg, trace)

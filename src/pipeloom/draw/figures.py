@@ -29,7 +29,7 @@ def figures(timeline: Timeline) -> dict[str, Any]:
         "bubble_ratio": timeline.bubble_ratio,
         "bubble_rate": timeline.bubble_rate,
         "span_bubble_rate": timeline.span_bubble_rate,
-        "period": period(timeline.schedule, timeline.costs),
+        "period": period(timeline.schedule, timeline.costs, overlap_p2p=timeline.overlap_p2p),
         "peak_activations": list(timeline.peak_activations),
         "peak_memory": list(timeline.peak_memory),
         "lower_bound": bound,
@@ -82,7 +82,8 @@ def cost_numbers(costs: Costs) -> str:
     """ "F 1, I 1, W 1; p2p 0"; a range where stages differ."""
     named = (("F", costs.forward), ("I", costs.input_grad), ("W", costs.weight_grad))
     p2p = "by link" if isinstance(costs.p2p, tuple) else number(costs.p2p)
-    return f"{', '.join(f'{letter} {_spread(value)}' for letter, value in named)}; p2p {p2p}"
+    sizes = f"; micro-batches times {_spread(costs.microbatch)}" if costs.microbatch else ""
+    return f"{', '.join(f'{letter} {_spread(value)}' for letter, value in named)}; p2p {p2p}{sizes}"
 
 
 def _spread(value: float | tuple[float, ...]) -> str:

@@ -21,21 +21,26 @@ def lower_bound(schedule: Schedule, costs: Costs | None = None, *, split_backwar
     * with `split_backward=False` and one route (no schedule with I and W apart is considered): the suffix too. After a
       rank's last backward, of stage s, the backwards of stages s-1 .. 0 and their hops still follow.
 
-    Memory does not enter. Source: SPEC section 3, "work" and "head".
+    Micro-batches may differ (`Costs.microbatch`), and come in any order: the least of a route's factors stands for the one that
+    a rank waits for. Memory does not enter. Source: SPEC section 3, "work" and "head".
     """
     chosen = costs if costs is not None else Costs()
+    factors = chosen.factors(schedule.microbatches)
     spread = StageCosts.of(chosen, schedule.stages)
     before, _ = neighbours(schedule)
     prefix, suffix = [0.0] * schedule.stages, [0.0] * schedule.stages
-    for route in schedule.routes:
+    sums = [0.0] * len(schedule.routes)
+    for index, route in enumerate(schedule.routes):
+        own = [factor for factor, taken in zip(factors, schedule.route_of, strict=True) if taken == index]
+        sums[index], least = sum(own), min(own, default=1.0)
         for stage in route:
             previous = before[stage]
             if previous is not None:
                 here, there = schedule.placement[stage], schedule.placement[previous]
-                prefix[stage] = prefix[previous] + spread.forward[previous] + chosen.hop(there, here)
-                suffix[stage] = suffix[previous] + spread.backward[previous] + chosen.hop(here, there)
-    count = [sum(1 for taken in schedule.route_of if taken == route) for route in range(len(schedule.routes))]
-    uses = {stage: count[route] for route, stages in enumerate(schedule.routes) for stage in stages}
+                out, back = chosen.hop(there, here, least), chosen.hop(here, there, least)
+                prefix[stage] = prefix[previous] + least * spread.forward[previous] + out
+                suffix[stage] = suffix[previous] + least * spread.backward[previous] + back
+    uses = {stage: sums[route] for route, stages in enumerate(schedule.routes) for stage in stages}
     best = 0.0
     for stages in schedule.stages_of:
         busy = [stage for stage in stages if uses[stage]]
@@ -48,9 +53,10 @@ def lower_bound(schedule: Schedule, costs: Costs | None = None, *, split_backwar
     return round(best, 9)
 
 
-def _least_work(costs: Costs, stages: int, uses: list[tuple[int, int]]) -> float:
-    """The least time in which one rank can do its (stage, how often): each forward alone, or in its cheapest pair.
+def _least_work(costs: Costs, stages: int, uses: list[tuple[int, float]]) -> float:
+    """The least time in which one rank can do its stages: each forward alone, or in its cheapest pair.
 
+    `uses`: (stage, how many micro-batches; where they differ, the sum of their factors).
     With all-to-all, computation alone and communication alone are bounds, too; they are what pairs can reach.
     """
     times = PairTimes.of(costs, stages)
@@ -74,7 +80,8 @@ def work_bound(placement: Sequence[int], microbatches: int, costs: Costs, object
     if objective == "makespan":
         return lower_bound(empty, costs)
     stages = len(placement)
-    return max(_least_work(costs, stages, [(stage, microbatches) for stage in held]) for held in empty.stages_of)
+    whole = sum(costs.factors(microbatches))
+    return max(_least_work(costs, stages, [(stage, whole) for stage in held]) for held in empty.stages_of)
 
 
 def memory_bound(
@@ -90,7 +97,8 @@ def memory_bound(
     * steady state: a micro-batch takes memory in stage s from its F until its I and, for the share held, until its W; the sum of
       these areas is at most memory * span.
 
-    Makespan adds the least time before the rank can start. Source: SPEC section 3.
+    Makespan adds the least time before the rank can start. Where micro-batches differ, the smallest stands for the one that is
+    waited for, and of the forwards before the first backward parts may fit. Source: SPEC section 3.
     """
     if any(given is not None for given in (costs.pair, costs.pair_split, costs.backward)):
         return 0.0
@@ -99,38 +107,55 @@ def memory_bound(
     count = len(placement)
     spread = StageCosts.of(costs, count)
     activation, held = costs.per_stage("activation", count), costs.per_stage("held", count)
-    chain, head = [0.0] * count, [0.0] * count
-    for s in range(count):
-        if s:
-            hop = costs.hop(placement[s - 1], placement[s])
-            head[s] = head[s - 1] + spread.forward[s - 1] + hop
-    for s in reversed(range(count)):
-        chain[s] = spread.forward[s] + spread.input_grad[s]
-        if s + 1 < count:
-            out, back = costs.hop(placement[s], placement[s + 1]), costs.hop(placement[s + 1], placement[s])
-            chain[s] += out + chain[s + 1] + back
+    factors = costs.factors(microbatches)
+    smallest, whole = min(factors), sum(factors)
+    head, chain = _ways(placement, costs, smallest)
+    chains = {factor: _ways(placement, costs, factor)[1] for factor in set(factors)}
     best = 0.0
     for rank in range(max(placement) + 1):
         own = [s for s in range(count) if placement[s] == rank]
-        work = microbatches * sum(spread.forward[s] + spread.backward[s] for s in own)
-        filled = _forwards_that_fit([(spread.forward[s], activation[s]) for s in own], microbatches, memory)
-        area = microbatches * sum(activation[s] * (chain[s] + held[s] * spread.weight_grad[s]) for s in own)
+        work = whole * sum(spread.forward[s] + spread.backward[s] for s in own)
+        loads = [(spread.forward[s], activation[s]) for s in own]
+        filled = _forwards_that_fit(loads, whole, memory, even=smallest == 1 == max(factors))
+        area = sum(
+            factor * activation[s] * (chains[factor][s] + factor * held[s] * spread.weight_grad[s])
+            for factor in factors
+            for s in own
+        )
         first = min(head[s] for s in own)
         if objective == "makespan":
-            wait = min(head[s] + chain[s] - spread.input_grad[s] for s in own)
+            wait = min(head[s] + chain[s] - smallest * spread.input_grad[s] for s in own)
             best = max(best, wait + work - filled, first + area / memory)
         else:
-            wait = min(chain[s] - spread.input_grad[s] for s in own)
+            wait = min(chain[s] - smallest * spread.input_grad[s] for s in own)
             best = max(best, wait + work - filled, area / memory)
     return round(best, 9)
 
 
-def _forwards_that_fit(stages: list[tuple[float, float]], microbatches: int, memory: float) -> float:
-    """The most forward time whose activations fit: of stages (forward, activation), `microbatches` each, parts allowed."""
+def _ways(placement: Sequence[int], costs: Costs, factor: float) -> tuple[list[float], list[float]]:
+    """stage -> time from the step's start to its F, and from F's start through the last stage to the end of its I."""
+    count = len(placement)
+    spread = StageCosts.of(costs, count)
+    chain, head = [0.0] * count, [0.0] * count
+    for s in range(1, count):
+        head[s] = head[s - 1] + factor * spread.forward[s - 1] + costs.hop(placement[s - 1], placement[s], factor)
+    for s in reversed(range(count)):
+        chain[s] = factor * (spread.forward[s] + spread.input_grad[s])
+        if s + 1 < count:
+            here, there = placement[s], placement[s + 1]
+            chain[s] += costs.hop(here, there, factor) + chain[s + 1] + costs.hop(there, here, factor)
+    return head, chain
+
+
+def _forwards_that_fit(stages: list[tuple[float, float]], microbatches: float, memory: float, even: bool) -> float:
+    """The most forward time whose activations fit: of stages (forward, activation), `microbatches` each, parts allowed.
+
+    `even`: micro-batches of factor 1 only, so that where the stages' activations are alike, whole ones fit.
+    """
     total, left = 0.0, memory
-    alike = len({activation for _, activation in stages}) == 1
+    alike = even and len({activation for _, activation in stages}) == 1
     for forward, activation in sorted(stages, key=lambda stage: stage[1] / stage[0] if stage[0] else math.inf):
-        fitting = min(float(microbatches), left / activation) if activation else float(microbatches)
+        fitting = min(microbatches, left / activation) if activation else microbatches
         if alike:
             fitting = math.floor(fitting + 1e-9)
         total += fitting * forward

@@ -33,8 +33,8 @@ class Costs:
             `PairTimes` has it from `all_to_all`.
         pair_split: the same of a pair F|I; None: F|B's less W.
         backward: time of a B alone; None: I + W (less where W hides I's all-to-all).
-        microbatch: factors by micro-batch, for sequences of different lengths: of F, I, W, B, the activation and the message. None
-            given: 1 for all. A given pair's gain is multiplied by the smaller of its two factors.
+        microbatch: factors by micro-batch (sequences of different lengths) of F, I, W, B, the activation and the message;
+            empty: 1 for all. A given pair's gain is multiplied by the smaller of its two factors.
 
     Raises:
         UsageError: a negative or not finite value.

@@ -14,6 +14,7 @@ def critical_path(timeline: Timeline) -> tuple[tuple[int, int], ...]:
     """See `Timeline.critical_path`. Linear in the number of entries, once."""
     schedule = timeline.schedule
     graph = Graph.of(schedule)
+    factors = timeline.costs.factors(schedule.microbatches)
     entries = [split_pairs(program, schedule) for program in schedule.codes]
     maker: dict[int, tuple[int, int]] = {}
     limit = 4 * schedule.kind_stride
@@ -30,7 +31,9 @@ def critical_path(timeline: Timeline) -> tuple[tuple[int, int], ...]:
             made = maker.get(graph.needs[code]) if code != limit else None
             if made is not None:
                 source, position = made
-                arrival = timeline.ends[source][position] + timeline.costs.hop(source, rank)
+                arrival = timeline.ends[source][position]
+                if timeline.overlap_p2p:  # else the hop comes after whatever was waited for
+                    arrival += timeline.costs.hop(source, rank, factors[code % schedule.microbatches])
                 candidates.append((arrival, source != rank, made))
         if at:
             candidates.append((timeline.ends[rank][at - 1], False, (rank, at - 1)))

@@ -7,7 +7,7 @@ from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.simulate import run_once
 
 
-def period(schedule: Schedule, costs: Costs | None = None, limit: int = 64) -> float:
+def period(schedule: Schedule, costs: Costs | None = None, limit: int = 64, *, overlap_p2p: bool = True) -> float:
     """Limit of end(k+1) - end(k) when every rank starts step k+1 as soon as it has finished its own step k.
 
     The step is a max-plus linear map of the ranks' clocks, so that its growth settles into a cycle (Baccelli et al.,
@@ -17,7 +17,7 @@ def period(schedule: Schedule, costs: Costs | None = None, limit: int = 64) -> f
     chosen = costs if costs is not None else Costs()
     history = [[0.0] * schedule.ranks]
     for _ in range(limit):
-        run = run_once(schedule, chosen, history[-1])
+        run = run_once(schedule, chosen, history[-1], overlap_p2p=overlap_p2p)
         history.append([ends[-1] if ends else clock for ends, clock in zip(run.ends, history[-1], strict=True)])
         for back in range(1, min(5, len(history))):
             growth = [now - then for now, then in zip(history[-1], history[-1 - back], strict=True)]

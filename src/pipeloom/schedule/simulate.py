@@ -29,7 +29,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, overlap_p2p: boo
     if run.stuck:
         check(schedule)
         raise ScheduleError(f"ranks {run.stuck} cannot finish")  # pragma: no cover - check has raised
-    return Timeline(schedule, chosen, tuple(map(tuple, run.starts)), tuple(map(tuple, run.ends)))
+    starts, ends = tuple(map(tuple, run.starts)), tuple(map(tuple, run.ends))
+    return Timeline(schedule, chosen, starts, ends, overlap_p2p=overlap_p2p)
 
 
 def run_once(

@@ -34,6 +34,7 @@ class Timeline:
         costs: what it was simulated with, or measured at.
         starts, ends: rank -> times, in the order of its program.
         source: `"simulated"` or `"measured"`.
+        overlap_p2p: whether messages were simulated as travelling while their receiver computes.
     """
 
     schedule: Schedule
@@ -41,6 +42,7 @@ class Timeline:
     starts: tuple[tuple[float, ...], ...]
     ends: tuple[tuple[float, ...], ...]
     source: str = "simulated"
+    overlap_p2p: bool = True
 
     @cached_property
     def makespan(self) -> float:

@@ -13,19 +13,18 @@ from pipeloom.schedule import Costs, Schedule, Timeline, simulate
 from pipeloom.schedule.bounds import memory_bound, work_bound
 from pipeloom.solver.budget import POOL, Budget
 from pipeloom.solver.evaluation import evaluate
-from pipeloom.solver.extended import extended, small_of
+from pipeloom.solver.extended import extended
 from pipeloom.solver.local_search import Trail
 from pipeloom.solver.periods import Periods
 from pipeloom.solver.problem import EPS, Objective, Problem, Words
 from pipeloom.solver.prove import ROUNDING, certify
-from pipeloom.solver.seeds import SLOW, family_schedules, grown, words_of
+from pipeloom.solver.seeds import SLOW, family_schedules, few_of, grown, words_of
 
 PERIODIC, FULL = 0.5, 4.0
 ROUNDS = 4
 HOPELESS = 1.03
-FEW, GROWN_SHARE = 8, 0.3
+FEW, STARTS = 8, 0.3
 SEEDS = 6
-LARGE = 100_000
 PERIODIC_ORIGIN = "one period"
 
 
@@ -105,38 +104,62 @@ class Run:
     def _starts(self) -> list[Start]:
         """Words that fit, the best first; the best schedule of all is noted."""
         starts: list[Start] = []
+        groups: dict[tuple[int, ...], list[Problem]] = {}
         for problem in self.problems:
-            starts += self._family_starts(problem)
-        for problem in self.problems:
-            if problem.nodes <= SLOW:
-                self._grown_starts(starts, problem)
-            else:
-                self._extended(problem)
+            groups.setdefault(problem.placement, []).append(problem)
+        for group in groups.values():
+            self._family_starts(starts, group)
+            if group[0].nodes > SLOW:
+                self._extended(group[0])
+            if self.proved:
+                return []
+        for group in groups.values():
+            if group[0].nodes <= SLOW:
+                self._grown_starts(starts, group)
         if not self.proved:
             self._periodic(starts)
         return _best_of(starts)
 
-    def _grown_starts(self, starts: list[Start], problem: Problem) -> None:
-        for count, seed in enumerate(grown(problem)):
-            if count >= FEW and self._late(GROWN_SHARE):
+    def _family_starts(self, starts: list[Start], group: list[Problem]) -> None:
+        """The families as they are, and their words with the micro-batches in every order that is asked for."""
+        first = group[0]
+        for schedule in self._families(first):
+            timeline = simulate(schedule, first.costs, overlap_p2p=first.overlap_p2p)
+            if max(timeline.peak_memory) <= first.room + EPS:
+                self._take(value_of(timeline, self.objective), schedule.name, schedule, first)
+            if first.nodes <= SLOW:
+                words = words_of(first, schedule)
+                for problem in group:
+                    self._start(starts, problem, words, schedule.name)
+
+    def _families(self, problem: Problem) -> Iterator[Schedule]:
+        sizes = problem.placement, problem.microbatches
+        yield from family_schedules(*sizes, problem.costs, problem.room)
+        if problem.costs.uneven:  # those that are made for a limit count on micro-batches that are alike
+            yield from family_schedules(*sizes, problem.even.costs, problem.room)
+
+    def _grown_starts(self, starts: list[Start], group: list[Problem]) -> None:
+        for count, seed in enumerate(grown(group[0])):
+            if count >= FEW and self._late():
                 return
-            self._start(starts, problem, seed.words, seed.origin)
+            for problem in group:
+                self._start(starts, problem, seed.words, seed.origin)
 
     def _extended(self, problem: Problem) -> None:
-        """For large sizes: list scheduling of some of the micro-batches, and a stretch of it repeated for the others."""
-        small = small_of(problem, LARGE)
+        """For large sizes: a schedule of some of the micro-batches, and a stretch of it repeated for the others."""
+        if self._late():
+            return
         best = math.inf
-        for seed in grown(small):
+        for small, words, origin in few_of(problem):
+            found = evaluate(small, words)
+            if found is not None and small.fits(words) and found.value < best * small.microbatches:
+                best = found.value / small.microbatches
+                self.seeds.setdefault(problem, []).append((found.value, small, words))
+                longer = extended(small, words, problem)
+                if longer is not None:
+                    self._start([], problem, longer, f"{origin} of {small.microbatches} micro-batches, repeated")
             if self._late() or self.proved:
                 return
-            found = evaluate(small, seed.words)
-            if found is None or found.value >= best - EPS:
-                continue
-            best = found.value
-            self.seeds.setdefault(problem, []).append((best, small, seed.words))
-            words = extended(small, seed.words, problem)
-            if words is not None:
-                self._start([], problem, words, f"{seed.origin} of {small.microbatches} micro-batches, repeated")
 
     def _periodic(self, starts: list[Start]) -> None:
         """Searches one period of every placement; after each round the worst placement is left."""
@@ -150,6 +173,8 @@ class Run:
         ]
         for turn in range(ROUNDS):
             for at, search in enumerate(searches):
+                if budget.over:
+                    return
                 share = 1 / ((ROUNDS - turn) * len(searches) - at)
                 before = search.work
                 search.run(budget.periodic_slice(search, share))
@@ -181,22 +206,10 @@ class Run:
         best = math.inf if self.best is None else self.best[0]
         return self.bounds[search.problem] < best - EPS and (not turn or search.value < HOPELESS * best)
 
-    def _late(self, share: float = 0.25) -> bool:
-        """Whether the starts should come to an end: this share of the time is spent, and there is one."""
+    def _late(self) -> bool:
+        """Whether the starts should come to an end: a share of the time is spent, and there is one."""
         budget = self.budget
-        return self.best is not None and budget.seconds > share * (budget.deadline - budget.begin)
-
-    def _family_starts(self, problem: Problem) -> Iterator[Start]:
-        for schedule in family_schedules(problem.placement, problem.microbatches, problem.costs, problem.room):
-            timeline = simulate(schedule, problem.costs)
-            if max(timeline.peak_memory) <= problem.room + EPS:
-                self._take(value_of(timeline, self.objective), schedule.name, schedule, problem)
-                if problem.nodes <= SLOW:
-                    starts: list[Start] = []
-                    self._start(starts, problem, words_of(problem, schedule), schedule.name)
-                    yield from starts
-            if self._late() and problem is not self.problems[-1]:
-                return
+        return self.best is not None and budget.seconds > STARTS * (budget.deadline - budget.begin)
 
     def _start(self, starts: list[Start], problem: Problem, words: Words, origin: str) -> None:
         found = evaluate(problem, words)
@@ -257,10 +270,10 @@ class Run:
 
 
 def _best_of(starts: list[Start]) -> list[Start]:
-    """Sorted by value; of equal ones on one placement, the first only."""
-    kept: dict[tuple[float, tuple[int, ...]], Start] = {}
+    """Sorted by value; of equal ones of one problem, the first only."""
+    kept: dict[tuple[float, tuple[int, ...], tuple[int, ...]], Start] = {}
     for start in starts:
-        kept.setdefault((round(start.value, 9), start.problem.placement), start)
+        kept.setdefault((round(start.value, 9), start.problem.placement, start.problem.order), start)
     return sorted(kept.values(), key=lambda start: start.value)
 
 

@@ -11,23 +11,13 @@ from pipeloom.solver.problem import EPS, Problem, Words
 ROUND = 12
 
 
-def small_of(problem: Problem, nodes: int) -> Problem:
-    """The problem with as many micro-batches as make at most `nodes`, and a number missing that many periods divide."""
-    m = problem.microbatches
-    some = max(2, nodes // (3 * problem.stages))
-    if some >= m:
-        return problem
-    missing = -(-(m - some) // ROUND) * ROUND  # rounded up
-    return replace(problem, microbatches=m - missing if missing < m else some)
-
-
 def extended(small: Problem, words: Words, problem: Problem) -> Words | None:
     """`words` of `small` for all micro-batches of `problem`; None if no stretch of them can be repeated within the room.
 
     Of the stretches of different lengths that is taken whose repetition takes the least time a micro-batch.
     """
     chosen, least = None, float("inf")
-    for each in range(1, ROUND + 1):
+    for each in (*range(1, ROUND + 1), problem.ranks):
         if (problem.microbatches - small.microbatches) % each or 2 * each > small.microbatches:
             continue
         stretch = stretch_of(small, words, each)
@@ -43,7 +33,7 @@ def extended(small: Problem, words: Words, problem: Problem) -> Words | None:
 def stretch_of(problem: Problem, words: Words, each: int) -> Cyclic | None:
     """The middle of the words in which every rank has each of its letters `each` times; None if there is none."""
     m = problem.microbatches
-    part = replace(problem, microbatches=each)
+    part = replace(problem.even, microbatches=each)
     shift = [0] * part.tables.none
     rows = []
     for row in words:

@@ -28,7 +28,7 @@ Snapshot = tuple[float, float, int, Words, list[int]]
 
 
 class Periods:
-    """Cyclic words of one problem, and the best unrolled words that came of them.
+    """Cyclic words of one problem, its micro-batches taken as alike, and the best unrolled words that came of them.
 
     Attributes:
         pool: (value, micro-batches of a period, words, shift), the best first.
@@ -65,7 +65,7 @@ class Periods:
     def _walk(self, carry_on: Callable[[], bool]) -> None:
         random = self.random
         _, _, each, words, shift = self.pool[min(random.randrange(KEPT), random.randrange(len(self.pool)))]
-        start = Cyclic(replace(self.problem, microbatches=each), words, shift)
+        start = Cyclic(replace(self.problem.even, microbatches=each), words, shift)
         most = min(WIDEST, self.problem.microbatches // 2, NODES // (3 * self.problem.stages)) // each
         if most > 1 and random.random() < 0.5:
             start = widened(start, random.randint(2, most))
@@ -107,7 +107,7 @@ class Periods:
 
 def starts_of(problem: Problem, seeds: Sequence[tuple[Problem, Words]]) -> Iterator[Cyclic]:
     """Cyclic words that fit: packed periods, and stretches of the seeds in which every letter comes equally often."""
-    one = replace(problem, microbatches=1)
+    one = replace(problem.even, microbatches=1)
     for fused in (False, True):
         length = packed(one, sum(one.tables.time), fused).work
         for _ in range(TRIES):

@@ -19,7 +19,7 @@ def vee(ranks: int, chunks: int) -> list[int]:
     return [rank for chunk in range(chunks) for rank in (up if chunk % 2 else down)]
 
 
-NAMED: dict[str, Callable[[int, int], list[int]]] = {"linear": linear, "loop": loop_placement, "vee": vee}
+NAMED: dict[str, Callable[[int, int], list[int]]] = {"loop": loop_placement, "vee": vee, "linear": linear}
 
 
 def placements_of(ranks: int, chunks: int | None, placement: str | Sequence[int] | None) -> list[tuple[int, ...]]:

@@ -10,7 +10,7 @@ letters (kind, stage), and the k-th letter of a kind is micro-batch k:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Literal
@@ -33,6 +33,8 @@ class Problem:
         costs: of the stages and links.
         room: the largest peak memory of a rank.
         objective: the makespan, or the largest span of a rank.
+        order: position -> micro-batch; empty: as they are numbered. Words and nodes count positions.
+        overlap_p2p: whether a message travels while its receiver computes.
     """
 
     placement: tuple[int, ...]
@@ -40,6 +42,8 @@ class Problem:
     costs: Costs
     room: float
     objective: Objective = "makespan"
+    order: tuple[int, ...] = ()
+    overlap_p2p: bool = True
 
     @property
     def ranks(self) -> int:
@@ -54,13 +58,32 @@ class Problem:
         """The number of actions."""
         return 3 * self.stages * self.microbatches
 
+    @property
+    def factors(self) -> tuple[float, ...]:
+        """position -> the factor of the micro-batch there."""
+        factors = self.costs.factors(self.microbatches)
+        return tuple(factors[microbatch] for microbatch in self.order) if self.order else factors
+
+    @cached_property
+    def even(self) -> Problem:
+        """The same with micro-batches that are all alike: as long as they are in the mean, as large as the largest."""
+        if not self.costs.microbatch:
+            return self
+        factors, costs = self.factors, self.costs
+        mean, largest = sum(factors) / len(factors), max(factors)
+        size = largest / mean if mean else 1.0
+        alike = replace(costs, microbatch=(), message=costs.message * mean).scaled(mean)
+        activation = alike.activation
+        larger = tuple(a * size for a in activation) if isinstance(activation, tuple) else activation * size
+        return replace(self, costs=replace(alike, activation=larger), order=())
+
     @cached_property
     def tables(self) -> Tables:
         return Tables(self)
 
     @cached_property
     def heads(self) -> tuple[float, ...]:
-        """rank -> the earliest time at which anything can start there."""
+        """rank -> the earliest time at which anything can start there, where micro-batches are alike."""
         time, prefix = self.costs.per_stage("forward", self.stages), [0.0]
         for left, (here, there) in enumerate(zip(self.placement, self.placement[1:], strict=False)):
             prefix.append(prefix[-1] + time[left] + self.costs.hop(here, there))
@@ -78,6 +101,9 @@ class Problem:
         """The words as a Schedule."""
         stride = self.stages * self.microbatches
         shift = (0, stride, stride)  # a Schedule has B between F and I
+        m, order = self.microbatches, self.order
+        if order:
+            words = [[node - node % m + order[node % m] for node in row] for row in words]
         return Schedule.of_codes(
             [[node + shift[node // stride] for node in row] for row in words],
             placement=self.placement,
@@ -122,12 +148,13 @@ class Tables:
         self.microbatches = m
         self.time: list[float] = []
         self.change: list[float] = []
+        factors = problem.factors
         activation, held = costs.per_stage("activation", stages), costs.per_stage("held", stages)
         for kind, name in enumerate(("forward", "input_grad", "weight_grad")):
             for stage, value in enumerate(costs.per_stage(name, stages)):
                 share = (1.0, held[stage] - 1.0, -held[stage])[kind]
-                self.time += [value] * m
-                self.change += [share * activation[stage]] * m
+                self.time += [value * factor for factor in factors]
+                self.change += [share * activation[stage] * factor for factor in factors]
         self.need = [none] * (none + 1)
         self.hop = [0.0] * (none + 1)
         self.feed = [none] * (none + 1)
@@ -143,8 +170,11 @@ class Tables:
         for node in range(none):
             need = self.need[node]
             if need != none:
-                hop = costs.hop(self.rank[need], self.rank[node])
-                self.hop[node] = self.feed_hop[need] = hop
+                hop = costs.hop(self.rank[need], self.rank[node], factors[node % m])
+                if problem.overlap_p2p:
+                    self.hop[node] = self.feed_hop[need] = hop
+                else:
+                    self.time[node] += hop  # the receiver waits for all of it
         self.own_weight = [none] * stride + list(range(2 * stride, none)) + [none] * stride
 
     def _link(self, first: int, second: int) -> None:

@@ -10,7 +10,10 @@ from random import Random
 from pipeloom.errors import CapacityError, UsageError, did_you_mean
 from pipeloom.schedule import Costs, Schedule, Timeline, simulate
 from pipeloom.schedule.families.layout import require_sizes
-from pipeloom.solver.engine import Budget, Progress, Run, value_of
+from pipeloom.solver.budget import Budget
+from pipeloom.solver.engine import Progress, Run, value_of
+from pipeloom.solver.orders import orders_of
+from pipeloom.solver.pairs import PairRun
 from pipeloom.solver.placements import placements_of
 from pipeloom.solver.problem import EPS, Objective, Problem
 from pipeloom.solver.prove import require_solver
@@ -71,6 +74,8 @@ def search(
     iterations: int | None = None,
     seed: int = 0,
     prove: bool = False,
+    pairs: bool = False,
+    overlap_p2p: bool = True,
     progress: Callable[[Progress], None] | None = None,
 ) -> SearchResult:
     """The schedule with the least makespan (or largest span) found, within `memory` on every rank.
@@ -79,7 +84,7 @@ def search(
     scheduling give the starts; tabu search along critical paths improves them. Ctrl-C ends it with the best so far.
 
     Args:
-        costs: of a stage; default 1, 1, 1, 0.
+        costs: of a stage; default 1, 1, 1, 0. Micro-batches of different lengths (`Costs.microbatch`) may come in another order.
         memory: the largest peak memory of a rank, in units of `Costs.activation` (1: stage-micro-batches); None: no limit.
         placement: `"linear"`, `"loop"`, `"vee"`, or the rank of every stage; None: all three for the given chunks.
         chunks: stages a rank; default 1, or the placement's.
@@ -89,7 +94,9 @@ def search(
             and a proof the result depends on the arguments alone.
         seed: of the random choices.
         prove: let a constraint solver (the extra `opt`) look for a proof or for something better, for what is left of the time
-            limit after a quarter of it, or for two minutes.
+            limit after a quarter of it, or for two minutes. Not for micro-batches that differ.
+        pairs: search over overlapped pairs F|B and F|I as well (they gain with `Costs.all_to_all` or a given pair).
+        overlap_p2p: whether a message travels while its receiver computes, as in `simulate`.
         progress: called now and then.
 
     Raises:
@@ -102,7 +109,9 @@ def search(
         raise UsageError(f"objective is {objective!r}{did_you_mean(str(objective), OBJECTIVES)}")
     room = math.inf if memory is None else _limit("memory", memory)
     problems = [
-        Problem(place, microbatches, chosen, room, objective) for place in placements_of(ranks, chunks, placement)
+        Problem(place, microbatches, chosen, room, objective, order, overlap_p2p)
+        for place in placements_of(ranks, chunks, placement)
+        for order in orders_of(chosen.factors(microbatches))
     ]
     for problem in problems:
         require_room(problem)
@@ -112,13 +121,15 @@ def search(
         raise UsageError(f"iterations is {iterations!r}; it must be a whole number of at least 0")
     if prove:
         require_solver()
-    run = Run(problems, Budget(problems[0].nodes, time_limit, iterations, prove), Random(seed), progress)
+    _require_plain(chosen, prove, pairs, overlap_p2p)
+    budget = Budget(problems[0].nodes, time_limit, iterations, prove)
+    run = (PairRun if pairs else Run)(problems, budget, Random(seed), progress)
     run.go()
     assert run.best is not None
     value, origin, schedule, used = run.best
     return SearchResult(
         schedule=schedule,
-        timeline=simulate(schedule, used),
+        timeline=simulate(schedule, used, overlap_p2p=overlap_p2p),
         objective=objective,
         lower_bound=min(run.bound, value),
         proved=run.proved,
@@ -133,12 +144,26 @@ def require_room(problem: Problem) -> None:
     """Raises CapacityError where not even one micro-batch at a time fits, UsageError for costs of another size."""
     activation = problem.costs.per_stage("activation", problem.stages)
     problem.costs.check_links(problem.ranks)
+    largest = max(problem.factors)
     for rank in range(problem.ranks):
-        least = sum(a for a, home in zip(activation, problem.placement, strict=True) if home == rank)
+        least = largest * sum(a for a, home in zip(activation, problem.placement, strict=True) if home == rank)
         if least > problem.room + EPS:
             raise CapacityError(
                 f"memory is {problem.room:g}; one micro-batch in all stages of rank {rank} takes {least:g}"
             )
+
+
+def _require_plain(costs: Costs, prove: bool, pairs: bool, overlap_p2p: bool) -> None:
+    """Refuses what a proof or the search over pairs does not know."""
+    if prove and costs.uneven:
+        raise UsageError("prove is for equal micro-batches; with microbatch-costs leave it out: the bound is printed")
+    if pairs and prove:
+        raise UsageError("prove knows no pairs; leave out pairs or prove")
+    if pairs and (costs.uneven or not overlap_p2p):
+        other = "microbatch-costs" if costs.uneven else "no-overlap-p2p"
+        raise UsageError(
+            f"pairs are searched for equal micro-batches and overlapped messages; leave out pairs or {other}"
+        )
 
 
 def _limit(name: str, value: float) -> float:

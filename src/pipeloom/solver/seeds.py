@@ -20,7 +20,9 @@ ONE_CHUNK = ("1f1b", "zb-h1", "zb-h2", "zb-auto", "gpipe", "1f1b-overlap")
 LOOPED = ("interleaved", "interleaved-zb", "looped-bfs", "interleaved-overlap")
 VEE = ("zbv", "v-half", "v-min", "dualpipev", "hanayo")
 CHEAP = ("1f1b", "interleaved", "zb-h1", "zb-h2")
+ROUNDS = ("interleaved-zb", "zbv", "v-half", "zb-auto")
 SLOW = 60_000
+FEW = 200_000
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,13 @@ class Seed:
     words: Words
 
 
-def family_schedules(placement: Sequence[int], microbatches: int, costs: Costs, room: float) -> Iterator[Schedule]:
+def family_schedules(
+    placement: Sequence[int], microbatches: int, costs: Costs, room: float, only: Sequence[str] = ()
+) -> Iterator[Schedule]:
     """Every one-route family on this placement, or on one that becomes it when each stage is cut into equal runs.
 
     A family of v' chunks, v' a divisor of v, is made for stages of v / v' stages each and then cut (`cut`). Families that
-    refuse the sizes or do not fit the room are left out. For large sizes only the cheap ones are made.
+    refuse the sizes or do not fit the room are left out. `only` these names; else, for large sizes, only the cheap ones.
     """
     stages, ranks = len(placement), max(placement) + 1
     large = 3 * stages * microbatches > SLOW
@@ -45,7 +49,7 @@ def family_schedules(placement: Sequence[int], microbatches: int, costs: Costs, 
             continue
         chunks, rough = len(merged) // ranks, merge(costs, stages, run)
         for name, options in _candidates(merged, ranks, chunks, room):
-            if large and name not in CHEAP:
+            if (only or large) and name not in (only or CHEAP):
                 continue
             try:
                 made = build(name, ranks, microbatches, chunks if name in LOOPED else None, options, rough)
@@ -126,7 +130,8 @@ def words_of(problem: Problem, schedule: Schedule) -> Words:
 
 
 def grown(problem: Problem) -> Iterator[Seed]:
-    """List scheduling by rules, under several limits a stage; what gets stuck is left out."""
+    """List scheduling by rules, under several limits a stage; what gets stuck is left out. Micro-batches are taken as alike."""
+    problem = problem.even
     rooms = [problem.room] * problem.ranks
     rules = list(product((False, True), (True, False) if problem.stages > problem.ranks else (True,), (0.0, 0.5, 1.0)))
     for caps in _caps(problem):
@@ -137,6 +142,25 @@ def grown(problem: Problem) -> Iterator[Seed]:
             except NoWayOn:
                 continue
             yield Seed("list scheduling", problem.words_of([[a[:2] for a in program] for program in programs]))
+
+
+def few_of(problem: Problem) -> Iterator[tuple[Problem, Words, str]]:
+    """For large sizes: words for some of the micro-batches, and where they come from.
+
+    Families in rounds of p, whose stretches of p micro-batches repeat; and list scheduling. What is missing is a multiple of p,
+    or of twelve, which periods of several lengths divide.
+    """
+    base, p, m = problem.even, problem.ranks, problem.microbatches
+    rounds = replace(base, microbatches=min(m, 3 * p + m % p))
+    if rounds.nodes <= FEW:
+        for made in family_schedules(rounds.placement, rounds.microbatches, base.costs, base.room, ROUNDS):
+            yield rounds, words_of(rounds, made), made.name
+    some = FEW // (6 * problem.stages)
+    few = replace(
+        base, microbatches=m - max(0, -(-(m - some) // 12) * 12) if m > 12 and some > 12 else min(m, some + 1)
+    )
+    for seed in grown(few):
+        yield few, seed.words, seed.origin
 
 
 def _caps(problem: Problem) -> list[tuple[float, ...]]:
