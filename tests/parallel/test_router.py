@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeloom.errors import ConfigError
 from pipeloom.ops.auxiliary import with_loss
-from pipeloom.parallel.router import Draws, Gate, capacity_of, draws_for, limit, move_bias, route
+from pipeloom.parallel.router import Draws, Gate, capacity_of, draws_for, dropped_between, limit, move_bias, route
 
 
 def log(rows: list[list[float]]) -> Tensor:
@@ -185,9 +185,13 @@ def test_drops_come_in_order_of_choices_then_tokens() -> None:
 def test_a_second_choice_that_chance_refused_takes_no_place() -> None:
     logits = torch.tensor([[2.0, 1.0], [2.0, 1.0], [2.0, 1.0]])
     routing = route(Gate("gshard", 2, 2), logits, Draws(second=torch.tensor([0.99, 0.0, 0.0])))
-    kept = limit(routing, capacity=1).kept
-    assert kept is not None
-    assert kept.tolist() == [[True, False], [False, True], [False, False]]
+    limited = limit(routing, capacity=1)
+    assert limited.kept is not None
+    assert limited.kept.tolist() == [[True, False], [False, True], [False, False]]
+    dropped = dropped_between(routing, limited)
+    assert dropped is not None
+    assert dropped.item() == 3, "of six choices two fit, and chance refused one"
+    assert dropped_between(routing, routing) is None
 
 
 def test_capacity_is_the_factor_times_an_even_share_rounded_up() -> None:

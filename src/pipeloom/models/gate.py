@@ -36,7 +36,7 @@ class Load:
 
     Attributes:
         counts: choices of each expert: [experts] int64.
-        dropped: choices that no expert took: 0-dim int64.
+        dropped: choices for which their expert had no place (not those that chance refused): 0-dim int64; 0 where all fit.
     """
 
     counts: Tensor
@@ -123,11 +123,11 @@ class TopKGate(nn.Module):
         share = 1.0 if microbatch is None else microbatch.share
         return with_loss(weights, share * (self.balance * tally.balance_loss() + self.z * tally.z_loss()))
 
-    def record(self, counts: Tensor, kept: Tensor | None, microbatch: MicrobatchContext | None) -> None:
+    def record(self, counts: Tensor, dropped: Tensor | None, microbatch: MicrobatchContext | None) -> None:
         """Remembers what a micro-batch asked for, in training."""
         if self.training and torch.is_grad_enabled():
-            dropped = counts.new_zeros(()) if kept is None else (~kept).sum()
-            self.loads[0 if microbatch is None else microbatch.index] = Load(counts.detach(), dropped)
+            load = Load(counts.detach(), counts.new_zeros(()) if dropped is None else dropped)
+            self.loads[0 if microbatch is None else microbatch.index] = load
 
 
 def gates_of(modules: Iterable[nn.Module]) -> list[TopKGate]:

@@ -22,7 +22,7 @@ from pipeloom.ops.random_state import Dropout, TokenPart
 from pipeloom.ops.segments import Compute, Segment, Values, in_order
 from pipeloom.parallel.dispatch import arrive, depart, homeward, land, leave, outward
 from pipeloom.parallel.expert import Experts, TermLinear, enter
-from pipeloom.parallel.router import Routing
+from pipeloom.parallel.router import Routing, dropped_between
 from pipeloom.parallel.tensor import TensorParallel, sum_over_ranks
 from pipeloom.parallel.trip import ExpertParallel, Trip, plan
 
@@ -59,8 +59,9 @@ class SparseFeedForward(nn.Module):
 
     def route(self, tokens: Tensor, microbatch: MicrobatchContext | None) -> Routing:
         """Where all tokens of a micro-batch go; the weights carry its auxiliary losses."""
-        routing = self.gate.limit(self.gate.choose(tokens, self.gate.draw(tokens, microbatch)))
-        self.gate.record(routing.tally.counts, routing.kept, microbatch)
+        wanted = self.gate.choose(tokens, self.gate.draw(tokens, microbatch))
+        routing = self.gate.limit(wanted)
+        self.gate.record(routing.tally.counts, dropped_between(wanted, routing), microbatch)
         return replace(routing, weights=self.gate.carry(routing.weights, routing.tally, microbatch))
 
     def compute(self, rows: Tensor, trip: Trip) -> Tensor:

@@ -216,6 +216,14 @@ def limit(routing: Routing, capacity: int) -> Routing:
     return Routing(experts, routing.weights, fits if routing.kept is None else fits & routing.kept, routing.tally)
 
 
+def dropped_between(wanted: Routing, limited: Routing) -> Tensor | None:
+    """How many choices of `wanted` found no place in `limited`, which was made of it: 0-dim int64; None: no limit."""
+    if limited.kept is None or limited.kept is wanted.kept:
+        return None
+    lost = ~limited.kept if wanted.kept is None else wanted.kept & ~limited.kept
+    return lost.sum()
+
+
 @torch.no_grad()
 def move_bias(bias: Tensor, counts: Tensor, rate: float) -> None:
     """Moves the bias [experts] of each expert by `rate`: up where its load is below the mean, down where above.

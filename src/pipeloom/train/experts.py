@@ -24,6 +24,12 @@ def spread_of(config: Config, mesh: Mesh | PipelineMesh | None) -> ExpertParalle
     return ExpertParallel(mesh.ep, parallel.ep_nodes, inside, across, parallel.ep_chunks, parallel.ep_blocks)
 
 
+def shows_all_to_all(config: Config) -> bool:
+    """Whether the runtime sees the experts' all-to-alls: those that overlap inside a micro-batch are autograd's."""
+    parallel = config.parallel
+    return parallel.ep > 1 and parallel.ep_chunks == parallel.ep_blocks == 1
+
+
 @dataclass(frozen=True)
 class Loads:
     """How evenly one step used its experts.
@@ -31,7 +37,7 @@ class Loads:
     Attributes:
         largest: tokens of the busiest expert over the mean, the largest of all blocks; 1 is even, the number of experts
             worst.
-        dropped: share of all choices that no expert took.
+        dropped: share of all choices for which their expert had no place.
     """
 
     largest: float

@@ -18,7 +18,7 @@ from pipeloom.train.batches import Batch, Batches, spread
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.collect import gather, maxima
 from pipeloom.train.corpus import read_corpus
-from pipeloom.train.experts import ExpertLoads, Loads
+from pipeloom.train.experts import ExpertLoads, Loads, shows_all_to_all
 from pipeloom.train.held import table, what_ranks_hold
 from pipeloom.train.metrics import StepMetrics, memory_in_use, model_flops_utilization, shared_cores, simulated
 from pipeloom.train.optimizer import Optimizer, global_norm
@@ -195,7 +195,7 @@ class Trainer:
                 bubble_simulated=simulated(measured).bubble_rate,
                 expert_load=None if loads is None else loads.largest,
                 expert_drops=None if loads is None else loads.dropped,
-                all_to_all=exposed if self.config.parallel.ep > 1 and pipeline.exposed is not None else None,
+                all_to_all=exposed if shows_all_to_all(self.config) and pipeline.exposed is not None else None,
             )
         )
 
