@@ -11,6 +11,7 @@ from pipeloom.schedule.families import build
 from pipeloom.schedule.model import parts
 from pipeloom.schedule.segments import LayerSegments, SegmentCosts
 from pipeloom.solver.pair_blocks import Blocks, Rows, times_of
+from pipeloom.solver.pair_fuse import fused
 from pipeloom.solver.pair_moves import PairState, critical_stretches, estimate, neighbours
 from pipeloom.solver.pair_seeds import FIRST, OTHERS, starts_of
 from pipeloom.solver.problem import EPS, Problem
@@ -167,3 +168,20 @@ def test_pairs_form_where_a_schedule_had_none() -> None:
     best = next(start for start in starts_of(blocks, rows) if times_of(blocks, start).value == min(values))  # type: ignore[union-attr]
     cells = [cell for program in blocks.schedule_of(best).programs for cell in program]
     assert sum(len(parts(cell)) > 1 for cell in cells) > 300
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-overlap", "dualpipev", "zb-h1"])
+@pytest.mark.parametrize("costs", [COSTS[0], MODEL])
+def test_weights_go_back_where_that_costs_nothing(name: str, costs: Costs) -> None:
+    schedule = build(name, 4, 8)
+    blocks = Blocks(problem_of(schedule, costs))
+    rows = blocks.rows_of(schedule)
+    before, made = times_of(blocks, rows), fused(blocks, rows)
+    after = times_of(blocks, made)
+    assert before is not None
+    assert after is not None
+    assert after.value <= before.value + EPS
+    assert actions_of(blocks, made) == actions_of(blocks, rows)
+    assert blocks.fits(made)
+    assert sum(map(len, made)) < sum(map(len, rows)) or costs is MODEL
+    check(blocks.schedule_of(made))

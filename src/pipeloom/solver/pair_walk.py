@@ -12,6 +12,7 @@ from pipeloom.solver.problem import EPS
 
 PATIENCE = 600
 KICKS = 4
+SLIDES = 0.3
 TENURE = (15, 25)
 CALL_EVERY = 16
 
@@ -111,7 +112,7 @@ class PairTrail:
     def _random_move(self) -> Stretch | None:
         rank = self.random.randrange(len(self.state.rows))
         row = self.state.rows[rank]
-        if self.random.random() < 0.3:
+        if self.random.random() < SLIDES:
             low, high = sorted((self.random.randrange(len(row)), self.random.randrange(len(row))))
             return slide(self.state, rank, low, high, self.random.random() < 0.5)
         at = self.random.randrange(len(row))
