@@ -1,0 +1,49 @@
+"""Pairs that gain, from the command line: `--all-to-all` in `compare`, `--pairs` in `search`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pipeloom.schedule import Costs, check, simulate
+from pipeloom.schedule.csv_form import from_csv
+from pipeloom.schedule.json_form import from_json
+
+Run = Callable[[str], Any]
+
+
+def test_compare_with_all_to_all(pipeloom: Run) -> None:
+    """SPEC 3's figures; schedules without pairs do not gain."""
+    ended = pipeloom("compare all --ranks 8 --microbatches 32 --weight-grad 0.7 --all-to-all 0.3 --json")
+    found = {row["label"]: row["makespan"] for row in json.loads(ended.out)["schedules"]}
+    expected = {"dualpipe": 77.7, "dualpipev": 78.25, "interleaved-overlap": 79.35, "1f1b-overlap": 86.7, "1f1b": 105.3}
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+
+
+def test_search_over_pairs(pipeloom: Run) -> None:
+    line = (
+        "search --ranks 4 --microbatches 12 --chunks 2 --memory 10 --weight-grad 0.6 --all-to-all 0.4 --iterations 100"
+    )
+    costs = Costs(weight_grad=0.6, all_to_all=0.4)
+    without, found = (json.loads(pipeloom(f"{line} {flag} --json").out) for flag in ("", "--pairs"))
+    assert found["makespan"] < without["makespan"]
+    assert found["lower_bound"] <= found["makespan"]
+    assert max(found["peak_memory"]) <= 10
+    schedule = from_json(json.dumps(found))
+    check(schedule)
+    assert schedule.has_pairs
+    assert simulate(schedule, costs).makespan == pytest.approx(found["makespan"])
+    text = pipeloom(f"{line} --pairs --csv").out
+    assert "OVERLAP_F_B" in text
+    assert from_csv(text).codes == schedule.codes
+
+
+def test_what_pairs_do_not_know(pipeloom: Run) -> None:
+    line = "search --ranks 2 --microbatches 4 --all-to-all 0.3 --pairs"
+    ended = pipeloom(f"{line} --microbatch-costs 1,2,1,2")
+    assert ended.code == 2
+    assert "microbatch-costs" in ended.err
+    assert pipeloom(f"{line} --prove").code == 2
