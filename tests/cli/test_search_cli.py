@@ -56,6 +56,44 @@ def test_costs_by_stage_and_held_memory(pipeloom: Run) -> None:
     assert max(found["spans"]) == found["search"]["value"]
 
 
+def test_costs_by_microbatch(pipeloom: Run) -> None:
+    line = "--ranks 2 --microbatches 4 --microbatch-costs 1,3,1,2"
+    found = json.loads(pipeloom(f"search {line} --memory 5 --iterations 200 --json").out)
+    assert found["costs"]["microbatch"] == [1, 3, 1, 2]
+    assert max(found["peak_memory"]) <= 5
+    assert found["lower_bound"] <= found["makespan"]
+    one = json.loads(pipeloom(f"schedule 1f1b {line} --json").out)
+    assert one["busy"] == [21, 21]
+    assert found["makespan"] <= one["makespan"]
+    assert "micro-batches times 1..3" in pipeloom(f"schedule 1f1b {line}").out
+    compared = json.loads(pipeloom(f"compare 1f1b gpipe {line} --json").out)
+    assert compared["schedules"][0]["makespan"] == one["makespan"]
+
+
+def test_messages_that_are_waited_for(pipeloom: Run) -> None:
+    line = "--ranks 4 --microbatches 8 --p2p 0.5"
+    values = {}
+    for flag in ("", " --no-overlap-p2p"):
+        one = json.loads(pipeloom(f"schedule 1f1b {line}{flag} --json").out)
+        compared = json.loads(pipeloom(f"compare 1f1b {line}{flag} --json").out)
+        found = json.loads(pipeloom(f"search {line}{flag} --iterations 50 --json").out)
+        assert compared["schedules"][0]["makespan"] == one["makespan"] >= found["makespan"] == found["search"]["value"]
+        values[flag] = one["makespan"], one["period"], found["makespan"]
+    assert all(slow > fast for fast, slow in zip(values[""], values[" --no-overlap-p2p"], strict=True))
+
+
+def test_pairs_that_gain(pipeloom: Run) -> None:
+    line = "--ranks 4 --microbatches 8 --weight-grad 0.7 --all-to-all 0.3"
+    one = json.loads(pipeloom(f"schedule dualpipev {line} --json").out)
+    plain = json.loads(pipeloom("schedule dualpipev --ranks 4 --microbatches 8 --weight-grad 0.7 --json").out)
+    assert one["costs"]["all_to_all"] == 0.3
+    assert one["makespan"] < plain["makespan"]
+    given = json.loads(pipeloom("schedule 1f1b-overlap --ranks 4 --microbatches 8 --pair 2 --json").out)
+    assert given["makespan"] < 33
+    found = json.loads(pipeloom(f"search {line} --chunks 2 --placement vee --pairs --iterations 100 --json").out)
+    assert found["makespan"] <= one["makespan"]
+
+
 @pytest.mark.parametrize(
     ("line", "code", "words"),
     [
@@ -65,6 +103,11 @@ def test_costs_by_stage_and_held_memory(pipeloom: Run) -> None:
         ("search --ranks 4 --microbatches 4 --placement spiral", 2, "placement is 'spiral'"),
         ("search --ranks 4 --microbatches 4 --objective speed", 2, "objective is 'speed'"),
         ("search --ranks 4 --microbatches 4 --memory 0.5", 4, "one micro-batch"),
+        ("search --ranks 4 --microbatches 4 --microbatch-costs 1,2", 2, "microbatch-costs has 2 values"),
+        ("search --ranks 4 --microbatches 4 --microbatch-costs 1,x", 2, "one number for each micro-batch"),
+        ("search --ranks 2 --microbatches 2 --microbatch-costs 1,2 --prove", 2, "prove is for equal micro-batches"),
+        ("search --ranks 2 --microbatches 2 --pairs --no-overlap-p2p", 2, "leave out pairs or no-overlap-p2p"),
+        ("search --ranks 4 --microbatches 4 --all-to-all 2", 2, "share between 0 and 1"),
     ],
 )
 def test_refusals(pipeloom: Run, line: str, code: int, words: str) -> None:
