@@ -14,7 +14,9 @@ from pipeloom.schedule.families import build
 from pipeloom.schedule.segments import LayerSegments, SegmentCosts, Times
 from pipeloom.solver.pair_blocks import Blocks, times_of
 from pipeloom.solver.pair_bound import pair_bound, pairs_gain
+from pipeloom.solver.pairs import _families
 from pipeloom.solver.problem import EPS, Problem
+from pipeloom.solver.seeds import SLOW
 
 ONE_ROUTE = (
     "1f1b",
@@ -71,6 +73,18 @@ def test_never_worse_than_a_family(memory: float, chunks: int, share: float) -> 
             assert found.value <= timeline.makespan + EPS
             compared += 1
     assert compared or memory < 4
+
+
+def test_large_sizes_know_the_families_with_pairs() -> None:
+    """Above the size that is searched, the families and what their orders become."""
+    costs = Costs(weight_grad=0.6, all_to_all=0.4)
+    problem = Problem(tuple(range(16)), 1300, costs, 32.0)
+    assert problem.nodes > SLOW
+    assert [made.name for made in _families(problem) if made.has_pairs] == ["1f1b-overlap", "interleaved-overlap"]
+    found = pl.search(16, 1300, costs, 32, placement="linear", pairs=True)
+    check(found.schedule)
+    assert found.value <= simulate(build("1f1b-overlap", 16, 1300), costs).makespan + EPS
+    assert found.iterations == 0
 
 
 def test_better_than_without_pairs() -> None:

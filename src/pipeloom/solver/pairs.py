@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from pipeloom.errors import CapacityError
+from pipeloom.errors import CapacityError, PipeloomError
 from pipeloom.schedule import Costs, Schedule, simulate
+from pipeloom.schedule.families import build
 from pipeloom.solver.budget import POOL, Budget
 from pipeloom.solver.engine import Progress, Run, value_of
 from pipeloom.solver.evaluation import evaluate
@@ -25,6 +26,7 @@ from pipeloom.solver.problem import EPS, Problem
 from pipeloom.solver.seeds import SLOW, family_schedules, grown
 
 GROWN = 3
+PAIRED = ("1f1b-overlap", "interleaved-overlap", "dualpipev")
 BEST = 3
 
 
@@ -144,7 +146,7 @@ class PairRun:
 
     def _schedules(self, problem: Problem) -> Iterator[Schedule]:
         """Every one-route family on the placement, those that do not fit the memory too, and the best of list scheduling."""
-        for schedule in family_schedules(problem.placement, problem.microbatches, problem.costs, problem.room):
+        for schedule in _families(problem):
             timeline = simulate(schedule, problem.costs)
             if max(timeline.peak_memory) <= problem.room + EPS:
                 self._take(value_of(timeline, self.objective), schedule.name, schedule, problem)
@@ -204,3 +206,18 @@ class PairRun:
             start.trail = PairTrail(start.blocks, start.rows, self.random)
         start.trail.walk(moves, self.bounds[problem], carry_on)
         start.value = start.trail.value
+
+
+def _families(problem: Problem) -> Iterator[Schedule]:
+    """Those that the other search starts from; at large sizes, where these are few, those with pairs as well."""
+    yield from family_schedules(problem.placement, problem.microbatches, problem.costs, problem.room)
+    if problem.nodes <= SLOW:
+        return
+    for name in PAIRED:
+        chunks = problem.stages // problem.ranks if name == "interleaved-overlap" else None
+        try:
+            schedule = build(name, problem.ranks, problem.microbatches, chunks)
+        except PipeloomError:
+            continue
+        if schedule.placement == problem.placement:
+            yield schedule
