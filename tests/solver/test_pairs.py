@@ -12,11 +12,10 @@ from pipeloom.errors import CapacityError, PipeloomError
 from pipeloom.schedule import Costs, check, simulate
 from pipeloom.schedule.families import build
 from pipeloom.schedule.segments import LayerSegments, SegmentCosts, Times
+from pipeloom.solver import pairs
 from pipeloom.solver.pair_blocks import Blocks, times_of
 from pipeloom.solver.pair_bound import pair_bound, pairs_gain
-from pipeloom.solver.pairs import _families
 from pipeloom.solver.problem import EPS, Problem
-from pipeloom.solver.seeds import SLOW
 
 ONE_ROUTE = (
     "1f1b",
@@ -75,15 +74,15 @@ def test_never_worse_than_a_family(memory: float, chunks: int, share: float) -> 
     assert compared or memory < 4
 
 
-def test_large_sizes_know_the_families_with_pairs() -> None:
-    """Above the size that is searched, the families and what their orders become."""
+def test_large_sizes_know_the_families_with_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above the size that is searched: the families, and what their orders become."""
+    monkeypatch.setattr(pairs, "SLOW", 100)
     costs = Costs(weight_grad=0.6, all_to_all=0.4)
-    problem = Problem(tuple(range(16)), 1300, costs, 32.0)
-    assert problem.nodes > SLOW
-    assert [made.name for made in _families(problem) if made.has_pairs] == ["1f1b-overlap", "interleaved-overlap"]
-    found = pl.search(16, 1300, costs, 32, placement="linear", pairs=True)
+    problem = Problem(tuple(range(4)), 30, costs, 8.0)
+    found = pl.search(4, 30, costs, 8, placement="linear", pairs=True)
     check(found.schedule)
-    assert found.value <= simulate(build("1f1b-overlap", 16, 1300), costs).makespan + EPS
+    assert [made.name for made in pairs._families(problem)][-2:] == ["1f1b-overlap", "interleaved-overlap"]
+    assert found.value <= simulate(build("1f1b-overlap", 4, 30), costs).makespan + EPS
     assert found.iterations == 0
 
 
@@ -125,8 +124,8 @@ def test_spans() -> None:
 
 def test_where_no_pair_gains_it_is_the_other_search() -> None:
     assert not pairs_gain(Problem(tuple(range(4)), 8, Costs(), 3))
-    pairs = pl.search(4, 8, memory=3, pairs=True, iterations=500)
-    assert pairs.schedule == pl.search(4, 8, memory=3, iterations=500).schedule
+    found = pl.search(4, 8, memory=3, pairs=True, iterations=500)
+    assert found.schedule == pl.search(4, 8, memory=3, iterations=500).schedule
 
 
 def test_no_room() -> None:
