@@ -12,8 +12,7 @@ from torch import Tensor
 
 from pipeloom.config import MeshShape
 from pipeloom.ops.deferred import Desk, Ledger
-from pipeloom.ops.segments import Compute, in_order
-from pipeloom.ops.started import begin
+from pipeloom.ops.segments import Compute, begin, in_order
 from pipeloom.parallel.dispatch import AllToAll, arrive, bytes_across_nodes, depart, homeward, land, leave, outward
 from pipeloom.parallel.expert import Experts
 from pipeloom.parallel.laid import layout_of, part_of

@@ -1,6 +1,6 @@
 """All-to-all hidden inside one micro-batch: behind the experts of other tokens, or behind the attention of other tokens.
 
-Each communication is two nodes of autograd (ops/started.py), so the backward overlaps in mirror image. What a token gets
+Each communication is two nodes of autograd (ops/segments.py), so the backward overlaps in mirror image. What a token gets
 does not depend on the parts.
 """
 
@@ -16,8 +16,7 @@ from torch.nn import functional as F
 
 from pipeloom.models.decoder import Attention
 from pipeloom.ops.microbatch import MicrobatchContext
-from pipeloom.ops.segments import Communication, Values, in_order
-from pipeloom.ops.started import begin
+from pipeloom.ops.segments import Communication, Values, begin, in_order
 from pipeloom.parallel.dispatch import homeward, land, leave, outward
 from pipeloom.parallel.router import Draws, Routing
 from pipeloom.parallel.trip import ExpertParallel, Trip, plan

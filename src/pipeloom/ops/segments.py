@@ -111,31 +111,42 @@ def saved_of(values: Values) -> Values:
 def in_order(segments: Sequence[Segment], values: Values) -> Values:
     """The values after all segments, one after the other, differentiable as a whole."""
     for segment in segments:
-        values = segment.run(values) if isinstance(segment, Compute) else communicate(segment, values)
+        values = segment.run(values) if isinstance(segment, Compute) else begin(segment, values)()
     return values
 
 
-def communicate(communication: Communication, values: Values) -> Values:
-    """One communication from its start to its end; autograd runs its backward likewise."""
+def begin(communication: Communication, values: Values) -> Callable[[], Values]:
+    """Starts it; returns what waits for it and gives its results, differentiable, to be called once.
+
+    Autograd sees two nodes. In the backward the end's node starts the communication of the gradients, and the start's node waits
+    for it. Nodes that are ready run in reverse order of their making, so what was computed between start and end in the forward
+    is mirrored between start and end of the backward: nobody has to write that overlap down.
+    """
     moving = [at for at, value in enumerate(values) if carries(value)] if torch.is_grad_enabled() else []
     if not moving:
-        return communication.start(values).wait()
+        return communication.start(values).wait
     call = _Call(communication, values, moving)
-    carried = _Communicate.apply(call, *(values[at] for at in moving))  # type: ignore[no-untyped-call]
-    results = list(call.results)
-    for at, value in zip(moving, carried, strict=True):
-        results[at] = value
-    return tuple(results)
+    marks = _Begin.apply(call, *(values[at] for at in moving))  # type: ignore[no-untyped-call]
+
+    def finish() -> Values:
+        carried = _End.apply(call, *marks)  # type: ignore[no-untyped-call]
+        results = list(call.results)
+        for at, value in zip(moving, carried, strict=True):
+            results[at] = value
+        return tuple(results)
+
+    return finish
 
 
 class _Call:
-    """One call of a communication: what autograd's function is told besides the tensors that carry, and what it leaves."""
+    """One communication under way, there and (its gradients) back: what its two nodes of autograd share."""
 
     def __init__(self, communication: Communication, values: Values, moving: Sequence[int]) -> None:
         self.communication = communication
         self.moving = moving
         self.saved = saved_of(values)
         self.results: Values = ()
+        self.pending: Pending | None = None
 
     def placed(self, tensors: Sequence[Any], among: Values) -> Values:
         """`among` with these tensors in the places that carry."""
@@ -144,21 +155,37 @@ class _Call:
             filled[at] = tensor
         return tuple(filled)
 
+    def arrived(self) -> Values:
+        pending, self.pending = self.pending, None
+        assert pending is not None, "a communication was waited for before its start"
+        return pending.wait()
 
-class _Communicate(torch.autograd.Function):
+
+class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
-        results = call.communication.start(call.placed([t.detach() for t in tensors], call.saved)).wait()
-        carried = tuple(results[at] for at in call.moving)
-        call.results = tuple(None if at in call.moving else value for at, value in enumerate(results))
-        return carried
+        call.pending = call.communication.start(call.placed([t.detach() for t in tensors], call.saved))
+        # nothing has arrived yet: these only hold the two nodes together
+        return tuple(tensor.new_empty(0) for tensor in tensors)
 
     @staticmethod
-    def backward(
-        ctx: Any, *gradients: Tensor
-    ) -> Any:  # a gradient that nobody computed is zeros here, by autograd's default
-        call = ctx.call
+    def backward(ctx: Any, *marks: Tensor) -> Any:
+        found = ctx.call.arrived()
+        return None, *(found[at] for at in ctx.call.moving)
+
+
+class _End(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *marks: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        results = call.arrived()
+        call.results = tuple(None if at in call.moving else value for at, value in enumerate(results))
+        return tuple(results[at] for at in call.moving)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        call: _Call = ctx.call
         given = call.placed(gradients, (None,) * len(call.saved))
-        found = call.communication.start_backward(given, call.saved).wait()
-        return None, *(found[at] for at in call.moving)
+        call.pending = call.communication.start_backward(given, call.saved)
+        return None, *(gradient.new_zeros(0) for gradient in gradients)

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeloom.ops.segments import Values
-from pipeloom.ops.started import begin
+from pipeloom.ops.segments import Values, begin
 
 
 @dataclass
