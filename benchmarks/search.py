@@ -1,18 +1,21 @@
 """What the search gains over the published families: `python benchmarks/search.py [--ranks 4 8] [--seconds 20] [--sample N]`.
 
-One line a cell: p, m, v, memory (share of 1F1B's), costs, the best one-route family that fits with the same v or less, the
-search's makespan, the lower bound. At the end, how many cells are worse (must be none), proved optimal, and of the others
-strictly better. The families come from the function that gives the search its starts
-(tests/solver compares with families built one by one), and are simulated here.
+A cell is p, m, v, memory (share of 1F1B's) and costs. For each: the best one-route family that fits with the same v or less, the
+search's makespan, the lower bound. At the end a summary by p, costs and memory: how many cells are worse than a family (must be
+none), proved optimal, and of the others strictly better. Seconds are of this process's own time, so that a busy machine does not
+matter. `--results FILE` keeps a line a cell; cells that are in it already are not run again. The families come from the function
+that gives the search its starts (tests/solver compares with families built one by one), and are simulated here.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import time
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
@@ -80,52 +83,76 @@ def is_optimal(cell: Cell, costs: Costs, value: float, seconds: float) -> bool:
     return all(certify(problem, value, seconds).bound >= value * (1 - ROUNDING) for problem in problems)
 
 
+def run_cell(cell: Cell, seconds: float, proof: float) -> dict[str, object]:
+    """What the families, the search and the proof say of a cell; a proof is tried where the search is no better than a family."""
+    costs = costs_of(cell)
+    family = best_family(cell, costs)
+    begin = time.process_time()
+    try:
+        found = pl.search(cell.ranks, cell.microbatches, costs, cell.memory, chunks=cell.chunks, time_limit=seconds)
+    except CapacityError:
+        return {"family": family, "value": math.inf, "bound": 0.0, "certified": False, "seconds": 0.0}
+    used = time.process_time() - begin
+    check(found.schedule)
+    certified = found.proved
+    if not certified and proof and found.value >= family - 1e-6:
+        certified = is_optimal(cell, costs, found.value, proof)
+    figures = {"family": family, "value": found.value, "bound": found.lower_bound, "certified": certified}
+    return figures | {"seconds": round(used, 2), "limit": seconds, "origin": found.origin}
+
+
+def summary(rows: list[tuple[Cell, dict]], by: str) -> list[str]:  # type: ignore[type-arg]
+    lines = [
+        f"| {by} | cells | worse | proved optimal | strictly better, of the rest | mean gain | mean gap | slowest |"
+    ]
+    lines.append("| " + "--- | " * 8)
+    for key in dict.fromkeys(getattr(cell, by) for cell, _ in rows):
+        own = [row for cell, row in rows if getattr(cell, by) == key]
+        rest = [row for row in own if not row["certified"]]
+        better = [row for row in rest if row["value"] < row["family"] - 1e-6]
+        worse = sum(row["value"] > row["family"] + 1e-6 for row in own)
+        gains = [1 - row["value"] / row["family"] for row in better if row["family"] < math.inf]
+        gaps = [row["value"] / row["bound"] - 1 for row in rest if row["bound"]]
+        share = f"{len(better)} of {len(rest)}" + (f" ({100 * len(better) / len(rest):.0f} %)" if rest else "")
+        means = (f"{100 * sum(values) / len(values):.1f} %" if values else "" for values in (gains, gaps))
+        slowest = max(row["seconds"] for row in own)
+        cells_ = (key, len(own), worse, len(own) - len(rest), share, *means, f"{slowest:.1f} s")
+        lines.append(f"| {' | '.join(map(str, cells_))} |")
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="*", default=[4, 8, 16])
-    parser.add_argument("--seconds", type=float, default=20.0, help="time limit of a cell")
+    parser.add_argument("--seconds", type=float, default=20.0, help="time limit of a cell, in seconds of this process")
     parser.add_argument("--sample", type=int, help="only this many cells, drawn at random (seed 0)")
-    parser.add_argument("--prove", type=float, default=0.0, help="seconds for a proof of what is left open (extra opt)")
+    parser.add_argument(
+        "--prove", type=float, default=0.0, help="seconds for a proof where nothing better was found (extra opt)"
+    )
+    parser.add_argument("--results", type=Path, help="file of results, one JSON object a line; it is continued")
+    parser.add_argument("--report", action="store_true", help="only summarise the file of results")
     args = parser.parse_args()
+    time.monotonic = time.process_time  # type: ignore[assignment]  # a limit counts this process's time
     chosen = list(cells(args.ranks))
     if args.sample is not None:
-        chosen = sorted(Random(0).sample(chosen, min(args.sample, len(chosen))))
-    worse = proved = better = slow = 0
-    print("| p | m | v | memory | costs | best family | search | bound | gap | seconds |\n| " + "--- | " * 10)
+        chosen = Random(0).sample(chosen, min(args.sample, len(chosen)))
+    done: dict[Cell, dict] = {}  # type: ignore[type-arg]
+    if args.results is not None and args.results.exists():
+        for line in args.results.read_text().splitlines():
+            row = json.loads(line)
+            done[Cell(*row.pop("cell"))] = row
     for cell in chosen:
-        costs = costs_of(cell)
-        family = best_family(cell, costs)
-        begin = time.monotonic()
-        try:
-            found = pl.search(
-                cell.ranks, cell.microbatches, costs, cell.memory, chunks=cell.chunks, time_limit=args.seconds
-            )
-        except CapacityError:
-            print(f"{cell}: no schedule fits; best family {family}", flush=True)
-            worse += family < math.inf
+        if cell in done or args.report:
             continue
-        seconds = time.monotonic() - begin
-        check(found.schedule)
-        certified = found.proved or (args.prove > 0 and is_optimal(cell, costs, found.value, args.prove))
-        slow += seconds > args.seconds + 1
-        worse += found.value > family + 1e-6
-        proved += certified
-        better += not certified and found.value < family - 1e-6
-        row = (
-            *cell[:3],
-            f"{cell.share:g}",
-            cell.costs,
-            f"{family:.6g}",
-            f"{found.value:.6g}",
-            f"{found.lower_bound:.6g}",
-        )
-        gap = "optimal" if certified else f"{100 * found.gap:.1f} %"
-        print(f"| {' | '.join(map(str, row))} | {gap} | {seconds:.1f} |", flush=True)
-    open_cells = len(chosen) - proved
-    print(
-        f"\n{len(chosen)} cells: {worse} worse than a family, {proved} proved optimal, {better} of the other {open_cells} "
-        f"strictly better ({100 * better / max(1, open_cells):.0f} %), {slow} took longer than {args.seconds:g} s"
-    )
+        done[cell] = run_cell(cell, args.seconds, args.prove)
+        line = json.dumps({"cell": cell, **done[cell]})
+        print(line, flush=True)
+        if args.results is not None:
+            with args.results.open("a") as file:
+                file.write(line + "\n")
+    rows = [(cell, done[cell]) for cell in chosen if cell in done]
+    for by in ("ranks", "chunks", "share", "costs", "microbatches"):
+        print("\n".join(["", *summary(rows, by)]))
 
 
 if __name__ == "__main__":

@@ -164,3 +164,16 @@ def test_first_answer_for_large_sizes(ranks: int, microbatches: int, chunks: int
     assert answers[0].seconds < limit
     family = build("interleaved" if chunks > 1 else "1f1b", ranks, microbatches, chunks if chunks > 1 else None)
     assert found.value <= simulate(family, UNEVEN).makespan
+
+
+def test_a_repeated_stretch_beats_interleaved_within_less_memory() -> None:
+    """A size above those that are searched move by move; interleaved would hold 78 stage-micro-batches, here 64 fit."""
+    answers: list[Progress] = []
+    found = pl.search(16, 448, UNEVEN, 64, chunks=4, placement="loop", iterations=0, progress=answers.append)
+    check(found.schedule)
+    assert "repeated" in found.origin
+    assert max(found.timeline.peak_memory) <= 64
+    interleaved = simulate(build("interleaved", 16, 448, 4), UNEVEN)
+    assert max(interleaved.peak_memory) > 64
+    assert found.value < interleaved.makespan
+    assert found.gap < 0.01

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from random import Random
 
 from pipeloom.errors import CapacityError
@@ -18,7 +19,7 @@ from pipeloom.solver.local_search import Trail
 from pipeloom.solver.periods import Periods
 from pipeloom.solver.problem import EPS, Objective, Problem, Words
 from pipeloom.solver.prove import ROUNDING, certify
-from pipeloom.solver.seeds import SLOW, family_schedules, few_of, grown, words_of
+from pipeloom.solver.seeds import SLOW, by_rounds, family_schedules, few_of, grown, words_of
 
 PERIODIC, FULL = 0.5, 4.0
 ROUNDS = 4
@@ -109,13 +110,13 @@ class Run:
             groups.setdefault(problem.placement, []).append(problem)
         for group in groups.values():
             self._family_starts(starts, group)
-            if group[0].nodes > SLOW:
-                self._extended(group[0])
+        for group in groups.values():
             if self.proved:
                 return []
-        for group in groups.values():
             if group[0].nodes <= SLOW:
                 self._grown_starts(starts, group)
+            else:
+                self._extended(group[0])
         if not self.proved:
             self._periodic(starts)
         return _best_of(starts)
@@ -139,7 +140,7 @@ class Run:
             yield from family_schedules(*sizes, problem.even.costs, problem.room)
 
     def _grown_starts(self, starts: list[Start], group: list[Problem]) -> None:
-        for count, seed in enumerate(grown(group[0])):
+        for count, seed in enumerate(chain(by_rounds(group[0]), grown(group[0]))):
             if count >= FEW and self._late():
                 return
             for problem in group:

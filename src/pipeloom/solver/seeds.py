@@ -9,10 +9,12 @@ from itertools import product
 from typing import Any
 
 from pipeloom.errors import PipeloomError
-from pipeloom.schedule.actions import Action
+from pipeloom.schedule.actions import Action, KindName
 from pipeloom.schedule.costs import Costs
 from pipeloom.schedule.families import build
-from pipeloom.schedule.families.greedy import NoWayOn, Rule, line_of, programs_of
+from pipeloom.schedule.families.greedy import NoWayOn, Rule, line_of, programs_along, programs_of
+from pipeloom.schedule.families.interleaved import chunk_order, round_sizes
+from pipeloom.schedule.families.layout import warmup_then_alternate
 from pipeloom.schedule.model import Schedule, parts
 from pipeloom.solver.problem import EPS, Problem, Words
 
@@ -20,7 +22,7 @@ ONE_CHUNK = ("1f1b", "zb-h1", "zb-h2", "zb-auto", "gpipe", "1f1b-overlap")
 LOOPED = ("interleaved", "interleaved-zb", "looped-bfs", "interleaved-overlap")
 VEE = ("zbv", "v-half", "v-min", "dualpipev", "hanayo")
 CHEAP = ("1f1b", "interleaved", "zb-h1", "zb-h2")
-ROUNDS = ("interleaved-zb", "zbv", "v-half", "zb-auto")
+ROUNDS = ("zbv", "v-half", "zb-auto")
 SLOW = 60_000
 FEW = 200_000
 
@@ -129,19 +131,51 @@ def words_of(problem: Problem, schedule: Schedule) -> Words:
     )
 
 
-def grown(problem: Problem) -> Iterator[Seed]:
-    """List scheduling by rules, under several limits a stage; what gets stuck is left out. Micro-batches are taken as alike."""
+def grown(problem: Problem, first_rule: bool = False) -> Iterator[Seed]:
+    """List scheduling by rules (or the first one), under several limits a stage; what gets stuck is left out.
+
+    Micro-batches are taken as alike.
+    """
     problem = problem.even
     rooms = [problem.room] * problem.ranks
     rules = list(product((False, True), (True, False) if problem.stages > problem.ranks else (True,), (0.0, 0.5, 1.0)))
     for caps in _caps(problem):
         line = line_of(problem.placement, problem.microbatches, problem.costs, rooms, caps)
-        for turns, late, patience in rules:
+        for turns, late, patience in rules[:1] if first_rule else rules:
             try:
                 programs = programs_of(line, Rule(turns, late, patience))
             except NoWayOn:
                 continue
             yield Seed("list scheduling", problem.words_of([[a[:2] for a in program] for program in programs]))
+
+
+def by_rounds(problem: Problem, patience: Sequence[float] = (1.0, 0.5)) -> Iterator[Seed]:
+    """On a loop: interleaved's order of F and I, its warm-up cut to the room, and W where they fit or make room.
+
+    For the memories between those that the families take. Nothing where the order gets stuck.
+    """
+    problem = problem.even
+    p, m, chunks = problem.ranks, problem.microbatches, problem.stages // problem.ranks
+    if chunks < 2 or list(problem.placement) != [at % p for at in range(problem.stages)]:
+        return
+    sizes = round_sizes(p, m)
+    order = chunk_order(sizes, chunks)
+    largest = max(problem.costs.per_stage("activation", problem.stages))
+    for slope, share in product((1, 2), patience):
+        # what the warm-up needs, and no more, so that weight gradients are not put off to the end
+        room = min(problem.room, largest * (slope * (p - 1) + (chunks - 1) * max(sizes) + 1))
+        line = line_of(problem.placement, m, problem.costs, [room] * p)
+        words: list[list[tuple[KindName, int]]] = []
+        for rank in range(p):
+            forwards: list[tuple[KindName, int]] = [("F", c * p + rank) for _, c in order]
+            backwards: list[tuple[KindName, int]] = [("I", (chunks - 1 - c) * p + rank) for _, c in order]
+            warmup = slope * (p - rank - 1) + (chunks - 1) * max(sizes)
+            words.append(list(warmup_then_alternate(forwards, backwards, warmup)))
+        try:
+            programs = programs_along(line, words, share)
+        except NoWayOn:
+            continue
+        yield Seed("interleaved rounds", problem.words_of([[a[:2] for a in program] for program in programs]))
 
 
 def few_of(problem: Problem) -> Iterator[tuple[Problem, Words, str]]:
@@ -153,13 +187,15 @@ def few_of(problem: Problem) -> Iterator[tuple[Problem, Words, str]]:
     base, p, m = problem.even, problem.ranks, problem.microbatches
     rounds = replace(base, microbatches=min(m, 3 * p + m % p))
     if rounds.nodes <= FEW:
+        for seed in by_rounds(rounds, (1.0,)):
+            yield rounds, seed.words, seed.origin
         for made in family_schedules(rounds.placement, rounds.microbatches, base.costs, base.room, ROUNDS):
             yield rounds, words_of(rounds, made), made.name
     some = FEW // (6 * problem.stages)
     few = replace(
         base, microbatches=m - max(0, -(-(m - some) // 12) * 12) if m > 12 and some > 12 else min(m, some + 1)
     )
-    for seed in grown(few):
+    for seed in grown(few, first_rule=True):
         yield few, seed.words, seed.origin
 
 
