@@ -177,3 +177,20 @@ def test_a_repeated_stretch_beats_interleaved_within_less_memory() -> None:
     assert max(interleaved.peak_memory) > 64
     assert found.value < interleaved.makespan
     assert found.gap < 0.01
+
+
+def test_an_interrupt_during_the_search_of_one_period_keeps_the_best() -> None:
+    seen: list[float] = []
+
+    def stop(now: Progress) -> None:
+        seen.append(now.value)
+        if now.iterations:
+            raise AssertionError("the local search has begun")
+        if now.value < 2500:  # the best family takes 2620
+            raise KeyboardInterrupt
+
+    found = pl.search(8, 32, UNEVEN, 8, chunks=2, placement="vee", progress=stop)
+    assert found.interrupted
+    assert found.origin == "one period"
+    assert found.value == min(seen)
+    check(found.schedule)

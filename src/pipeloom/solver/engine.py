@@ -172,18 +172,22 @@ class Run:
             for problem in self.problems
             if self.best is None or self.bounds[problem] < self.best[0] - EPS
         ]
+        running = searches
         for turn in range(ROUNDS):
-            for at, search in enumerate(searches):
+            for at, search in enumerate(running):
                 if budget.over:
-                    return
-                share = 1 / ((ROUNDS - turn) * len(searches) - at)
+                    break
+                share = 1 / ((ROUNDS - turn) * len(running) - at)
                 before = search.work
-                search.run(budget.periodic_slice(search, share))
+                search.run(self._noting(search, budget.periodic_slice(search, share)))
                 budget.periodic -= search.work - before
-                self._note(search, starts)
-            searches.sort(key=lambda search: search.value)
-            del searches[max(1, len(searches) - 1) :]
-            searches = [search for search in searches if self._hopeful(search, turn)]
+            running = sorted(running, key=lambda search: search.value)[: max(1, len(running) - 1)]
+            running = [search for search in running if self._hopeful(search, turn)]
+        starts += [
+            Start(search.value, search.problem, search.best, PERIODIC_ORIGIN)
+            for search in searches
+            if search.best is not None and search.problem.nodes <= SLOW
+        ]
 
     def _seeds(self, problem: Problem) -> list[tuple[Problem, Words]]:
         """The best words on the placement whose periods could be repeated; of equal values the first."""
@@ -192,15 +196,16 @@ class Run:
             kept.setdefault(round(value, 9), (small, words))
         return list(kept.values())[:SEEDS]
 
-    def _note(self, search: Periods, starts: list[Start]) -> None:
-        """Takes the best that the search of one period has found, as a result and as a start."""
-        if search.best is not None and search.value < search.told - EPS:
-            search.told = search.value
-            if search.problem.nodes <= SLOW:
-                starts.append(Start(search.value, search.problem, search.best, PERIODIC_ORIGIN))
-            if self.best is None or search.value < self.best[0] - EPS:
+    def _noting(self, search: Periods, carry_on: Callable[[], bool]) -> Callable[[], bool]:
+        """`carry_on`, which on the way takes what is found, so that an interrupt keeps it."""
+
+        def noted() -> bool:
+            if search.best is not None and (self.best is None or search.value < self.best[0] - EPS):
                 self._take(search.value, PERIODIC_ORIGIN, search.problem.schedule_of(search.best), search.problem)
-        self._tell()
+            self._tell()
+            return carry_on()
+
+        return noted
 
     def _hopeful(self, search: Periods, turn: int) -> bool:
         """Whether more of it could be better than what there is."""

@@ -35,7 +35,6 @@ class Periods:
         best: the best unrolled words, or None.
         value: theirs.
         work: nodes looked at so far.
-        told: the value that the search was last told of.
     """
 
     def __init__(self, problem: Problem, random: Random, seeds: Sequence[tuple[Problem, Words]]) -> None:
@@ -44,7 +43,6 @@ class Periods:
         self.best: Words | None = None
         self.value = math.inf
         self.work = 0
-        self.told = math.inf
         self.starts = starts_of(problem, seeds)
 
     def run(self, carry_on: Callable[[], bool]) -> None:
