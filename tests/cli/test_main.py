@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,13 @@ Run = Callable[[str], Any]
 
 
 def test_help_is_quick() -> None:
-    """The best of three: under 0.5 s for a user; other work on the machine must not fail it."""
+    """Under 0.5 s of processor time, the best of three: other work on the machine must not fail it."""
     times = []
     for _ in range(3):
-        start = time.perf_counter()
+        before = os.times()
         ended = subprocess.run([sys.executable, "-m", "pipeloom", "--help"], capture_output=True, text=True, timeout=60)
-        times.append(time.perf_counter() - start)
+        after = os.times()
+        times.append(after.children_user + after.children_system - before.children_user - before.children_system)
         assert ended.returncode == 0
         assert all(word in ended.stdout for word in ("schedule", "compare", "check", "train", "verify"))
     assert min(times) < 0.5

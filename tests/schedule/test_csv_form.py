@@ -134,10 +134,10 @@ def test_two_routes_are_refused_and_json_is_named() -> None:
 
 def test_50k_actions_are_read_and_checked_in_under_a_second() -> None:
     text = to_csv(pl.schedules.interleaved(ranks=8, microbatches=800, chunks=4))
-    start = time.perf_counter()
+    start = time.process_time()
     schedule = from_csv(text)
     pl.check(schedule)
-    elapsed = time.perf_counter() - start
+    elapsed = time.process_time() - start
     assert schedule.actions > 50_000
     assert elapsed < 1.0
 

@@ -203,6 +203,7 @@ class _Work:
         """The action, under way whenever it is resumed; its outputs and their specs."""
         walk: Walk[Made] = _RUN[action.kind](self, action, received)
         try:
+            self.rank.status.enter(action)
             self.rank.faults.before(action)
             while True:
                 self.rank.status.enter(action)

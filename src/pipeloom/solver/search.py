@@ -119,9 +119,9 @@ def search(
         _limit("time-limit", time_limit)
     if iterations is not None and (isinstance(iterations, bool) or iterations < 0):
         raise UsageError(f"iterations is {iterations!r}; it must be a whole number of at least 0")
+    _require_plain(chosen, prove, pairs, overlap_p2p)
     if prove:
         require_solver()
-    _require_plain(chosen, prove, pairs, overlap_p2p)
     budget = Budget(problems[0].nodes, time_limit, iterations, prove)
     run = (PairRun if pairs else Run)(problems, budget, Random(seed), progress)
     run.go()
