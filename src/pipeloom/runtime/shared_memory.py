@@ -88,6 +88,7 @@ class _Inbox:
         self.segments: list[_Segment] = []
         self.boundaries: list[Boundary] = []
         self.descriptors_next = False
+        self.gone: object = None  # why nothing more can come
 
 
 class SharedLinks:
@@ -148,8 +149,13 @@ class SharedLinks:
                 raise PeerGone(peer, error) from None
 
     def read(self, peer: int) -> bool:
-        """Reads one notice of `peer`, if there is one."""
+        """Reads one notice of `peer`, if there is one.
+
+        A peer that has ended is no failure here: it may have sent all that is asked of it, and be done with its part.
+        """
         inbox = self.inboxes[peer]
+        if inbox.gone is not None:
+            return False
         try:
             descriptors: list[int] = []
             if inbox.descriptors_next:  # asked for only then: it takes longer than all the rest of a small message
@@ -160,9 +166,9 @@ class SharedLinks:
         except BlockingIOError:
             return False
         except ConnectionError as error:
-            raise PeerGone(peer, error) from None
+            return self._mark_gone(inbox, error)
         if not data:
-            raise PeerGone(peer, "it has closed its connection")
+            return self._mark_gone(inbox, "it has closed its connection")
         if data == _DESCRIPTORS_NEXT:
             inbox.descriptors_next = True
             return self.read(peer)
@@ -174,6 +180,11 @@ class SharedLinks:
             inbox.boundaries.append(fresh)
         self.arrived.setdefault((peer, kind, index), deque()).append((numbers, boundary))
         return True
+
+    def _mark_gone(self, inbox: _Inbox, why: object) -> bool:
+        inbox.gone = why
+        self._poll.unregister(inbox.connection)
+        return False
 
     def read_all(self, timeout: float | None) -> None:
         """Reads what is there, waiting for something up to `timeout` seconds."""
@@ -195,6 +206,8 @@ class SharedLinks:
             while not queue and time.perf_counter() < until:
                 self.read(source)
         while not queue:
+            if self.inboxes[source].gone is not None:
+                raise PeerGone(source, self.inboxes[source].gone)
             self.read_all(None)
         return queue.popleft()
 

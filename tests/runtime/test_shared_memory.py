@@ -1,0 +1,51 @@
+"""Messages through shared memory: a rank may end before others have read what it sent."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeloom.runtime.boundary import boundary_of
+from pipeloom.runtime.buffers import BufferPool
+from pipeloom.runtime.shared_memory import SharedLinks, SharedMemoryTransport
+from pipeloom.runtime.transport import Outgoing, PeerGone
+from pipeloom.schedule.channels import Channel, Message
+
+CHANNEL = Channel(0, 1, "activation")
+BACK = Channel(1, 0, "gradient")
+
+
+def message(number: int) -> Message:
+    return Message(CHANNEL, 0, number, number)
+
+
+def links() -> list[SharedLinks]:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as threads:
+        made = [threads.submit(SharedLinks, store, "test", rank, (CHANNEL, BACK), 20.0, False) for rank in range(2)]
+        return [each.result() for each in made]
+
+
+def send(transport: SharedMemoryTransport, number: int) -> Tensor:
+    value = torch.full((3,), float(number))
+    transport.exchange([Outgoing(message(number), (value,), boundary_of((value,)))], ())
+    return value
+
+
+def test_what_a_rank_sent_before_it_ended_arrives() -> None:
+    sender, receiver = links()
+    pool = BufferPool(torch.device("cpu"))
+    out, into = SharedMemoryTransport(sender, pool), SharedMemoryTransport(receiver, pool)
+    sent = [send(out, number) for number in range(2)]
+    sender.close()
+    for number in (1, 0):
+        values, _ = into.take(message(number))
+        assert values[0] is not None
+        assert torch.equal(values[0], sent[number])
+    with pytest.raises(PeerGone, match="closed its connection"):
+        into.take(message(2))
+    receiver.close()
