@@ -194,3 +194,12 @@ def test_an_interrupt_during_the_search_of_one_period_keeps_the_best() -> None:
     assert found.origin == "one period"
     assert found.value == min(seen)
     check(found.schedule)
+
+
+def test_a_size_that_no_cheap_family_fits_has_an_answer_soon() -> None:
+    """Half of the memory of 1F1B, two chunks, above the sizes that are searched move by move."""
+    answers: list[Progress] = []
+    found = pl.search(16, 700, UNEVEN, 16, chunks=2, placement="vee", iterations=0, progress=answers.append)
+    check(found.schedule)
+    assert max(found.timeline.peak_memory) <= 16
+    assert answers[0].value < 1.6 * found.lower_bound

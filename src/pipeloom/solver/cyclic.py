@@ -16,6 +16,8 @@ from collections.abc import Sequence
 
 from pipeloom.solver.problem import EPS, Problem, Words
 
+MOST = 2000
+
 
 class Cyclic:
     """Cyclic words of a problem whose `microbatches` make one period.
@@ -72,6 +74,8 @@ class Cyclic:
     def measure(self, most: float = math.inf) -> bool:
         """Finds the length, the ends and a critical cycle; false if words wait for one another, or the length passes `most`.
 
+        False too where that takes too many passes over the nodes.
+
         Ends are raised along the constraints until they hold; whenever their reasons form a cycle that is slower than the
         length so far, that is the new length.
         """
@@ -98,6 +102,8 @@ class Cyclic:
             if not changed:
                 break
             rounds += 1
+            if rounds > MOST:
+                return False
             found = self._cycle(reason)
             if found:
                 ratio = self._ratio(found)
@@ -105,8 +111,6 @@ class Cyclic:
                     return False
                 if ratio > length + EPS:
                     length, self.critical = ratio, found
-                elif rounds > 50 * tables.none:
-                    break
         self.length = length
         low = min(end[:-1])
         self.end = [value - low for value in end[:-1]] + [-math.inf]

@@ -16,7 +16,7 @@ from pipeloom.solver.budget import POOL, Budget
 from pipeloom.solver.evaluation import evaluate
 from pipeloom.solver.extended import extended
 from pipeloom.solver.local_search import Trail
-from pipeloom.solver.periods import Periods
+from pipeloom.solver.periods import Periods, packed_starts
 from pipeloom.solver.problem import EPS, Objective, Problem, Words
 from pipeloom.solver.prove import ROUNDING, certify
 from pipeloom.solver.seeds import SLOW, by_rounds, family_schedules, few_of, grown, words_of
@@ -24,7 +24,7 @@ from pipeloom.solver.seeds import SLOW, by_rounds, family_schedules, few_of, gro
 PERIODIC, FULL = 0.5, 4.0
 ROUNDS = 4
 HOPELESS = 1.03
-FEW, STARTS = 8, 0.3
+FEW, STARTS, LARGE_STARTS = 8, 0.3, 0.5
 SEEDS = 6
 PERIODIC_ORIGIN = "one period"
 
@@ -148,7 +148,11 @@ class Run:
 
     def _extended(self, problem: Problem) -> None:
         """For large sizes: a schedule of some of the micro-batches, and a stretch of it repeated for the others."""
-        if self._late():
+        if self.best is None:
+            for start in packed_starts(problem):
+                self._start([], problem, start.unrolled(problem), PERIODIC_ORIGIN)
+                break
+        if self._late(LARGE_STARTS):
             return
         best = math.inf
         for small, words, origin in few_of(problem):
@@ -159,7 +163,7 @@ class Run:
                 longer = extended(small, words, problem)
                 if longer is not None:
                     self._start([], problem, longer, f"{origin} of {small.microbatches} micro-batches, repeated")
-            if self._late() or self.proved:
+            if self._late(LARGE_STARTS) or self.proved:
                 return
 
     def _periodic(self, starts: list[Start]) -> None:
@@ -212,10 +216,10 @@ class Run:
         best = math.inf if self.best is None else self.best[0]
         return self.bounds[search.problem] < best - EPS and (not turn or search.value < HOPELESS * best)
 
-    def _late(self) -> bool:
-        """Whether the starts should come to an end: a share of the time is spent, and there is one."""
+    def _late(self, share: float = STARTS) -> bool:
+        """Whether the starts should come to an end: this share of the time is spent, and there is one."""
         budget = self.budget
-        return self.best is not None and budget.seconds > STARTS * (budget.deadline - budget.begin)
+        return self.best is not None and budget.seconds > share * (budget.deadline - budget.begin)
 
     def _start(self, starts: list[Start], problem: Problem, words: Words, origin: str) -> None:
         found = evaluate(problem, words)

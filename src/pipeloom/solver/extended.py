@@ -9,6 +9,8 @@ from pipeloom.solver.cyclic import Cyclic
 from pipeloom.solver.problem import EPS, Problem, Words
 
 ROUND = 12
+MEASURED = 5000
+CLOSE = 1.01
 
 
 def extended(small: Problem, words: Words, problem: Problem) -> Words | None:
@@ -16,17 +18,24 @@ def extended(small: Problem, words: Words, problem: Problem) -> Words | None:
 
     Of the stretches of different lengths that is taken whose repetition takes the least time a micro-batch.
     """
+    p, missing = problem.ranks, problem.microbatches - small.microbatches
     chosen, least = None, float("inf")
-    for each in (*range(1, ROUND + 1), problem.ranks):
-        if (problem.microbatches - small.microbatches) % each or 2 * each > small.microbatches:
+    for each in range(1, min(ROUND, MEASURED // (3 * problem.stages), small.microbatches // 2) + 1):
+        if missing % each:
             continue
         stretch = stretch_of(small, words, each)
-        if stretch is None or not stretch.fits or not stretch.measure():
+        if stretch is None or not stretch.fits or not stretch.measure(least * each):
             continue
         if stretch.length / each < least - EPS:
             chosen, least = each, stretch.length / each
-        if stretch.length <= stretch.work + EPS:
-            break
+        if stretch.length <= CLOSE * stretch.work:
+            return repeated(small, words, each, problem)
+    if (
+        missing % p == 0 and 2 * p <= small.microbatches
+    ):  # a round, as in interleaved schedules; too long to be measured
+        stretch = stretch_of(small, words, p)
+        if stretch is not None and stretch.fits:
+            return repeated(small, words, p, problem)
     return None if chosen is None else repeated(small, words, chosen, problem)
 
 

@@ -105,6 +105,17 @@ class Periods:
 
 def starts_of(problem: Problem, seeds: Sequence[tuple[Problem, Words]]) -> Iterator[Cyclic]:
     """Cyclic words that fit: packed periods, and stretches of the seeds in which every letter comes equally often."""
+    yield from packed_starts(problem)
+    for each in range(1, LONGEST + 1):
+        for small, words in seeds:
+            if 2 * each <= small.microbatches:
+                stretch = stretch_of(small, words, each)
+                if stretch is not None and stretch.fits and stretch.measure():
+                    yield stretch
+
+
+def packed_starts(problem: Problem) -> Iterator[Cyclic]:
+    """The shortest periods, of those tried, that a micro-batch can be packed into within the room."""
     one = replace(problem.even, microbatches=1)
     for fused in (False, True):
         length = packed(one, sum(one.tables.time), fused).work
@@ -114,12 +125,6 @@ def starts_of(problem: Problem, seeds: Sequence[tuple[Problem, Words]]) -> Itera
                 yield found
                 break
             length *= LONGER
-    for each in range(1, LONGEST + 1):
-        for small, words in seeds:
-            if 2 * each <= small.microbatches:
-                stretch = stretch_of(small, words, each)
-                if stretch is not None and stretch.fits and stretch.measure():
-                    yield stretch
 
 
 def widened(cyclic: Cyclic, factor: int) -> Cyclic:
