@@ -1,4 +1,4 @@
-"""Search for schedules within a memory limit: starts from the families and list scheduling, then tabu search."""
+"""Search for schedules within a memory limit: families and list scheduling, one period annealed, tabu search."""
 
 from pipeloom.solver.engine import Progress
 from pipeloom.solver.search import SearchResult, search
