@@ -81,8 +81,8 @@ def search(
     """The schedule with the least makespan (or largest span) found, within `memory` on every rank.
 
     Never worse than the best one-route family that fits with the same number of chunks or a divisor of it. Families and list
-    scheduling give the starts; one period is annealed and unrolled; tabu search along critical paths improves the best. Ctrl-C ends
-    it with the best so far.
+    scheduling give the starts; one period is annealed and unrolled; tabu search along critical paths improves the best. Ctrl-C
+    ends it with the best so far.
 
     Args:
         costs: of a stage; default 1, 1, 1, 0. Micro-batches of different lengths (`Costs.microbatch`) may come in another order.
