@@ -40,6 +40,7 @@ from pipeloom.models import cross_entropy, layers
 from pipeloom.models.layers import DecoderLayer
 from pipeloom.parallel.laid import layout_of, part_of
 from pipeloom.parallel.mesh import Mesh
+from pipeloom.parallel.shared_sum import SharedSums
 from pipeloom.parallel.tensor import TensorParallel, column_linear, row_linear
 from pipeloom.runtime import Pipeline, RuntimeOptions
 from processes import run_ranks
@@ -101,7 +102,9 @@ def plain_pair() -> Pair:
 def our_pair(sequence: bool) -> Pair:
     mesh = Mesh.of(MeshShape(tp=PROCESSES))
     assert mesh is not None
-    tensor = TensorParallel(mesh.tp, sequence)
+    tensor = TensorParallel(
+        mesh.tp, sequence, SharedSums.over(mesh.tp, PROCESSES, 60.0)
+    )  # as the trainer has it on one machine
     pair, plain = Pair(column_linear(WIDTH, INNER, tensor), row_linear(INNER, WIDTH, tensor)), plain_pair()
     layouts = layout_of(pair)
     with torch.no_grad():

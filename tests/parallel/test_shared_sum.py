@@ -13,7 +13,7 @@ from pipeloom.config import MeshShape
 from pipeloom.errors import DistributedError
 from pipeloom.parallel import shared_sum
 from pipeloom.parallel.mesh import Axis, Mesh
-from pipeloom.parallel.shared_sum import SharedBuffers
+from pipeloom.parallel.shared_sum import SharedBuffers, SharedSums
 from processes import run_ranks
 
 SIZES, DTYPES = [300_001, 5, 12], [torch.float32, torch.float64, torch.float32]
@@ -65,7 +65,7 @@ def late(rank: int, shared: SharedBuffers) -> None:
     if rank != 2:
         shared.start(0)
         begin = time.monotonic()
-        with pytest.raises(DistributedError, match=r"the gradients of rank 2 did not come within 0.2 s"):
+        with pytest.raises(DistributedError, match=r"the part of rank 2 in a sum did not come within 0.2 s"):
             shared.wait(0, 0.2)
         assert time.monotonic() - begin < 5
     dist.barrier()
@@ -95,3 +95,27 @@ def test_memory_of_another_process_is_known_by_its_token() -> None:
     assert shared_sum._map((path, size, b"0" * 16)) is None
     assert shared_sum._map(("/proc/self/fd/98765", size, token)) is None
     assert shared_sum._map(None) is None
+
+
+def sums_of_tensors(rank: int) -> list[bool]:
+    """Sizes and types in turn, again and again; a second sum of a size that is under way says so."""
+    axis = Axis((0, 1), rank, dist.group.WORLD)
+    sums = SharedSums.over(axis, 2, 20.0)
+    assert sums is not None
+    right = []
+    for turn in range(20):
+        for shape, dtype in (((3, 5), torch.float32), ((7,), torch.float64), ((70_001,), torch.float32)):
+            x = torch.full(shape, float(turn + rank), dtype=dtype)
+            under_way = sums.start(x)
+            assert under_way is not None
+            assert sums.start(x.clone()) is None
+            total = under_way.wait()
+            right.append(total is x and bool((x == 2 * turn + 1).all()))
+    return right
+
+
+@pytest.mark.dist
+def test_tensors_of_several_sizes() -> None:
+    for right in run_ranks(sums_of_tensors, 2):
+        assert len(right) == 60
+        assert all(right)

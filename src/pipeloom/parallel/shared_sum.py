@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -108,7 +108,7 @@ class SharedBuffers:
             waited = time.monotonic() - begin
             if waited > timeout:
                 rank = self._axis.ranks[late[0]]
-                raise DistributedError(f"the gradients of rank {rank} did not come within {timeout:g} s")
+                raise DistributedError(f"the part of rank {rank} in a sum did not come within {timeout:g} s")
             time.sleep(min(max(waited / 8, _NAPS[0]), _NAPS[1]))
         with self._fence:
             return
@@ -137,6 +137,63 @@ class SharedBuffers:
                 total += part  # in rank order, by one rank for all: bitwise the same everywhere
             for part in [parts[self._axis.index]] if self.sharded else parts:
                 part.copy_(total)
+
+
+class SharedSums:
+    """Sums of tensors of a few sizes over an axis. Memory for a size is made at its first use, so all ranks sum in one order."""
+
+    def __init__(self, axis: Axis, spins: bool, timeout: float) -> None:
+        self._axis = axis
+        self._spins = spins
+        self._timeout = timeout
+        self._buffers: dict[tuple[int, torch.dtype], SharedBuffers | None] = {}
+        self._busy: set[tuple[int, torch.dtype]] = set()
+
+    @classmethod
+    def over(cls, axis: Axis, processes: int, timeout: float) -> SharedSums | None:
+        """None where the processes of the axis cannot share memory; collective over the axis.
+
+        Args:
+            processes: on this machine; with a core each, they look a moment before they sleep.
+            timeout: seconds that a sum may take.
+        """
+        if SharedBuffers.connect(axis, [1], [torch.uint8]) is None:
+            return None
+        return cls(axis, processes <= len(os.sched_getaffinity(0)), timeout)
+
+    def start(self, x: Tensor) -> SharedSum | None:
+        """The sum of everyone's `x` is to be written into it. None where its size is under way already: use another way."""
+        key = x.numel(), x.dtype
+        if key not in self._buffers:
+            made = self._buffers[key] = SharedBuffers.connect(self._axis, [key[0]], [key[1]])
+            if made is not None:
+                made.spins = self._spins
+        buffers = self._buffers[key]
+        if buffers is None or key in self._busy:
+            return None
+        self._busy.add(key)
+        buffers.own[0].copy_(x.view(-1))
+        buffers.start(0)
+        return SharedSum(self, key, buffers, x)
+
+    def finish(self, key: tuple[int, torch.dtype], buffers: SharedBuffers, x: Tensor) -> Tensor:
+        buffers.wait(0, self._timeout)
+        x.view(-1).copy_(buffers.own[0])
+        self._busy.discard(key)
+        return x
+
+
+class SharedSum(NamedTuple):
+    """A sum under way."""
+
+    sums: SharedSums
+    key: tuple[int, torch.dtype]
+    buffers: SharedBuffers
+    x: Tensor
+
+    def wait(self) -> Tensor:
+        """The tensor that was given, with the sum in it."""
+        return self.sums.finish(self.key, self.buffers, self.x)
 
 
 class _Memory:

@@ -22,6 +22,7 @@ from pipeloom.ops.main_gradient import MainGradients
 from pipeloom.parallel.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
 from pipeloom.parallel.laid import Laid, Shard
 from pipeloom.parallel.mesh import Axis
+from pipeloom.parallel.shared_sum import SharedSum, SharedSums
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,12 @@ class TensorParallel:
     Attributes:
         axis: the tensor-parallel ranks, 2 or more.
         sequence: between the pairs each rank holds its part of the tokens, [batch, tokens / size, width].
+        sums: how sums go through shared memory; None: as collectives.
     """
 
     axis: Axis
     sequence: bool = False
+    sums: SharedSums | None = None
 
     @property
     def size(self) -> int:
@@ -154,16 +157,16 @@ def sum_over_ranks(x: Tensor, tensor: TensorParallel) -> Tensor:
     """
     if tensor.sequence:
         return _ReduceScatter.apply(x, tensor.axis)  # type: ignore[no-any-return, no-untyped-call]
-    return _AllReduce.apply(x.contiguous(), tensor.axis)  # type: ignore[no-any-return, no-untyped-call]
+    return _AllReduce.apply(x.contiguous(), tensor)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _AllReduce(torch.autograd.Function):
     """Sum forward, in place; backward every rank's term has the gradient of the sum, which all ranks know."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+    def forward(ctx: Any, x: Tensor, tensor: TensorParallel) -> Tensor:
         ctx.mark_dirty(x)
-        return start_all_reduce(x, axis).wait()
+        return _start_sum(x, tensor).wait()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -234,13 +237,21 @@ class _Column(torch.autograd.Function):
         return reducing.wait() if reducing is not None else None, None, *products, *biases
 
 
-def _start_input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor], tensor: TensorParallel) -> Pending:
+def _start_input_gradient(
+    gradients: Sequence[Tensor], weights: Sequence[Tensor], tensor: TensorParallel
+) -> Pending | SharedSum:
     """The sum over layers of gradient · weight, and the start of its sum over the ranks."""
     rows = _rows(gradients[0]) @ weights[0]
     for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
         rows.addmm_(_rows(gradient), weight)
     dx = rows.view(*gradients[0].shape[:-1], -1)
-    return (start_reduce_scatter if tensor.sequence else start_all_reduce)(dx, tensor.axis)
+    return start_reduce_scatter(dx, tensor.axis) if tensor.sequence else _start_sum(dx, tensor)
+
+
+def _start_sum(x: Tensor, tensor: TensorParallel) -> Pending | SharedSum:
+    """The sum over the ranks, written into `x`."""
+    through = tensor.sums.start(x) if tensor.sums is not None else None
+    return through if through is not None else start_all_reduce(x, tensor.axis)
 
 
 def _add(owed: Sequence[tuple[nn.Parameter, Tensor]], main: MainGradients | None, x: Tensor) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from pipeloom.config import Config, Layout
 from pipeloom.models import layers, names, tied, token_loss
 from pipeloom.parallel.mesh import Mesh, PipelineMesh
+from pipeloom.parallel.shared_sum import SharedSums
 from pipeloom.parallel.tensor import TensorParallel
 from pipeloom.runtime import Pipeline, RuntimeOptions
 from pipeloom.train.experts import spread_of
@@ -31,7 +32,7 @@ def build_pipeline(
     config = layout.config
     if mesh is None and layout.mesh.world > layout.mesh.pp:
         mesh = Mesh.of(layout.mesh)
-    tensor = TensorParallel(mesh.tp, config.parallel.sp) if isinstance(mesh, Mesh) and mesh.tp.size > 1 else None
+    tensor = _tensor_parallel(mesh, config, device) if isinstance(mesh, Mesh) and mesh.tp.size > 1 else None
     kind = dtype or DTYPES[config.train.dtype]
     options = RuntimeOptions(
         transport=config.schedule.transport,
@@ -56,6 +57,12 @@ def build_pipeline(
         tied=tied(config.model),
         options=options,
     )
+
+
+def _tensor_parallel(mesh: Mesh, config: Config, device: torch.device) -> TensorParallel:
+    shares = device.type == "cpu" and config.schedule.transport in ("auto", "shared")
+    sums = SharedSums.over(mesh.tp, mesh.everyone.size, config.train.timeout) if shares else None
+    return TensorParallel(mesh.tp, config.parallel.sp, sums)
 
 
 def _loss(config: Config, tensor: TensorParallel | None) -> Callable[[Tensor, Tensor], Tensor]:
