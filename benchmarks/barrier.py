@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 import pipeloom as pl
 from hops import hops
+from parts import run_parts
 from pipeloom import Costs
 from pipeloom.config import load_layout
 from pipeloom.runtime import Pipeline
@@ -138,10 +139,4 @@ def period() -> None:
 PARTS = {"period": period}
 
 if __name__ == "__main__":
-    chosen = sys.argv[1:] or list(PARTS)
-    unknown = [name for name in chosen if name not in PARTS]
-    if unknown:
-        sys.exit(f"there is no part {unknown[0]!r}; parts: {', '.join(PARTS)}")
-    for part in chosen:
-        PARTS[part]()
-        print()
+    run_parts(PARTS)

@@ -17,7 +17,6 @@ In `steps` and `real`, with and without alternate, step by step, in the same pro
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -30,6 +29,7 @@ import torch.distributed as dist
 import pipeloom as pl
 from emulated import UNIT, Clock, EmulatedBlock, apart, total
 from hops import hops
+from parts import run_parts
 from pipeloom.config import MeshShape, load
 from pipeloom.models import layers
 from pipeloom.ops.deferred import Desk
@@ -262,10 +262,4 @@ PARTS = {"band": band, "hidden": hidden, "steps": steps, "real": real}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    chosen = sys.argv[1:] or list(PARTS)
-    unknown = [name for name in chosen if name not in PARTS]
-    if unknown:
-        sys.exit(f"there is no part {unknown[0]!r}; parts: {', '.join(PARTS)}")
-    for part in chosen:
-        PARTS[part]()
-        print()
+    run_parts(PARTS)

@@ -19,7 +19,6 @@ medians over the pairs of steps, and the median of their ratios.
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable
 from statistics import median
@@ -34,6 +33,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from parts import run_parts
 from pipeloom import schedules
 from pipeloom.config import MeshShape, load
 from pipeloom.models import cross_entropy, layers
@@ -201,10 +201,4 @@ def data() -> None:
 PARTS = {"tensor": tensor, "data": data}
 
 if __name__ == "__main__":
-    chosen = sys.argv[1:] or list(PARTS)
-    unknown = [name for name in chosen if name not in PARTS]
-    if unknown:
-        sys.exit(f"there is no part {unknown[0]!r}; parts: {', '.join(PARTS)}")
-    for name in chosen:
-        PARTS[name]()
-        print()
+    run_parts(PARTS)

@@ -13,7 +13,6 @@ Ours and torch's alternate, step by step, in the same processes; figures are med
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,6 +36,7 @@ from torch.nn.functional import gelu, scaled_dot_product_attention
 
 import pipeloom as pl
 from hops import hops
+from parts import run_parts
 from pipeloom.ops.deferred import Desk, Ledger
 from pipeloom.runtime import Pipeline
 from processes import run_ranks
@@ -291,10 +291,4 @@ def split() -> None:
 PARTS = {"emulated": emulated, "tiny": tiny, "blocks": blocks, "split": split}
 
 if __name__ == "__main__":
-    chosen = sys.argv[1:] or list(PARTS)
-    unknown = [name for name in chosen if name not in PARTS]
-    if unknown:
-        sys.exit(f"there is no part {unknown[0]!r}; parts: {', '.join(PARTS)}")
-    for part in chosen:
-        PARTS[part]()
-        print()
+    run_parts(PARTS)
