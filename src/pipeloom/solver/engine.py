@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from itertools import chain
 from random import Random
 
-from pipeloom.errors import CapacityError
-from pipeloom.schedule import Costs, Schedule, Timeline, simulate
+from pipeloom.schedule import Schedule, Timeline, simulate
 from pipeloom.schedule.bounds import memory_bound, work_bound
 from pipeloom.solver.budget import POOL, Budget
 from pipeloom.solver.evaluation import evaluate
@@ -19,6 +18,7 @@ from pipeloom.solver.local_search import Trail
 from pipeloom.solver.periods import Periods, packed_starts
 from pipeloom.solver.problem import EPS, Objective, Problem, Words
 from pipeloom.solver.prove import ROUNDING, certify
+from pipeloom.solver.quest import Progress, Quest
 from pipeloom.solver.seeds import SLOW, by_rounds, family_schedules, few_of, grown, words_of
 
 PERIODIC, FULL = 0.5, 4.0
@@ -27,16 +27,6 @@ HOPELESS = 1.03
 FEW, STARTS, LARGE_STARTS = 8, 0.3, 0.5
 SEEDS = 6
 PERIODIC_ORIGIN = "one period"
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a search stands: the best value, the lower bound, seconds since its start, moves made."""
-
-    value: float
-    lower_bound: float
-    seconds: float
-    iterations: int
 
 
 def value_of(timeline: Timeline, objective: Objective) -> float:
@@ -53,8 +43,10 @@ class Start:
     trail: Trail | None = None
 
 
-class Run:
+class Run(Quest):
     """One search: the best schedule so far, and the starts that are still being improved."""
+
+    rounding = ROUNDING
 
     def __init__(
         self,
@@ -63,44 +55,16 @@ class Run:
         random: Random,
         progress: Callable[[Progress], None] | None,
     ) -> None:
-        self.problems, self.budget, self.random, self.progress = problems, budget, random, progress
-        self.objective = problems[0].objective
-        self.bounds = {problem: bound_of(problem) for problem in problems}
-        self.bound = min(self.bounds.values())
-        self.best: tuple[float, str, Schedule, Costs] | None = None
-        self.interrupted = False
+        super().__init__(problems, budget, random, progress)
         self.seeds: dict[Problem, list[tuple[float, Problem, Words]]] = {}
 
-    def go(self) -> None:
-        """Runs to the end of the budget, the bound, or an interrupt that comes after a first answer.
+    def _bound_of(self, problem: Problem) -> float:
+        return bound_of(problem)
 
-        Raises CapacityError if no start fits the memory.
-        """
-        try:
-            self._improve(self._starts())
-            if self.budget.proof_end:
-                self._prove()
-        except KeyboardInterrupt:
-            if self.best is None:
-                raise
-            self.interrupted = True
-        if self.best is None:
-            raise CapacityError(
-                f"memory is {self.problems[0].room:g}; no schedule was found that fits it: give more memory or fewer chunks"
-            )
-
-    @property
-    def proved(self) -> bool:
-        return self.best is not None and self.best[0] <= self.bound + max(EPS, ROUNDING * self.best[0])
-
-    def _take(self, value: float, origin: str, schedule: Schedule, problem: Problem) -> None:
-        if self.best is None or value < self.best[0] - EPS:
-            self.best = value, origin, schedule, problem.costs
-            self._tell()
-
-    def _tell(self) -> None:
-        if self.progress is not None and self.best is not None:
-            self.progress(Progress(self.best[0], self.bound, self.budget.seconds, self.budget.used))
+    def _search(self) -> None:
+        self._improve(self._starts())
+        if self.budget.proof_end:
+            self._prove()
 
     def _starts(self) -> list[Start]:
         """Words that fit, the best first; the best schedule of all is noted."""

@@ -7,15 +7,14 @@ moves, makes and takes apart blocks. `PairRun` stands where `engine.Run` stands 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from random import Random
 
-from pipeloom.errors import CapacityError, PipeloomError
-from pipeloom.schedule import Costs, Schedule, simulate
+from pipeloom.errors import PipeloomError
+from pipeloom.schedule import Schedule, simulate
 from pipeloom.schedule.families import build
-from pipeloom.solver.budget import POOL, Budget
-from pipeloom.solver.engine import Progress, Run, value_of
+from pipeloom.solver.budget import POOL
+from pipeloom.solver.engine import Run, value_of
 from pipeloom.solver.evaluation import evaluate
 from pipeloom.solver.pair_blocks import Blocks, Rows, times_of
 from pipeloom.solver.pair_bound import pair_bound, pairs_gain
@@ -23,6 +22,7 @@ from pipeloom.solver.pair_fuse import fused
 from pipeloom.solver.pair_seeds import FIRST, OTHERS, Habit, starts_of
 from pipeloom.solver.pair_walk import PairTrail
 from pipeloom.solver.problem import EPS, Problem
+from pipeloom.solver.quest import Quest
 from pipeloom.solver.seeds import SLOW, family_schedules, grown
 
 GROWN = 3
@@ -41,50 +41,28 @@ class PairStart:
     trail: PairTrail | None = None
 
 
-class PairRun:
+class PairRun(Quest):
     """One search over pairs: the best schedule so far, and the starts that are still being improved.
 
     Attributes:
-        best: (value, origin, schedule, costs of its stages).
-        bound: a value that nothing on the placements searched can beat.
         rows: what the best schedule was written from; None where it is a family as it is.
-        interrupted: whether Ctrl-C ended it.
     """
 
-    def __init__(
-        self,
-        problems: Sequence[Problem],
-        budget: Budget,
-        random: Random,
-        progress: Callable[[Progress], None] | None,
-    ) -> None:
-        self.problems, self.budget, self.random, self.progress = problems, budget, random, progress
-        self.objective = problems[0].objective
-        self.bounds = {problem: pair_bound(problem) for problem in problems}
-        self.bound = min(self.bounds.values())
-        self.best: tuple[float, str, Schedule, Costs] | None = None
-        self.rows: tuple[Blocks, Rows] | None = None
-        self.interrupted = False
+    rows: tuple[Blocks, Rows] | None = None
+
+    def _bound_of(self, problem: Problem) -> float:
+        return pair_bound(problem)
 
     def go(self) -> None:
-        """Runs to the end of the budget, the bound, or an interrupt that comes after a first answer.
-
-        Where no pair gains, the other search does the work. Raises CapacityError if no start fits the memory.
-        """
+        """As every search; where no pair gains, the one without pairs does the work."""
         if not any(map(pairs_gain, self.problems)):
             self._without_pairs()
             return
-        try:
-            self._improve(self._starts())
-        except KeyboardInterrupt:
-            if self.best is None:
-                raise
-            self.interrupted = True
+        super().go()
         self._fuse()
-        if self.best is None:
-            raise CapacityError(
-                f"memory is {self.problems[0].room:g}; no schedule was found that fits it: give more memory or fewer chunks"
-            )
+
+    def _search(self) -> None:
+        self._improve(self._starts())
 
     def _fuse(self) -> None:
         """Writes the best with fewer actions, where that costs nothing."""
@@ -98,23 +76,15 @@ class PairRun:
         run.go()
         self.best, self.bound, self.interrupted = run.best, run.bound, run.interrupted
 
-    @property
-    def proved(self) -> bool:
-        return self.best is not None and self.best[0] <= self.bound + max(EPS, 1e-9 * self.best[0])
-
     def _take(self, value: float, origin: str, schedule: Schedule, problem: Problem) -> None:
         if self.best is None or value < self.best[0] - EPS:
-            self.best, self.rows = (value, origin, schedule, problem.costs), None
-            self._tell()
+            self.rows = None
+        super()._take(value, origin, schedule, problem)
 
     def _take_rows(self, value: float, origin: str, blocks: Blocks, rows: Rows) -> None:
         if self.best is None or value < self.best[0] - EPS:
             self._take(value, origin, blocks.schedule_of(rows), blocks.problem)
             self.rows = blocks, rows
-
-    def _tell(self) -> None:
-        if self.progress is not None and self.best is not None:
-            self.progress(Progress(self.best[0], self.bound, self.budget.seconds, self.budget.used))
 
     def _late(self) -> bool:
         """Whether the starts should come to an end: a third of the time is spent, and there is one."""

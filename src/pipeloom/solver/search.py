@@ -11,12 +11,13 @@ from pipeloom.errors import CapacityError, UsageError, did_you_mean
 from pipeloom.schedule import Costs, Schedule, Timeline, simulate
 from pipeloom.schedule.families.layout import require_sizes
 from pipeloom.solver.budget import Budget
-from pipeloom.solver.engine import Progress, Run, value_of
+from pipeloom.solver.engine import Run, value_of
 from pipeloom.solver.orders import orders_of
 from pipeloom.solver.pairs import PairRun
 from pipeloom.solver.placements import placements_of
 from pipeloom.solver.problem import EPS, Objective, Problem
 from pipeloom.solver.prove import require_solver
+from pipeloom.solver.quest import Progress
 
 OBJECTIVES = ("makespan", "span")
 
