@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from pipeloom.ops.deferred import Desk, Ledger
 from pipeloom.ops.segments import Compute, Pending, Segment, Values, in_order
-from pipeloom.schedule.model import Schedule, parts
 from pipeloom.schedule.segments import Times
 
 UNIT = 0.010
@@ -120,17 +119,6 @@ class EmulatedBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         (out,) = in_order(self.segments(), (x,))
         return out  # type: ignore[no-any-return]
-
-
-def apart(schedule: Schedule) -> Schedule:
-    """The schedule with every pair as one action after the other."""
-    return Schedule.of(
-        [[a for cell in program for a in parts(cell)] for program in schedule.programs],
-        placement=schedule.placement,
-        microbatches=schedule.microbatches,
-        routes=schedule.routes,
-        route_of=schedule.route_of,
-    )
 
 
 def total(output: Tensor, target: Tensor) -> Tensor:

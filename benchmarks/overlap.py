@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 import pipeloom as pl
-from emulated import UNIT, Clock, EmulatedBlock, apart, total
+from emulated import UNIT, Clock, EmulatedBlock, total
 from hops import hops
 from parts import run_parts
 from pipeloom.config import MeshShape, load
@@ -57,7 +57,7 @@ def run_alone(microbatches: int, talk: float, split: bool, pairs: bool, blocks: 
     """Three steps of 1f1b-overlap on one rank, after one more."""
     clock = Clock()
     schedule = pl.schedules.build("1f1b-overlap", 1, microbatches)
-    run = schedule if pairs else apart(schedule)
+    run = schedule if pairs else schedule.unpaired()
     pipeline = LocalPipeline([partial(EmulatedBlock, clock, talk, split)] * blocks, run, loss=total)
     stood, took = [], []
     x = torch.ones(microbatches, 1)
@@ -129,7 +129,7 @@ def measure(
     """One process's steps with pairs and without, in turn."""
     schedule = pl.schedules.build(name, ranks, m, chunks if chunks > 1 else None)
     sides = []
-    for one in (schedule, apart(schedule)):
+    for one in (schedule, schedule.unpaired()):
         clock = Clock()
         blocks = [partial(EmulatedBlock, clock, talk, True)] * one.positions
         sides.append((Pipeline(blocks, one, loss=total), clock))
@@ -217,7 +217,7 @@ def train_experts(rank: int) -> list[list[tuple[float, float]]]:
     schedule = pl.schedules.build("1f1b-overlap", 1, 8)
     pipelines = []
     for split, pairs in SIDES:
-        pipelines.append(LocalPipeline(blocks, schedule if pairs else apart(schedule), loss=mse))
+        pipelines.append(LocalPipeline(blocks, schedule if pairs else schedule.unpaired(), loss=mse))
         for stage in () if split else pipelines[-1]._assemblies[0].rank.stages.values():
             stage._desk = Desk()  # not the one that the layers look at: they find no ledger
     torch.manual_seed(rank)

@@ -6,6 +6,7 @@
 emulated: layers that sleep (F 5 ms, B 10 ms), 4 processes: step / makespan simulated with costs calibrated in the run.
 tiny:     layers that do next to nothing, 2 processes: microseconds a compute action.
 blocks:   8 transformer blocks of width 256, 128 tokens, micro-batch 4, m = 8, 2 processes of one thread: step / torch's.
+          *Cool-down split*: the same schedule with `cooldown=split`, beside torch's as it is.
 split:    I + W against B on a stage of 4 such blocks, fresh processes in turn.
 
 Ours and torch's alternate, step by step, in the same processes; figures are medians.
@@ -150,9 +151,14 @@ def compare(
     each: int,
     shape: Any,
     loss: Any = mse,
+    cooldown: str = "whole",
 ) -> Any:
-    """(our step times, torch's, our measured timeline) of alternating steps on this rank."""
-    schedule = pl.schedules.build(name, ranks, m, chunks if chunks > 1 else None)
+    """(our step times, torch's, our measured timeline) of alternating steps on this rank.
+
+    With `cooldown="split"` ours is planned anew with the costs measured in the first steps.
+    """
+    plain = pl.schedules.build(name, ranks, m, chunks if chunks > 1 else None).unpaired()
+    schedule = pl.schedules.split_cooldown(plain) if cooldown == "split" else plain
     layers = schedule.stages * each
     torch.manual_seed(0)
     ours = Pipeline([lambda i=i: make(i) for i in range(layers)], schedule, loss=loss)
@@ -175,6 +181,9 @@ def compare(
     for _ in range(3):
         timed(ours.step)
         timed(theirs)
+    if cooldown == "split":
+        ours.adopt(pl.schedules.split_cooldown(plain, ours.timeline().costs))
+        timed(ours.step)
     pairs, timelines = [], []
     for _ in range(PAIRS):
         own = timed(ours.step)
@@ -247,12 +256,16 @@ def blocks() -> None:
         f"8 transformer blocks, width 256, 128 tokens, micro-batch 4, m = {m}, 2 processes; one process: {alone * 1e3:.0f} ms"
     )
     print(f"{'schedule':24}{'ours ms':>9}{'torch ms':>10}{'ratio':>8}{'efficiency':>12}{'torch':>8}")
-    for name, chunks in (("1f1b", 1), ("interleaved", 2), ("interleaved-zb", 2), ("zbv", 2), ("dualpipev", 2)):
-        results = run_ranks(compare, 2, name, 2, m, chunks, lambda i: Block(), 8 // (2 * chunks), (m * 4, 128, 256))
+    rows = [("1f1b", 1), ("interleaved", 2), ("interleaved-zb", 2), ("zbv", 2), ("dualpipev", 2)]
+    split = [("1f1b", 1, "split"), ("interleaved", 2, "split"), ("dualpipev", 2, "split")]
+    for name, chunks, cooldown in [*((*row, "whole") for row in rows), *split]:
+        sizes = 8 // (2 * chunks), (m * 4, 128, 256)
+        results = run_ranks(compare, 2, name, 2, m, chunks, lambda i: Block(), *sizes, mse, cooldown)
         pairs = list(zip(results[0][0], results[0][1], strict=True))
         ours, theirs = median(a for a, _ in pairs), median(b for _, b in pairs)
+        label = name + (f" p=2 m={m} v={chunks}" if cooldown == "whole" else ", cool-down split")
         print(
-            f"{name + f' p=2 m={m} v={chunks}':24}{ours * 1e3:9.0f}{theirs * 1e3:10.0f}{median(a / b for a, b in pairs):8.3f}"
+            f"{label:24}{ours * 1e3:9.0f}{theirs * 1e3:10.0f}{median(a / b for a, b in pairs):8.3f}"
             f"{alone / 2 / ours:12.3f}{alone / 2 / theirs:8.3f}"
         )
 

@@ -26,6 +26,8 @@ def main() -> int:
             refused += 1
             continue
         (IMAGES / f"{name}.svg").write_text(pl.draw.svg(timeline, tooltips=False), encoding="utf-8")
+    cooled = pl.simulate(build("1f1b", 4, 8, None, {"cooldown": "split"}))
+    (IMAGES / "1f1b-cooldown.svg").write_text(pl.draw.svg(cooled, tooltips=False), encoding="utf-8")
     picture = pl.simulate(pl.schedules.interleaved(ranks=4, chunks=2, microbatches=9))
     (IMAGES / "pipeline.svg").write_text(pl.draw.svg(picture, tooltips=False), encoding="utf-8")
     searched = pl.search(4, 8, memory=3, iterations=4000)

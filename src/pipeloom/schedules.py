@@ -2,6 +2,7 @@
 
 from pipeloom.schedule.families import FAMILIES, build
 from pipeloom.schedule.families.chimera import chimera
+from pipeloom.schedule.families.cooldown import split_cooldown
 from pipeloom.schedule.families.dualpipe import dualpipe
 from pipeloom.schedule.families.dualpipev import dualpipev
 from pipeloom.schedule.families.gpipe import gpipe
@@ -33,6 +34,7 @@ __all__ = [
     "looped_bfs",
     "one_f_one_b",
     "one_f_one_b_overlap",
+    "split_cooldown",
     "v_half",
     "v_min",
     "zb_auto",

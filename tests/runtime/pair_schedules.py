@@ -1,4 +1,4 @@
-"""Schedules with pairs, as their two actions apart, and with the backward split."""
+"""Schedules with pairs whose backward is split, and data for them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,6 @@ def rebuilt(schedule: Schedule, programs: list[list[Any]]) -> Schedule:
         routes=schedule.routes,
         route_of=schedule.route_of,
     )
-
-
-def apart(schedule: Schedule) -> Schedule:
-    """The schedule with every pair as one action after the other."""
-    return rebuilt(schedule, [[a for cell in program for a in parts(cell)] for program in schedule.programs])
 
 
 def split(schedule: Schedule) -> Schedule:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dying import run_until_dead
-from pair_schedules import apart, data, split
+from pair_schedules import data, split
 from segmented import AllToAll, expert_layers
 
 import pipeloom as pl
@@ -83,7 +83,7 @@ def same(found: Found, other: Found) -> bool:
 def _all_schedules(rank: int, rows: int) -> dict[str, tuple[Found, Found]]:
     group = dist.group.WORLD
     return {
-        name: (one_step(schedule, group, rank, rows), one_step(apart(schedule), group, rank, rows))
+        name: (one_step(schedule, group, rank, rows), one_step(schedule.unpaired(), group, rank, rows))
         for name, schedule in schedules().items()
     }
 
@@ -182,7 +182,7 @@ def _two_by_two(rank: int, rows: int) -> dict[str, Found]:
     found = {}
     for name in NETWORKED:
         schedule = schedules()[name]
-        for label, one in ((name, schedule), (f"{name} apart", apart(schedule))):
+        for label, one in ((name, schedule), (f"{name} apart", schedule.unpaired())):
             pipeline = Pipeline(expert_layers(LAYERS, EXPERTS, groups[rank // 2]), one, loss=mse, mesh=mesh)
             loss = pipeline.step(*data(rank % 2, rows))
             with torch.no_grad():

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from pair_schedules import apart
 
 import pipeloom as pl
 from models import gradients
@@ -66,7 +65,7 @@ def _both_ways(rank: int, world: int, levels: bool) -> list[str]:
             for options in OPTIONS[: 1 if levels else None]:
                 label = f"{changes['router']} {schedule.name} {options}"
                 found = one_step(shape, schedule, options, expert)
-                want = one_step(shape, apart(schedule), options, expert)
+                want = one_step(shape, schedule.unpaired(), options, expert)
                 if found[0] != want[0] or found[2] != want[2]:
                     differences.append(f"{label}: loss {found[0]} {want[0]}, loads {found[2]} {want[2]}")
                 if found[1].keys() != want[1].keys():

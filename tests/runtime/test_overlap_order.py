@@ -7,15 +7,16 @@ import weakref
 from functools import partial
 from typing import Any
 
+import pytest
 from pair_schedules import data, split
-from segmented import Noted, NotedMove
-from torch import Tensor
+from segmented import WIDTH, Noted, NotedMove
+from torch import Tensor, nn
 
 import pipeloom as pl
 from models import mse
 from pipeloom.ops.segments import Compute
-from pipeloom.runtime import Layer, LocalPipeline
-from pipeloom.schedule.actions import Action
+from pipeloom.runtime import Layer, LocalPipeline, RuntimeOptions
+from pipeloom.schedule.actions import Action, Pair
 from pipeloom.schedule.model import Schedule, parts
 
 
@@ -129,3 +130,23 @@ def test_actions_of_unsegmented_pairs_keep_their_order() -> None:
     LocalPipeline([Layer("0", partial(Plain, "0", log))], schedule, loss=mse).step(*data(0, 2))
     assert log == ["F.attention0", "F.attention0", "B.attention0", "B.attention0"]
     assert Action("F", 0, 1) in parts(schedule.programs[0][1])
+
+
+@pytest.mark.parametrize(("segmented", "transport"), [("0", "auto"), ("", "auto"), ("", "batched")])
+def test_a_pair_runs_apart_where_nothing_overlaps(segmented: str, transport: Any) -> None:
+    """Neither of its actions waits for the other's message, except where the batches were proved with the pair whole."""
+    schedule = pl.schedules.build("dualpipev", 2, 5)  # stages 0 and 3 on rank 0
+
+    def layer(name: str) -> Layer:
+        return Layer(name, partial(Noted, name, []) if name in segmented else partial(nn.Linear, WIDTH, WIDTH))
+
+    options = RuntimeOptions(transport=transport)
+    pipeline = LocalPipeline([layer(str(at)) for at in range(4)], schedule, loss=mse, options=options)
+    pipeline.step(*data(0, 5))
+    kept = [
+        sum(isinstance(cell, Pair) for cell in assembly.rank.schedule.programs[rank])
+        for rank, assembly in enumerate(pipeline._assemblies)
+    ]
+    both = [sum(isinstance(cell, Pair) for cell in program) for program in schedule.programs]
+    assert kept == {"0": [both[0], 0], "": [0, 0]}[segmented] if transport == "auto" else kept == both
+    assert pipeline.peak_activations == pl.simulate(schedule).peak_activations

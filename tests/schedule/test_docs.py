@@ -7,21 +7,46 @@ from pathlib import Path
 
 import pytest
 
-from pipeloom.schedule import Costs, simulate
+from pipeloom.schedule import Costs, Schedule, simulate
 from pipeloom.schedule.families import FAMILIES, build
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "schedules.md").read_text(encoding="utf-8")
-ROWS = [[cell.strip() for cell in line.split("|")[1:-1]] for line in TEXT.splitlines() if line.startswith("| `")]
+TABLES = [[cell.strip() for cell in line.split("|")[1:-1]] for line in TEXT.splitlines() if line.startswith("| `")]
+ROWS = [row for row in TABLES if len(row) == 6]
+COOLED = [row for row in TABLES if len(row) == 4]
+
+
+def made(cell: str, **options: str) -> tuple[Schedule, int, Costs]:
+    """The schedule of a table's first cell, its stages that share 1/p of the model, and their costs."""
+    name, chunks = cell.split("`")[1], re.search(r"v = (\d+)", cell)
+    asked = int(chunks[1]) if chunks else None
+    per_rank = build(name, 8, 24, asked).positions // 8
+    costs = Costs().scaled(1 / per_rank)
+    return build(name, 8, 24, asked, options, costs if options else None), per_rank, costs
+
+
+@pytest.mark.parametrize("row", COOLED, ids=lambda row: row[0])
+def test_row_of_the_cooldown(row: list[str]) -> None:
+    whole, per_rank, costs = made(row[0])
+    assert float(row[1]) == simulate(whole, costs).makespan
+    timeline = simulate(made(row[0], cooldown="split")[0], costs)
+    assert float(row[2]) == pytest.approx(timeline.makespan)
+    assert float(row[3]) == max(timeline.peak_activations) / per_rank
+
+
+def test_pairs_apart() -> None:
+    words = re.search(r"`dualpipe` then takes ([\d.]+) here, `dualpipev` ([\d.]+)\.", TEXT)
+    assert words is not None
+    for name, told in zip(("dualpipe", "dualpipev"), words.groups(), strict=True):
+        schedule, _, costs = made(f"`{name}`")
+        assert simulate(schedule.unpaired(), costs).makespan == float(told)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_row(row: list[str]) -> None:
-    name = row[0].split("`")[1]
-    chunks = re.search(r"v = (\d+)", row[0])
-    schedule = build(name, 8, 24, int(chunks[1]) if chunks else None)
-    per_rank = schedule.positions // 8  # stages that share 1/p of the model
-    timeline = simulate(schedule, Costs().scaled(1 / per_rank))
+    schedule, per_rank, costs = made(row[0])
+    timeline = simulate(schedule, costs)
     assert float(row[1]) == pytest.approx(timeline.makespan)
     assert float(row[2]) == pytest.approx(timeline.bubble_ratio, abs=6e-5)
     assert float(row[3]) == pytest.approx(timeline.span_bubble_rate, abs=6e-5)

@@ -112,7 +112,9 @@ def assemble(
             if tie.holders[0] != rank:
                 copies.add(first)
     buffers = {f"{name}.{inner}": value for name, module in modules.items() for inner, value in module.named_buffers()}
-    engine = Rank(schedule, rank, stages, loss, SpecBook(schedule, options.shapes), Faults(options.fault, rank), lane)
+    apart = options.transport != "batched"  # whose batches are proved with the pairs whole
+    book, faults = SpecBook(schedule, options.shapes), Faults(options.fault, rank)
+    engine = Rank(schedule, rank, stages, loss, book, faults, lane, apart)
     engine.deferral = deferral if ends & stages.keys() else None
     parameters = unique_parameters(modules)
     held = _held(parameters, modules, stages, across)

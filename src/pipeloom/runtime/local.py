@@ -70,7 +70,7 @@ class LocalPipeline:
 
     def step(self, inputs: Any, targets: Any, **keywords: Any) -> Tensor:
         """Forward and backward of the whole schedule; returns the mean loss."""
-        self._run(self.schedule, self._split(inputs, targets, keywords, self.schedule.microbatches))
+        self._run(None, self._split(inputs, targets, keywords, self.schedule.microbatches))
         self.next_step += 1
         return self._loss()
 
@@ -89,11 +89,12 @@ class LocalPipeline:
         outputs = {mb: output for result in self._results for mb, output in result.outputs.items()}
         return join([outputs[mb] for mb in range(count)])
 
-    def _run(self, schedule: Schedule, batch: Microbatches, keep_outputs: bool = False) -> None:
+    def _run(self, schedule: Schedule | None, batch: Microbatches, keep_outputs: bool = False) -> None:
+        """A training step, or the forwards of `schedule`."""
         mailroom = Mailroom()
         runs = {}
         for rank, assembly in enumerate(self._assemblies):
-            program = lower(schedule, rank, self.options)
+            program = lower(assembly.rank.schedule if schedule is None else schedule, rank, self.options)
             transport = InProcessTransport(mailroom)
             runs[rank] = assembly.rank.run(program, batch, transport, keep_outputs=keep_outputs)
         results: dict[int, StepResult] = {}
@@ -109,7 +110,7 @@ class LocalPipeline:
             if runs and before == ([a.rank.status.done for a in self._assemblies], len(runs)):
                 stuck = "; ".join(f"rank {rank} waits for {waits[rank].words}" for rank in runs)
                 raise ScheduleError(f"the schedule deadlocks: {stuck}")
-        self._results = [results[rank] for rank in range(schedule.ranks)]
+        self._results = [results[rank] for rank in range(self.schedule.ranks)]
 
     def _loss(self) -> Tensor:
         shares = [result.loss for result in self._results if result.loss is not None]

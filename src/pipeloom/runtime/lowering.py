@@ -56,7 +56,7 @@ class RankProgram:
 def lower(schedule: Schedule, rank: int, options: RuntimeOptions) -> RankProgram:
     """The program of `rank`: its actions with the messages that each waits for and makes, and when receives are posted.
 
-    `schedule` must have passed `check` for the same transport.
+    `schedule` must have passed `check` for the same transport, with or without its pairs taken apart.
     """
     programs = traffic(schedule)
     mine = programs[rank]
@@ -73,10 +73,11 @@ def lower(schedule: Schedule, rank: int, options: RuntimeOptions) -> RankProgram
         steps.append(Step(at, entry.cell, actions, posts, receives, sends, closes, at > last_forward))
     channels = sorted({m.channel for entry in mine for m in (*entry.receives, *entry.sends)})
     every = sorted({m.channel for program in programs for entry in program for m in entry.sends})
-    return RankProgram(tuple(steps), tuple(channels), tuple(every), _acknowledges(programs, rank))
+    return RankProgram(tuple(steps), tuple(channels), tuple(every), _acknowledges(traffic(schedule.unpaired()), rank))
 
 
 def _acknowledges(programs: tuple[tuple[Entry, ...], ...], rank: int) -> dict[Message, tuple[Message, ...]]:
+    """As RankProgram says, of programs without pairs: a peer may run the two parts of a pair one after the other."""
     peers = {m.channel.destination for entry in programs[rank] for m in entry.sends}
     used_at: dict[int, list[tuple[int, Message]]] = {}
     made_at: dict[Message, int] = {}

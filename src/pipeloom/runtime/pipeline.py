@@ -251,7 +251,7 @@ class Pipeline(Holdings):
         if not self._result.starts:
             raise UsageError("no step has run yet")
         offset = clock_offset(self._line, self._connections.sums)
-        return gather_timeline(self.schedule, self._line, self._result, offset)
+        return gather_timeline(self._rank.schedule, self._line, self._result, offset)
 
     def close(self) -> None:
         """Ends the watchdog. Call it on every rank before the process group is destroyed."""

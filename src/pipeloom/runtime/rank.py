@@ -57,7 +57,12 @@ class StepResult:
 class Rank:
     """One place in the pipeline, on whatever transport it is given.
 
+    Args:
+        pairs_apart: a pair of stages that declare no segments, in which nothing overlaps, runs as a forward and then a
+            backward, each when its own input is there.
+
     Attributes:
+        schedule: what it runs.
         deferral: the output layer's weight gradients, where they may wait.
         finishing: told in a training step before a stage's last B, if that is one call of autograd's.
         finished: told of each stage whose gradients are complete, once what made them so has been sent.
@@ -72,9 +77,11 @@ class Rank:
         book: SpecBook,
         faults: Faults,
         lane: Lane,
+        pairs_apart: bool = True,
     ) -> None:
         self.rank = rank
         self.stages = stages
+        self._pairs_apart = pairs_apart
         self.follow(schedule)
         self.loss = loss
         self.book = book
@@ -90,7 +97,8 @@ class Rank:
 
     def follow(self, schedule: Schedule) -> None:
         """From the next step on: a schedule of the same stages and routes."""
-        self.schedule = schedule
+        one_piece = [index for index, stage in self.stages.items() if not stage.segmented]
+        self.schedule = schedule.unpaired(one_piece) if self._pairs_apart else schedule
         for stage, microbatches in whole_backwards(schedule, self.rank).items():
             self.stages[stage].whole = microbatches
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -47,16 +48,21 @@ def clock_offset(mesh: PipelineMesh, group: Any) -> float:
 
 
 def gather_timeline(schedule: Schedule, mesh: PipelineMesh, result: StepResult, offset: float) -> Timeline:
-    """The measured timeline of one step, on every rank, in seconds from its first action; its costs are the measured ones."""
-    mine = result.starts, result.ends, result.turns
-    everyone: list[Any] = [(*mine, offset)]
+    """The measured timeline of one step, on every rank, in seconds from its first action; its costs are the measured ones.
+
+    Args:
+        schedule: what this rank ran. Another may have run pairs as one action after the other; the timeline's says which.
+    """
+    mine = result.starts, result.ends, result.turns, schedule.codes[mesh.rank], offset
+    everyone: list[Any] = [mine]
     if mesh.group is not None:
         everyone = [None] * len(mesh.ranks)
-        dist.all_gather_object(everyone, (*mine, offset), group=mesh.group)
-    origin = min(starts[0] - off for starts, _, _, off in everyone)
-    starts = tuple(tuple(t - off - origin for t in each) for each, _, _, off in everyone)
-    ends = tuple(tuple(t - off - origin for t in each) for _, each, _, off in everyone)
-    turns = [{at: t - off - origin for at, t in each.items()} for _, _, each, off in everyone]
+        dist.all_gather_object(everyone, mine, group=mesh.group)
+    origin = min(starts[0] - off for starts, _, _, _, off in everyone)
+    starts = tuple(tuple(t - off - origin for t in each) for each, _, _, _, off in everyone)
+    ends = tuple(tuple(t - off - origin for t in each) for _, each, _, _, off in everyone)
+    turns = [{at: t - off - origin for at, t in each.items()} for _, _, each, _, off in everyone]
+    schedule = replace(schedule, codes=tuple(codes for _, _, _, codes, _ in everyone))
     return Timeline(schedule, measured_costs(schedule, starts, ends, turns), starts, ends, source="measured")
 
 

@@ -35,7 +35,7 @@ def test_impossible_sizes(name: str, p: object, m: object) -> None:
     [
         ("interleavd", None, {}, "there is no schedule 'interleavd'; did you mean 'interleaved'"),
         ("interleaved", None, {"round": "tail"}, "schedule interleaved has no option 'round'; did you mean 'rounds'"),
-        ("1f1b", None, {"rounds": "tail"}, "schedule 1f1b has no option 'rounds'; it has none"),
+        ("1f1b", None, {"rounds": "tail"}, "schedule 1f1b has no option 'rounds'; known: cooldown"),
         ("zbv", None, {"costs": 1}, "schedule zbv has no option 'costs'"),
         ("zbv", 3, {}, "schedule zbv holds 2 chunks a rank, not 3; .*interleaved"),
         ("1f1b", 2, {}, "schedule 1f1b holds 1 chunk a rank, not 2"),

@@ -31,6 +31,33 @@ def test_pairs_that_gain_leave_idle_time_on_the_last_rank() -> None:
     assert max(timeline.idle[:3]) < 9
 
 
+@pytest.mark.parametrize("name", ["1f1b-overlap", "interleaved-overlap", "dualpipe", "dualpipev"])
+@pytest.mark.parametrize("costs", [Costs(), Costs(10, 12, 8, 1), Costs(2, 1, 3, 0.5)])
+def test_apart_pairs_are_never_slower(name: str, costs: Costs) -> None:
+    """A block of two waits for both inputs; one action after the other does not."""
+    for p, m in ((2, 8), (4, 12), (8, 32)):
+        paired = schedules.build(name, p, m)
+        apart = paired.unpaired()
+        check(apart)
+        assert paired.has_pairs
+        assert not apart.has_pairs
+        cells = [list(program) for program in paired.programs]
+        assert [list(program) for program in apart.programs] == [[a for c in row for a in parts(c)] for row in cells]
+        before, after = simulate(paired, costs), simulate(apart, costs)
+        assert after.makespan <= before.makespan + 1e-9
+        assert after.peak_activations == before.peak_activations
+    assert simulate(schedules.dualpipev(2, 8)).makespan == 50
+    assert simulate(schedules.dualpipev(2, 8).unpaired()).makespan == 49
+
+
+def test_pairs_apart_of_some_stages() -> None:
+    schedule = schedules.dualpipev(2, 8)
+    assert schedule.unpaired([0]) is schedule  # its pairs are with stage 3
+    some = schedule.unpaired([0, 3])
+    assert not any(isinstance(cell, Pair) for cell in some.programs[0])
+    assert some.programs[1] == schedule.programs[1]
+
+
 @pytest.mark.parametrize("p", [2, 3, 4, 8])
 def test_mutation_warmup_of_1f1b_depends_on_itself(p: int) -> None:
     with pytest.raises(ScheduleError, match=r"depends on itself|deadlocks"):

@@ -12,6 +12,7 @@ from typing import Any
 from pipeloom.errors import UsageError, did_you_mean
 from pipeloom.schedule.costs import Costs
 from pipeloom.schedule.families.chimera import chimera
+from pipeloom.schedule.families.cooldown import COOLDOWNS, split_cooldown
 from pipeloom.schedule.families.dualpipe import dualpipe
 from pipeloom.schedule.families.dualpipev import dualpipev
 from pipeloom.schedule.families.gpipe import gpipe
@@ -65,9 +66,9 @@ def build(
 ) -> Schedule:
     """The schedule called `name`: a family, or `module:function` (called as a family is).
 
-    `chunks` None takes the family's own default; `costs` (of a stage) go to the families that plan with them. Raises
-    UsageError for an unknown name, an option that the family does not take, or a value that it refuses, with the nearest
-    valid ones.
+    `chunks` None takes the family's own default; `costs` (of a stage) go to the families that plan with them. The option
+    `cooldown="split"` is every family's, see `split_cooldown`. Raises UsageError for an unknown name, an option that the
+    family does not take, or a value that it refuses, with the nearest valid ones.
     """
     family = _find(name)
     try:
@@ -76,12 +77,15 @@ def build(
         raise UsageError(f"schedule {name!r}: {error}") from None
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     arguments: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches, **(options or {})}
+    cooldown = "whole" if "cooldown" in parameters else arguments.pop("cooldown", "whole")
+    if cooldown not in COOLDOWNS:
+        raise UsageError(f"cooldown is {cooldown!r}{did_you_mean(str(cooldown), COOLDOWNS)}")
     if chunks is not None and ("chunks" in parameters or open_ended):
         arguments["chunks"] = chunks
     for key in arguments:
         if (key not in parameters and not open_ended) or key == "costs":
-            known = [p for p in parameters if p not in ("ranks", "microbatches", "chunks", "costs")]
-            raise UsageError(f"schedule {name} has no option {key!r}{did_you_mean(key, known) or '; it has none'}")
+            known = [p for p in (*parameters, "cooldown") if p not in ("ranks", "microbatches", "chunks", "costs")]
+            raise UsageError(f"schedule {name} has no option {key!r}{did_you_mean(key, known)}")
     if costs is not None and "costs" in parameters:
         arguments["costs"] = costs
     made = family(**arguments)
@@ -91,7 +95,7 @@ def build(
         looped = ", ".join(n for n, f in FAMILIES.items() if "chunks" in inspect.signature(f).parameters)
         held = f"{made.chunks} chunk{'s' if made.chunks > 1 else ''} a rank"
         raise UsageError(f"schedule {name} holds {held}, not {chunks}; {looped} take chunks")
-    return made
+    return split_cooldown(made, costs) if cooldown == "split" else made
 
 
 def _find(name: str) -> Family:

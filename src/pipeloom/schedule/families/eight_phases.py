@@ -69,7 +69,22 @@ class EightPhases:
             self._input_grad(0)
         while self.pending:
             self._weight_grad()
+        if phases.inner == 1:
+            self._join_where_none_waits()
         return self.program
+
+    def _join_where_none_waits(self) -> None:
+        """On a route's first stage no rank waits for I: one that its own W follows is a B, which autograd does faster."""
+        microbatches, stage = self.jobs[0], self.stages[0]
+        wholes = {(self.code.i(stage, mb), self.code.w(stage, mb)): self.code.b(stage, mb) for mb in microbatches}
+        joined: list[int] = []
+        for code in self.program:
+            whole = wholes.get((joined[-1], code)) if joined else None
+            if whole is None:
+                joined.append(code)
+            else:
+                joined[-1] = whole
+        self.program = joined
 
     def _last_pairs_of_backwards(self, count: int) -> None:
         """Phase 6: B1 B0 in turn; from the middle on only the input gradients, the weight gradients wait for the end."""
