@@ -12,8 +12,9 @@ from pipeloom.schedule.model import parts
 from pipeloom.schedule.segments import LayerSegments, SegmentCosts
 from pipeloom.solver.pair_blocks import Blocks, Rows, times_of
 from pipeloom.solver.pair_fuse import fused
-from pipeloom.solver.pair_moves import PairState, critical_stretches, estimate, neighbours
+from pipeloom.solver.pair_moves import critical_stretches, estimate, neighbours
 from pipeloom.solver.pair_seeds import FIRST, OTHERS, starts_of
+from pipeloom.solver.pair_state import PairState
 from pipeloom.solver.problem import EPS, Problem
 
 MODEL = SegmentCosts.uniform(LayerSegments(dispatch=1.5, combine=1.5)).costs(p2p=0.25, held=0.5)

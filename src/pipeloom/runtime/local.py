@@ -23,9 +23,10 @@ from pipeloom.runtime.batch import (
 from pipeloom.runtime.layers import LayerSource
 from pipeloom.runtime.lowering import forward_only, lower
 from pipeloom.runtime.options import RuntimeOptions
-from pipeloom.runtime.rank import Loss, StepResult
+from pipeloom.runtime.rank import Loss
 from pipeloom.runtime.ties import share
 from pipeloom.runtime.transport import InProcessTransport, Mailroom
+from pipeloom.runtime.work import StepResult
 from pipeloom.schedule.check import check
 from pipeloom.schedule.model import Schedule
 

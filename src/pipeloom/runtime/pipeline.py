@@ -36,10 +36,11 @@ from pipeloom.runtime.losses import LossSpread, PendingLoss
 from pipeloom.runtime.lowering import RankProgram
 from pipeloom.runtime.names import Names
 from pipeloom.runtime.options import RuntimeOptions
-from pipeloom.runtime.rank import Loss, Rank, StepResult
+from pipeloom.runtime.rank import Loss, Rank
 from pipeloom.runtime.status import Status
 from pipeloom.runtime.trace import clock_offset, gather_timeline
 from pipeloom.runtime.where import device_of, mesh_of, sum_over_replicas
+from pipeloom.runtime.work import StepResult
 from pipeloom.schedule.channels import Message
 from pipeloom.schedule.check import check
 from pipeloom.schedule.model import Schedule

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.parallel.mesh import PipelineMesh
-from pipeloom.runtime.rank import StepResult
+from pipeloom.runtime.work import StepResult
 from pipeloom.schedule.costs import Costs
 from pipeloom.schedule.model import Schedule, parts
 from pipeloom.schedule.timeline import Timeline

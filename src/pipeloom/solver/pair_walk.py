@@ -7,7 +7,8 @@ from functools import partial
 from random import Random
 
 from pipeloom.solver.pair_blocks import Blocks, Rows, Times, times_of
-from pipeloom.solver.pair_moves import PairState, Stretch, critical_stretches, estimate, neighbours, slide
+from pipeloom.solver.pair_moves import critical_stretches, estimate, neighbours, slide
+from pipeloom.solver.pair_state import PairState, Stretch
 from pipeloom.solver.tabu import Order, Tabu
 
 SLIDES = 0.3
