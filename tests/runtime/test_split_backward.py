@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import pipeloom as pl
 from models import WIDTH, Block, batch, gradients, mse, serial, worst
+from pipeloom.ops import deferred
+from pipeloom.ops.deferred import add_weight_gradient
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
 from pipeloom.runtime.batch import split_sizes
 from pipeloom.schedule.actions import Action
@@ -129,6 +131,22 @@ def test_a_custom_function_runs_its_backward_once() -> None:
     Counted.runs = 0
     pipeline.step(x, y)
     assert Counted.runs == 4 * 6
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_whole_backwards_beside_split_ones_add_in_place(split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where any backward is split, the layers' own function adds all weight gradients, autograd those of no micro-batch."""
+    schedule = pl.schedules.build("1f1b", 2, 6, None, {"cooldown": "split"} if split else None)
+    assert sum(str(cell).count("B") for program in schedule.programs for cell in program) == 12 - split
+    added: list[nn.Parameter] = []
+
+    def add(weight: nn.Parameter, *rest: Any) -> None:
+        added.append(weight)
+        add_weight_gradient(weight, *rest)
+
+    monkeypatch.setattr(deferred, "add_weight_gradient", add)
+    agree([seeded(i, Shared) for i in range(2)], schedule)
+    assert len(added) == (2 * 2 * 6 if split else 0)
 
 
 def test_several_outputs_cross_the_boundary() -> None:

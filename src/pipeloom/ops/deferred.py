@@ -83,11 +83,14 @@ class Desk:
     Attributes:
         ledger: where they owe their weight gradients; None: they compute them in the backward.
         main: where weight gradients are added; None: to `.grad`.
+        in_place: whether a layer adds its weight gradient itself where there is no ledger, too: one product that adds, in the
+            place of a product, its memory and a sum.
     """
 
     def __init__(self) -> None:
         self.ledger: Ledger | None = None
         self.main: MainGradients | None = None
+        self.in_place = False
 
 
 class _Linear(torch.autograd.Function):
@@ -146,7 +149,7 @@ def _forward(linear: nn.Linear, desk: Desk, x: Tensor) -> Tensor:
 def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None, desk: Desk | None) -> Tensor:
     """x weight^T + bias, whose weight gradient goes to the desk's ledger or main gradients if there are any."""
     ledger, main = (desk.ledger, desk.main) if desk is not None else (None, None)
-    straight = ledger is None and (main is None or weight not in main)
+    straight = ledger is None and (main is None or weight not in main) and not (desk is not None and desk.in_place)
     if straight or not weight.requires_grad or not torch.is_grad_enabled():
         return F.linear(x, weight, bias)
     return _Linear.apply(x, weight, bias, ledger, main)  # type: ignore[no-any-return, no-untyped-call]
