@@ -1,7 +1,7 @@
 """The watchdog: a thread on every rank that ends the rank, even inside a wait, when any rank fails, dies or stalls.
 
 Keys in the store, under one prefix a run (all pipelines that stand side by side): `failure` (the first failure, as text),
-`seen` (how many ranks have reported it), `beat/R` (a counter that rank R's thread raises).
+`seen` (how many ranks have reported it), `process/R` (rank R's), `beat/R` (a counter that rank R's thread raises).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pipeloom.runtime.life import identity, is_there
 from pipeloom.runtime.status import Status
 
 POLL_SECONDS = 0.2
@@ -59,6 +60,8 @@ class Monitor:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._beats: dict[int, tuple[bytes, float]] = {peer: (b"", time.monotonic()) for peer in peers}
+        self._processes: dict[int, str] = {}
+        store.set(f"{prefix}/process/{status.number}", identity())
         self._thread = threading.Thread(target=self._watch, name=f"pipeloom-monitor-{status.number}", daemon=True)
 
     def start(self) -> None:
@@ -132,14 +135,21 @@ class Monitor:
                 return
 
     def _look_for_the_dead(self) -> None:
+        """Who shows no sign of life is dead, except a process of this machine that is still there: it only gets no time."""
         now = time.monotonic()
         for peer, (last, since) in self._beats.items():
             key = f"{self._prefix}/beat/{peer}"
             value = self._store.get(key) if self._store.check([key]) else b""
             if value != last or value == b"closed":
                 self._beats[peer] = (value, now)
-            elif now - since > DEAD_AFTER_SECONDS:
+            elif now - since > DEAD_AFTER_SECONDS and not is_there(self._process(peer)):
                 self._announce(f"{self._status.names.of(peer)} is dead: no sign of life for {now - since:.0f} s")
+
+    def _process(self, peer: int) -> str:
+        key = f"{self._prefix}/process/{peer}"
+        if peer not in self._processes and self._store.check([key]):
+            self._processes[peer] = self._store.get(key).decode()
+        return self._processes.get(peer, "")
 
     def _look_for_a_stall(self) -> None:
         status = self._status
