@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 import pipeloom as pl
 from hops import hops
+from layers import SleepLayer, mse
 from parts import run_parts
 from pipeloom import Costs
 from pipeloom.config import load_layout
@@ -32,7 +33,6 @@ from pipeloom.train.batches import Batch
 from pipeloom.train.loop import Trainer
 from pipeloom.train.speculative import SpeculativeOptimizer
 from processes import run_ranks
-from runtime import SleepLayer, mse
 
 RANKS, MICROBATCHES, WIDTH = 4, 8, 8
 STEPS, SETTLED = 11, 3  # steps of a run; those before the times are steady

@@ -29,6 +29,7 @@ import torch.distributed as dist
 import pipeloom as pl
 from emulated import UNIT, Clock, EmulatedBlock, total
 from hops import hops
+from layers import mse
 from parts import run_parts
 from pipeloom.config import MeshShape, load
 from pipeloom.models import layers
@@ -40,7 +41,6 @@ from pipeloom.schedule.actions import Action, Pair
 from pipeloom.schedule.model import parts
 from pipeloom.schedule.segments import LayerSegments, SegmentCosts, exposed, length, run_block
 from processes import run_ranks
-from runtime import mse
 
 STEPS = 5
 

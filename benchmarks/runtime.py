@@ -17,7 +17,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -33,84 +32,19 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
-from torch.nn.functional import gelu, scaled_dot_product_attention
 
 import pipeloom as pl
 from hops import hops
+from layers import Block, SleepLayer, TinyLayer, mse, total
 from parts import run_parts
-from pipeloom.ops.deferred import Desk, Ledger
 from pipeloom.runtime import Pipeline
 from processes import run_ranks
 
 PAIRS = 15
+PLAIN = (("1f1b", 1), ("interleaved", 2), ("interleaved-zb", 2), ("zbv", 2), ("dualpipev", 2))
+SPLIT = (("1f1b", 1), ("interleaved", 2), ("dualpipev", 2))
+ROWS = (*((*row, "whole") for row in PLAIN), *((*row, "split") for row in SPLIT))  # schedule, chunks, cool-down
 Step = Callable[[Tensor, Tensor], None]
-
-
-class SleepFunction(torch.autograd.Function):
-    """Sleeps forward and backward, and passes its input on; with a ledger, half of the backward's time waits for W."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: float, backward: float, ledger: Ledger | None) -> Tensor:
-        ctx.backward_seconds, ctx.ledger = backward, ledger
-        time.sleep(forward)
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        seconds = ctx.backward_seconds if ctx.ledger is None else ctx.backward_seconds / 2
-        time.sleep(seconds)
-        if ctx.ledger is not None:
-            ctx.ledger.owe(partial(time.sleep, seconds))
-        return gradients[0] * 1.0, None, None, None
-
-
-class SleepLayer(nn.Module):
-    """Takes the given seconds forward and backward."""
-
-    def __init__(self, forward: float, backward: float) -> None:
-        super().__init__()
-        self.seconds = forward, backward
-        self.scale = nn.Parameter(torch.ones(()))
-        self.desk = Desk()
-
-    def defer_to(self, desk: Desk) -> None:
-        self.desk = desk
-
-    def forward(self, x: Tensor) -> Tensor:
-        return SleepFunction.apply(x * self.scale, *self.seconds, self.desk.ledger)  # type: ignore[no-any-return]
-
-
-class TinyLayer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
-
-
-class Block(nn.Module):
-    """A transformer block of width 256 from plain linear layers."""
-
-    def __init__(self, width: int = 256, heads: int = 4) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
-        x = x + self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.down(gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
-
-
-def mse(output: Tensor, target: Tensor) -> Tensor:
-    return ((output - target) ** 2).mean()
-
-
-def total(output: Tensor, target: Tensor) -> Tensor:
-    return output.sum()
 
 
 TORCH: dict[str, Any] = {
@@ -202,23 +136,25 @@ def over_calibrated(results: list[Any]) -> float:
     return median(step / makespan for step, makespan in zip(steps, simulated, strict=True))
 
 
+def label(name: str, ranks: int, m: int, chunks: int, cooldown: str) -> str:
+    return name + (f" p={ranks} m={m} v={chunks}" if cooldown == "whole" else ", cool-down split")
+
+
 def emulated() -> None:
     print("emulated compute: F 5 ms, B 10 ms a layer, 4 processes, medians of", PAIRS, "pairs")
-    print(f"{'schedule':24}{'step ms':>9}{'÷calibrated':>12}{'÷nominal':>10}{'torch ms':>10}{'torch ÷nominal':>16}")
-    for name, m, chunks in (
-        ("1f1b", 8, 1),
-        ("interleaved", 8, 2),
-        ("interleaved-zb", 8, 2),
-        ("zbv", 8, 2),
-        ("dualpipev", 8, 2),
-    ):
-        results = run_ranks(compare, 4, name, 4, m, chunks, lambda i: SleepLayer(0.005, 0.010), 1, (m * 2, 64))
+    print(
+        f"{'schedule':24}{'step ms':>9}{'÷calibrated':>12}{'÷nominal':>10}{'torch ms':>10}{'÷nominal':>10}{'ratio':>8}"
+    )
+    m, nominal = 8, pl.Costs(0.005, 0.005, 0.005)
+    for name, chunks, cooldown in ROWS:
+        sizes = 1, (m * 2, 64)
+        results = run_ranks(compare, 4, name, 4, m, chunks, lambda i: SleepLayer(0.005, 0.010), *sizes, mse, cooldown)
         ours, theirs = (median(r) for r in results[0][:2])
-        schedule = results[0][2][0].schedule
-        nominal = pl.simulate(schedule, pl.Costs(0.005, 0.005, 0.005)).makespan
+        plain = pl.schedules.build(name, 4, m, chunks if chunks > 1 else None).unpaired()
+        own, usual = (pl.simulate(s, nominal).makespan for s in (results[0][2][0].schedule, plain))
         print(
-            f"{name + f' p=4 m={m} v={chunks}':24}{ours * 1e3:9.1f}{over_calibrated(results):12.3f}{ours / nominal:10.3f}"
-            f"{theirs * 1e3:10.1f}{theirs / nominal:16.3f}"
+            f"{label(name, 4, m, chunks, cooldown):24}{ours * 1e3:9.1f}{over_calibrated(results):12.3f}{ours / own:10.3f}"
+            f"{theirs * 1e3:10.1f}{theirs / usual:10.3f}{ours / theirs:8.3f}"
         )
 
 
@@ -256,16 +192,13 @@ def blocks() -> None:
         f"8 transformer blocks, width 256, 128 tokens, micro-batch 4, m = {m}, 2 processes; one process: {alone * 1e3:.0f} ms"
     )
     print(f"{'schedule':24}{'ours ms':>9}{'torch ms':>10}{'ratio':>8}{'efficiency':>12}{'torch':>8}")
-    rows = [("1f1b", 1), ("interleaved", 2), ("interleaved-zb", 2), ("zbv", 2), ("dualpipev", 2)]
-    split = [("1f1b", 1, "split"), ("interleaved", 2, "split"), ("dualpipev", 2, "split")]
-    for name, chunks, cooldown in [*((*row, "whole") for row in rows), *split]:
+    for name, chunks, cooldown in ROWS:
         sizes = 8 // (2 * chunks), (m * 4, 128, 256)
         results = run_ranks(compare, 2, name, 2, m, chunks, lambda i: Block(), *sizes, mse, cooldown)
         pairs = list(zip(results[0][0], results[0][1], strict=True))
         ours, theirs = median(a for a, _ in pairs), median(b for _, b in pairs)
-        label = name + (f" p=2 m={m} v={chunks}" if cooldown == "whole" else ", cool-down split")
         print(
-            f"{label:24}{ours * 1e3:9.0f}{theirs * 1e3:10.0f}{median(a / b for a, b in pairs):8.3f}"
+            f"{label(name, 2, m, chunks, cooldown):24}{ours * 1e3:9.0f}{theirs * 1e3:10.0f}{median(a / b for a, b in pairs):8.3f}"
             f"{alone / 2 / ours:12.3f}{alone / 2 / theirs:8.3f}"
         )
 
