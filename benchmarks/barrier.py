@@ -64,7 +64,7 @@ def measure(rank: int, name: str, chunks: int) -> Measured:
     config = load_layout("tiny", {"optimizer.clip_norm": 0.0}).config
     context: Any = SimpleNamespace(rank=rank, device=pipeline.device, stop_requested=False)
     trainer = Trainer(config, pipeline, context, None)
-    speculative = SpeculativeOptimizer(pipeline, trainer._optimizer)
+    speculative = SpeculativeOptimizer(pipeline, trainer.optimizer)
     batch = Batch(torch.randn(MICROBATCHES, WIDTH), torch.randn(MICROBATCHES, WIDTH))
 
     def run(step: Any) -> Run:

@@ -82,7 +82,7 @@ def band() -> None:
         unit = (fused.unit + split.unit) / 2
         ideal = LayerSegments(dispatch=share, combine=share)
         serial = length(run_block([ideal], [])) + length(run_block([], [ideal], "fused"))
-        whole, cut = (length(run_block([ideal], [ideal], how)) for how in ("fused", "split"))  # type: ignore[arg-type]
+        whole, cut = (length(run_block([ideal], [ideal], how)) for how in ("fused", "split"))
         a, b = median(fused.pairs) / unit, median(split.pairs) / unit
         print(f"{share:10.1f}{serial:8.1f}{a:12.2f}{whole:7.1f}{b:8.2f}{cut:7.1f}{a - b:13.2f}{whole - cut:7.1f}")
 
@@ -158,8 +158,10 @@ def own_segments(clock: Clock, timeline: pl.Timeline, rank: int, talk: float) ->
     spans = zip(timeline.schedule.programs[rank], timeline.starts[rank], timeline.ends[rank], strict=True)
     alone = fmean(end - start for cell, start, end in spans if isinstance(cell, Action) and cell.kind == "F")
     extra = (alone - 2 * talk - attention.forward - experts.forward) / 2
-    longer = [t._replace(forward=t.forward + extra, input_grad=t.input_grad + extra) for t in (attention, experts)]
-    return LayerSegments(*longer, talk, talk)
+    first, second = (
+        t._replace(forward=t.forward + extra, input_grad=t.input_grad + extra) for t in (attention, experts)
+    )
+    return LayerSegments(first, second, talk, talk)
 
 
 class Figures(NamedTuple):

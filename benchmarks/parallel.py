@@ -114,12 +114,11 @@ def our_pair(sequence: bool) -> Pair:
 
 
 def their_pair(sequence: bool) -> Pair:
-    layouts = {"input_layouts": Shard(0)} if sequence else {}
     plan = {
-        "up": ColwiseParallel(**layouts),
+        "up": ColwiseParallel(input_layouts=Shard(0)) if sequence else ColwiseParallel(),
         "down": RowwiseParallel(output_layouts=Shard(0)) if sequence else RowwiseParallel(),
     }
-    return parallelize_module(plain_pair(), init_device_mesh("cpu", (PROCESSES,)), plan)  # type: ignore[return-value, arg-type]
+    return parallelize_module(plain_pair(), init_device_mesh("cpu", (PROCESSES,)), plan)  # type: ignore[return-value]
 
 
 def measure_tensor(rank: int, sequence: bool) -> Times:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -95,7 +96,7 @@ def compare(
     schedule = pl.schedules.split_cooldown(plain) if cooldown == "split" else plain
     layers = schedule.stages * each
     torch.manual_seed(0)
-    ours = Pipeline([lambda i=i: make(i) for i in range(layers)], schedule, loss=loss)
+    ours = Pipeline([partial(make, i) for i in range(layers)], schedule, loss=loss)
     theirs = torch_step(name, schedule.stages_of[rank], schedule.stages, m, [make(i) for i in range(layers)], loss)
     x, y = torch.randn(*shape), torch.randn(*shape)
 
@@ -133,7 +134,7 @@ def over_calibrated(results: list[Any]) -> float:
     steps, timelines = results[0][0], results[0][2]
     hop = median(seconds for t in timelines for seconds in hops(t.schedule, t.starts, t.ends))
     simulated = [pl.simulate(t.schedule, replace(t.costs, p2p=hop)).makespan for t in timelines]
-    return median(step / makespan for step, makespan in zip(steps, simulated, strict=True))
+    return float(median(step / makespan for step, makespan in zip(steps, simulated, strict=True)))
 
 
 def label(name: str, ranks: int, m: int, chunks: int, cooldown: str) -> str:

@@ -11,6 +11,7 @@ import argparse
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 
 from pipeloom.schedule import Costs, Schedule, check, simulate
 from pipeloom.schedule.families import build
@@ -34,9 +35,13 @@ def table(name: str, repeats: int) -> None:
     for microbatches in SIZES:
         schedule = build(name, RANKS, microbatches, CHUNKS)
         actions = sum(map(len, schedule.codes))
-        works = {"check": check, "simulate": figures, "simulate, p2p": lambda s: figures(s, Costs(p2p=0.1))}
+        works: dict[str, Callable[[Schedule], object]] = {
+            "check": check,
+            "simulate": figures,
+            "simulate, p2p": lambda s: figures(s, Costs(p2p=0.1)),
+        }
         for work, function in works.items():
-            points[work].append((actions, best_of(lambda f=function, s=schedule: f(s), repeats)))
+            points[work].append((actions, best_of(partial(function, schedule), repeats)))
     for work, measured in points.items():
         rates = ", ".join(f"{n:,} actions: {n / seconds / 1e6:.2f} M/s" for n, seconds in measured)
         print(f"{name} {work}: {rates}; growth exponent {exponent(measured):.2f}")

@@ -59,7 +59,8 @@ def costs_of(cell: Cell) -> Costs:
     if cell.costs == "10/12/8":
         return Costs(10, 12, 8, 1)
     if cell.costs == "heavy":
-        return Costs(*(tuple([value] * (stages - 1) + [1.5 * value]) for value in (10.0, 12.0, 8.0)), p2p=1)
+        forward, grad, weight = ((*[value] * (stages - 1), 1.5 * value) for value in (10.0, 12.0, 8.0))
+        return Costs(forward, grad, weight, p2p=1)
     random = Random(f"{cell}")
     forward, grad, weight = (tuple(random.uniform(5, 15) for _ in range(stages)) for _ in range(3))
     return Costs(forward, grad, weight, 1)
@@ -132,7 +133,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="file of results, one JSON object a line; it is continued")
     parser.add_argument("--report", action="store_true", help="only summarise the file of results")
     args = parser.parse_args()
-    time.monotonic = time.process_time  # type: ignore[assignment]  # a limit counts this process's time
+    time.monotonic = time.process_time  # a limit counts this process's time
     chosen = list(cells(args.ranks))
     if args.sample is not None:
         chosen = Random(0).sample(chosen, min(args.sample, len(chosen)))
