@@ -21,7 +21,7 @@ from pipeloom.runtime.batch import (
     split_batch,
 )
 from pipeloom.runtime.layers import LayerSource
-from pipeloom.runtime.lowering import forward_only, lower
+from pipeloom.runtime.lowering import RankProgram, forward_only, lower
 from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.runtime.rank import Loss
 from pipeloom.runtime.ties import share
@@ -68,6 +68,7 @@ class LocalPipeline:
             share(tie, modules)
         self._parameters = unique_parameters(modules)
         self._results: list[StepResult] = []
+        self._programs: dict[int | None, list[RankProgram]] = {}
 
     def step(self, inputs: Any, targets: Any, **keywords: Any) -> Tensor:
         """Forward and backward of the whole schedule; returns the mean loss."""
@@ -79,23 +80,30 @@ class LocalPipeline:
     def evaluate(self, inputs: Any, targets: Any, **keywords: Any) -> Tensor:
         """The mean loss, forward only."""
         count = min(self.schedule.microbatches, batch_rows(as_inputs(inputs)))
-        self._run(forward_only(self.schedule, count), self._split(inputs, targets, keywords, count))
+        self._run(count, self._split(inputs, targets, keywords, count))
         return self._loss()
 
     @torch.no_grad()
     def predict(self, inputs: Any, **keywords: Any) -> Any:
         """The outputs of the last stage for the whole batch."""
         count = min(self.schedule.microbatches, batch_rows(as_inputs(inputs)))
-        self._run(forward_only(self.schedule, count), self._split(inputs, None, keywords, count), keep_outputs=True)
+        self._run(count, self._split(inputs, None, keywords, count), keep_outputs=True)
         outputs = {mb: output for result in self._results for mb, output in result.outputs.items()}
         return join([outputs[mb] for mb in range(count)])
 
-    def _run(self, schedule: Schedule | None, batch: Microbatches, keep_outputs: bool = False) -> None:
-        """A training step, or the forwards of `schedule`."""
+    def _lowered(self, forwards: int | None) -> list[RankProgram]:
+        if forwards not in self._programs:
+            self._programs[forwards] = [
+                lower(own if forwards is None else forward_only(own, forwards), rank, self.options)
+                for rank, own in enumerate(assembly.rank.schedule for assembly in self._assemblies)
+            ]
+        return self._programs[forwards]
+
+    def _run(self, forwards: int | None, batch: Microbatches, keep_outputs: bool = False) -> None:
+        """A training step, or the forwards of so many micro-batches."""
         mailroom = Mailroom()
         runs = {}
-        for rank, assembly in enumerate(self._assemblies):
-            program = lower(assembly.rank.schedule if schedule is None else schedule, rank, self.options)
+        for rank, (assembly, program) in enumerate(zip(self._assemblies, self._lowered(forwards), strict=True)):
             transport = InProcessTransport(mailroom)
             runs[rank] = assembly.rank.run(program, batch, transport, keep_outputs=keep_outputs)
         results: dict[int, StepResult] = {}
