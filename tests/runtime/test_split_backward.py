@@ -133,6 +133,24 @@ def test_a_custom_function_runs_its_backward_once() -> None:
     assert Counted.runs == 4 * 6
 
 
+class Mixed(nn.Module):
+    """fp32 weights, products in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.block(x).float()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("schedule", [zero_bubble(), pl.schedules.build("1f1b", 2, 6, None, {"cooldown": "split"})])
+def test_autocast_inside_a_layer(schedule: Schedule) -> None:
+    pipeline = agree([seeded(i, Mixed) for i in range(4)], schedule, tolerance=2e-3)
+    assert {gradient.dtype for gradient in gradients(pipeline).values()} == {torch.float32}
+
+
 @pytest.mark.parametrize("split", [True, False])
 def test_whole_backwards_beside_split_ones_add_in_place(split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where any backward is split, the layers' own function adds all weight gradients, autograd those of no micro-batch."""

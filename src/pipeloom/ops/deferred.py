@@ -77,6 +77,14 @@ def add_weight_gradient(weight: nn.Parameter, x: Tensor, gradient: Tensor, main:
         weight.grad += rows.t() @ columns
 
 
+def as_autocast(x: Tensor) -> Tensor:
+    """`x` in the type that autocast would compute a product of it in; itself where autocast is off or leaves it alone."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
+
+
 class Desk:
     """Which micro-batch's ledger a stage's linear layers write to at the moment.
 
@@ -105,6 +113,7 @@ class _Linear(torch.autograd.Function):
         ledger: Ledger | None,
         main: MainGradients | None,
     ) -> Tensor:
+        x = as_autocast(x)
         ctx.save_for_backward(x, weight)
         ctx.weight = weight
         ctx.ledger, ctx.main = ledger, main
@@ -114,7 +123,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,) = gradients
         x, weight = ctx.saved_tensors
-        dx = gradient @ weight if ctx.needs_input_grad[0] else None
+        dx = gradient @ weight.to(gradient.dtype) if ctx.needs_input_grad[0] else None
         db = gradient.reshape(-1, gradient.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
         if ctx.ledger is not None:
             ctx.ledger.owe(partial(add_weight_gradient, ctx.weight, x.detach(), gradient, ctx.main))
