@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 
 import pipeloom as pl
-from emulated import UNIT, Clock, EmulatedBlock, total
+from emulated import UNIT, Clock, EmulatedBlock
 from hops import hops
-from layers import mse
+from layers import mse, total
 from parts import run_parts
 from pipeloom.config import MeshShape, load
 from pipeloom.models import layers

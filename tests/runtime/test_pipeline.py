@@ -138,9 +138,9 @@ def buffers(rank: int, schedule: Any, options: RuntimeOptions) -> dict[str, Any]
     report = {
         "made": made,
         "shared segments": links and sum(len(box.segments) for box in links.outboxes.values()),
-        "sends": sum(m is not None for step in pipeline._connections.program(None).steps for m in step.sends),
+        "sends": sum(m is not None for step in pipeline._rank.program().steps for m in step.sends),
         "alive": alive,
-        "messages": sum(m is not None for step in pipeline._connections.program(None).steps for m in step.receives),
+        "messages": sum(m is not None for step in pipeline._rank.program().steps for m in step.receives),
         "peak": pl.simulate(schedule, pl.Costs(1, 1, 1, 0)).peak_activations[rank],
         "boxes": tuple(map(len, timeline.starts)),
         "ordered": all(

@@ -156,9 +156,10 @@ def _forward(linear: nn.Linear, desk: Desk, x: Tensor) -> Tensor:
 
 
 def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None, desk: Desk | None) -> Tensor:
-    """x weight^T + bias, whose weight gradient goes to the desk's ledger or main gradients if there are any."""
-    ledger, main = (desk.ledger, desk.main) if desk is not None else (None, None)
-    straight = ledger is None and (main is None or weight not in main) and not (desk is not None and desk.in_place)
-    if straight or not weight.requires_grad or not torch.is_grad_enabled():
+    """x weight^T + bias, whose weight gradient goes where the desk says; through autograd where that says nothing."""
+    if desk is None or not weight.requires_grad or not torch.is_grad_enabled():
         return F.linear(x, weight, bias)
-    return _Linear.apply(x, weight, bias, ledger, main)  # type: ignore[no-any-return, no-untyped-call]
+    adds = desk.in_place or (desk.main is not None and weight in desk.main)
+    if desk.ledger is None and not adds:
+        return F.linear(x, weight, bias)
+    return _Linear.apply(x, weight, bias, desk.ledger, desk.main)  # type: ignore[no-any-return, no-untyped-call]

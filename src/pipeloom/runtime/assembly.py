@@ -14,12 +14,10 @@ from pipeloom.parallel.buckets import Held
 from pipeloom.parallel.data import AFTER_TIES
 from pipeloom.parallel.laid import Laid, layout_of
 from pipeloom.runtime.deferral import HeadDeferral
-from pipeloom.runtime.faults import Faults
 from pipeloom.runtime.layers import LayerSource, build_stage, split_layers
 from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.runtime.overlap import Lane
 from pipeloom.runtime.rank import Loss, Rank
-from pipeloom.runtime.specs import SpecBook
 from pipeloom.runtime.stage import Stage
 from pipeloom.runtime.ties import Tie, make_ties, replica_ties, share
 from pipeloom.schedule.model import Schedule
@@ -79,6 +77,7 @@ def assemble(
         raise ConfigError(f"two layers are called {next(n for n in names if names.count(n) > 1)!r}; names must differ")
     ranges = split_layers(len(layers), schedule.positions, sizes)
     shop = thread if thread is not None else Thread()
+    shop.desk.in_place = schedule.splits_backward
     lane = Lane(device, options.trace)
     deferral = None if options.head_deferral is None else HeadDeferral(options.head_deferral, shop.head)
     ends = {route[-1] for route in schedule.routes}
@@ -112,9 +111,7 @@ def assemble(
             if tie.holders[0] != rank:
                 copies.add(first)
     buffers = {f"{name}.{inner}": value for name, module in modules.items() for inner, value in module.named_buffers()}
-    apart = options.transport != "batched"  # whose batches are proved with the pairs whole
-    book, faults = SpecBook(schedule, options.shapes), Faults(options.fault, rank)
-    engine = Rank(schedule, rank, stages, loss, book, faults, lane, apart)
+    engine = Rank(schedule, rank, stages, loss, options, lane)
     engine.deferral = deferral if ends & stages.keys() else None
     parameters = unique_parameters(modules)
     held = _held(parameters, modules, stages, across)

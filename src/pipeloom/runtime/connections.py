@@ -1,4 +1,4 @@
-"""One rank's ways to the other ranks of its pipeline, and the programs whose messages take them."""
+"""One rank's ways to the other ranks of its pipeline."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime.alarm import Alarm
 from pipeloom.runtime.buffers import BufferPool
-from pipeloom.runtime.lowering import RankProgram, forward_only, lower
+from pipeloom.runtime.lowering import RankProgram
 from pipeloom.runtime.machines import share_memory
 from pipeloom.runtime.monitor import Monitor
 from pipeloom.runtime.options import RuntimeOptions
@@ -37,11 +37,10 @@ class Connections:
         self._options = options
         self._links: Links | None = None
         self._run_control: Any = None
-        self._programs: dict[int | None, RankProgram] = {}
 
     def open(self, prefix: str) -> None:
         """Connects this rank with the others; `prefix`: of the run's keys in the store."""
-        program = self.program(None)
+        program = self._rank.program()
         if self._mesh.pipeline.group is not None:
             batched = self._options.transport == "batched"
             self.shared = share_memory(self._mesh, self._device, self._options, program.channels, prefix)
@@ -59,7 +58,7 @@ class Connections:
         default: Any = dist.distributed_c10d._get_default_store()
         store = default.clone()  # its own connection: the main thread may be inside a wait on the other
         status, everyone, options = self._rank.status, self._mesh.everyone, self._options
-        peers = {status.names.number(rank) for channel in self.program(None).channels for rank in channel[:2]}
+        peers = {status.names.number(rank) for channel in self._rank.program().channels for rank in channel[:2]}
         for axis in (self._mesh.dp, self._mesh.tp):  # a ring along each
             peers.add(everyone.ranks.index(axis.ranks[(axis.index + 1) % axis.size]))
         watched = sorted(peers - {status.number})
@@ -80,18 +79,6 @@ class Connections:
     def sums(self) -> Any:
         """A group for messages on this pipeline's device; None for one process."""
         return self.control if self._device.type == "cpu" else self._mesh.pipeline.group
-
-    def program(self, forward_count: int | None) -> RankProgram:
-        """The training program, or the forward-only one of so many micro-batches; lowered once each."""
-        if forward_count not in self._programs:
-            schedule = self._rank.schedule
-            chosen = schedule if forward_count is None else forward_only(schedule, forward_count)
-            self._programs[forward_count] = lower(chosen, self._rank.rank, self._options)
-        return self._programs[forward_count]
-
-    def forget_programs(self) -> None:
-        """The rank has another schedule, over the same connections."""
-        self._programs.clear()
 
     def transport(self, program: RankProgram) -> Transport:
         """What carries one run of `program`."""

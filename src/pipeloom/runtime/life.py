@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 
 
 def identity() -> str:
     """This process among all those that were ever here: machine, process namespace, number, start; "" where unknown."""
-    try:
-        return f"{_here()} {os.getpid()} {_stat(os.getpid())[1]}"
-    except OSError:
-        return ""
+    return f"{_here()} {os.getpid()} {_stat(os.getpid())[1]}" if _here() else ""
 
 
 def is_there(who: str) -> bool | None:
@@ -21,10 +17,7 @@ def is_there(who: str) -> bool | None:
     A process that is stopped, or that a busy machine gives no time, is there.
     """
     place, _, process = who.partition(" ")
-    try:
-        if place != _here():
-            return None
-    except OSError:
+    if not place or place != _here():
         return None
     number, _, start = process.partition(" ")
     try:
@@ -34,9 +27,17 @@ def is_there(who: str) -> bool | None:
     return since == start and state not in "ZX"
 
 
+def machine(*namespaces: str) -> str:
+    """This machine since its start, and these namespaces of this process in it; "" where the system does not tell."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return "/".join([boot, *(str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in namespaces)])
+    except OSError:
+        return ""
+
+
 def _here() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{socket.gethostname()}/{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    return machine("pid")
 
 
 def _stat(number: int) -> tuple[str, str]:

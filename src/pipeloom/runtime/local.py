@@ -21,7 +21,6 @@ from pipeloom.runtime.batch import (
     split_batch,
 )
 from pipeloom.runtime.layers import LayerSource
-from pipeloom.runtime.lowering import RankProgram, forward_only, lower
 from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.runtime.rank import Loss
 from pipeloom.runtime.ties import share
@@ -68,7 +67,6 @@ class LocalPipeline:
             share(tie, modules)
         self._parameters = unique_parameters(modules)
         self._results: list[StepResult] = []
-        self._programs: dict[int | None, list[RankProgram]] = {}
 
     def step(self, inputs: Any, targets: Any, **keywords: Any) -> Tensor:
         """Forward and backward of the whole schedule; returns the mean loss."""
@@ -91,20 +89,12 @@ class LocalPipeline:
         outputs = {mb: output for result in self._results for mb, output in result.outputs.items()}
         return join([outputs[mb] for mb in range(count)])
 
-    def _lowered(self, forwards: int | None) -> list[RankProgram]:
-        if forwards not in self._programs:
-            self._programs[forwards] = [
-                lower(own if forwards is None else forward_only(own, forwards), rank, self.options)
-                for rank, own in enumerate(assembly.rank.schedule for assembly in self._assemblies)
-            ]
-        return self._programs[forwards]
-
     def _run(self, forwards: int | None, batch: Microbatches, keep_outputs: bool = False) -> None:
         """A training step, or the forwards of so many micro-batches."""
         mailroom = Mailroom()
         runs = {}
-        for rank, (assembly, program) in enumerate(zip(self._assemblies, self._lowered(forwards), strict=True)):
-            transport = InProcessTransport(mailroom)
+        for rank, assembly in enumerate(self._assemblies):
+            transport, program = InProcessTransport(mailroom), assembly.rank.program(forwards)
             runs[rank] = assembly.rank.run(program, batch, transport, keep_outputs=keep_outputs)
         results: dict[int, StepResult] = {}
         waits: dict[int, Any] = {}

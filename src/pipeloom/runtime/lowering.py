@@ -73,7 +73,8 @@ def lower(schedule: Schedule, rank: int, options: RuntimeOptions) -> RankProgram
         steps.append(Step(at, entry.cell, actions, posts, receives, sends, closes, at > last_forward))
     channels = sorted({m.channel for entry in mine for m in (*entry.receives, *entry.sends)})
     every = sorted({m.channel for program in programs for entry in program for m in entry.sends})
-    return RankProgram(tuple(steps), tuple(channels), tuple(every), _acknowledges(traffic(schedule.unpaired()), rank))
+    apart = traffic(schedule.unpaired()) if schedule.has_pairs else programs
+    return RankProgram(tuple(steps), tuple(channels), tuple(every), _acknowledges(apart, rank))
 
 
 def _acknowledges(programs: tuple[tuple[Entry, ...], ...], rank: int) -> dict[Message, tuple[Message, ...]]:

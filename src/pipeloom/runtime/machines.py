@@ -11,20 +11,18 @@ import torch.distributed as dist
 
 from pipeloom.errors import ConfigError
 from pipeloom.parallel.mesh import Mesh
+from pipeloom.runtime.life import machine
 from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.runtime.shared_memory import SharedLinks
 from pipeloom.schedule.channels import Channel
 
 
-def machine() -> str | None:
+def memory_here() -> str | None:
     """What two processes must have in common to share memory here; None where the system cannot."""
     if not hasattr(os, "memfd_create") or not hasattr(socket, "SOCK_SEQPACKET"):
         return None
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino} {os.getuid()}"
-    except OSError:
-        return None
+    here = machine("net")
+    return f"{here} {os.getuid()}" if here else None
 
 
 def share_memory(
@@ -39,7 +37,7 @@ def share_memory(
     if options.transport not in ("auto", "shared"):
         return None
     store = dist.distributed_c10d._get_default_store()
-    here = machine() if device.type == "cpu" else None
+    here = memory_here() if device.type == "cpu" else None
     own = f"{prefix}/pipeline {mesh.place.dp} {mesh.place.tp}"
     line = mesh.pipeline
     store.set(f"{own}/machine/{line.rank}", str(here))

@@ -142,7 +142,7 @@ class Pipeline(Holdings):
         self._rank.faults.at_step(self.next_step)
         batch = self._split(inputs, targets, keywords, self.schedule.microbatches)
         self._gradients.begin()
-        self._result = self._run(self._connections.program(None), batch)
+        self._result = self._run(self._rank.program(), batch)
         self._gradients.finish(self._connections.sums)
         self.next_step += 1
         return self._losses.start(self._result.loss)
@@ -154,13 +154,13 @@ class Pipeline(Holdings):
         Where layers exchange tokens between replicas (experts), all replicas' batches must have as many micro-batches.
         """
         batch = self._split(inputs, targets, keywords, self._forward_count(inputs))
-        return self._losses.start(self._run(self._connections.program(batch.count), batch).loss).wait()
+        return self._losses.start(self._run(self._rank.program(batch.count), batch).loss).wait()
 
     @torch.no_grad()
     def predict(self, inputs: Any, **keywords: Any) -> Any:
         """The outputs of the last stage for the whole batch, on the rank that holds it; None on the others."""
         batch = self._split(inputs, None, keywords, self._forward_count(inputs))
-        outputs = self._run(self._connections.program(batch.count), batch, keep_outputs=True).outputs
+        outputs = self._run(self._rank.program(batch.count), batch, keep_outputs=True).outputs
         if len(self.schedule.routes) > 1 and self.group is not None:
             gathered: list[Any] = [None] * self.ranks
             dist.all_gather_object(gathered, outputs, group=self.group)
@@ -244,7 +244,6 @@ class Pipeline(Holdings):
             raise ConfigError("the pipeline was made for a schedule that splits no backward, and this one does")
         self.schedule = schedule
         self._rank.follow(schedule)
-        self._connections.forget_programs()
         self._result = StepResult()
 
     def timeline(self) -> Timeline:

@@ -15,7 +15,8 @@ from pipeloom.runtime.batch import Microbatches
 from pipeloom.runtime.boundary import Boundary, Values
 from pipeloom.runtime.deferral import HeadDeferral
 from pipeloom.runtime.faults import Faults
-from pipeloom.runtime.lowering import RankProgram, whole_backwards
+from pipeloom.runtime.lowering import RankProgram, forward_only, lower, whole_backwards
+from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.runtime.overlap import Lane
 from pipeloom.runtime.specs import SpecBook
 from pipeloom.runtime.stage import Stage
@@ -31,12 +32,9 @@ Loss = Callable[[Any, Any], Tensor]
 class Rank:
     """One place in the pipeline, on whatever transport it is given.
 
-    Args:
-        pairs_apart: a pair of stages that declare no segments, in which nothing overlaps, runs as a forward and then a
-            backward, each when its own input is there.
-
     Attributes:
-        schedule: what it runs.
+        schedule: what it runs. A pair of stages that declare no segments, in which nothing overlaps, is a forward and then a
+            backward there, each of which starts when its own input has come.
         deferral: the output layer's weight gradients, where they may wait.
         finishing: told in a training step before a stage's last B, if that is one call of autograd's.
         finished: told of each stage whose gradients are complete, once what made them so has been sent.
@@ -48,18 +46,16 @@ class Rank:
         rank: int,
         stages: dict[int, Stage],
         loss: Loss,
-        book: SpecBook,
-        faults: Faults,
+        options: RuntimeOptions,
         lane: Lane,
-        pairs_apart: bool = True,
     ) -> None:
         self.rank = rank
         self.stages = stages
-        self._pairs_apart = pairs_apart
+        self._options = options
         self.follow(schedule)
         self.loss = loss
-        self.book = book
-        self.faults = faults
+        self.book = SpecBook(schedule, options.shapes)
+        self.faults = Faults(options.fault, rank)
         self.lane = lane
         self.deferral: HeadDeferral | None = None
         self.finishing: Callable[[int], None] | None = None
@@ -72,9 +68,18 @@ class Rank:
     def follow(self, schedule: Schedule) -> None:
         """From the next step on: a schedule of the same stages and routes."""
         one_piece = [index for index, stage in self.stages.items() if not stage.segmented]
-        self.schedule = schedule.unpaired(one_piece) if self._pairs_apart else schedule
+        batched = self._options.transport == "batched"  # its batches are proved with the pairs whole
+        self.schedule = schedule if batched else schedule.unpaired(one_piece)
+        self._programs: dict[int | None, RankProgram] = {}
         for stage, microbatches in whole_backwards(schedule, self.rank).items():
             self.stages[stage].whole = microbatches
+
+    def program(self, forwards: int | None = None) -> RankProgram:
+        """A training step's, or the forwards of so many micro-batches; lowered once each."""
+        if forwards not in self._programs:
+            chosen = self.schedule if forwards is None else forward_only(self.schedule, forwards)
+            self._programs[forwards] = lower(chosen, self.rank, self._options)
+        return self._programs[forwards]
 
     def run(
         self, program: RankProgram, batch: Microbatches, transport: Transport, *, keep_outputs: bool = False

@@ -94,7 +94,6 @@ class Stage:
         self.whole: frozenset[int] = frozenset()  # micro-batches whose backward is one B though others are split
         self._lane = lane
         usual = layers.modules if deferral is None else layers.modules[:-1]
-        desk.in_place |= splits
         if splits or self.segmented:
             for module in usual:
                 defer_weight_gradients(module, desk)

@@ -175,6 +175,8 @@ class Schedule:
 
         A pair starts when both its inputs are there, so where nothing overlaps inside it this is never slower.
         """
+        if not self.has_pairs:
+            return self
         limit = 4 * self.kind_stride
         apart = set(range(self.stages) if stages is None else stages)
 

@@ -36,24 +36,19 @@ class PairState:
         self.rows = [list(row) for row in rows]
         self.place = [0] * (blocks.none + 2)
         self.levels: list[list[float]] = [[0.0] * len(row) for row in rows]
-        for rank in range(len(rows)):
-            self._refresh(rank, 0)
+        for rank, row in enumerate(rows):
+            self._refresh(rank, 0, len(row) - 1)
 
-    def _refresh(self, rank: int, low: int) -> None:
-        row, levels, change, nodes, place = (
-            self.rows[rank],
-            self.levels[rank],
-            self.blocks.change,
-            self.blocks.nodes,
-            self.place,
-        )
-        level = levels[low - 1] + change[row[low - 1]] if low else 0.0
-        for at in range(low, len(row)):
+    def _refresh(self, rank: int, low: int, high: int) -> None:
+        """Places and memory from index `low`, whose memory before is right, to `high`."""
+        row, levels, blocks = self.rows[rank], self.levels[rank], self.blocks
+        level = levels[low] if row else 0.0
+        for at in range(low, high + 1):
             block = row[at]
             levels[at] = level
-            level += change[block]
-            for node in nodes[block]:
-                place[node] = at
+            level += blocks.change[block]
+            for node in blocks.nodes[block]:
+                self.place[node] = at
 
     def apply(self, move: Stretch) -> Stretch:
         """Makes the move; returns the one that takes it back."""
@@ -61,21 +56,11 @@ class PairState:
         old = tuple(self.rows[rank][low : high + 1])
         self.rows[rank][low : high + 1] = new
         if len(new) == len(old):
-            self._refresh_between(rank, low, high)
+            self._refresh(rank, low, high)
         else:
-            self.levels[rank][low : high + 1] = [0.0] * len(new)
-            self._refresh(rank, low)
+            self.levels[rank][low : high + 1] = [self.levels[rank][low]] * len(new)
+            self._refresh(rank, low, len(self.rows[rank]) - 1)
         return Stretch(rank, low, low + len(new) - 1, old, breaks, makes)
-
-    def _refresh_between(self, rank: int, low: int, high: int) -> None:
-        row, levels, blocks = self.rows[rank], self.levels[rank], self.blocks
-        level = levels[low]
-        for at in range(low, high + 1):
-            block = row[at]
-            levels[at] = level
-            level += blocks.change[block]
-            for node in blocks.nodes[block]:
-                self.place[node] = at
 
     def allows(self, rank: int, low: int, new: tuple[int, ...]) -> bool:
         """Whether the order on the rank itself and its memory allow these blocks from index `low` on, in place of the same

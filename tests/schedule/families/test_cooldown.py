@@ -76,8 +76,8 @@ def test_what_gains_nothing_stays_as_it_is() -> None:
         assert schedules.split_cooldown(made).codes == made.codes
 
 
-def test_a_weight_gradient_too_early_costs_time() -> None:
-    """Mutation: before the input gradient that another rank waits for, W is in its way."""
+def test_a_last_backward_left_whole_costs_time() -> None:
+    """Mutation: then W is in the way of what other ranks wait for. In a wait, one W more or less in front is nothing."""
     split = schedules.split_cooldown(schedules.one_f_one_b(4, 8))
     mutated = [list(program) for program in split.programs]
     at = [str(cell) for cell in mutated[2]].index("2I7")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from pipeloom.schedule.channels import neighbours
 from pipeloom.schedule.costs import Costs, durations
@@ -28,7 +28,10 @@ def split_cooldown(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     1, 1, 1, 0). Where nothing is shorter than the schedule as it is, its actions stay as they are.
     """
     chosen = costs if costs is not None else Costs()
-    cut = [_Cut.of(schedule, rank) for rank in range(schedule.ranks)]
+    before, _ = neighbours(schedule)
+    places = schedule.placement
+    awaited = [other is not None and places[other] != places[stage] for stage, other in enumerate(before)]
+    cut = [_Cut.of(schedule, rank, awaited) for rank in range(schedule.ranks)]
     timeline = simulate(replace(schedule, codes=tuple(each.late for each in cut)), chosen)
     duration = durations(schedule, chosen)
     best, least = schedule, simulate(schedule, chosen).makespan
@@ -46,6 +49,7 @@ def split_cooldown(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     return replace(best, options=tuple(sorted(options.items())))
 
 
+@dataclass(frozen=True)
 class _Cut:
     """One rank's program, cut behind its last forward.
 
@@ -55,16 +59,14 @@ class _Cut:
         owed: I -> its W, for each W of the rest, in the order of the debts. The head's come first.
     """
 
-    def __init__(self, head: Program, chain: Program, owed: dict[int, int]) -> None:
-        self.head = head
-        self.chain = chain
-        self.owed = owed
+    head: Program
+    chain: Program
+    owed: dict[int, int]
 
     @classmethod
-    def of(cls, schedule: Schedule, rank: int) -> _Cut:
+    def of(cls, schedule: Schedule, rank: int, awaited: Sequence[bool]) -> _Cut:
+        """`awaited`: stage -> whether another rank waits for its input gradients."""
         program, stride = schedule.codes[rank], schedule.kind_stride
-        before, _ = neighbours(schedule)
-        remote = [other is not None and schedule.placement[other] != rank for other in before]
         last = max((at for at, code in enumerate(program) if code < stride or code >= 4 * stride), default=-1)
         chain: list[int] = []
         owed: dict[int, int] = {}
@@ -73,7 +75,7 @@ class _Cut:
             if kind == 3:
                 owed.setdefault(place + 2 * stride, code)
                 continue
-            if kind == 1 and remote[place // schedule.microbatches]:
+            if kind == 1 and awaited[place // schedule.microbatches]:
                 code = place + 2 * stride
             if code >= 2 * stride:
                 owed.setdefault(code, place + 3 * stride)
