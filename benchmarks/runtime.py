@@ -6,7 +6,8 @@
 emulated: layers that sleep (F 5 ms, B 10 ms), 4 processes: step / makespan simulated with costs calibrated in the run.
 tiny:     layers that do next to nothing, 2 processes: microseconds a compute action.
 blocks:   8 transformer blocks of width 256, 128 tokens, micro-batch 4, m = 8, 2 processes of one thread: step / torch's.
-          *Cool-down split*: the same schedule with `cooldown=split`, beside torch's as it is.
+          *Cool-down split*: the same schedule with `cooldown=split`, beside torch's as it is. Where the machine's
+          products go through oneDNN (`pipeloom.ops.products`), *PyTorch's products* is the same step without that.
 split:    I + W against B on a stage of 4 such blocks, fresh processes in turn.
 
 Ours and torch's alternate, step by step, in the same processes; figures are medians.
@@ -14,8 +15,9 @@ Ours and torch's alternate, step by step, in the same processes; figures are med
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -38,6 +40,8 @@ import pipeloom as pl
 from hops import hops
 from layers import Block, SleepLayer, TinyLayer, mse, total
 from parts import run_parts
+from pipeloom.ops import products
+from pipeloom.ops.deferred import Desk, defer_weight_gradients
 from pipeloom.runtime import Pipeline
 from processes import run_ranks
 
@@ -76,6 +80,17 @@ def torch_step(name: str, held: tuple[int, ...], stages: int, m: int, layers: li
     return step
 
 
+@contextlib.contextmanager
+def pytorchs_products() -> Iterator[None]:
+    """Inside, our linear layers multiply as PyTorch's do."""
+    prefers = products.machine_prefers_onednn
+    products.machine_prefers_onednn = lambda: False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        products.machine_prefers_onednn = prefers
+
+
 def compare(
     rank: int,
     name: str,
@@ -88,7 +103,7 @@ def compare(
     loss: Any = mse,
     cooldown: str = "whole",
 ) -> Any:
-    """(our step times, torch's, our measured timeline) of alternating steps on this rank.
+    """(our step times, torch's, our measured timelines, ours with PyTorch's products) of alternating steps on this rank.
 
     With `cooldown="split"` ours is planned anew with the costs measured in the first steps.
     """
@@ -119,14 +134,17 @@ def compare(
     if cooldown == "split":
         ours.adopt(pl.schedules.split_cooldown(plain, ours.timeline().costs))
         timed(ours.step)
-    pairs, timelines = [], []
+    own, usual, plainly, timelines = [], [], [], []
     for _ in range(PAIRS):
-        own = timed(ours.step)
+        own.append(timed(ours.step))
         timelines.append(ours.timeline())
-        pairs.append((own, timed(theirs)))
+        usual.append(timed(theirs))
+        if products.machine_prefers_onednn():
+            with pytorchs_products():
+                plainly.append(timed(ours.step))
     idle = median(barrier_only() for _ in range(20))
     ours.close()
-    return [a - idle for a, _ in pairs], [b - idle for _, b in pairs], timelines
+    return [a - idle for a in own], [b - idle for b in usual], timelines, [c - idle for c in plainly or own]
 
 
 def over_calibrated(results: list[Any]) -> float:
@@ -168,12 +186,14 @@ def tiny() -> None:
         print(f"{name + f' p=2 m={m} v={chunks}':24}{ours:8.0f}{theirs:8.0f}{ours / theirs:8.2f}")
 
 
-def serial_seconds(m: int, blocks: int) -> float:
-    """One process over the same blocks and micro-batches."""
+def serial_seconds(m: int, blocks: int, plain: bool) -> float:
+    """One process over the same blocks and micro-batches. `plain`: with PyTorch's products."""
 
     def work(rank: int) -> float:
         torch.manual_seed(0)
         model = nn.Sequential(*[Block() for _ in range(blocks)])
+        if not plain:
+            defer_weight_gradients(model, Desk())  # its layers multiply as a pipeline's do
         x, y = torch.randn(m * 4, 128, 256), torch.randn(m * 4, 128, 256)
         times = []
         for _ in range(6):
@@ -188,19 +208,22 @@ def serial_seconds(m: int, blocks: int) -> float:
 
 def blocks() -> None:
     m = 8
-    alone = serial_seconds(m, 8)
+    alone, alone_plain = serial_seconds(m, 8, False), serial_seconds(m, 8, True)
     print(
-        f"8 transformer blocks, width 256, 128 tokens, micro-batch 4, m = {m}, 2 processes; one process: {alone * 1e3:.0f} ms"
+        f"8 transformer blocks, width 256, 128 tokens, micro-batch 4, m = {m}, 2 processes; one process: {alone * 1e3:.0f} ms, "
+        f"with PyTorch's products {alone_plain * 1e3:.0f} ms"
     )
-    print(f"{'schedule':24}{'ours ms':>9}{'torch ms':>10}{'ratio':>8}{'efficiency':>12}{'torch':>8}")
+    print(f"{'ms a step, ÷ torch, efficiency':32}{'torch':>14}{'ours':>20}{'PyTorch products':>19}")
     for name, chunks, cooldown in ROWS:
         sizes = 8 // (2 * chunks), (m * 4, 128, 256)
         results = run_ranks(compare, 2, name, 2, m, chunks, lambda i: Block(), *sizes, mse, cooldown)
-        pairs = list(zip(results[0][0], results[0][1], strict=True))
-        ours, theirs = median(a for a, _ in pairs), median(b for _, b in pairs)
+        own, usual, _, plainly = results[0]
+        ours, theirs, plain = median(own), median(usual), median(plainly)
+        ratio, same = (median(a / b for a, b in zip(steps, usual, strict=True)) for steps in (own, plainly))
         print(
-            f"{label(name, 2, m, chunks, cooldown):24}{ours * 1e3:9.0f}{theirs * 1e3:10.0f}{median(a / b for a, b in pairs):8.3f}"
-            f"{alone / 2 / ours:12.3f}{alone / 2 / theirs:8.3f}"
+            f"{label(name, 2, m, chunks, cooldown):28}{theirs * 1e3:8.0f}{alone_plain / 2 / theirs:6.3f}"
+            f"{ours * 1e3:8.0f}{ratio:6.3f}{alone / 2 / ours:6.3f}"
+            f"{plain * 1e3:7.0f}{same:6.3f}{alone_plain / 2 / plain:6.3f}"
         )
 
 

@@ -13,9 +13,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from pipeloom.ops.main_gradient import MainGradients
+from pipeloom.ops.products import add_product, linear, multiply
 
 
 class Fetched(Protocol):
@@ -70,11 +70,11 @@ def add_weight_gradient(weight: nn.Parameter, x: Tensor, gradient: Tensor, main:
     if main is not None and weight in main:
         main.add_product(weight, rows, columns)
     elif weight.grad is None:
-        weight.grad = (rows.t() @ columns).to(weight.dtype)
+        weight.grad = multiply(rows.t(), columns).to(weight.dtype)
     elif weight.grad.dtype == rows.dtype:
-        weight.grad.addmm_(rows.t(), columns)
+        add_product(weight.grad, rows.t(), columns)
     else:
-        weight.grad += rows.t() @ columns
+        weight.grad += multiply(rows.t(), columns)
 
 
 def as_autocast(x: Tensor) -> Tensor:
@@ -117,13 +117,13 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.weight = weight
         ctx.ledger, ctx.main = ledger, main
-        return F.linear(x, weight, bias)
+        return linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,) = gradients
         x, weight = ctx.saved_tensors
-        dx = gradient @ weight.to(gradient.dtype) if ctx.needs_input_grad[0] else None
+        dx = multiply(gradient, weight.to(gradient.dtype)) if ctx.needs_input_grad[0] else None
         db = gradient.reshape(-1, gradient.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
         if ctx.ledger is not None:
             ctx.ledger.owe(partial(add_weight_gradient, ctx.weight, x.detach(), gradient, ctx.main))
@@ -151,15 +151,15 @@ def defer_weight_gradients(module: nn.Module, desk: Desk) -> None:
             part.forward = partial(_forward, part, desk)  # type: ignore[method-assign]
 
 
-def _forward(linear: nn.Linear, desk: Desk, x: Tensor) -> Tensor:
-    return apply_linear(x, linear.weight, linear.bias, desk)
+def _forward(layer: nn.Linear, desk: Desk, x: Tensor) -> Tensor:
+    return apply_linear(x, layer.weight, layer.bias, desk)
 
 
 def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None, desk: Desk | None) -> Tensor:
     """x weight^T + bias, whose weight gradient goes where the desk says; through autograd where that says nothing."""
     if desk is None or not weight.requires_grad or not torch.is_grad_enabled():
-        return F.linear(x, weight, bias)
+        return linear(x, weight, bias)
     adds = desk.in_place or (desk.main is not None and weight in desk.main)
     if desk.ledger is None and not adds:
-        return F.linear(x, weight, bias)
+        return linear(x, weight, bias)
     return _Linear.apply(x, weight, bias, desk.ledger, desk.main)  # type: ignore[no-any-return, no-untyped-call]

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from pipeloom.ops.products import add_product
+
 
 class MainGradients:
     """Parameter -> the buffer of its shape that its gradient is added to.
@@ -104,10 +106,7 @@ class MainGradients:
 def _add_product(buffer: Tensor, rows: Tensor, columns: Tensor, first: bool) -> None:
     """buffer += rows^T columns; `first`: what the buffer holds is overwritten."""
     if buffer.dtype == rows.dtype == columns.dtype:
-        if first:
-            torch.mm(rows.t(), columns, out=buffer)
-        else:
-            buffer.addmm_(rows.t(), columns)
+        add_product(buffer, rows.t(), columns, first)
     elif buffer.is_cuda and buffer.dtype == torch.float32 and rows.dtype == columns.dtype:
         # half-precision factors, fp32 sum: one GEMM that adds where it writes
         if first:
@@ -115,8 +114,4 @@ def _add_product(buffer: Tensor, rows: Tensor, columns: Tensor, first: bool) -> 
         else:
             torch.addmm(buffer, rows.t(), columns, out_dtype=torch.float32, out=buffer)
     else:  # a CPU has no such product; conversion is exact, and small beside it
-        wide_rows, wide_columns = rows.to(buffer.dtype), columns.to(buffer.dtype)
-        if first:
-            torch.mm(wide_rows.t(), wide_columns, out=buffer)
-        else:
-            buffer.addmm_(wide_rows.t(), wide_columns)
+        add_product(buffer, rows.to(buffer.dtype).t(), columns.to(buffer.dtype), first)

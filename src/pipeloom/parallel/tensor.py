@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from pipeloom.errors import ConfigError
 from pipeloom.ops.deferred import Desk, Ledger, add_weight_gradient, apply_linear
 from pipeloom.ops.main_gradient import MainGradients
+from pipeloom.ops.products import add_product, linear, multiply
 from pipeloom.parallel.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
 from pipeloom.parallel.laid import Laid, Shard
 from pipeloom.parallel.mesh import Axis
@@ -131,9 +131,9 @@ class RowLinear(nn.Module):
 
 def project(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
     """Each layer's output for the same input. Column layers share the gather of x and the reduction of its gradient."""
-    if all(isinstance(linear, ColumnLinear) for linear in linears):
+    if all(isinstance(layer, ColumnLinear) for layer in linears):
         return _column(x, linears)  # type: ignore[arg-type]
-    return tuple(linear(x) for linear in linears)
+    return tuple(layer(x) for layer in linears)
 
 
 def column_linear(inputs: int, outputs: int, tensor: TensorParallel | None, what: str = "outputs") -> nn.Module:
@@ -185,8 +185,8 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 def _column(x: Tensor, linears: Sequence[ColumnLinear]) -> tuple[Tensor, ...]:
-    weights = [linear.weight for linear in linears]
-    biases = [linear.bias for linear in linears]
+    weights = [layer.weight for layer in linears]
+    biases = [layer.bias for layer in linears]
     desk = linears[0].desk
     call = _Call(linears[0].tensor, *((desk.ledger, desk.main) if desk is not None else (None, None)))
     return _Column.apply(x, call, *weights, *biases)  # type: ignore[no-any-return, no-untyped-call]
@@ -211,7 +211,7 @@ class _Column(torch.autograd.Function):
         ctx.save_for_backward(x if trains else None, *weights)
         ctx.call, ctx.weights = call, weights
         whole = start_all_gather(x, tensor.axis).wait() if tensor.sequence else x
-        return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+        return tuple(linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -233,7 +233,7 @@ class _Column(torch.autograd.Function):
                 if main is not None and ctx.weights[at] in main:
                     add_weight_gradient(ctx.weights[at], whole, gradients[at], main)
                 else:
-                    products[at] = _rows(gradients[at]).t() @ _rows(whole)
+                    products[at] = multiply(_rows(gradients[at]).t(), _rows(whole))
         return reducing.wait() if reducing is not None else None, None, *products, *biases
 
 
@@ -241,9 +241,9 @@ def _start_input_gradient(
     gradients: Sequence[Tensor], weights: Sequence[Tensor], tensor: TensorParallel
 ) -> Pending | SharedSum:
     """The sum over layers of gradient · weight, and the start of its sum over the ranks."""
-    rows = _rows(gradients[0]) @ weights[0]
+    rows = multiply(_rows(gradients[0]), weights[0])
     for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
-        rows.addmm_(_rows(gradient), weight)
+        add_product(rows, _rows(gradient), weight)
     dx = rows.view(*gradients[0].shape[:-1], -1)
     return start_reduce_scatter(dx, tensor.axis) if tensor.sequence else _start_sum(dx, tensor)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from pipeloom.ops import products
 from pipeloom.ops.deferred import Desk, Ledger, defer_weight_gradients
 from pipeloom.ops.segments import Communication, carries, is_segmented, saved_of
 from pipeloom.runtime.boundary import Boundary, Values, as_values
@@ -94,7 +95,7 @@ class Stage:
         self.whole: frozenset[int] = frozenset()  # micro-batches whose backward is one B though others are split
         self._lane = lane
         usual = layers.modules if deferral is None else layers.modules[:-1]
-        if splits or self.segmented:
+        if splits or self.segmented or products.machine_prefers_onednn():
             for module in usual:
                 defer_weight_gradients(module, desk)
         if deferral is not None:

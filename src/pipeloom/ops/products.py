@@ -1,0 +1,116 @@
+"""Matrix products of linear layers: PyTorch's own, or oneDNN's where those take half the time.
+
+PyTorch multiplies fp32 matrices on x86 with MKL, which leaves AVX-512 unused on AMD's processors; oneDNN, a part of PyTorch
+too, uses it. The choice depends on the machine and the shapes alone, so that runs repeat bit by bit.
+`torch.backends.mkldnn.enabled = False` leaves all to PyTorch.
+"""
+
+from __future__ import annotations
+
+import platform
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+_LEAST_WORK = 2**20  # multiplications; a smaller product does not win back oneDNN's 10 microseconds a call
+_TYPES = (Tensor, nn.Parameter)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x weight^T + bias: [..., inputs], [outputs, inputs] and [outputs] -> [..., outputs]."""
+    if not _suits(x, weight.t()) or (bias is not None and bias.dtype != x.dtype):
+        return F.linear(x, weight, bias)
+    if not torch.is_grad_enabled():
+        return _onednn()(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+    return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def multiply(x: Tensor, y: Tensor) -> Tensor:
+    """x y: [..., k] and [k, n] -> [..., n]."""
+    if torch.is_grad_enabled() or not _suits(x, y):
+        return x @ y
+    return _onednn()(x, y.t(), None, "none", [], "")  # type: ignore[no-any-return]
+
+
+def add_product(total: Tensor, x: Tensor, y: Tensor, first: bool = False) -> None:
+    """total += x y, [m, k] and [k, n], all of one dtype; `first`: total = x y, whatever it held."""
+    if _suits(x, y):
+        product = multiply(x, y)
+        if first:
+            total.copy_(product)
+        else:
+            total.add_(product)
+    elif first:
+        torch.mm(x, y, out=total)
+    else:
+        total.addmm_(x, y)
+
+
+@cache
+def machine_prefers_onednn() -> bool:
+    """Whether this is an AMD processor with AVX-512, and PyTorch has both libraries."""
+    return (
+        torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+        and _onednn() is not None
+        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        and "AMD" in _vendor()
+    )
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer with oneDNN's products. A backward that is differentiated itself takes PyTorch's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,) = gradients
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        return (
+            multiply(gradient, weight) if wants_x else None,
+            multiply(rows.t(), x.reshape(-1, x.shape[-1])) if wants_weight else None,
+            rows.sum(0) if wants_bias else None,
+        )
+
+
+def _suits(x: Tensor, y: Tensor) -> bool:
+    """Whether oneDNN takes x y, [..., k] and [k, n], and less time for it."""
+    return (
+        machine_prefers_onednn()
+        and x.dtype == y.dtype == torch.float32
+        and x.device.type == y.device.type == "cpu"
+        and type(x) in _TYPES
+        and type(y) in _TYPES
+        and x.dim() > 1
+        and prod(x.shape) * y.shape[1] >= _LEAST_WORK
+        and bool(torch.backends.mkldnn.enabled)
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+@cache
+def _onednn() -> Any:
+    """oneDNN's linear layer, which PyTorch's compiler calls; None where PyTorch has none."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return None
+    return getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+
+
+def _vendor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith("vendor_id")), "")
