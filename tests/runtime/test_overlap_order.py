@@ -66,7 +66,7 @@ def test_an_input_gradient_leaves_all_weight_gradients_to_w() -> None:
     log = noted_run(split(pl.schedules.build("1f1b-overlap", 1, 2)), 1)
     pair = [word for word in words(PAIR) if word[0] != "W"]
     first = log.index("start B.combine0")
-    assert log[first : first + len(pair) + 2] == [*pair, "W.experts0", "W.attention0"]
+    assert log[first : first + len(pair) + 2] == [*pair, "W.attention0", "W.experts0"]
 
 
 def test_a_quick_communication_is_waited_for_on_the_spot() -> None:

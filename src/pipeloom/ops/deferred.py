@@ -39,15 +39,17 @@ class Ledger:
         self._owed.append((work, fetch))
 
     def pay(self) -> None:
-        """Does all work owed, in the order of the debts, and lets go of what it held. One fetch at most runs ahead."""
+        """Does all work owed and lets go of what it held, the latest debt first: that one's tensors are in the cache still.
+
+        One fetch at most runs ahead.
+        """
         owed, self._owed = self._owed, []
-        fetches = iter([fetch for _, fetch in owed if fetch is not None])
+        fetches = iter([fetch for _, fetch in reversed(owed) if fetch is not None])
 
         def start() -> Fetched | None:
             fetch = next(fetches, None)
             return None if fetch is None else fetch()
 
-        owed.reverse()
         with torch.no_grad():
             coming = start()
             while owed:

@@ -15,6 +15,7 @@ from pipeloom.parallel.data import AFTER_TIES
 from pipeloom.parallel.laid import Laid, layout_of
 from pipeloom.runtime.deferral import HeadDeferral
 from pipeloom.runtime.layers import LayerSource, build_stage, split_layers
+from pipeloom.runtime.memory import keep_freed_memory
 from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.runtime.overlap import Lane
 from pipeloom.runtime.rank import Loss, Rank
@@ -72,6 +73,8 @@ def assemble(
     thread: Thread | None = None,
 ) -> Assembly:
     """Builds the layers that `schedule` places on `rank`; `thread` is given where several ranks share one."""
+    if device.type == "cpu":
+        keep_freed_memory()
     names = [str(getattr(layer, "name", at)) for at, layer in enumerate(layers)]
     if len(set(names)) != len(names):
         raise ConfigError(f"two layers are called {next(n for n in names if names.count(n) > 1)!r}; names must differ")
