@@ -99,12 +99,33 @@ def test_a_lost_message_is_reported_by_every_rank(transport: Any, tmp_path: Path
 def test_a_killed_rank_is_named(transport: Any, victim: int, tmp_path: Path) -> None:
     ends = run(tmp_path, f"kill:{victim}:1", transport)
     assert max(end.at for end in ends) < 15
-    assert [end.code for end in ends] == [-9 if rank == victim else 6 for rank in range(3)]
+    assert [end.code for end in ends] == [-9 if rank == victim else 6 for rank in range(3)], [end.words for end in ends]
     for rank, end in enumerate(ends):
         if rank != victim:
             assert f"because rank {victim} is gone" in end.words, end.words
             assert f"[rank {rank}] " in end.words
     assert any("waits for" in end.words or "never sent the loss" in end.words for end in ends)
+
+
+def train_slowly(rank: int, layers: Any, options: RuntimeOptions) -> None:
+    """As `train`, but what it asks of the loss's rank comes a second late."""
+    pipeline = Pipeline(layers, LOOPED, loss=mse, options=options)
+    start = pipeline._losses.start
+
+    def late(share: Tensor | None) -> Any:
+        time.sleep(1.0 if share is None else 0.0)
+        return start(share)
+
+    pipeline._losses.start = late  # type: ignore[method-assign]
+    for step in range(4):
+        pipeline.step(*batch(14, seed=step))
+
+
+def test_a_rank_that_died_before_its_loss_was_asked_for_is_named(tmp_path: Path) -> None:
+    options = RuntimeOptions(transport="individual", fault=parse_fault("kill:2:1"))
+    ends = run_until_dead(train_slowly, 3, tmp_path, blocks(6), options)
+    assert [end.code for end in ends] == [6, 6, -9], [end.words for end in ends]
+    assert all("because rank 2 is gone" in end.words and "never sent the loss" in end.words for end in ends[:2])
 
 
 def test_the_death_of_the_stores_host_ends_all(tmp_path: Path) -> None:

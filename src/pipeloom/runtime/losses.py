@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -51,31 +51,46 @@ class LossSpread:
         total = share.clone() if known and share is not None else torch.zeros((), device=self._device)
         if self._group is None:
             return PendingLoss(lambda: total)
-        if self._sum:
-            reduction = self._group.allreduce([total])
-            return PendingLoss(lambda: self._await(reduction, total, None))
         line = self._line
+        if self._sum:
+            with self._telling(None, ""):
+                reduction = self._group.allreduce([total])
+            return PendingLoss(lambda: self._await(reduction, total, None))
         if line.rank != self._source:
-            receipt = line.group.recv([total], self._source, _LOSS_TAG)
+            with self._telling(self._source, "it never sent the loss"):
+                receipt = line.group.recv([total], self._source, _LOSS_TAG)
             return PendingLoss(lambda: self._await(receipt, total, self._source))
-        for work, _ in self._sends:  # of the step before: long received
-            work.wait()
-        others = [rank for rank in range(len(line.ranks)) if rank != self._source]
-        self._sends = [(line.group.send([total], rank, _LOSS_TAG), total) for rank in others]
+        self._send(total)
         own = total.clone()
         return PendingLoss(lambda: own)
 
-    def _await(self, work: Any, loss: Tensor, source: int | None) -> Tensor:
-        with self._alarm.telling():
-            self._alarm.status.wait_between("the loss")
-            try:
+    def _send(self, total: Tensor) -> None:
+        with self._telling(None, ""):
+            for work, _ in self._sends:  # of the step before: long received
                 work.wait()
-            except RuntimeError as error:
-                if source is None:
-                    raise
-                raise PeerGone(source, f"it never sent the loss: {error}") from None
+        self._sends = []
+        for rank in range(len(self._line.ranks)):
+            if rank != self._source:
+                with self._telling(rank, "it did not take the loss"):
+                    self._sends.append((self._line.group.send([total], rank, _LOSS_TAG), total))
+
+    def _await(self, work: Any, loss: Tensor, source: int | None) -> Tensor:
+        with self._telling(source, "it never sent the loss"):
+            self._alarm.status.wait_between("the loss")
+            work.wait()
             self._alarm.status.leave()
         return loss
+
+    @contextlib.contextmanager
+    def _telling(self, peer: int | None, words: str) -> Iterator[None]:
+        """An error inside is told to the other ranks; None: it may be any peer's."""
+        with self._alarm.telling():
+            try:
+                yield
+            except RuntimeError as error:
+                if peer is None:
+                    raise
+                raise PeerGone(peer, f"{words}: {error}") from None
 
     def close(self) -> None:
         """Waits for what was sent; a peer that is gone does not matter."""

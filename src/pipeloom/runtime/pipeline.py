@@ -163,7 +163,8 @@ class Pipeline(Holdings):
         outputs = self._run(self._rank.program(batch.count), batch, keep_outputs=True).outputs
         if len(self.schedule.routes) > 1 and self.group is not None:
             gathered: list[Any] = [None] * self.ranks
-            dist.all_gather_object(gathered, outputs, group=self.group)
+            with self._alarm.telling():
+                dist.all_gather_object(gathered, outputs, group=self.group)
             outputs = {mb: output for part in gathered for mb, output in part.items()} if outputs else {}
         return join([outputs[mb] for mb in sorted(outputs)]) if len(outputs) == batch.count else None
 
