@@ -15,6 +15,7 @@ from pipeloom.config import Layout
 from pipeloom.config.mesh import MeshShape
 from pipeloom.models import cross_entropy, layers, tied
 from pipeloom.models.weights import stable_seed
+from pipeloom.ops.deferred import Desk, defer_weight_gradients
 from pipeloom.ops.microbatch import KEYWORD, MicrobatchContext
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.train.batches import Batch
@@ -117,6 +118,8 @@ def serial_step(layout: Layout, device: torch.device) -> Step:
     config = layout.config
     built = [(layer.name, layer()) for layer in layers(config.model, config.train.seed, _dtype(layout), device)]
     modules = [module for _, module in built]
+    for module in modules:
+        defer_weight_gradients(module, Desk())  # its products are those of a pipeline's layers
     for names in tied(config.model):
         _share(dict(built), names)
     batch = make_batch(layout)
