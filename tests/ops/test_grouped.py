@@ -77,3 +77,27 @@ def test_a_deferred_gradient_of_no_rows_is_zeros_not_none() -> None:
     add_group_gradients(weight, normal(0, 16), normal(0, 8), (0, 0, 0, 0), None)
     assert weight.grad is not None
     assert not weight.grad.any()
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_computes_products_in_its_type(split: bool, dtype: torch.dtype) -> None:
+    counts, seed = COUNTS[0], normal(12, 8, seed=5)
+    weight, rows = nn.Parameter(normal(4, 8, 16, seed=3)), normal(12, 16, dtype=dtype).requires_grad_()
+    apply_grouped_linear(rows.float(), weight, counts).backward(seed)
+    want, right = weight.grad, rows.grad
+    assert want is not None
+    assert right is not None
+    weight.grad = rows.grad = None
+    desk = Desk()
+    desk.ledger = Ledger() if split else None
+    with torch.autocast("cpu", torch.bfloat16):
+        out = apply_grouped_linear(rows, weight, counts, desk)
+    assert out.dtype == torch.bfloat16
+    out.float().backward(seed)
+    if desk.ledger is not None:
+        desk.ledger.pay()
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.float32
+    torch.testing.assert_close(weight.grad, want, rtol=0.02, atol=0.05)
+    torch.testing.assert_close(rows.grad, right, rtol=0.02, atol=0.05)

@@ -241,6 +241,43 @@ def test_frozen_weights_and_main_gradients() -> None:
         assert all(verdicts), verdicts
 
 
+def under_autocast(rank: int) -> list[float]:
+    """The largest error of each gradient of an fp32 pair whose products are bf16, over the gradient's largest value."""
+    x, seed = normal(BATCH, LENGTH, WIDTH, seed=9), normal(BATCH, LENGTH, WIDTH, seed=10)
+    _, want = serial_pair(x, seed)
+    errors = []
+    for sequence in (False, True):
+        for split in (False, True):
+            tensor, desk = tensor_parallel(sequence), Desk()
+            pair = filled(tensor).float()
+            defer_weight_gradients(pair, desk)
+            ledger = desk.ledger = Ledger() if split else None
+            mine = own_tokens(x, tensor).float().requires_grad_()
+            with torch.autocast("cpu", torch.bfloat16):
+                out = pair(mine)
+            assert out.dtype == torch.bfloat16
+            out.float().backward(own_tokens(seed, tensor).float())
+            if ledger is not None:
+                ledger.pay()
+            compared = [(mine.grad, own_tokens(want["x"], tensor))]
+            for name, laid in layout_of(pair).items():
+                gradient = pair.get_parameter(name).grad
+                assert gradient is not None
+                if laid.partial:
+                    gradient = sum_over_ranks(gradient.clone(), TensorParallel(tensor.axis))
+                compared.append((gradient, part_of(want[name], laid, {"tp": tensor.index})))
+            assert all(got is not None and got.dtype == torch.float32 for got, _ in compared)
+            errors += [float((got - right).abs().max() / right.abs().max()) for got, right in compared]  # type: ignore[operator]
+    return errors
+
+
+@pytest.mark.dist
+def test_autocast_computes_products_in_its_type() -> None:
+    for errors in run_ranks(under_autocast, 2):
+        assert len(errors) == 4 * 7
+        assert 1e-5 < max(errors) < 0.05, errors  # bf16 has 8 bits
+
+
 def all_frozen(rank: int) -> tuple[list[torch.Size], bool]:
     """What frozen column layers keep, and whether their input gets its gradient all the same."""
     tensor, saved = tensor_parallel(True), []

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeloom.ops.deferred import Desk, Ledger
+from pipeloom.ops.deferred import Desk, Ledger, as_autocast
 from pipeloom.ops.main_gradient import MainGradients
 
 _CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -85,15 +85,16 @@ class _GroupedLinear(torch.autograd.Function):
         ledger: Ledger | None,
         main: MainGradients | None,
     ) -> Tensor:
+        x = as_autocast(x)
         ctx.save_for_backward(x, weight)
         ctx.weight, ctx.counts, ctx.ledger, ctx.main = weight, counts, ledger, main
-        return grouped_multiply(x, weight.transpose(1, 2), counts)
+        return grouped_multiply(x, weight.to(x.dtype).transpose(1, 2), counts)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         gradient = gradients[0].contiguous()
         x, weight = ctx.saved_tensors
-        dx = grouped_multiply(gradient, weight, ctx.counts) if ctx.needs_input_grad[0] else None
+        dx = grouped_multiply(gradient, weight.to(gradient.dtype), ctx.counts) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return dx, None, None, None, None
         if ctx.ledger is None and (ctx.main is None or ctx.weight not in ctx.main):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import ConfigError
-from pipeloom.ops.deferred import Desk, Ledger, add_weight_gradient, apply_linear
+from pipeloom.ops.deferred import Desk, Ledger, add_weight_gradient, apply_linear, as_autocast
 from pipeloom.ops.main_gradient import MainGradients
 from pipeloom.ops.products import add_product, linear, multiply
 from pipeloom.parallel.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
@@ -126,7 +126,7 @@ class RowLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out = sum_over_ranks(apply_linear(x, self.weight, None, self.desk), self.tensor)
-        return out if self.bias is None else out + self.bias
+        return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
 def project(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
@@ -207,6 +207,7 @@ class _Column(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, call: _Call, *parameters: Any) -> Any:
         count, tensor = len(parameters) // 2, call.tensor
         weights, biases = parameters[:count], parameters[count:]
+        x = as_autocast(x)
         trains = any(ctx.needs_input_grad[2 : 2 + count])  # frozen weights need no input
         ctx.save_for_backward(x if trains else None, *weights)
         ctx.call, ctx.weights = call, weights
@@ -241,9 +242,9 @@ def _start_input_gradient(
     gradients: Sequence[Tensor], weights: Sequence[Tensor], tensor: TensorParallel
 ) -> Pending | SharedSum:
     """The sum over layers of gradient · weight, and the start of its sum over the ranks."""
-    rows = multiply(_rows(gradients[0]), weights[0])
+    rows = multiply(_rows(gradients[0]), weights[0].to(gradients[0].dtype))
     for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
-        add_product(rows, _rows(gradient), weight)
+        add_product(rows, _rows(gradient), weight.to(gradient.dtype))
     dx = rows.view(*gradients[0].shape[:-1], -1)
     return start_reduce_scatter(dx, tensor.axis) if tensor.sequence else _start_sum(dx, tensor)
 
