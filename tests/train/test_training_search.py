@@ -22,7 +22,7 @@ from pipeloom.train.build import build_pipeline
 from pipeloom.train.find import find_schedule
 from pipeloom.train.loop import Trainer
 from pipeloom.train.measured import costs_of
-from pipeloom.train.searched import FILE, Measuring, fingerprint, settle
+from pipeloom.train.searched import FILE, Measuring, Trial, fingerprint, settle
 from pipeloom.train.tokenizer import ByteTokenizer
 from processes import run_ranks
 
@@ -83,6 +83,7 @@ def trained(rank: int, folder: Path, overrides: dict[str, Any], world_size: int 
         "peak": peak,
         "said": report.said if report else [],
         "search": [event for event in report.events if event["event"] == "search"] if report else [],
+        "trial": [event for event in report.events if event["event"] == "trial"] if report else [],
         "traces": len(trainer.traces),
         "weights": {name: value.tolist() for name, value in pipeline.named_parameters()},
     }
@@ -134,6 +135,47 @@ def test_a_measured_search_trains_as_its_schedule_does_from_the_start(tmp_path: 
     assert not any(line.startswith("searching") for line in again["said"])
     assert any(line.startswith("searching a schedule for the measured costs") for line in first["said"])
     assert again["losses"] == pytest.approx(first["losses"], rel=1e-6)
+
+
+def tried(rank: int, folder: Path, medians: tuple[float, float]) -> list[dict[str, Any]]:
+    """A run whose trial shows these times, and the same run again."""
+    Trial.medians = lambda self: medians  # type: ignore[method-assign]  # of this process only
+    more = {**SEARCH, "schedule.options.memory": 3, "train.steps": 9, "schedule.options.trial": 2}
+    return [trained(rank, folder, more) for _ in range(2)]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("medians", [(0.1, 0.2), (0.2, 0.1)])
+def test_the_faster_of_two_tried_schedules_stays(tmp_path: Path, medians: tuple[float, float]) -> None:
+    everyone = run_ranks(tried, 2, tmp_path, medians)
+    (first, again), (first1, _) = everyone
+    request = load_layout("tiny", {**SEARCH, "schedule.options.memory": 3}).search
+    assert request is not None
+    family = request.family
+    assert first["codes"] == first1["codes"]
+    assert (first["codes"] == family.codes) == (medians[0] > medians[1])
+    (event,) = first["trial"]
+    assert (event["searched"], event["family"]) == medians
+    assert first["traces"] == 2  # steps 8 and 9: three were measured, and each schedule had two
+    kept = family.name if medians[0] > medians[1] else "the searched one"
+    took = f"searched {medians[0] * 1e3:.1f} ms, {family.name} {medians[1] * 1e3:.1f} ms"
+    assert f"tried in turn, 2 steps each: {took} (medians); {kept} stays" in first["said"]
+    assert again["codes"] == first["codes"]  # taken over, and not tried again
+    assert not again["changed"]
+    assert not again["trial"]
+    assert again["losses"] == pytest.approx(first["losses"], rel=1e-6)
+
+
+def test_a_trial_takes_turns_and_leaves_out_first_steps() -> None:
+    schedules = (pl.schedules.build("1f1b", 2, 4), pl.schedules.build("gpipe", 2, 4))
+    trial = Trial(schedules, 3, "makespan")
+    ran = []
+    while (schedule := trial.next) is not None:
+        ran.append(schedule.name)
+        scale = (9.0 if len(ran) <= 2 else 1.0) * (2.0 if schedule.name == "gpipe" else 1.0)
+        trial.note(pl.simulate(schedule, pl.Costs(scale, scale, scale)))
+    assert ran == ["1f1b", "gpipe"] * 3
+    assert trial.medians() == (15.0, 30.0)
 
 
 def given(rank: int, folder: Path) -> list[dict[str, Any]]:

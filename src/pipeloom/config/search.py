@@ -4,6 +4,7 @@
     placement     "loop" (default), "linear", "vee", or the rank of every stage; with costs given and no placement: any of them
     costs         forward, input_grad, weight_grad, backward, p2p, held: given, the search comes before the first step
     measure       without costs: the steps that run a family first and are measured
+    trial         then: the steps that the searched schedule and the family take each, in turn, before the faster one stays
     objective     "makespan" or "span"; not given: makespan with a barrier between the steps, span without
     time_limit, iterations, seed: of the search
     reuse         take the schedule that an earlier run of the same configuration left in log.dir
@@ -40,6 +41,7 @@ class SearchRequest:
         memory_of: the family that `memory` is taken from; "" where it was given.
         costs: of the stages; None: measured in the first steps.
         measure: how many steps that takes.
+        trial: the steps of each schedule in the trial after it; 0: none, or the run has too few.
         objective, time_limit, iterations, seed: of the search.
         reuse: take over what an earlier run found.
         family: what the result is compared with: the placement's first family that fits, else one from list scheduling.
@@ -54,6 +56,7 @@ class SearchRequest:
     memory_of: str
     costs: Costs | None
     measure: int
+    trial: int
     objective: Literal["makespan", "span"]
     time_limit: float | None
     iterations: int | None
@@ -124,6 +127,7 @@ class SearchOptions(_Options):
     placement: Annotated[Any, BeforeValidator(_place)] = None
     costs: CostOptions | None = None
     measure: Annotated[int, Field(ge=3)] = 3
+    trial: Annotated[int, Field(ge=0)] = 4
     objective: Literal["makespan", "span"] | None = None
     time_limit: Positive | None = None
     iterations: Annotated[int, Field(ge=0)] | None = None
@@ -174,6 +178,7 @@ def search_request(config: Config) -> SearchRequest:
         memory_of=memory_of,
         costs=costs,
         measure=options.measure,
+        trial=options.trial if config.train.steps > options.measure + 2 * options.trial else 0,
         objective=options.objective or usual,
         time_limit=options.time_limit,
         iterations=options.iterations,

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from pipeloom.config.first_schedule import half_split
 from pipeloom.config.search import SearchRequest
 from pipeloom.errors import PipeloomError
 from pipeloom.runtime import Pipeline
-from pipeloom.schedule import Costs, Timeline, check, simulate
+from pipeloom.schedule import Costs, Schedule, Timeline, check, simulate
 from pipeloom.schedule.files import load
 from pipeloom.schedule.json_form import to_dict
 from pipeloom.train.find import EPS, Found, find_schedule, value_of
@@ -72,8 +73,31 @@ def estimated(layout: Layout, context: WorkerContext) -> Layout:
     return replace(layout, schedule=found.schedule, search=None)
 
 
+class Trial:
+    """Two schedules that take a step each in turn. A simulation does not know what an order does to caches and cores."""
+
+    def __init__(self, schedules: tuple[Schedule, Schedule], count: int, objective: str) -> None:
+        self.schedules = schedules
+        self._count, self._objective = count, objective
+        self._values: list[float] = []
+
+    @property
+    def next(self) -> Schedule | None:
+        """Whose turn it is; None when each has had `count`."""
+        made = len(self._values)
+        return self.schedules[made % 2] if made < 2 * self._count else None
+
+    def note(self, step: Timeline) -> None:
+        self._values.append(step.makespan if self._objective == "makespan" else max(step.spans))
+
+    def medians(self) -> tuple[float, float]:
+        """Of each one's steps but the first, in which buffers are made, unless it is the only one."""
+        first, second = (self._values[at::2] for at in (0, 1))
+        return median(first[1:] or first), median(second[1:] or second)
+
+
 class Measuring:
-    """The first steps of a search: their timelines, and then the search, after which the pipeline runs what was found."""
+    """The first steps of a search: those measured, the search, and the trial of what was found beside the family."""
 
     def __init__(self, layout: Layout, pipeline: Pipeline, context: WorkerContext, report: Report | None) -> None:
         assert layout.search is not None
@@ -81,9 +105,13 @@ class Measuring:
         self._config = layout.config
         self._pipeline, self._context, self._report = pipeline, context, report
         self._timelines: list[Timeline] = []
+        self._found: Found | None = None
+        self._trial: Trial | None = None
 
     def after_step(self) -> bool:
         """Looks at the step just made, collectively; True when the pipeline has its schedule, and nothing is left to do."""
+        if self._trial is not None:
+            return self._after_trial_step(self._trial)
         self._timelines.append(self._pipeline.timeline())
         made, count = len(self._timelines), self._request.measure
         if made < count:
@@ -103,6 +131,32 @@ class Measuring:
         self._pipeline.adopt(found.schedule)
         if self._report is not None:
             _tell(self._report, (self._config, self._context.device), self._request, found)
+        family = self._request.family
+        if not self._request.trial or found.schedule.programs == family.programs:
+            return True
+        self._found = found
+        self._trial = Trial((found.schedule, family), self._request.trial, found.objective)
+        return False
+
+    def _after_trial_step(self, trial: Trial) -> bool:
+        assert self._found is not None
+        trial.note(self._pipeline.timeline())
+        if trial.next is not None:
+            self._pipeline.adopt(trial.next)
+            return False
+        searched, usual = _by_rank_0(self._context, trial.medians)
+        found, family = self._found, self._request.family
+        if usual < searched:
+            found = replace(found, schedule=family, value=found.was)
+        self._pipeline.adopt(found.schedule)
+        if self._report is not None:
+            kept = family.name if usual < searched else "the searched one"
+            self._report.record("trial", searched=searched, family=usual, kept=found.schedule.name)
+            self._report.say(
+                f"tried in turn, {self._request.trial} steps each: searched {searched * 1e3:.1f} ms, {family.name} "
+                f"{usual * 1e3:.1f} ms (medians); {kept} stays"
+            )
+            _keep(self._report, (self._config, self._context.device), self._request, found)
         return True
 
 
@@ -176,8 +230,27 @@ def _earlier(config: Config, request: SearchRequest, device: torch.device) -> Fo
 
 def _tell(report: Report, place: tuple[Config, torch.device], request: SearchRequest, found: Found) -> None:
     """Says what was found, and keeps it in the run's folder."""
+    report.record("search", **_facts(request, found))
+    path = _keep(report, place, request, found)
+    word = "makespan" if found.objective == "makespan" else "largest span"
+    report.say(
+        f"searched schedule: {word} {_time(found.value, request)}, was {_time(found.was, request)} with "
+        f"{request.family.name}, bound {_time(found.lower_bound, request)}, gap {100 * found.gap:.1f} % "
+        f"(costs {found.source}" + (f"; searched for {found.seconds:.1f} s" if found.seconds else "") + ")"
+    )
+    report.say(f"  kept in {path}: a run with that as its schedule.name starts with it")
+
+
+def _keep(report: Report, place: tuple[Config, torch.device], request: SearchRequest, found: Found) -> Path:
+    """Writes the schedule into the run's folder, with all that a later run needs to take it over."""
     path = report.folder.root / FILE
-    facts: dict[str, Any] = {
+    kept = to_dict(found.schedule) | {"searched": _facts(request, found) | {"fingerprint": fingerprint(*place)}}
+    path.write_text(json.dumps(kept, allow_nan=False) + "\n", encoding="utf-8")
+    return path
+
+
+def _facts(request: SearchRequest, found: Found) -> dict[str, Any]:
+    return {
         "objective": found.objective,
         "value": found.value,
         "was": found.was,
@@ -192,16 +265,6 @@ def _tell(report: Report, place: tuple[Config, torch.device], request: SearchReq
             if name in ("forward", "input_grad", "weight_grad", "backward", "p2p", "held") and value is not None
         },
     }
-    kept = to_dict(found.schedule) | {"searched": facts | {"fingerprint": fingerprint(*place)}}
-    path.write_text(json.dumps(kept, allow_nan=False) + "\n", encoding="utf-8")
-    report.record("search", **facts)
-    word = "makespan" if found.objective == "makespan" else "largest span"
-    report.say(
-        f"searched schedule: {word} {_time(found.value, request)}, was {_time(found.was, request)} with "
-        f"{request.family.name}, bound {_time(found.lower_bound, request)}, gap {100 * found.gap:.1f} % "
-        f"(costs {found.source}" + (f"; searched for {found.seconds:.1f} s" if found.seconds else "") + ")"
-    )
-    report.say(f"  kept in {path}: a run with that as its schedule.name starts with it")
 
 
 def _time(value: float, request: SearchRequest) -> str:
