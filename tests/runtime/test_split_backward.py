@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import pipeloom as pl
@@ -165,6 +166,43 @@ def test_whole_backwards_beside_split_ones_add_in_place(split: bool, monkeypatch
     monkeypatch.setattr(deferred, "add_weight_gradient", add)
     agree([seeded(i, Shared) for i in range(2)], schedule)
     assert len(added) == (2 * 2 * 6 if split else 0)
+
+
+def test_a_linear_layer_with_a_forward_of_its_own_keeps_it() -> None:
+    """As an adapter that replaces it: what it computes stays, split or not."""
+
+    def adapted() -> nn.Module:
+        block = Block(2)
+        linear = next(part for part in block.modules() if type(part) is nn.Linear)
+        usual = linear.forward
+        linear.forward = lambda x: 2 * usual(x)  # type: ignore[method-assign]
+        return block
+
+    agree([seeded(i, adapted) for i in range(4)], zero_bubble())
+
+
+def test_a_weight_that_is_computed_from_others_gets_its_gradient_by_autograd() -> None:
+    def pruned() -> nn.Module:
+        block = Block(2)
+        linear = next(part for part in block.modules() if type(part) is nn.Linear)
+        prune.custom_from_mask(linear, "weight", torch.ones_like(linear.weight).triu())
+        return block
+
+    pipeline = agree([seeded(i, pruned) for i in range(4)], zero_bubble())
+    assert sum(name.endswith("weight_orig") for name in gradients(pipeline)) == 4
+
+
+def test_a_hook_on_a_weights_gradient_fires() -> None:
+    def masked() -> nn.Module:
+        block = Block(2)
+        for part in block.modules():
+            if type(part) is nn.Linear:
+                part.weight.register_hook(lambda gradient: gradient.triu())
+        return block
+
+    pipeline = agree([seeded(i, masked) for i in range(4)], zero_bubble())
+    for name, gradient in gradients(pipeline).items():
+        assert not name.endswith("linear.weight") or torch.equal(gradient, gradient.triu())
 
 
 def test_several_outputs_cross_the_boundary() -> None:

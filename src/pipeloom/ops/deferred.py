@@ -144,13 +144,24 @@ class Deferring(Protocol):
 def defer_weight_gradients(module: nn.Module, desk: Desk) -> None:
     """From now on the plain linear layers inside `module`, and those that are `Deferring`, do as the desk says.
 
-    A subclass of `nn.Linear` keeps its own forward and its gradient in I. Hooks on such a weight's gradient do not fire.
+    A subclass of `nn.Linear`, or one that somebody gave another forward, keeps that and its gradient in I. So does a weight that
+    has a hook for its gradient (`register_hook`), except in a column layer and an expert's, where it does not fire.
     """
     for part in module.modules():
         if isinstance(part, Deferring):
             part.defer_to(desk)
-        elif type(part) is nn.Linear:
+        elif type(part) is nn.Linear and _is_plain(part.__dict__.get("forward")):
             part.forward = partial(_forward, part, desk)  # type: ignore[method-assign]
+
+
+def _can_wait(weight: Tensor) -> bool:
+    """Whether nobody but the optimizer looks at the weight's gradient."""
+    return weight.requires_grad and weight.is_leaf and not weight._backward_hooks
+
+
+def _is_plain(own: Any) -> bool:
+    """Whether an instance's own forward is none, or this module's."""
+    return own is None or (isinstance(own, partial) and own.func is _forward)
 
 
 def _forward(layer: nn.Linear, desk: Desk, x: Tensor) -> Tensor:
@@ -158,8 +169,11 @@ def _forward(layer: nn.Linear, desk: Desk, x: Tensor) -> Tensor:
 
 
 def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None, desk: Desk | None) -> Tensor:
-    """x weight^T + bias, whose weight gradient goes where the desk says; through autograd where that says nothing."""
-    if desk is None or not weight.requires_grad or not torch.is_grad_enabled():
+    """x weight^T + bias, whose weight gradient goes where the desk says; through autograd where that says nothing.
+
+    A weight that is computed from others (pruned, normed), or that has a hook for its gradient, has that by autograd too.
+    """
+    if desk is None or not torch.is_grad_enabled() or not _can_wait(weight):
         return linear(x, weight, bias)
     adds = desk.in_place or (desk.main is not None and weight in desk.main)
     if desk.ledger is None and not adds:

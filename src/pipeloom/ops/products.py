@@ -27,7 +27,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
         return _onednn()(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
-    return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
+    return _OneDnnLinear.apply(x, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def multiply(x: Tensor, y: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def machine_prefers_onednn() -> bool:
     )
 
 
-class _Linear(torch.autograd.Function):
+class _OneDnnLinear(torch.autograd.Function):
     """A linear layer with oneDNN's products. A backward that is differentiated itself takes PyTorch's."""
 
     @staticmethod

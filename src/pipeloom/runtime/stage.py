@@ -95,7 +95,7 @@ class Stage:
         self.whole: frozenset[int] = frozenset()  # micro-batches whose backward is one B though others are split
         self._lane = lane
         usual = layers.modules if deferral is None else layers.modules[:-1]
-        if splits or self.segmented or products.machine_prefers_onednn():
+        if splits or self.segmented or products.machine_prefers_onednn():  # else plain layers stay as they are
             for module in usual:
                 defer_weight_gradients(module, desk)
         if deferral is not None:
