@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.ops.main_gradient import MainGradients
-from pipeloom.ops.products import add_product, linear, multiply
+from pipeloom.ops.products import add_product, as_rows, linear, multiply
 
 
 class Fetched(Protocol):
@@ -67,8 +67,7 @@ def add_weight_gradient(weight: nn.Parameter, x: Tensor, gradient: Tensor, main:
     Args:
         main: where the weight's gradient goes instead, if it is among them.
     """
-    rows = gradient.reshape(-1, gradient.shape[-1])
-    columns = x.reshape(-1, x.shape[-1])
+    rows, columns = as_rows(gradient), as_rows(x)
     if main is not None and weight in main:
         main.add_product(weight, rows, columns)
     elif weight.grad is None:
@@ -126,7 +125,7 @@ class _Linear(torch.autograd.Function):
         (gradient,) = gradients
         x, weight = ctx.saved_tensors
         dx = multiply(gradient, weight.to(gradient.dtype)) if ctx.needs_input_grad[0] else None
-        db = gradient.reshape(-1, gradient.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
+        db = as_rows(gradient).sum(0) if ctx.needs_input_grad[2] else None
         if ctx.ledger is not None:
             ctx.ledger.owe(partial(add_weight_gradient, ctx.weight, x.detach(), gradient, ctx.main))
         else:
@@ -173,9 +172,8 @@ def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None, desk: Desk | No
 
     A weight that is computed from others (pruned, normed), or that has a hook for its gradient, has that by autograd too.
     """
-    if desk is None or not torch.is_grad_enabled() or not _can_wait(weight):
-        return linear(x, weight, bias)
-    adds = desk.in_place or (desk.main is not None and weight in desk.main)
-    if desk.ledger is None and not adds:
-        return linear(x, weight, bias)
-    return _Linear.apply(x, weight, bias, desk.ledger, desk.main)  # type: ignore[no-any-return, no-untyped-call]
+    if desk is not None and torch.is_grad_enabled() and _can_wait(weight):
+        adds = desk.in_place or (desk.main is not None and weight in desk.main)
+        if adds or desk.ledger is not None:
+            return _Linear.apply(x, weight, bias, desk.ledger, desk.main)  # type: ignore[no-any-return, no-untyped-call]
+    return linear(x, weight, bias)

@@ -105,13 +105,11 @@ class MainGradients:
 
 def _add_product(buffer: Tensor, rows: Tensor, columns: Tensor, first: bool) -> None:
     """buffer += rows^T columns; `first`: what the buffer holds is overwritten."""
-    if buffer.dtype == rows.dtype == columns.dtype:
-        add_product(buffer, rows.t(), columns, first)
-    elif buffer.is_cuda and buffer.dtype == torch.float32 and rows.dtype == columns.dtype:
+    if buffer.is_cuda and buffer.dtype == torch.float32 and rows.dtype == columns.dtype != torch.float32:
         # half-precision factors, fp32 sum: one GEMM that adds where it writes
         if first:
             torch.mm(rows.t(), columns, out_dtype=torch.float32, out=buffer)
         else:
             torch.addmm(buffer, rows.t(), columns, out_dtype=torch.float32, out=buffer)
-    else:  # a CPU has no such product; conversion is exact, and small beside it
+    else:  # where the types differ: a CPU has no such product; conversion is exact, and small beside it
         add_product(buffer, rows.to(buffer.dtype).t(), columns.to(buffer.dtype), first)

@@ -23,24 +23,29 @@ _TYPES = (Tensor, nn.Parameter)
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x weight^T + bias: [..., inputs], [outputs, inputs] and [outputs] -> [..., outputs]."""
-    if not _suits(x, weight.t()) or (bias is not None and bias.dtype != x.dtype):
+    if not _suits(x, weight, weight.shape[0]) or (bias is not None and bias.dtype != x.dtype):
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
-        return _onednn()(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+        return _by_onednn(x, weight, bias)
     return _OneDnnLinear.apply(x, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """[..., n] -> [rows, n]."""
+    return x.reshape(-1, x.shape[-1])
 
 
 def multiply(x: Tensor, y: Tensor) -> Tensor:
     """x y: [..., k] and [k, n] -> [..., n]."""
-    if torch.is_grad_enabled() or not _suits(x, y):
+    if torch.is_grad_enabled() or not _suits(x, y, y.shape[1]):
         return x @ y
-    return _onednn()(x, y.t(), None, "none", [], "")  # type: ignore[no-any-return]
+    return _by_onednn(x, y.t())
 
 
 def add_product(total: Tensor, x: Tensor, y: Tensor, first: bool = False) -> None:
     """total += x y, [m, k] and [k, n], all of one dtype; `first`: total = x y, whatever it held."""
-    if _suits(x, y):
-        product = multiply(x, y)
+    if not torch.is_grad_enabled() and _suits(x, y, y.shape[1]):
+        product = _by_onednn(x, y.t())
         if first:
             total.copy_(product)
         else:
@@ -75,16 +80,16 @@ class _OneDnnLinear(torch.autograd.Function):
         (gradient,) = gradients
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
-        rows = gradient.reshape(-1, gradient.shape[-1])
+        rows = as_rows(gradient)
         return (
             multiply(gradient, weight) if wants_x else None,
-            multiply(rows.t(), x.reshape(-1, x.shape[-1])) if wants_weight else None,
+            multiply(rows.t(), as_rows(x)) if wants_weight else None,
             rows.sum(0) if wants_bias else None,
         )
 
 
-def _suits(x: Tensor, y: Tensor) -> bool:
-    """Whether oneDNN takes x y, [..., k] and [k, n], and less time for it."""
+def _suits(x: Tensor, y: Tensor, columns: int) -> bool:
+    """Whether oneDNN takes x y or x y^T, of so many columns, and less time for it."""
     return (
         machine_prefers_onednn()
         and x.dtype == y.dtype == torch.float32
@@ -92,12 +97,18 @@ def _suits(x: Tensor, y: Tensor) -> bool:
         and type(x) in _TYPES
         and type(y) in _TYPES
         and x.dim() > 1
-        and prod(x.shape) * y.shape[1] >= _LEAST_WORK
+        and prod(x.shape) * columns >= _LEAST_WORK
         and bool(torch.backends.mkldnn.enabled)
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
     )
+
+
+def _by_onednn(x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x y^T + bias; autograd records nothing."""
+    found: Tensor = _onednn()(x, y, bias, "none", [], "")
+    return found
 
 
 @cache

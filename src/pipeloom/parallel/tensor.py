@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipeloom.errors import ConfigError
 from pipeloom.ops.deferred import Desk, Ledger, add_weight_gradient, apply_linear, as_autocast
 from pipeloom.ops.main_gradient import MainGradients
-from pipeloom.ops.products import add_product, linear, multiply
+from pipeloom.ops.products import add_product, as_rows, linear, multiply
 from pipeloom.parallel.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
 from pipeloom.parallel.laid import Laid, Shard
 from pipeloom.parallel.mesh import Axis
@@ -223,7 +223,7 @@ class _Column(torch.autograd.Function):
         fetch = partial(start_all_gather, x.detach(), tensor.axis) if tensor.sequence and wanted else None
         gathering = fetch() if fetch is not None and ledger is None else None
         reducing = _start_input_gradient(gradients, weights, tensor) if ctx.needs_input_grad[0] else None
-        biases = [_rows(g).sum(0) if ctx.needs_input_grad[2 + count + at] else None for at, g in enumerate(gradients)]
+        biases = [as_rows(g).sum(0) if ctx.needs_input_grad[2 + count + at] else None for at, g in enumerate(gradients)]
         products: list[Tensor | None] = [None] * count
         if wanted and ledger is not None:
             work = partial(_add, [(ctx.weights[at], gradients[at]) for at in wanted], main)
@@ -234,7 +234,7 @@ class _Column(torch.autograd.Function):
                 if main is not None and ctx.weights[at] in main:
                     add_weight_gradient(ctx.weights[at], whole, gradients[at], main)
                 else:
-                    products[at] = multiply(_rows(gradients[at]).t(), _rows(whole))
+                    products[at] = multiply(as_rows(gradients[at]).t(), as_rows(whole))
         return reducing.wait() if reducing is not None else None, None, *products, *biases
 
 
@@ -242,9 +242,9 @@ def _start_input_gradient(
     gradients: Sequence[Tensor], weights: Sequence[Tensor], tensor: TensorParallel
 ) -> Pending | SharedSum:
     """The sum over layers of gradient · weight, and the start of its sum over the ranks."""
-    rows = multiply(_rows(gradients[0]), weights[0].to(gradients[0].dtype))
+    rows = multiply(as_rows(gradients[0]), weights[0].to(gradients[0].dtype))
     for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
-        add_product(rows, _rows(gradient), weight.to(gradient.dtype))
+        add_product(rows, as_rows(gradient), weight.to(gradient.dtype))
     dx = rows.view(*gradients[0].shape[:-1], -1)
     return start_reduce_scatter(dx, tensor.axis) if tensor.sequence else _start_sum(dx, tensor)
 
@@ -258,7 +258,3 @@ def _start_sum(x: Tensor, tensor: TensorParallel) -> Pending | SharedSum:
 def _add(owed: Sequence[tuple[nn.Parameter, Tensor]], main: MainGradients | None, x: Tensor) -> None:
     for weight, gradient in owed:
         add_weight_gradient(weight, x, gradient, main)
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])

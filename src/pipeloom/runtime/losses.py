@@ -53,7 +53,7 @@ class LossSpread:
             return PendingLoss(lambda: total)
         line = self._line
         if self._sum:
-            with self._telling(None, ""):
+            with self._alarm.telling():
                 reduction = self._group.allreduce([total])
             return PendingLoss(lambda: self._await(reduction, total, None))
         if line.rank != self._source:
@@ -65,7 +65,7 @@ class LossSpread:
         return PendingLoss(lambda: own)
 
     def _send(self, total: Tensor) -> None:
-        with self._telling(None, ""):
+        with self._alarm.telling():
             for work, _ in self._sends:  # of the step before: long received
                 work.wait()
         self._sends = []

@@ -66,6 +66,10 @@ class Timeline:
             ends[-1] - starts[0] if starts else 0.0 for starts, ends in zip(self.starts, self.ends, strict=True)
         )
 
+    def value(self, objective: str) -> float:
+        """The makespan, or the largest span where the objective is "span"."""
+        return self.makespan if objective == "makespan" else max(self.spans)
+
     @cached_property
     def bubble_ratio(self) -> float:
         """Sum of idle / sum of busy (Megatron's figure)."""

@@ -31,7 +31,7 @@ PERIODIC_ORIGIN = "one period"
 
 def value_of(timeline: Timeline, objective: Objective) -> float:
     """The makespan or the largest span."""
-    return round(timeline.makespan if objective == "makespan" else max(timeline.spans), 9)
+    return round(timeline.value(objective), 9)
 
 
 @dataclass

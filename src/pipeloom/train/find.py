@@ -101,8 +101,7 @@ def _bound(request: SearchRequest, costs: Costs) -> float:
 
 
 def value_of(schedule: Schedule, costs: Costs, objective: str) -> float:
-    timeline = simulate(schedule, costs)
-    return timeline.makespan if objective == "makespan" else max(timeline.spans)
+    return simulate(schedule, costs).value(objective)
 
 
 def runs_on(schedule: Schedule, transport: str) -> bool:

@@ -88,7 +88,7 @@ class Trial:
         return self.schedules[made % 2] if made < 2 * self._count else None
 
     def note(self, step: Timeline) -> None:
-        self._values.append(step.makespan if self._objective == "makespan" else max(step.spans))
+        self._values.append(step.value(self._objective))
 
     def medians(self) -> tuple[float, float]:
         """Of each one's steps but the first, in which buffers are made, unless it is the only one."""
@@ -146,17 +146,19 @@ class Measuring:
             return False
         searched, usual = _by_rank_0(self._context, trial.medians)
         found, family = self._found, self._request.family
-        if usual < searched:
+        falls = usual < searched
+        if falls:
             found = replace(found, schedule=family, value=found.was)
         self._pipeline.adopt(found.schedule)
         if self._report is not None:
-            kept = family.name if usual < searched else "the searched one"
+            kept = family.name if falls else "the searched one"
             self._report.record("trial", searched=searched, family=usual, kept=found.schedule.name)
             self._report.say(
                 f"tried in turn, {self._request.trial} steps each: searched {searched * 1e3:.1f} ms, {family.name} "
                 f"{usual * 1e3:.1f} ms (medians); {kept} stays"
             )
-            _keep(self._report, (self._config, self._context.device), self._request, found)
+            if falls:  # the other one is there since the search
+                _keep(self._report, (self._config, self._context.device), self._request, found)
         return True
 
 

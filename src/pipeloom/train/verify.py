@@ -118,8 +118,9 @@ def serial_step(layout: Layout, device: torch.device) -> Step:
     config = layout.config
     built = [(layer.name, layer()) for layer in layers(config.model, config.train.seed, _dtype(layout), device)]
     modules = [module for _, module in built]
+    desk = Desk()
     for module in modules:
-        defer_weight_gradients(module, Desk())  # its products are those of a pipeline's layers
+        defer_weight_gradients(module, desk)  # it multiplies as a pipeline's layers do
     for names in tied(config.model):
         _share(dict(built), names)
     batch = make_batch(layout)
