@@ -3,13 +3,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON := $(shell command -v $(PYTHON) || command -v python3)
 
-.PHONY: install train test quick lint clean
+.PHONY: install train test quick lint fuzz growth mutants soak clean
 
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[train,dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[train,hf,opt,dev]"
 	@touch $@
 
 # make train ARGS="--train.steps 20 --parallel.pp 2"
@@ -18,15 +18,43 @@ train: install
 
 test: install lint
 	$(BIN)/python -m pytest -n 2 -q
+	$(BIN)/python tests/mutants.py --sample 8 --no-baseline
+
+# every change of tests/mutants.toml must turn a named test red
+mutants: install
+	$(BIN)/python tests/mutants.py $(ARGS)
 
 quick: install lint
 	$(BIN)/python -m pytest -n 2 -q -m "not slow and not dist"
+
+# make fuzz                                       all parts, 10 minutes
+# make fuzz PART=costs ARGS="--cases 10000"       one part; also --seed N, --minutes M
+fuzz: install
+	$(BIN)/python -m tests.fuzz $(PART) $(or $(ARGS),--minutes 10)
+
+# what the workers of a long run hold after 1,000 and after 10,000 steps
+growth: install
+	$(BIN)/python tests/growth.py $(ARGS)
+
+# checkpoints: 30 rounds of kill -9 at random moments, 500 damaged files; ARGS="--seed 1"
+soak: install
+	$(BIN)/python -m tests.soak kill $(ARGS)
+	$(BIN)/python -m tests.soak corrupt $(ARGS)
+
+# proof and measurement on a GPU with this machine's own Python and torch, without a network: no install
+# make gpu                                        all parts, benchmarks/RESULTS-gpu.md
+# make gpu PART=overlap                           one part;  WHEELS=DIR: packages that the machine lacks, as wheels
+gpu: export PYTHONPATH := src$(if $(WHEELS),:$(CURDIR)/.gpu-wheels)
+gpu:
+	$(if $(WHEELS),python3 -m pip install --quiet --no-index --no-deps --upgrade --target .gpu-wheels $(WHEELS)/*.whl)
+	python3 benchmarks/gpu.py $(PART)
 
 lint: install
 	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/ruff format --check src tests benchmarks examples
 	$(BIN)/mypy
 	$(BIN)/mypy benchmarks
+	$(BIN)/mypy tests/gpu benchmarks/gpu.py
 	$(BIN)/lint-imports
 
 clean:

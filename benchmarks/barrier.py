@@ -21,15 +21,14 @@ import torch
 import torch.distributed as dist
 
 import pipeloom as pl
-from hops import hops
 from layers import SleepLayer, mse
 from parts import run_parts
 from pipeloom import Costs
 from pipeloom.config import load_layout
 from pipeloom.runtime import Pipeline
-from pipeloom.runtime.trace import measured_costs
+from pipeloom.schedule.measured import hops, measured_costs
 from pipeloom.schedule.period import period as simulated_period
-from pipeloom.train.batches import Batch
+from pipeloom.train.data import Batch
 from pipeloom.train.loop import Trainer
 from pipeloom.train.speculative import SpeculativeOptimizer
 from processes import run_ranks
@@ -62,7 +61,7 @@ def measure(rank: int, name: str, chunks: int) -> Measured:
     torch.manual_seed(0)
     pipeline = Pipeline([lambda: SleepLayer(SECONDS, 2 * SECONDS)] * schedule.stages, schedule, loss=mse)
     config = load_layout("tiny", {"optimizer.clip_norm": 0.0}).config
-    context: Any = SimpleNamespace(rank=rank, device=pipeline.device, stop_requested=False)
+    context: Any = SimpleNamespace(rank=rank, device=pipeline.device, flags=0)
     trainer = Trainer(config, pipeline, context, None)
     speculative = SpeculativeOptimizer(pipeline, trainer.optimizer)
     batch = Batch(torch.randn(MICROBATCHES, WIDTH), torch.randn(MICROBATCHES, WIDTH))
@@ -73,11 +72,11 @@ def measure(rank: int, name: str, chunks: int) -> Measured:
         for _ in range(STEPS):
             step()
             times.append(time.perf_counter())
-            traces.append(pipeline._result)
+            traces.append(pipeline.stats)
         speculative.settle()
         steady = traces[SETTLED:]
         seconds = (times[-1] - times[SETTLED - 1]) / (STEPS - SETTLED)
-        return Run(seconds, [trace.starts for trace in steady], [trace.ends for trace in steady])
+        return Run(seconds, [list(trace.starts) for trace in steady], [list(trace.ends) for trace in steady])
 
     with_barrier, without = [], []
     for _ in range(RUNS):

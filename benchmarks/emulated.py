@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeloom.ops.deferred import Desk, Ledger
+from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue
 from pipeloom.ops.segments import Compute, Pending, Segment, Values, in_order
 from pipeloom.schedule.segments import Times
 
@@ -43,25 +43,25 @@ class Clock:
 
 
 class _Sleep(torch.autograd.Function):
-    """x times a weight; F, I and W take a unit each. W waits if there is a ledger."""
+    """x times a weight; F, I and W take a unit each. W waits if there is a queue."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, name: str, clock: Clock, ledger: Ledger | None) -> Tensor:
-        ctx.of = name, clock, ledger
+    def forward(ctx: Any, x: Tensor, weight: Tensor, name: str, clock: Clock, queue: WeightGradQueue | None) -> Tensor:
+        ctx.of = name, clock, queue
         ctx.save_for_backward(weight)
         clock.sleep(name, "F", UNIT)
         return x * weight
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        name, clock, ledger = ctx.of
+        name, clock, queue = ctx.of
         (weight,) = ctx.saved_tensors
         clock.sleep(name, "I", UNIT)
         later = partial(clock.sleep, name, "W", UNIT)
-        if ledger is None:
+        if queue is None:
             later()
         else:
-            ledger.owe(later)
+            queue.put(later)
         return gradients[0] * weight, None, None, None, None
 
 
@@ -100,10 +100,10 @@ class EmulatedBlock(nn.Module):
         self.clock, self.split = clock, split
         self.talks = [_Timed(name, clock, talk) for name in ("dispatch", "combine")]
         self.scale = nn.Parameter(torch.ones(()))
-        self.desk = Desk()
+        self.grad_context = WeightGradContext()
 
-    def defer_to(self, desk: Desk) -> None:
-        self.desk = desk
+    def set_weight_grad_context(self, grad_context: WeightGradContext) -> None:
+        self.grad_context = grad_context
 
     def segments(self) -> Sequence[Segment]:
         dispatch, combine = self.talks
@@ -111,8 +111,8 @@ class EmulatedBlock(nn.Module):
 
     def part(self, name: str) -> Callable[[Values], Values]:
         def run(values: Values) -> Values:
-            ledger = self.desk.ledger if self.split else None
-            return (_Sleep.apply(values[0] * self.scale, torch.ones(()), name, self.clock, ledger),)  # type: ignore[no-untyped-call]
+            queue = self.grad_context.queue if self.split else None
+            return (_Sleep.apply(values[0] * self.scale, torch.ones(()), name, self.clock, queue),)  # type: ignore[no-untyped-call]
 
         return run
 

@@ -21,9 +21,9 @@ from pipeloom.config import MeshShape, load
 from pipeloom.models import layers, moe_overlap
 from pipeloom.models.decoder import Attention
 from pipeloom.parallel import dispatch
+from pipeloom.parallel.dispatch_plan import ExpertParallel
 from pipeloom.parallel.expert import Experts
 from pipeloom.parallel.mesh import Mesh
-from pipeloom.parallel.trip import ExpertParallel
 from processes import run_ranks
 
 SECONDS = 0.020
@@ -84,8 +84,8 @@ def emulate(link: Link) -> None:
         return Busy.apply(experts(self, rows, counts), SECONDS * share)  # type: ignore[no-any-return, no-untyped-call]
 
     class Slow(dispatch._Transfer):
-        def __init__(self, rows: Tensor, hop: Any, back: bool) -> None:
-            super().__init__(rows, hop, back)
+        def __init__(self, rows: Tensor, split: Any, back: bool) -> None:
+            super().__init__(rows, split, back)
             self._due = link.send(rows.shape[0])
 
         def wait(self) -> Tensor:
@@ -104,7 +104,7 @@ def measure(rank: int) -> dict[tuple[str, float], tuple[float, float]]:
     assert mesh is not None
     link = Link()
     emulate(link)
-    shape = load("tiny", {"model.num_experts": 8, "model.num_hidden_layers": 2}).model
+    shape = load("tiny", {"model.num_experts": 8, "model.num_hidden_layers": 2}).model.shape()
     spread = ExpertParallel(mesh.ep)
     blocks = {
         name: layers(shape, 5, expert=replace(spread, chunks=chunks, blocks=parts))[1]() for name, chunks, parts in WAYS

@@ -22,13 +22,13 @@ import torch.distributed as dist
 
 import pipeloom as pl
 from pipeloom.config import Layout, load_layout
-from pipeloom.config.first_schedule import half_split
 from pipeloom.runtime import Pipeline
+from pipeloom.schedule.measured import costs_of
+from pipeloom.schedule.transforms import half_split
 from pipeloom.schedules import FAMILIES
-from pipeloom.solver.fuse import fuse
-from pipeloom.train.batches import Batch
+from pipeloom.solver.merge_backward import merge_backwards
 from pipeloom.train.build import build_pipeline
-from pipeloom.train.measured import costs_of
+from pipeloom.train.data import Batch
 from pipeloom.train.verify import make_batch
 from processes import run_ranks
 
@@ -104,7 +104,7 @@ def searched(costs: dict[int, pl.Costs], memory: float, iterations: int) -> pl.S
             result = pl.search(
                 RANKS, MICROBATCHES, apart, memory * stages, chunks=stages // RANKS, iterations=iterations
             )
-            found += [fuse(result.schedule, own)]
+            found += [merge_backwards(result.schedule, own)]
         box = [min(found, key=lambda schedule: pl.simulate(schedule, costs[schedule.stages]).makespan)]
     dist.broadcast_object_list(box, src=0)
     best: pl.Schedule = box[0]

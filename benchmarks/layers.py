@@ -10,24 +10,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
-from pipeloom.ops.deferred import Desk, Ledger
+from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue
 
 
 class SleepFunction(torch.autograd.Function):
-    """Sleeps forward and backward, and passes its input on; with a ledger, half of the backward's time waits for W."""
+    """Sleeps forward and backward, and passes its input on; with a queue, half of the backward's time waits for W."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: float, backward: float, ledger: Ledger | None) -> Tensor:
-        ctx.backward_seconds, ctx.ledger = backward, ledger
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float, queue: WeightGradQueue | None) -> Tensor:
+        ctx.backward_seconds, ctx.queue = backward, queue
         time.sleep(forward)
         return x * 1.0
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        seconds = ctx.backward_seconds if ctx.ledger is None else ctx.backward_seconds / 2
+        seconds = ctx.backward_seconds if ctx.queue is None else ctx.backward_seconds / 2
         time.sleep(seconds)
-        if ctx.ledger is not None:
-            ctx.ledger.owe(partial(time.sleep, seconds))
+        if ctx.queue is not None:
+            ctx.queue.put(partial(time.sleep, seconds))
         return gradients[0] * 1.0, None, None, None
 
 
@@ -38,13 +38,13 @@ class SleepLayer(nn.Module):
         super().__init__()
         self.seconds = forward, backward
         self.scale = nn.Parameter(torch.ones(()))
-        self.desk = Desk()
+        self.grad_context = WeightGradContext()
 
-    def defer_to(self, desk: Desk) -> None:
-        self.desk = desk
+    def set_weight_grad_context(self, grad_context: WeightGradContext) -> None:
+        self.grad_context = grad_context
 
     def forward(self, x: Tensor) -> Tensor:
-        return SleepFunction.apply(x * self.scale, *self.seconds, self.desk.ledger)  # type: ignore[no-any-return]
+        return SleepFunction.apply(x * self.scale, *self.seconds, self.grad_context.queue)  # type: ignore[no-any-return]
 
 
 class TinyLayer(nn.Module):

@@ -28,18 +28,19 @@ import torch.distributed as dist
 
 import pipeloom as pl
 from emulated import UNIT, Clock, EmulatedBlock
-from hops import hops
 from layers import mse, total
 from parts import run_parts
 from pipeloom.config import MeshShape, load
 from pipeloom.models import layers
-from pipeloom.ops.deferred import Desk
+from pipeloom.ops.deferred import WeightGradContext, defer_weight_gradients
+from pipeloom.parallel.dispatch_plan import ExpertParallel
 from pipeloom.parallel.mesh import Mesh
-from pipeloom.parallel.trip import ExpertParallel
 from pipeloom.runtime import LocalPipeline, Pipeline
 from pipeloom.schedule.actions import Action, Pair
+from pipeloom.schedule.measured import hops
 from pipeloom.schedule.model import parts
 from pipeloom.schedule.segments import LayerSegments, SegmentCosts, exposed, length, run_block
+from pipeloom.schedule.transforms import unpair
 from processes import run_ranks
 
 STEPS = 5
@@ -57,15 +58,15 @@ def run_alone(microbatches: int, talk: float, split: bool, pairs: bool, blocks: 
     """Three steps of 1f1b-overlap on one rank, after one more."""
     clock = Clock()
     schedule = pl.schedules.build("1f1b-overlap", 1, microbatches)
-    run = schedule if pairs else schedule.unpaired()
+    run = schedule if pairs else unpair(schedule)
     pipeline = LocalPipeline([partial(EmulatedBlock, clock, talk, split)] * blocks, run, loss=total)
     stood, took = [], []
     x = torch.ones(microbatches, 1)
     for at in range(4):
         pipeline.step(x, x)
-        (result,) = pipeline._results
+        (result,) = pipeline.stats
         if at:
-            stood.append(result.exposed or 0.0)
+            stood.append(result.exposed_seconds or 0.0)
             spans = zip(run.programs[0], result.starts, result.ends, strict=True)
             took += [end - start for cell, start, end in spans if isinstance(cell, Pair)]
     return Alone(stood, took, fmean([*clock.times("attention"), *clock.times("experts")]))
@@ -129,7 +130,7 @@ def measure(
     """One process's steps with pairs and without, in turn."""
     schedule = pl.schedules.build(name, ranks, m, chunks if chunks > 1 else None)
     sides = []
-    for one in (schedule, schedule.unpaired()):
+    for one in (schedule, unpair(schedule)):
         clock = Clock()
         blocks = [partial(EmulatedBlock, clock, talk, True)] * one.positions
         sides.append((Pipeline(blocks, one, loss=total), clock))
@@ -143,7 +144,7 @@ def measure(
             timeline = pipeline.timeline()
             if at:
                 layer = own_segments(clock, timeline, rank, talk)
-                steps_of.append(Measured(pipeline._result.exposed or 0.0, timeline, layer))
+                steps_of.append(Measured(pipeline.exposed or 0.0, timeline, layer))
     for pipeline, _ in sides:
         pipeline.close()
     return found
@@ -214,14 +215,16 @@ def train_experts(rank: int) -> list[list[tuple[float, float]]]:
     mesh = Mesh.of(MeshShape(dp=2, ep=2))
     assert mesh is not None
     sizes = {"hidden_size": 256, "num_hidden_layers": 4, "num_experts": 8, "moe_intermediate_size": 256}
-    shape = load("tiny", {f"model.{key}": value for key, value in sizes.items()}).model
+    shape = load("tiny", {f"model.{key}": value for key, value in sizes.items()}).model.shape()
     blocks = layers(shape, 1, expert=ExpertParallel(mesh.ep))[1:-1]
     schedule = pl.schedules.build("1f1b-overlap", 1, 8)
     pipelines = []
     for split, pairs in SIDES:
-        pipelines.append(LocalPipeline(blocks, schedule if pairs else schedule.unpaired(), loss=mse))
-        for stage in () if split else pipelines[-1]._assemblies[0].rank.stages.values():
-            stage._desk = Desk()  # not the one that the layers look at: they find no ledger
+        pipelines.append(LocalPipeline(blocks, schedule if pairs else unpair(schedule), loss=mse))
+        for module in () if split else pipelines[-1].modules.values():
+            defer_weight_gradients(
+                module, WeightGradContext()
+            )  # not the one that the stages set: the layers find no queue there
     torch.manual_seed(rank)
     x, y = torch.randn(2, 8 * 2, 128, 256)
     found: list[list[tuple[float, float]]] = [[] for _ in SIDES]
@@ -232,7 +235,7 @@ def train_experts(rank: int) -> list[list[tuple[float, float]]]:
             pipeline.step(x, y)
             dist.barrier()
             if at:
-                times.append((time.perf_counter() - begun, pipeline._results[0].exposed or 0.0))
+                times.append((time.perf_counter() - begun, pipeline.exposed or 0.0))
     return found
 
 

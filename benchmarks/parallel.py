@@ -37,12 +37,11 @@ from parts import run_parts
 from pipeloom import schedules
 from pipeloom.config import MeshShape, load
 from pipeloom.models import cross_entropy, layers
-from pipeloom.models.layers import DecoderLayer
-from pipeloom.parallel.laid import layout_of, part_of
 from pipeloom.parallel.mesh import Mesh
-from pipeloom.parallel.shared_sum import SharedSums
+from pipeloom.parallel.sharding import shard_of, shardings_of
+from pipeloom.parallel.shared_memory_sum import SharedMemoryAllReduce
 from pipeloom.parallel.tensor import TensorParallel, column_linear, row_linear
-from pipeloom.runtime import Pipeline, RuntimeOptions
+from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
 from processes import run_ranks
 
 PROCESSES = 2
@@ -103,13 +102,13 @@ def our_pair(sequence: bool) -> Pair:
     mesh = Mesh.of(MeshShape(tp=PROCESSES))
     assert mesh is not None
     tensor = TensorParallel(
-        mesh.tp, sequence, SharedSums.over(mesh.tp, PROCESSES, 60.0)
+        mesh.tp, sequence, SharedMemoryAllReduce.over(mesh.tp, PROCESSES, 60.0)
     )  # as the trainer has it on one machine
     pair, plain = Pair(column_linear(WIDTH, INNER, tensor), row_linear(INNER, WIDTH, tensor)), plain_pair()
-    layouts = layout_of(pair)
+    layouts = shardings_of(pair)
     with torch.no_grad():
         for name, parameter in pair.named_parameters():
-            parameter.copy_(part_of(plain.get_parameter(name), layouts[name], {"tp": tensor.index}))
+            parameter.copy_(shard_of(plain.get_parameter(name), layouts[name], {"tp": tensor.index}))
     return pair
 
 
@@ -154,9 +153,9 @@ def tensor() -> None:
 LAYERS, SEQUENCES, LENGTH = 4, 4, 128
 
 
-def decoder() -> list[DecoderLayer]:
+def decoder() -> list[Layer]:
     sizes = {"num_hidden_layers": LAYERS, "hidden_size": WIDTH, "intermediate_size": 688, "vocab_size": 256}
-    return layers(load("tiny", {f"model.{key}": size for key, size in sizes.items()}).model, seed=0)
+    return layers(load("tiny", {f"model.{key}": size for key, size in sizes.items()}).model.shape(), seed=0)
 
 
 def measure_data(rank: int, transport: Literal["shared", "individual"], microbatches: int) -> Times:

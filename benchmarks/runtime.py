@@ -2,12 +2,14 @@
 
     python benchmarks/runtime.py            all parts
     python benchmarks/runtime.py emulated tiny blocks split
+    python benchmarks/runtime.py --tuned blocks    after the trainer's tune_process() in every process, for both sides
 
 emulated: layers that sleep (F 5 ms, B 10 ms), 4 processes: step / makespan simulated with costs calibrated in the run.
 tiny:     layers that do next to nothing, 2 processes: microseconds a compute action.
 blocks:   8 transformer blocks of width 256, 128 tokens, micro-batch 4, m = 8, 2 processes of one thread: step / torch's.
-          *Cool-down split*: the same schedule with `cooldown=split`, beside torch's as it is. Where the machine's
-          products go through oneDNN (`pipeloom.ops.products`), *PyTorch's products* is the same step without that.
+          *Cool-down split*: the same schedule with `cooldown=split`, beside torch's as it is. With `--tuned` both sides have
+          the same allocator, and where the machine prefers it our products go through oneDNN (`pipeloom.ops.products`),
+          which torch's runtime cannot; *PyTorch's products* is our step without that, the ratio of like with like.
 split:    I + W against B on a stage of 4 such blocks, fresh processes in turn.
 
 Ours and torch's alternate, step by step, in the same processes; figures are medians.
@@ -37,12 +39,13 @@ from torch.distributed.pipelining.schedules import (
 )
 
 import pipeloom as pl
-from hops import hops
 from layers import Block, SleepLayer, TinyLayer, mse, total
 from parts import run_parts
-from pipeloom.ops import products
-from pipeloom.ops.deferred import Desk, defer_weight_gradients
+from pipeloom.ops import products, use_onednn_linear
+from pipeloom.ops.deferred import WeightGradContext, defer_weight_gradients
 from pipeloom.runtime import Pipeline
+from pipeloom.schedule.measured import hops
+from pipeloom.schedule.transforms import unpair
 from processes import run_ranks
 
 PAIRS = 15
@@ -83,12 +86,12 @@ def torch_step(name: str, held: tuple[int, ...], stages: int, m: int, layers: li
 @contextlib.contextmanager
 def pytorchs_products() -> Iterator[None]:
     """Inside, our linear layers multiply as PyTorch's do."""
-    prefers = products.machine_prefers_onednn
-    products.machine_prefers_onednn = lambda: False  # type: ignore[assignment]
+    used = products.uses_onednn()
+    use_onednn_linear(False)
     try:
         yield
     finally:
-        products.machine_prefers_onednn = prefers
+        use_onednn_linear(used)
 
 
 def compare(
@@ -107,7 +110,7 @@ def compare(
 
     With `cooldown="split"` ours is planned anew with the costs measured in the first steps.
     """
-    plain = pl.schedules.build(name, ranks, m, chunks if chunks > 1 else None).unpaired()
+    plain = unpair(pl.schedules.build(name, ranks, m, chunks if chunks > 1 else None))
     schedule = pl.schedules.split_cooldown(plain) if cooldown == "split" else plain
     layers = schedule.stages * each
     torch.manual_seed(0)
@@ -139,7 +142,7 @@ def compare(
         own.append(timed(ours.step))
         timelines.append(ours.timeline())
         usual.append(timed(theirs))
-        if products.machine_prefers_onednn():
+        if products.uses_onednn():
             with pytorchs_products():
                 plainly.append(timed(ours.step))
     idle = median(barrier_only() for _ in range(20))
@@ -169,7 +172,7 @@ def emulated() -> None:
         sizes = 1, (m * 2, 64)
         results = run_ranks(compare, 4, name, 4, m, chunks, lambda i: SleepLayer(0.005, 0.010), *sizes, mse, cooldown)
         ours, theirs = (median(r) for r in results[0][:2])
-        plain = pl.schedules.build(name, 4, m, chunks if chunks > 1 else None).unpaired()
+        plain = unpair(pl.schedules.build(name, 4, m, chunks if chunks > 1 else None))
         own, usual = (pl.simulate(s, nominal).makespan for s in (results[0][2][0].schedule, plain))
         print(
             f"{label(name, 4, m, chunks, cooldown):24}{ours * 1e3:9.1f}{over_calibrated(results):12.3f}{ours / own:10.3f}"
@@ -193,7 +196,7 @@ def serial_seconds(m: int, blocks: int, plain: bool) -> float:
         torch.manual_seed(0)
         model = nn.Sequential(*[Block() for _ in range(blocks)])
         if not plain:
-            defer_weight_gradients(model, Desk())  # its layers multiply as a pipeline's do
+            defer_weight_gradients(model, WeightGradContext())  # its layers multiply as a pipeline's do
         x, y = torch.randn(m * 4, 128, 256), torch.randn(m * 4, 128, 256)
         times = []
         for _ in range(6):

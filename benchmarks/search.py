@@ -22,10 +22,10 @@ from typing import NamedTuple
 import pipeloom as pl
 from pipeloom.errors import CapacityError
 from pipeloom.schedule import Costs, check, simulate
-from pipeloom.solver.placements import placements_of
-from pipeloom.solver.problem import Problem
-from pipeloom.solver.prove import ROUNDING, certify
-from pipeloom.solver.seeds import family_schedules
+from pipeloom.solver.construct import family_schedules
+from pipeloom.solver.exact import EXACT, certify
+from pipeloom.solver.instance import Instance
+from pipeloom.solver.search import placements_of
 
 MEMORIES = (0.5, 0.75, 1.0, 2.0)
 COSTS = ("equal", "10/12/8", "heavy", "random")
@@ -78,10 +78,10 @@ def best_family(cell: Cell, costs: Costs) -> float:
 
 def is_optimal(cell: Cell, costs: Costs, value: float, seconds: float) -> bool:
     """Whether constraint programming shows, on every placement searched, that nothing is better."""
-    problems = [
-        Problem(place, cell.microbatches, costs, cell.memory) for place in placements_of(cell.ranks, cell.chunks, None)
+    instances = [
+        Instance(place, cell.microbatches, costs, cell.memory) for place in placements_of(cell.ranks, cell.chunks, None)
     ]
-    return all(certify(problem, value, seconds).bound >= value * (1 - ROUNDING) for problem in problems)
+    return all(certify(instance, value, seconds).bound >= value * (1 - EXACT.rounding) for instance in instances)
 
 
 def run_cell(cell: Cell, seconds: float, proof: float) -> dict[str, object]:

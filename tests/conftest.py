@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).parent))
+for folder in (".", "runtime"):  # the modules that several folders of tests import
+    sys.path.insert(0, str(Path(__file__).parent / folder))
 
 
 @pytest.fixture(autouse=True)

@@ -1,14 +1,26 @@
 """Pipeloom: pipeline-parallel training in which every schedule is data. Importing it does not import torch."""
 
+import os
+import sys
+
+# `python -m pipeloom` has put the working directory first, where a file called queue.py would take the place of Python's
+# own. It goes last, and only where the package itself is there and not installed.
+if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:
+    del sys.path[0]
+    if os.path.dirname(os.path.dirname(os.path.abspath(__file__))) == os.getcwd():
+        sys.path.append(os.getcwd())
+
 import importlib
 from typing import TYPE_CHECKING, Any
 
 from pipeloom import schedules
 from pipeloom.errors import PipeloomError, ScheduleError
-from pipeloom.schedule import Action, Costs, Pair, Schedule, Timeline, check, lower_bound, simulate
+from pipeloom.schedule import Action, Costs, Kind, Pair, Schedule, Timeline, check, lower_bound, register_kind, simulate
+from pipeloom.schedule.files import load
 
 if TYPE_CHECKING:
     from pipeloom import draw as draw
+    from pipeloom.models import hf as hf
     from pipeloom.solver import search as search
 
 __version__ = "0.1.0"
@@ -16,6 +28,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Action",
     "Costs",
+    "Kind",
     "Pair",
     "PipeloomError",
     "Schedule",
@@ -23,7 +36,10 @@ __all__ = [
     "Timeline",
     "check",
     "draw",
+    "hf",
+    "load",
     "lower_bound",
+    "register_kind",
     "schedules",
     "search",
     "simulate",
@@ -31,9 +47,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`pl.draw` and `pl.search`, imported when they are first asked for."""
+    """`pl.draw`, `pl.hf` and `pl.search`, imported when they are first asked for."""
     if name == "draw":
         return importlib.import_module("pipeloom.draw")
     if name == "search":
         return importlib.import_module("pipeloom.solver").search
+    if name == "hf":
+        return importlib.import_module("pipeloom.models.hf")
     raise AttributeError(f"module 'pipeloom' has no attribute {name!r}")

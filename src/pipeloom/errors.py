@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import errno
+import math
+import re
 from collections.abc import Iterable, Sequence
 
 
 class PipeloomError(Exception):
-    """Base class: a bug of ours unless a subclass says otherwise."""
+    """Base class. Raised directly, it indicates a bug in Pipeloom."""
 
     exit_code = 1
 
@@ -28,6 +31,22 @@ class ConfigError(UsageError):
     def __init__(self, problems: Sequence[str] | str) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(self.problems))
+
+
+class ArgumentError(ConfigError):
+    """An argument of the library with a value that it cannot have: `tp=3 does not divide 32 heads; nearest: 2 or 4`.
+
+    Attributes:
+        argument: its name.
+        words: the sentence after the name.
+    """
+
+    def __init__(self, argument: str, words: str) -> None:
+        self.argument, self.words = argument, words
+        super().__init__(f"{argument}{words}")
+
+    def __reduce__(self) -> tuple[type[ArgumentError], tuple[str, str]]:
+        return type(self), (self.argument, self.words)
 
 
 class ScheduleError(PipeloomError):
@@ -55,9 +74,38 @@ class DistributedError(PipeloomError):
 
 
 class Preempted(PipeloomError):
-    """Somebody asked the run to stop (SIGTERM), and it did at the end of a step."""
+    """The run was preempted (SIGTERM) and stopped after completing a step."""
 
     exit_code = 75
+
+
+class Interrupted(PipeloomError):
+    """The run was interrupted (SIGINT, Ctrl-C); it stopped after completing a step."""
+
+    exit_code = 130
+
+
+_DISC = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
+
+
+def from_machine(error: BaseException) -> tuple[int, str] | None:
+    """(exit code, sentence) for an error that says that memory or a disc is used up; None for any other."""
+    text = next(iter(str(error).strip().splitlines()), "")
+    no_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    if (
+        no_memory
+        or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in text)
+        or _errno(error) == errno.ENOMEM
+    ):
+        return CapacityError.exit_code, f"out of memory: {text}" if text else "out of memory"
+    if _errno(error) in _DISC:
+        where = getattr(error, "filename", None)
+        return UsageError.exit_code, f"cannot write {where or 'a file'}: {getattr(error, 'strerror', None) or text}"
+    return None
+
+
+def _errno(error: BaseException) -> int | None:
+    return error.errno if isinstance(error, OSError) else None
 
 
 def did_you_mean(word: str, candidates: Iterable[str], count: int = 3) -> str:
@@ -66,7 +114,54 @@ def did_you_mean(word: str, candidates: Iterable[str], count: int = 3) -> str:
     Returns an empty string when there are no candidates.
     """
     names = sorted(candidates)
+    word = word[:LONGEST_ECHO]
     near = difflib.get_close_matches(word, names, n=count, cutoff=0.55)
     if near:
         return f"; did you mean {' or '.join(repr(name) for name in near)}?"
     return f"; known: {', '.join(names)}" if names else ""
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a whole number of at least 1, in ascending order."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def nearest(value: int, valid: Iterable[int]) -> str:
+    """`"nearest: 2 or 4"`: the largest valid number below `value` and the smallest above it."""
+    numbers = sorted(valid)
+    below = [n for n in numbers if n < value][-1:]
+    above = [n for n in numbers if n > value][:1]
+    return "nearest: " + " or ".join(map(str, below + above))
+
+
+LONGEST_ECHO = 200  # characters of a user's input that a message repeats
+_LONG_WORD = re.compile(rf"\S{{{LONGEST_ECHO + 1},}}")
+_LONGEST_LINE = 4000
+
+
+def shortened(text: str, most: int = LONGEST_ECHO) -> str:
+    """`text`, or its beginning and its length where it is longer than `most` characters: how messages repeat input."""
+    return text if len(text) <= most else f"{text[: most - 30]}… ({len(text):,} characters)"
+
+
+def echo(value: object) -> str:
+    """`repr(value)`, shortened: how a message shows a value that a user gave."""
+    try:
+        return shortened(repr(value[: 2 * LONGEST_ECHO] if isinstance(value, str | bytes | list | tuple) else value))
+    except (ValueError, RecursionError):  # a number of more digits than Python writes, a list too deep
+        return f"a value of type {type(value).__name__} that is too long to show"
+
+
+def sentence(text: str) -> str:
+    """A message as it is printed: no word of more than `LONGEST_ECHO` characters, no line without an end."""
+    lines = (_LONG_WORD.sub(lambda word: shortened(word[0]), line) for line in text.split("\n"))
+    return "\n".join(shortened(line, _LONGEST_LINE) for line in lines)
+
+
+def printable(text: str) -> str:
+    """`text` with escapes for all that could steer a terminal or that no file can hold; line ends and tabs stay.
+
+    Control characters, bidirectional marks, lone surrogates: what other processes, files and their names bring along.
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)

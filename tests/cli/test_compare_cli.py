@@ -18,7 +18,7 @@ Run = Callable[[str], Any]
 
 
 def test_costs_are_shared_by_the_chunks(pipeloom: Run) -> None:
-    """SPEC's AFAB and 1F1B literals, and interleaved's bubble of 1/v of theirs."""
+    """The AFAB and 1F1B literals, and interleaved's bubble of 1/v of theirs."""
     line = "compare gpipe 1f1b interleaved:chunks=4 --ranks 4 --microbatches 8 --input-grad 1 --weight-grad 1 --json"
     whole = json.loads(pipeloom(line).out)
     found = whole["schedules"]
@@ -31,6 +31,17 @@ def test_costs_are_shared_by_the_chunks(pipeloom: Run) -> None:
     assert [sum(one["busy"]) for one in found] == [96, 96, 96]
     assert found[2]["full_rank_activations"] == [peak / 4 for peak in found[2]["peak_activations"]]
     assert found[2]["label"] == "interleaved:chunks=4"
+
+
+def test_other_names_of_the_families_are_taken(pipeloom: Run) -> None:
+    sizes = "--ranks 4 --microbatches 8 --chunks 2 --forward 10 --input-grad 12 --weight-grad 8"
+    found = json.loads(pipeloom(f"compare Schedule1F1B VPP:rounds=tail ZBVZeroBubble {sizes} --json").out)
+    named = json.loads(pipeloom(f"compare 1f1b interleaved:rounds=tail zbv {sizes} --json").out)
+    assert [one["label"] for one in found["schedules"]] == ["Schedule1F1B", "VPP:rounds=tail", "ZBVZeroBubble"]
+    assert [one["makespan"] for one in found["schedules"]] == [one["makespan"] for one in named["schedules"]]
+    ended = pipeloom("schedule AFAB --ranks 2 --microbatches 2")
+    assert (ended.code, ended.out.splitlines()[0]) == (0, "gpipe, 2 ranks, 2 micro-batches")
+    assert "did you mean 'zbv'" in pipeloom("schedule ZBVZeroBuble").err
 
 
 def test_afab_ratios(pipeloom: Run) -> None:
@@ -67,7 +78,7 @@ def test_families_that_refuse_are_listed_with_the_reason(pipeloom: Run, monkeypa
     monkeypatch.setitem(FAMILIES, "even-only", even_only)
     ended = pipeloom("compare all --ranks 3 --microbatches 6")
     assert ended.code == 0
-    assert "\nnot at these sizes:\n" in ended.out
+    assert "\nskipped (sizes not supported):\n" in ended.out
     assert "\n  even-only: even-only needs an even number of ranks; nearest to 3: 4" in ended.out
     found = json.loads(pipeloom("compare all --ranks 3 --microbatches 6 --json").out)
     assert {"name": "even-only", "reason": "even-only needs an even number of ranks; nearest to 3: 4"} in found[

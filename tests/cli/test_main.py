@@ -1,4 +1,4 @@
-"""The command as a whole: quick to start, without torch, with the exit codes of SPEC 7."""
+"""The command as a whole: quick to start, without torch, with its documented exit codes."""
 
 from __future__ import annotations
 

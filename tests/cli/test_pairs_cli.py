@@ -16,7 +16,7 @@ Run = Callable[[str], Any]
 
 
 def test_compare_with_all_to_all(pipeloom: Run) -> None:
-    """SPEC 3's figures; schedules without pairs do not gain."""
+    """Known figures at an all-to-all share of 0.3; schedules without pairs do not gain."""
     ended = pipeloom("compare all --ranks 8 --microbatches 32 --weight-grad 0.7 --all-to-all 0.3 --json")
     found = {row["label"]: row["makespan"] for row in json.loads(ended.out)["schedules"]}
     expected = {"dualpipe": 77.7, "dualpipev": 78.25, "interleaved-overlap": 79.35, "1f1b-overlap": 86.7, "1f1b": 105.3}

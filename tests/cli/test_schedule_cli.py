@@ -120,7 +120,7 @@ def test_a_function_of_ones_own(pipeloom: Run, tmp_path: Path, monkeypatch: pyte
         ("schedule 1f1b --ranks 2 --microbatches 2 --chunks 2", "schedule 1f1b holds 1 chunk a rank, not 2"),
         (
             "schedule 1f1b --ranks 2 --microbatches 2 --forward -1",
-            "forward is -1.0; a cost is a finite number of at least 0",
+            "--forward is -1.0; a cost is a finite number of at least 0",
         ),
         ("schedule 1f1b --ranks 2 --microbatches 2 --p2p nan", "p2p is nan; a cost is a finite number of at least 0"),
         ("schedule 1f1b --ranks 2 --microbatches 2 --p2p 1,2", "--p2p is '1,2'; give one number"),
@@ -131,7 +131,7 @@ def test_a_function_of_ones_own(pipeloom: Run, tmp_path: Path, monkeypatch: pyte
         ("schedule 1f1b --ranks 2 --microbatches 2 --forward 1,2,3", "forward has 3 values and the schedule 2 stages"),
         (
             "schedule 1f1b --ranks 2 --microbatches 2 --held-until-weight-grad 2",
-            "held is 2.0; it is a share between 0 and 1",
+            "--held-until-weight-grad is 2.0; it is a share between 0 and 1",
         ),
         (
             "schedule interleaved --ranks 2 --microbatches 2 --option round=tail",
@@ -186,3 +186,16 @@ def test_a_deadlock_ends_with_3_and_the_cycle(pipeloom: Run) -> None:
     error = json.loads(as_json.out)["error"]
     assert (error["type"], error["exit_code"]) == ("ScheduleError", 3)
     assert "deadlocks" in error["message"]
+
+
+def test_transforms_are_applied_in_order(pipeloom: Run) -> None:
+    ended = pipeloom("schedule dualpipev --ranks 2 --microbatches 8 --transform unpair --transform half-split=1 --csv")
+    assert (ended.code, ended.err) == (0, "")
+    wanted = pl.schedules.half_split(pl.schedules.unpair(pl.schedules.dualpipev(2, 8)), 1)
+    assert from_csv(ended.out).programs == wanted.programs
+
+
+def test_an_unknown_transform_is_one_line(pipeloom: Run) -> None:
+    ended = pipeloom("schedule 1f1b --ranks 2 --microbatches 4 --transform split-cooldwn")
+    assert (ended.code, ended.out) == (2, "")
+    assert "there is no transform 'split-cooldwn'; did you mean 'split-cooldown'" in ended.err

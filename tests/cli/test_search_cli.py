@@ -103,10 +103,10 @@ def test_pairs_that_gain(pipeloom: Run) -> None:
         ("search --ranks 4 --microbatches 4 --placement spiral", 2, "placement is 'spiral'"),
         ("search --ranks 4 --microbatches 4 --objective speed", 2, "objective is 'speed'"),
         ("search --ranks 4 --microbatches 4 --memory 0.5", 4, "one micro-batch"),
-        ("search --ranks 4 --microbatches 4 --microbatch-costs 1,2", 2, "microbatch-costs has 2 values"),
+        ("search --ranks 4 --microbatches 4 --microbatch-costs 1,2", 2, "--microbatch-costs has 2 values"),
         ("search --ranks 4 --microbatches 4 --microbatch-costs 1,x", 2, "one number for each micro-batch"),
         ("search --ranks 2 --microbatches 2 --microbatch-costs 1,2 --prove", 2, "prove is for equal micro-batches"),
-        ("search --ranks 2 --microbatches 2 --pairs --no-overlap-p2p", 2, "leave out pairs or no-overlap-p2p"),
+        ("search --ranks 2 --microbatches 2 --pairs --no-overlap-p2p", 2, "leave out pairs or --no-overlap-p2p"),
         ("search --ranks 4 --microbatches 4 --all-to-all 2", 2, "share between 0 and 1"),
     ],
 )
@@ -126,7 +126,7 @@ def test_an_interrupt_prints_the_best_and_ends_with_130(pipeloom: Run, monkeypat
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pipeloom.solver.engine.Trail.walk", interrupted)
+    monkeypatch.setattr("pipeloom.solver.tabu.TabuSearch.walk", interrupted)
     ended = pipeloom(f"{SMALL} --json")
     assert ended.code == 130
     assert json.loads(ended.out)["search"]["interrupted"]

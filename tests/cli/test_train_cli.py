@@ -100,9 +100,9 @@ def test_start_workers_reruns_this_command(monkeypatch: pytest.MonkeyPatch) -> N
     from pipeloom.train import launch
 
     seen: list[Any] = []
-    monkeypatch.setattr(launch, "launch", lambda command, world: seen.append((command, world)) or 7)
+    monkeypatch.setattr(launch, "launch", lambda command, world, obedient: seen.append((command, world, obedient)) or 7)
     assert workers.start_workers("train", ["a.toml", "--train.steps", "3"], 4) == 7
-    assert seen == [([sys.executable, "-m", "pipeloom", "train", "a.toml", "--train.steps", "3"], 4)]
+    assert seen == [([sys.executable, "-P", "-m", "pipeloom", "train", "a.toml", "--train.steps", "3"], 4, True)]
 
 
 def test_torchruns_world_size_must_fit(started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

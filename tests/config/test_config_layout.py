@@ -85,7 +85,7 @@ def test_a_function_in_the_working_directory_is_a_schedule(tmp_path: Path, monke
     assert layout.schedule == build("gpipe", 2, 5)
     with pytest.raises(ConfigError, match=r"set parallel.pp = 3"):
         load_layout("tiny", {"schedule.name": "loom_schedule_here:make", "schedule.options.wrong": True})
-    with pytest.raises(ConfigError, match="failed with KeyError"):
+    with pytest.raises(ConfigError, match="raised KeyError"):
         load_layout("tiny", {"schedule.name": "loom_schedule_here:broken"})
 
 
@@ -98,6 +98,12 @@ def test_layer_sizes_of_a_shape_counted_by_hand() -> None:
     assert sizes[1].flops == 3 * 16 * (2 * matrices + 2 * 16 * 32)
     assert sizes[-1].flops == 3 * 16 * 2 * 256 * 32
     assert parameter_count(model) == sum(size.parameters for size in sizes)
+    wide = load("tiny", {"model.head_dim": 20, "model.qkv_bias": True}).model
+    matrices = 32 * 80 + 2 * 32 * 40 + 80 * 32 + 3 * 32 * 64
+    block = layer_sizes(wide, 16)[1]
+    assert (block.parameters, block.flops) == (matrices + 80 + 2 * 40 + 64, 3 * 16 * (2 * matrices + 2 * 16 * 80))
+    both = load("tiny", {"model.attention_bias": True}).model
+    assert layer_sizes(both, 16)[1].parameters - sizes[1].parameters == 32 + 2 * 16 + 32
     tied = load("tiny", {"model.tie_word_embeddings": True}).model
     assert parameter_count(tied) == parameter_count(model) - 256 * 32
     assert training_flops(model, 16, 3) == 3 * sum(size.flops for size in sizes)

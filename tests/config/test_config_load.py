@@ -89,6 +89,15 @@ def test_another_schedule_drops_the_options_and_chunks_of_the_one_before(tmp_pat
     assert same.schedule.options == {"rounds": "tail"}
 
 
+def test_any_name_of_a_family_is_taken(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.toml", '[schedule]\nname = "VPP"\nchunks = 2\noptions = { rounds = "tail" }\n')
+    config = load(path)
+    assert (config.schedule.name, config.schedule.options) == ("interleaved", {"rounds": "tail"})
+    same = load(path, {"schedule.name": "Interleaved1F1B", "schedule.microbatches": 8})
+    assert (same.schedule.name, same.schedule.options) == ("interleaved", {"rounds": "tail"})
+    assert load("tiny", {"schedule.name": "ScheduleZBVZeroBubble"}).schedule.name == "zbv"
+
+
 def test_name_and_options_of_one_command_line_belong_together() -> None:
     overrides = split_arguments(["--schedule.options.rounds", "tail", "--schedule.name", "interleaved"])[1]
     assert load("tiny", {"schedule.name": "gpipe"}, overrides).schedule.options == {"rounds": "tail"}

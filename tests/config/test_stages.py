@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.config.balance import balance
@@ -23,6 +24,7 @@ def sums(costs: list[int], sizes: list[int]) -> list[int]:
     return [sum(costs[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.data())
 def test_balance_is_the_best_of_all_cuts(costs: list[int], data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, len(costs)))
@@ -49,6 +51,39 @@ def test_larger_stages_come_first_when_the_rest_ties() -> None:
 def test_balance_is_quick_for_deep_models() -> None:
     sizes = balance([3, *[10] * 128, 40], 64)
     assert sum(sizes) == 130
+
+
+@settings(deadline=None)
+@given(st.integers(0, 40), st.integers(1, 9), st.integers(0, 40), st.integers(0, 8), st.data())
+def test_equal_blocks_are_balanced_as_the_best_of_all_cuts(
+    first: int, block: int, last: int, blocks: int, data: st.DataObject
+) -> None:
+    costs = [first, *[block] * blocks, last]
+    stages = data.draw(st.integers(1, len(costs)))
+
+    def badness(cut: list[int]) -> tuple[int, int, list[int]]:
+        held = sums(costs, cut)
+        return max(held), sum(cost * cost for cost in held), [-size for size in cut]
+
+    assert badness(balance(costs, stages)) == min(map(badness, all_cuts(costs, stages)))
+
+
+def test_balance_takes_linear_time_for_equal_blocks() -> None:
+    def seconds(blocks: int) -> float:
+        start = time.process_time()
+        assert sum(balance([3, *[10] * blocks, 400], 64)) == blocks + 2
+        return time.process_time() - start
+
+    assert seconds(100_000) < 2  # the general way takes hours
+
+
+def test_repetitions_of_a_stages_string_are_bounded() -> None:
+    for text in ("t*999999999", "(" * 60_000 + "t" + ")" * 60_000, "t*100000" * 900, "((t*1000)*1000)*1000"):
+        start = time.process_time()
+        with pytest.raises(UsageError) as refused:
+            expand(text)
+        assert len(str(refused.value)) < 300
+        assert time.process_time() - start < 2
 
 
 def test_too_many_stages() -> None:
@@ -91,7 +126,7 @@ def test_a_bar_at_the_end_closes_the_last_stage() -> None:
         ("Et|t|ttL", "makes 3 stages, but the schedule has 2"),
         ("Ett||ttL", r"makes 3 stages \(1 of them empty"),
         ("|EttttL", "first stage must hold E"),
-        ("Ett|mttL", "'m' stands for no layer"),
+        ("Ett|mttL", "'m' is not a layer code"),
         ("E(tt|ttL", "has no partner"),
         ("Ett*|ttL", "has no partner"),
         ("E(t*1000)*1000L", "longer than"),
@@ -102,6 +137,7 @@ def test_refused_strings(text: str, message: str) -> None:
         parse_stages(text, 4, 2)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=6))
 def test_written_strings_are_read_back(sizes: list[int]) -> None:
     sizes = [sizes[0] + 1, *sizes[1:]]

@@ -37,6 +37,7 @@ def test_figures_are_the_timelines() -> None:
         "makespan",
         "busy",
         "idle",
+        "idle_by_cause",
         "spans",
         "bubble_ratio",
         "bubble_rate",
@@ -44,6 +45,7 @@ def test_figures_are_the_timelines() -> None:
         "period",
         "peak_activations",
         "peak_memory",
+        "messages",
         "lower_bound",
         "gap",
     ]
@@ -51,6 +53,9 @@ def test_figures_are_the_timelines() -> None:
     assert found["bubble_rate"] == pytest.approx(0.2727, abs=1e-4)
     assert found["gap"] == pytest.approx(33 / 27 - 1)
     assert found["peak_activations"] == [4, 3, 2, 1]
+    assert found["messages"]["count"] == 2 * 3 * 8
+    assert found["messages"]["sent"] == [8, 16, 16, 8]
+    assert {"source": 1, "destination": 0, "kind": "gradient", "count": 8} in found["messages"]["channels"]
 
 
 def test_words() -> None:

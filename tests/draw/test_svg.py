@@ -66,6 +66,19 @@ def test_a_pair_has_its_forward_above_its_backward() -> None:
     assert above.attrib["class"] != below.attrib["class"]
 
 
+def test_all_to_all_is_a_row_at_the_foot_of_its_box() -> None:
+    """30 % of F 1 and of I 1: in an F alone 0.3 of its time, in a pair of 2.4 an eighth for each half."""
+    timeline = pl.simulate(pl.schedules.build("dualpipev", 2, 4), pl.Costs(all_to_all=0.3))
+    root = ET.fromstring(svg(timeline))
+    rows = [group.findall("s:rect[@class]", SPACE) for group in root.findall("s:g[@class='t']", SPACE)]
+    boxes = _boxes(svg(timeline))
+    unit = float(boxes[0][0].attrib["width"])
+    assert float(rows[0][0].attrib["width"]) == pytest.approx(0.3 * unit, abs=0.02)
+    assert all(float(rect.attrib["width"]) == pytest.approx(0.3 * unit, abs=0.02) for row in rows for rect in row)
+    assert "foot of a box: its all-to-all" in "".join(root.itertext())
+    assert "all-to-all" not in svg(pl.simulate(pl.schedules.gpipe(2, 2)))
+
+
 def test_tooltips_can_be_left_out_and_are_for_many_boxes() -> None:
     small = pl.simulate(pl.schedules.gpipe(ranks=2, microbatches=2))
     assert svg(small).count("<title>") == 1 + 8
@@ -83,7 +96,7 @@ def test_names_are_escaped_and_nothing_is_fetched() -> None:
 
 
 def test_nothing_to_draw_is_an_error() -> None:
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(pl.PipeloomError, match="at least one"):
         svg([])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,3 +64,35 @@ def test_the_unit_follows_the_source(source: str, unit: float) -> None:
     last = [event for event in trace(timeline)["traceEvents"] if event["ph"] == "X"][-1]
     assert last["ts"] == unit
     assert [e for e in trace(timeline, 5)["traceEvents"] if e["ph"] == "X"][-1]["dur"] == 10
+
+
+def test_an_arrow_for_each_message_joins_the_slices_that_make_and_need_it() -> None:
+    timeline = pl.simulate(pl.schedules.interleaved(ranks=2, microbatches=3), pl.Costs(p2p=0.5))
+    events = trace(timeline, 1.0)["traceEvents"]
+    begins = {event["id"]: event for event in events if event["ph"] == "s"}
+    ends = {event["id"]: event for event in events if event["ph"] == "f"}
+    assert len(begins) == len(ends) == 2 * 3 * 3  # three boundaries between ranks, there and back, three micro-batches
+    slices = [event for event in events if event["ph"] == "X"]
+
+    def at(event: dict[str, Any]) -> dict[str, Any]:
+        (found,) = [
+            one for one in slices if one["pid"] == event["pid"] and one["ts"] < event["ts"] < one["ts"] + one["dur"]
+        ]
+        return found
+
+    for number, begin in begins.items():
+        made, needed = at(begin), at(ends[number])
+        assert made["args"]["micro-batch"] == needed["args"]["micro-batch"]
+        step = 1 if begin["name"] == "activation" else -1
+        assert needed["args"]["stage"] == made["args"]["stage"] + step
+        assert made["ts"] + made["dur"] + 0.5 <= needed["ts"] + 1e-9
+
+
+def test_all_to_all_has_a_thread_of_its_own() -> None:
+    timeline = pl.simulate(pl.schedules.gpipe(ranks=2, microbatches=2), pl.Costs(all_to_all=0.25))
+    events = [event for event in trace(timeline, 1.0)["traceEvents"] if event.get("tid") == 1]
+    assert [(event["name"], event["ts"], event["dur"]) for event in events if event["pid"] == 0][:2] == [
+        ("all-to-all of 0F0", 0.0, 0.25),
+        ("all-to-all of 0F1", 1.0, 0.25),
+    ]
+    assert len(events) == 8

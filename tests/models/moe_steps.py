@@ -14,12 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from pipeloom.config import MeshShape, ModelSection, load
 from pipeloom.models import layers, token_loss
 from pipeloom.models.gate import gates_of, take_loads
-from pipeloom.ops.deferred import Desk, Ledger, defer_weight_gradients
+from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients
 from pipeloom.ops.microbatch import MicrobatchContext
-from pipeloom.parallel.laid import join, layout_of
+from pipeloom.parallel.dispatch_plan import ExpertParallel
 from pipeloom.parallel.mesh import ALONE, Mesh
+from pipeloom.parallel.sharding import join, shardings_of
 from pipeloom.parallel.tensor import TensorParallel
-from pipeloom.parallel.trip import ExpertParallel
 
 LENGTH, MICROBATCHES = 8, 2
 Gradients = dict[str, Tensor]
@@ -52,16 +52,17 @@ def run(
     built: Mapping[str, nn.Module], shape: ModelSection, way: Way, replicas: Sequence[int], of: int, tensor: Any = None
 ) -> float:
     """Forward and backward of these replicas' micro-batches, of the `of` that make a step; the sum of their losses."""
-    desk, ledgers, total = Desk(), [], 0.0
+    grad_context, queues, total = WeightGradContext(), [], 0.0
     for module in built.values() if way.split else ():
-        defer_weight_gradients(module, desk)
+        defer_weight_gradients(module, grad_context)
     loss_of = token_loss(shape, 0.0, tensor)
     for replica in replicas:
         for at, (tokens, targets) in enumerate(batch(replica)):
             share = targets.numel() / (5 * LENGTH * of)
-            context = MicrobatchContext(step=2, index=replica * MICROBATCHES + at, share=share)
-            desk.ledger = Ledger()
-            ledgers.append(desk.ledger)
+            number = replica * MICROBATCHES + at
+            context = MicrobatchContext(step=2, index=number, share=share, first=10 * number, samples=len(tokens))
+            grad_context.queue = WeightGradQueue()
+            queues.append(grad_context.queue)
             x = tokens
             for name, module in built.items():
                 given = {"microbatch": context} if name.startswith("model.layers") else {}
@@ -69,8 +70,8 @@ def run(
             loss = loss_of(x, targets) * share
             loss.backward()
             total += loss.item()
-    for ledger in ledgers:
-        ledger.pay()
+    for queue in queues:
+        queue.flush()
     return total
 
 
@@ -100,27 +101,27 @@ def joined(built: Mapping[str, nn.Module], mesh: Mesh) -> Gradients:
     """Reduced over the replicas of each part, summed over tp where partial, and joined over ep and tp."""
     found = {}
     for layer, module in built.items():
-        layouts = layout_of(module)
+        layouts = shardings_of(module)
         for inner, parameter in module.named_parameters():
-            laid, gradient = layouts[inner], parameter.grad
+            sharding, gradient = layouts[inner], parameter.grad
             assert gradient is not None, inner
-            axis = mesh.edp if laid.over("ep") is not None else mesh.dp
-            for each in (axis, mesh.tp if laid.partial else ALONE):
+            axis = mesh.edp if sharding.over("ep") is not None else mesh.dp
+            for each in (axis, mesh.tp if sharding.partial else ALONE):
                 if each.group is not None:
                     dist.all_reduce(gradient, group=each.group)
-            found[f"{layer}.{inner}"] = whole(gradient, laid, mesh)
+            found[f"{layer}.{inner}"] = whole(gradient, sharding, mesh)
     return found
 
 
-def whole(gradient: Tensor, laid: Any, mesh: Mesh) -> Tensor:
+def whole(gradient: Tensor, sharding: Any, mesh: Mesh) -> Tensor:
     axes = {"ep": mesh.ep, "tp": mesh.tp}
     parts = {(): gradient}
-    for shard in laid.shards:
+    for shard in sharding.shards:
         axis = axes[shard.axis]
         gathered: list[Any] = [None] * axis.size
         dist.all_gather_object(gathered, {key: part.numpy() for key, part in parts.items()}, group=axis.group)
         parts = {(*key, at): torch.from_numpy(part) for at, each in enumerate(gathered) for key, part in each.items()}
-    return join(parts, laid)
+    return join(parts, sharding)
 
 
 def worst(found: Gradients, want: Gradients) -> float:

@@ -75,6 +75,86 @@ def test_attention_is_the_naive_one(key_value_heads: int) -> None:
     torch.testing.assert_close(module(x), naive_attention(module, x), rtol=0, atol=1e-5)
 
 
+OPTIONS = [
+    {"rms_norm_eps": 0.5},
+    {"qkv_bias": True},
+    {"attention_bias": True, "num_key_value_heads": 1},
+    {"head_dim": 6},
+    {"head_dim": 20, "qkv_bias": True, "rms_norm_eps": 1e-2},
+]
+
+
+def plain_block(weights: dict[str, Tensor], model: ModelSection, x: Tensor) -> Tensor:
+    """A dense block written out with its parameters alone, for the options of `model`."""
+
+    def norm(name: str, given: Tensor) -> Tensor:
+        return given / (given.square().mean(-1, keepdim=True) + model.rms_norm_eps).sqrt() * weights[f"{name}.weight"]
+
+    def linear(name: str, given: Tensor) -> Tensor:
+        out = given @ weights[f"{name}.weight"].T
+        return out + weights[f"{name}.bias"] if f"{name}.bias" in weights else out
+
+    width = model.head_dim or model.hidden_size // model.num_attention_heads
+    heads, groups, length = model.num_attention_heads, model.num_key_value_heads, x.shape[1]
+    normed = norm("input_layernorm", x)
+    query, key, value = (
+        linear(f"self_attn.{part}_proj", normed).view(len(x), length, -1, width).transpose(1, 2) for part in "qkv"
+    )
+    query, key = rotate(query, model.rope_theta), rotate(key, model.rope_theta)
+    key, value = (part.repeat_interleave(heads // groups, 1) for part in (key, value))
+    scores = query @ key.transpose(-1, -2) / math.sqrt(width)
+    later = torch.ones(length, length, dtype=torch.bool).triu(1)
+    mixed = scores.masked_fill(later, -math.inf).softmax(-1) @ value
+    attended = x + linear("self_attn.o_proj", mixed.transpose(1, 2).flatten(2))
+    normed = norm("post_attention_layernorm", attended)
+    gate = linear("mlp.gate_proj", normed)
+    return attended + linear("mlp.down_proj", gate * torch.sigmoid(gate) * linear("mlp.up_proj", normed))
+
+
+@pytest.mark.parametrize("changes", OPTIONS, ids=str)
+def test_hugging_face_s_options_are_the_plain_formulas_with_every_gradient(changes: dict[str, Any]) -> None:
+    model = shape(**changes)
+    block = layers(model, 0, torch.float64)[1]()
+    for at, (name, parameter) in enumerate(block.named_parameters()):
+        if name.endswith("bias"):
+            assert not parameter.any(), "biases start at 0"
+            with torch.no_grad():
+                parameter.copy_(normal(at + 1, *parameter.shape)[at])
+    x, seed = normal(2, 6, 32).requires_grad_(), normal(3, 2, 6, 32)[2]
+    weights = dict(block.named_parameters())
+    wanted = {"x": x, **weights}
+    found = torch.autograd.grad(block(x), list(wanted.values()), seed)
+    out = plain_block(weights, model, x)
+    torch.testing.assert_close(block(x), out, rtol=0, atol=1e-5)
+    for name, gradient, want in zip(wanted, found, torch.autograd.grad(out, list(wanted.values()), seed), strict=True):
+        torch.testing.assert_close(gradient, want, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+    default = layers(shape(), 0, torch.float64)[1]()
+    if {name: p.shape for name, p in default.named_parameters()} == {name: p.shape for name, p in weights.items()}:
+        assert not torch.allclose(default(x), out)
+
+
+@pytest.mark.parametrize(
+    ("changes", "biases"),
+    [({}, ""), ({"qkv_bias": True}, "qkv"), ({"attention_bias": True}, "qkvo"), ({"head_dim": 20}, "")],
+)
+def test_biases_are_those_of_hugging_face(changes: dict[str, Any], biases: str) -> None:
+    model = shape(**changes)
+    block = layers(model, 0)[1]()
+    found = {name for name, _ in block.named_parameters() if name.endswith("bias")}
+    assert found == {f"self_attn.{part}_proj.bias" for part in biases}
+    width = changes.get("head_dim", 8)
+    assert block.get_parameter("self_attn.q_proj.weight").shape == (4 * width, 32)
+    assert block.get_parameter("self_attn.k_proj.weight").shape == (2 * width, 32)
+    assert block.get_parameter("self_attn.o_proj.weight").shape == (32, 4 * width)
+
+
+def test_the_last_norm_has_the_same_epsilon() -> None:
+    head = layers(shape(rms_norm_eps=0.5), 0, torch.float64)[-1]()
+    x = normal(1, 2, 32)
+    normed = x / (x.square().mean(-1, keepdim=True) + 0.5).sqrt()
+    torch.testing.assert_close(head(x), normed @ head.lm_head.weight.T, rtol=0, atol=1e-6)
+
+
 def test_attention_looks_at_nothing_that_comes_later() -> None:
     module = Attention(shape()).double()
     x = normal(1, 6, 32)
@@ -110,8 +190,9 @@ def test_the_loss_is_the_mean_in_fp32() -> None:
     torch.testing.assert_close(loss, want)
 
 
-def test_layers_have_the_sizes_that_the_configuration_counts() -> None:
-    model = shape()
+@pytest.mark.parametrize("changes", [{}, *OPTIONS], ids=str)
+def test_layers_have_the_sizes_that_the_configuration_counts(changes: dict[str, Any]) -> None:
+    model = shape(**changes)
     built = [layer() for layer in layers(model, seed=0)]
     counted = [size.parameters for size in layer_sizes(model, 16)]
     assert [sum(p.numel() for p in module.parameters()) for module in built] == counted

@@ -21,6 +21,8 @@ from pipeloom.ops.microbatch import MicrobatchContext
 from pipeloom.runtime import RuntimeOptions
 from pipeloom.runtime.local import LocalPipeline
 
+OPTIONS = {"norm_topk_prob": False, "attention_bias": True, "head_dim": 12, "rms_norm_eps": 1e-3}
+
 
 def block_of(**changes: Any) -> SparseBlock:
     built = layers(model(**changes), 3, torch.float64)[1]()
@@ -32,7 +34,9 @@ def normal(*size: int, seed: int = 0) -> Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def naive_mixture(mlp: SparseFeedForward, tokens: Tensor, k: int, capacity: float, router: str) -> Tensor:
+def naive_mixture(
+    mlp: SparseFeedForward, tokens: Tensor, k: int, capacity: float, router: str, renormalise: bool = True
+) -> Tensor:
     """Token by token and expert by expert, first choices of all tokens before second ones."""
     logits = tokens @ mlp.gate.weight.t()
     scores = logits.sigmoid() if router == "sigmoid" else logits.softmax(-1)
@@ -51,7 +55,7 @@ def naive_mixture(mlp: SparseFeedForward, tokens: Tensor, k: int, capacity: floa
         total = torch.zeros_like(x)
         for choice, e in enumerate(chosen):
             weight = scores[token, e]
-            if router != "switch":
+            if router != "switch" and renormalise:
                 weight = weight / scores[token, chosen].sum()
             if (token, choice) in kept:
                 total = total + weight * (down[e] @ (F.silu(gate[e] @ x) * (up[e] @ x)))
@@ -72,6 +76,12 @@ def naive_mixture(mlp: SparseFeedForward, tokens: Tensor, k: int, capacity: floa
         ({"router": "sigmoid", "num_shared_experts": 2}, 2),
         ({"router": "softmax", "capacity_factor": 0.6}, 2),
         ({"router": "gshard", "capacity_factor": 1.0, "num_shared_experts": 1}, 2),
+        ({"router": "softmax", "norm_topk_prob": False}, 2),
+        ({"router": "softmax", "norm_topk_prob": False, "num_experts_per_tok": 1, "capacity_factor": 0.6}, 1),
+        ({"router": "sigmoid", "norm_topk_prob": False, "num_experts_per_tok": 3}, 3),
+        ({"router": "gshard", "norm_topk_prob": False}, 2),
+        ({"router": "switch", "num_experts_per_tok": 1, "norm_topk_prob": False}, 1),
+        ({"router": "softmax", "qkv_bias": True, "head_dim": 12, "rms_norm_eps": 0.1}, 2),
     ],
 )
 def test_the_block_is_its_formula_with_every_gradient(changes: dict[str, Any], k: int) -> None:
@@ -85,12 +95,21 @@ def test_the_block_is_its_formula_with_every_gradient(changes: dict[str, Any], k
     attended = x + block.self_attn(block.input_layernorm(x))
     tokens = block.post_attention_layernorm(attended).flatten(0, 1)
     capacity = changes.get("capacity_factor", 0.0)
-    out = attended + naive_mixture(block.mlp, tokens, k, capacity, changes["router"]).view_as(attended)
+    mixture = naive_mixture(block.mlp, tokens, k, capacity, changes["router"], changes.get("norm_topk_prob", True))
+    out = attended + mixture.view_as(attended)
     torch.testing.assert_close(block(x), out)
     out.backward(seed)
     for name, gradient in found.items():
         want = x.grad if name == "x" else block.get_parameter(name).grad
         torch.testing.assert_close(gradient, want, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_the_block_of_experts_has_the_options_of_attention_and_norms() -> None:
+    block = block_of(attention_bias=True, head_dim=12, rms_norm_eps=0.1)
+    found = {name for name, _ in block.named_parameters() if name.endswith("_proj.bias")}
+    assert found == {f"self_attn.{part}_proj.bias" for part in "qkvo"}
+    assert block.self_attn.head_width == 12
+    assert {norm.epsilon for norm in (block.input_layernorm, block.post_attention_layernorm)} == {0.1}
 
 
 def test_names_are_those_of_hugging_face_where_they_exist() -> None:
@@ -184,9 +203,9 @@ def test_what_a_router_draws_depends_on_the_place_alone(router: str, k: int) -> 
     """Recomputation and any order of micro-batches draw the same; another step, micro-batch or layer draws anew."""
     built = layers(model(router=router, num_experts_per_tok=k, num_experts=8), 5)
     block, other = built[1](), built[2]()
-    x, here = normal(4, 8, 32).float(), MicrobatchContext(step=1, index=3)
+    x, here = normal(4, 8, 32).float(), MicrobatchContext(step=1, first=12, samples=4)
     first = block.mlp.gate.draw(x.flatten(0, 1), here)
-    block(x, microbatch=MicrobatchContext(step=1, index=2))
+    block(x, microbatch=MicrobatchContext(step=1, first=8, samples=4))
 
     def same(gate: TopKGate, place: MicrobatchContext) -> bool:
         again = gate.draw(x.flatten(0, 1), place)
@@ -194,7 +213,7 @@ def test_what_a_router_draws_depends_on_the_place_alone(router: str, k: int) -> 
         return all((a is None and b is None) or torch.equal(a, b) for a, b in pairs)
 
     assert same(block.mlp.gate, here)
-    for place in (MicrobatchContext(2, 3), MicrobatchContext(1, 4)):
+    for place in (MicrobatchContext(2, 0, 1.0, 12, 4), MicrobatchContext(1, 0, 1.0, 16, 4)):
         assert not same(block.mlp.gate, place)
     assert not same(other.mlp.gate, here)
     with pytest.raises(UsageError, match="microbatch"):
@@ -204,7 +223,12 @@ def test_what_a_router_draws_depends_on_the_place_alone(router: str, k: int) -> 
 
 
 def test_recomputation_and_deferral_change_no_gradient() -> None:
-    for changes in ({"router": "switch", "num_experts_per_tok": 1}, {"router": "noisy"}, {"num_shared_experts": 1}):
+    for changes in (
+        {"router": "switch", "num_experts_per_tok": 1},
+        {"router": "noisy"},
+        {"num_shared_experts": 1},
+        OPTIONS,
+    ):
         shape = model(**changes)
         loss, want, loads = serial(shape, 1)
         for way in (Way(split=True), Way(recompute=True), Way(split=True, recompute=True)):

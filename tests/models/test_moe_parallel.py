@@ -16,8 +16,8 @@ from pipeloom.config import ModelSection
 from pipeloom.models import layers, moe
 from pipeloom.models.gate import TopKGate
 from pipeloom.parallel.dispatch import AllToAll
+from pipeloom.parallel.dispatch_plan import ExpertParallel
 from pipeloom.parallel.expert import Experts
-from pipeloom.parallel.trip import ExpertParallel
 from processes import run_ranks
 
 ROUTERS: list[dict[str, Any]] = [
@@ -70,7 +70,8 @@ def over_four(rank: int) -> None:
 def over_tensor_parallel(rank: int) -> None:
     """Two replicas of two tensor-parallel ranks: an expert's own inner width is cut over the same two."""
     mesh = mesh_of(dp=2, tp=2, ep=2)
-    for changes in (*ROUTERS[:2], ROUTERS[4], {"dropout": 0.2}):
+    options = {"norm_topk_prob": False, "attention_bias": True, "head_dim": 12, "rms_norm_eps": 1e-3}
+    for changes in (*ROUTERS[:2], ROUTERS[4], {"dropout": 0.2}, options):
         shape = model(num_key_value_heads=4, **changes)
         want = serial(shape, 2)
         for way in (Way(), Way(sequence=True, split=True), Way(sequence=True, recompute=True, chunks=2)):
@@ -87,13 +88,15 @@ def broken(rank: int, what: str) -> float:
     """The error of a step in which something is wrong on purpose."""
     mesh, shape = mesh_of(dp=2, ep=2), model(aux_loss_coef=0.5)
     _, want, _ = serial(shape, 2)
-    land, carry, arrive = moe.land, TopKGate.carry, moe.arrive
+    unpermute_and_mix, carry, group_by_expert = moe.unpermute_and_mix, TopKGate.carry, moe.group_by_expert
     if what == "the gate gets no gradient":
-        moe.land = lambda rows, weights, trip: land(rows, weights.detach(), trip)
+        moe.unpermute_and_mix = lambda rows, weights, dispatch_plan: unpermute_and_mix(
+            rows, weights.detach(), dispatch_plan
+        )
     elif what == "the share of the auxiliary loss is left out":
         TopKGate.carry = lambda self, weights, tally, microbatch: carry(self, weights, tally, None)
     elif what == "experts get each other's rows":
-        moe.arrive = lambda rows, trip: arrive(rows, trip).roll(1, 0)
+        moe.group_by_expert = lambda rows, dispatch_plan: group_by_expert(rows, dispatch_plan).roll(1, 0)
     return worst(step_on(mesh, shape, Way())[1], want)
 
 

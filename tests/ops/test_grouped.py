@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeloom.ops.deferred import Desk, Ledger
+from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue
 from pipeloom.ops.grouped import add_group_gradients, apply_grouped_linear, grouped_multiply, grouped_products
 from pipeloom.ops.main_gradient import MainGradients
 
@@ -47,27 +47,27 @@ def test_odd_widths_and_fp64_fall_back_to_a_loop() -> None:
 def test_gradients_now_later_and_into_main_gradients_are_the_same(counts: tuple[int, ...]) -> None:
     x, seed = normal(sum(counts), 16), normal(sum(counts), 8, seed=5)
 
-    def gradients(desk: Desk | None, twice: bool) -> tuple[Tensor, Tensor | None]:
+    def gradients(grad_context: WeightGradContext | None, twice: bool) -> tuple[Tensor, Tensor | None]:
         weight, rows = nn.Parameter(normal(4, 8, 16, seed=3)), x.clone().requires_grad_()
         main = MainGradients()
-        if desk is not None and desk.main is not None:
-            main = desk.main
+        if grad_context is not None and grad_context.main is not None:
+            main = grad_context.main
             main.hold(weight, torch.full((4, 8, 16), 7.0))
             main.restart([weight])
         for _ in range(1 + twice):
-            apply_grouped_linear(rows, weight, counts, desk).backward(seed)
-            if desk is not None and desk.ledger is not None:
-                desk.ledger.pay()
+            apply_grouped_linear(rows, weight, counts, grad_context).backward(seed)
+            if grad_context is not None and grad_context.queue is not None:
+                grad_context.queue.flush()
         assert rows.grad is not None
         return rows.grad, main.of(weight) if weight in main else weight.grad
 
     for twice in (False, True):
-        later, into_main = Desk(), Desk()
-        later.ledger = Ledger()
+        later, into_main = WeightGradContext(), WeightGradContext()
+        later.queue = WeightGradQueue()
         into_main.main = MainGradients()
         dx, dw = gradients(None, twice)
-        for desk in (later, into_main):
-            other_dx, other_dw = gradients(desk, twice)
+        for grad_context in (later, into_main):
+            other_dx, other_dw = gradients(grad_context, twice)
             torch.testing.assert_close(other_dx, dx)
             torch.testing.assert_close(other_dw, dw)
 
@@ -89,14 +89,14 @@ def test_autocast_computes_products_in_its_type(split: bool, dtype: torch.dtype)
     assert want is not None
     assert right is not None
     weight.grad = rows.grad = None
-    desk = Desk()
-    desk.ledger = Ledger() if split else None
+    grad_context = WeightGradContext()
+    grad_context.queue = WeightGradQueue() if split else None
     with torch.autocast("cpu", torch.bfloat16):
-        out = apply_grouped_linear(rows, weight, counts, desk)
+        out = apply_grouped_linear(rows, weight, counts, grad_context)
     assert out.dtype == torch.bfloat16
     out.float().backward(seed)
-    if desk.ledger is not None:
-        desk.ledger.pay()
+    if grad_context.queue is not None:
+        grad_context.queue.flush()
     assert weight.grad is not None
     assert weight.grad.dtype == torch.float32
     torch.testing.assert_close(weight.grad, want, rtol=0.02, atol=0.05)

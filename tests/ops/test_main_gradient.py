@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeloom.ops.deferred import Desk, Ledger, defer_weight_gradients
+from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients
 from pipeloom.ops.main_gradient import MainGradients
 
 
@@ -41,13 +41,13 @@ def buffers_of(net: nn.Module, dtype: torch.dtype) -> tuple[MainGradients, dict[
     return main, buffers
 
 
-def run(net: Net, desk: Desk, batches: list[Tensor], split: bool) -> None:
+def run(net: Net, grad_context: WeightGradContext, batches: list[Tensor], split: bool) -> None:
     for tokens in batches:
-        ledger = Ledger() if split else None
-        desk.ledger = ledger
+        queue = WeightGradQueue() if split else None
+        grad_context.queue = queue
         net(tokens).square().sum().backward()
-        if ledger is not None:
-            ledger.pay()
+        if queue is not None:
+            queue.flush()
 
 
 def plain_gradients(dtype: torch.dtype, batches: list[Tensor], weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -61,10 +61,10 @@ def plain_gradients(dtype: torch.dtype, batches: list[Tensor], weights: dict[str
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_sums_are_those_of_autograd(split: bool, dtype: torch.dtype) -> None:
-    net, desk = Net(dtype), Desk()
-    desk.main, buffers = buffers_of(net, dtype)
-    defer_weight_gradients(net, desk)
-    run(net, desk, micro_batches(3), split)
+    net, grad_context = Net(dtype), WeightGradContext()
+    grad_context.main, buffers = buffers_of(net, dtype)
+    defer_weight_gradients(net, grad_context)
+    run(net, grad_context, micro_batches(3), split)
     for name, want in plain_gradients(dtype, micro_batches(3), net.state_dict()).items():
         torch.testing.assert_close(buffers[name], want)
     assert all(p.grad is None for p in net.parameters())
@@ -73,14 +73,14 @@ def test_the_sums_are_those_of_autograd(split: bool, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("split", [False, True])
 def test_bf16_over_100_micro_batches(split: bool) -> None:
     """fp32 main gradients come closer to fp64 than bf16's own, in the same place all the time."""
-    net, desk, batches = Net(torch.bfloat16), Desk(), micro_batches(100)
-    desk.main, buffers = buffers_of(net, torch.float32)
+    net, grad_context, batches = Net(torch.bfloat16), WeightGradContext(), micro_batches(100)
+    grad_context.main, buffers = buffers_of(net, torch.float32)
     places = {name: buffer.data_ptr() for name, buffer in buffers.items()}
-    defer_weight_gradients(net, desk)
+    defer_weight_gradients(net, grad_context)
     for tokens in batches:
-        run(net, desk, [tokens], split)
+        run(net, grad_context, [tokens], split)
         assert all(p.grad is None for p in net.parameters())
-        assert {name: desk.main.of(p).data_ptr() for name, p in net.named_parameters()} == places
+        assert {name: grad_context.main.of(p).data_ptr() for name, p in net.named_parameters()} == places
     weights = {name: value.double() for name, value in net.state_dict().items()}
     exact = plain_gradients(torch.float64, batches, weights)
     rough = plain_gradients(torch.bfloat16, batches, net.state_dict())
@@ -113,10 +113,10 @@ def test_what_got_no_gradient_is_zeros_and_what_stands_in_grad_is_taken() -> Non
 
 
 def test_no_gradients_means_no_function_of_ours() -> None:
-    net, desk = Net(torch.float32), Desk()
-    defer_weight_gradients(net, desk)
+    net, grad_context = Net(torch.float32), WeightGradContext()
+    defer_weight_gradients(net, grad_context)
     assert "_Linear" not in type(net.linear(torch.ones(1, 16)).grad_fn).__name__
-    desk.main, _ = buffers_of(net, torch.float32)
+    grad_context.main, _ = buffers_of(net, torch.float32)
     assert "_Linear" in type(net.linear(torch.ones(1, 16)).grad_fn).__name__
     net.linear.weight.requires_grad_(False)
     net.linear.bias.requires_grad_(False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,14 +12,14 @@ from torch.func import vmap
 from torch.nn import functional as F
 
 import pipeloom as pl
-from pipeloom.ops import products
+from pipeloom.ops import products, use_onednn_linear
 from pipeloom.runtime import LocalPipeline
 
 ROWS, INPUTS, OUTPUTS = 96, 128, 160
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
     """Shapes of the inputs that oneDNN was called with, on a machine that is taken for one that prefers it."""
     found: list[tuple[int, ...]] = []
     onednn = products._onednn()
@@ -31,7 +32,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
     monkeypatch.setattr(products, "machine_prefers_onednn", lambda: True)
     monkeypatch.setattr(products, "_onednn", lambda: count)
-    return found
+    assert not products.uses_onednn()  # nobody has asked for it
+    assert use_onednn_linear()
+    yield found
+    assert not use_onednn_linear(False)
 
 
 def operands(*lead: int) -> tuple[Tensor, Tensor, Tensor]:

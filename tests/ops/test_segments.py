@@ -32,6 +32,7 @@ class Reorder:
     def __init__(self) -> None:
         self.pending: list[Late] = []
         self.saved: list[Values] = []
+        self.given: list[Values] = []
 
     def start(self, values: Values) -> Pending:
         rows, order = values[0], values[-1]
@@ -41,6 +42,7 @@ class Reorder:
 
     def start_backward(self, gradients: Values, saved: Values) -> Pending:
         self.saved.append(saved)
+        self.given.append(gradients)
         back = torch.empty_like(gradients[0])
         back[saved[-1]] = gradients[0]
         self.pending.append(Late((back, *gradients[1:])))
@@ -80,6 +82,7 @@ def test_in_order_is_the_plain_function_with_its_gradients() -> None:
         assert torch.equal(a, b)
     assert [p.waits for p in layer.reorder.pending] == [1, 1]
     assert [None if v is None else v.tolist() for v in layer.reorder.saved[0]] == [None, None, None, [2, 0, 3, 1]]
+    assert [g is None for g in layer.reorder.given[0]] == [False, False, True, True]
 
 
 def test_without_gradients_no_backward_is_kept() -> None:

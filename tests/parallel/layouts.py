@@ -13,10 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeloom.config import MeshShape, ModelSection, load
 from pipeloom.models import layers, token_loss
-from pipeloom.ops.deferred import Desk, Ledger, defer_weight_gradients
+from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients
 from pipeloom.ops.microbatch import MicrobatchContext
-from pipeloom.parallel.laid import Laid, join, layout_of
+from pipeloom.ops.random_state import stable_seed
 from pipeloom.parallel.mesh import Mesh
+from pipeloom.parallel.sharding import ParameterSharding, join, shard_of, shardings_of
 from pipeloom.parallel.tensor import TensorParallel
 
 LENGTH = 8
@@ -58,18 +59,31 @@ def batch(vocabulary: int) -> list[tuple[Tensor, Tensor]]:
     return [(both[0, :2], both[1, :2]), (both[0, 2:], both[1, 2:])]
 
 
+@torch.no_grad()
+def fill_biases(built: Mapping[str, nn.Module], index: int) -> None:
+    """Biases, which start at 0, with parts of the same numbers in every layout."""
+    for layer, module in built.items():
+        layouts = shardings_of(module)
+        for inner, parameter in module.named_parameters():
+            if inner.endswith("bias"):
+                sharding, generator = layouts[inner], torch.Generator().manual_seed(stable_seed(5, f"{layer}.{inner}"))
+                numbers = torch.randn(sharding.full_shape(parameter.shape), generator=generator)
+                parameter.copy_(shard_of(numbers, sharding, {"tp": index}))
+
+
 def step(shape: ModelSection, way: Way, tensor: TensorParallel | None) -> tuple[float, dict[str, nn.Module]]:
     """The loss of one step, and the layers, whose parameters have their gradients."""
     built = {layer.name: layer() for layer in layers(shape, 5, torch.float32, "cpu", tensor)}
-    desk, ledgers, total = Desk(), [], 0.0
+    fill_biases(built, 0 if tensor is None else tensor.index)
+    grad_context, queues, total = WeightGradContext(), [], 0.0
     for module in built.values() if way.split else ():
-        defer_weight_gradients(module, desk)
+        defer_weight_gradients(module, grad_context)
     loss_of = token_loss(shape, way.smoothing, tensor)
     for at, (tokens, targets) in enumerate(batch(shape.vocab_size)):
         share = targets.numel() / (5 * LENGTH)
-        context = MicrobatchContext(step=2, index=at, share=share)
-        desk.ledger = Ledger()
-        ledgers.append(desk.ledger)
+        context = MicrobatchContext(step=2, index=at, share=share, first=10 * at, samples=len(tokens))
+        grad_context.queue = WeightGradQueue()
+        queues.append(grad_context.queue)
         x = tokens
         for name, module in built.items():
             given = {"microbatch": context} if name.startswith("model.layers") else {}
@@ -77,8 +91,8 @@ def step(shape: ModelSection, way: Way, tensor: TensorParallel | None) -> tuple[
         loss = loss_of(x, targets) * share
         loss.backward()
         total += loss.item()
-    for ledger in ledgers:
-        ledger.pay()
+    for queue in queues:
+        queue.flush()
     return total, built
 
 
@@ -88,14 +102,14 @@ def serial(shape: ModelSection, way: Way) -> tuple[float, Gradients]:
     return loss, {f"{name}.{inner}": p.grad for name, m in built.items() for inner, p in m.named_parameters()}
 
 
-def parts(built: Mapping[str, nn.Module], *, sum_partial: bool = True) -> dict[str, tuple[Laid, Any]]:
+def parts(built: Mapping[str, nn.Module], *, sum_partial: bool = True) -> dict[str, tuple[ParameterSharding, Any]]:
     """Of each parameter: its layout and this rank's gradient; those that saw a part of the tokens are summed first.
 
     As arrays: a tensor on its way to another process needs its own process to live until it has arrived.
     """
     found = {}
     for layer, module in built.items():
-        layouts = layout_of(module)
+        layouts = shardings_of(module)
         for inner, parameter in module.named_parameters():
             assert parameter.grad is not None, f"{layer}.{inner}"
             if layouts[inner].partial and sum_partial:
@@ -104,13 +118,13 @@ def parts(built: Mapping[str, nn.Module], *, sum_partial: bool = True) -> dict[s
     return found
 
 
-def whole(ranks: Sequence[Mapping[str, tuple[Laid, Any]]]) -> Gradients:
+def whole(ranks: Sequence[Mapping[str, tuple[ParameterSharding, Any]]]) -> Gradients:
     """Joined gradients; those held by all ranks must be bitwise equal."""
     joined = {}
-    for name, (laid, _) in ranks[0].items():
+    for name, (sharding, _) in ranks[0].items():
         each = [torch.from_numpy(rank[name][1]) for rank in ranks]
-        if laid.shards:
-            joined[name] = join({(at,): gradient for at, gradient in enumerate(each)}, laid)
+        if sharding.shards:
+            joined[name] = join({(at,): gradient for at, gradient in enumerate(each)}, sharding)
         else:
             assert all(torch.equal(each[0], other) for other in each), name
             joined[name] = each[0]

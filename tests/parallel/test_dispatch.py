@@ -11,14 +11,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.config import MeshShape
-from pipeloom.ops.deferred import Desk, Ledger
+from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue
 from pipeloom.ops.segments import Compute, begin, in_order
-from pipeloom.parallel.dispatch import AllToAll, arrive, bytes_across_nodes, depart, homeward, land, leave, outward
+from pipeloom.parallel.dispatch import (
+    AllToAll,
+    bytes_across_nodes,
+    combine_segments,
+    dispatch_segments,
+    group_by_expert,
+    permute_for_dispatch,
+    ungroup,
+    unpermute_and_mix,
+)
+from pipeloom.parallel.dispatch_plan import DispatchPlan, ExpertParallel, plan_dispatch
 from pipeloom.parallel.expert import Experts
-from pipeloom.parallel.laid import layout_of, part_of
 from pipeloom.parallel.mesh import Axis, Mesh
 from pipeloom.parallel.router import Gate, Routing, limit, route
-from pipeloom.parallel.trip import ExpertParallel, Trip, plan
+from pipeloom.parallel.sharding import shard_of, shardings_of
 from processes import run_ranks
 
 EXPERTS, HIDDEN, INNER = 8, 12, 20
@@ -60,26 +69,30 @@ def routing_of(case: Case, logits: Tensor) -> Routing:
 
 def experts_of(parallel: ExpertParallel | None) -> Experts:
     experts = Experts(EXPERTS, HIDDEN, INNER, parallel)
-    layouts = layout_of(experts)
+    layouts = shardings_of(experts)
     index = {"ep": parallel.axis.index if parallel is not None else 0}
     with torch.no_grad():
         for at, (name, parameter) in enumerate(experts.named_parameters()):
             whole = normal(*layouts[name].full_shape(parameter.shape), seed=at) / 4
-            parameter.copy_(part_of(whole, layouts[name], index))
+            parameter.copy_(shard_of(whole, layouts[name], index))
     return experts
 
 
-def through(x: Tensor, routing: Routing, experts: Experts, parallel: ExpertParallel | None) -> tuple[Tensor, Trip]:
+def through(
+    x: Tensor, routing: Routing, experts: Experts, parallel: ExpertParallel | None
+) -> tuple[Tensor, DispatchPlan]:
     """The whole way, segment by segment."""
-    (trip,) = plan([routing], parallel)
+    (dispatch_plan,) = plan_dispatch([routing], parallel)
 
     def compute(values: tuple[Any, ...]) -> tuple[Any, ...]:
         rows, *rest = values
-        return depart(experts(arrive(rows, trip), trip.arrival.counts), trip), *rest
+        return ungroup(
+            experts(group_by_expert(rows, dispatch_plan), dispatch_plan.arrival.counts), dispatch_plan
+        ), *rest
 
-    segments = [*outward(parallel), Compute("experts", compute), *homeward(parallel)]
-    rows, weights, _ = in_order(segments, (*leave(x, routing.weights, trip), trip))
-    return land(rows, weights, trip), trip
+    segments = [*dispatch_segments(parallel), Compute("experts", compute), *combine_segments(parallel)]
+    rows, weights, _ = in_order(segments, (*permute_for_dispatch(x, routing.weights, dispatch_plan), dispatch_plan))
+    return unpermute_and_mix(rows, weights, dispatch_plan), dispatch_plan
 
 
 def in_chunks(x: Tensor, routing: Routing, experts: Experts, parallel: ExpertParallel | None, n: int) -> Tensor:
@@ -96,20 +109,25 @@ def in_chunks(x: Tensor, routing: Routing, experts: Experts, parallel: ExpertPar
         )
         for a, b in bounds
     ]
-    trips = plan(parts, parallel)
-    there, back = outward(parallel), homeward(parallel)
+    dispatch_plans = plan_dispatch(parts, parallel)
+    there, back = dispatch_segments(parallel), combine_segments(parallel)
     assert isinstance(there[0], AllToAll)
     assert isinstance(back[-1], AllToAll)
     started = [
-        begin(there[0], (*leave(x[a:b], part.weights, trip), trip))
-        for (a, b), part, trip in zip(bounds, parts, trips, strict=True)
+        begin(there[0], (*permute_for_dispatch(x[a:b], part.weights, dispatch_plan), dispatch_plan))
+        for (a, b), part, dispatch_plan in zip(bounds, parts, dispatch_plans, strict=True)
     ]
     ends = []
-    for finish, trip in zip(started, trips, strict=True):
+    for finish, dispatch_plan in zip(started, dispatch_plans, strict=True):
         rows, *rest = in_order(there[1:], finish())
-        rows = depart(experts(arrive(rows, trip), trip.arrival.counts), trip)
+        rows = ungroup(experts(group_by_expert(rows, dispatch_plan), dispatch_plan.arrival.counts), dispatch_plan)
         ends.append(begin(back[-1], in_order(back[:-1], (rows, *rest))))
-    return torch.cat([land(*finish()[:2], trip) for finish, trip in zip(ends, trips, strict=True)])
+    return torch.cat(
+        [
+            unpermute_and_mix(*finish()[:2], dispatch_plan)
+            for finish, dispatch_plan in zip(ends, dispatch_plans, strict=True)
+        ]
+    )
 
 
 @dataclass
@@ -124,20 +142,20 @@ def one(case: Case, rank: int, parallel: ExpertParallel | None, chunks: int = 0,
     x = normal(case.tokens[rank], HIDDEN, seed=100 + rank).requires_grad_()
     logits = normal(case.tokens[rank], EXPERTS, seed=200 + rank).requires_grad_()
     experts = experts_of(parallel)
-    desk = Desk()
+    grad_context = WeightGradContext()
     if deferred:
-        desk.ledger = Ledger()
+        grad_context.queue = WeightGradQueue()
         for part in (experts.gate_proj, experts.up_proj, experts.down_proj):
-            part.defer_to(desk)
+            part.set_weight_grad_context(grad_context)
     routing = routing_of(case, logits)
     if chunks:
         out = in_chunks(x, routing, experts, parallel, chunks)
     else:
         out, _ = through(x, routing, experts, parallel)
     out.backward(normal(case.tokens[rank], HIDDEN, seed=300 + rank))
-    if desk.ledger is not None:
+    if grad_context.queue is not None:
         assert all(p.grad is None for p in experts.parameters())
-        desk.ledger.pay()
+        grad_context.queue.flush()
     weights = {name: p.grad for name, p in experts.named_parameters() if p.grad is not None}
     assert x.grad is not None
     assert logits.grad is not None
@@ -157,11 +175,11 @@ def one_process(case: Case, world: int, parallel: ExpertParallel) -> Outcome:
     """This rank's outcome with all experts here; the expert gradients summed over the ranks' tokens, this rank's part."""
     mine = one(case, parallel.axis.index, None)
     every = [one(case, rank, None) for rank in range(world)]
-    layouts = layout_of(experts_of(parallel))
+    layouts = shardings_of(experts_of(parallel))
     index = {"ep": parallel.axis.index}
     sums = {name: torch.stack([o.weights[name] for o in every]).sum(0) for name in mine.weights}
     return Outcome(
-        mine.output, mine.dx, mine.dlogits, {name: part_of(g, layouts[name], index) for name, g in sums.items()}
+        mine.output, mine.dx, mine.dlogits, {name: shard_of(g, layouts[name], index) for name, g in sums.items()}
     )
 
 
@@ -196,7 +214,7 @@ def two_level_cases(rank: int) -> dict[str, tuple[int, int]]:
             check(one(case, rank, levels), one(case, rank, ExpertParallel(axis)), f"{case.name}, plain", exact=True)
         logits = normal(case.tokens[rank], EXPERTS, seed=200 + rank)
         routing = routing_of(case, logits)
-        counted = [bytes_across_nodes(plan([routing], p), p, 4 * HIDDEN) for p in (levels, same_order)]
+        counted = [bytes_across_nodes(plan_dispatch([routing], p), p, 4 * HIDDEN) for p in (levels, same_order)]
         kept = routing.kept if routing.kept is not None else torch.ones_like(routing.experts, dtype=torch.bool)
         other = kept & (routing.experts // 4 != rank // 2)
         assert counted == [4 * HIDDEN * int(other.any(1).sum()), 4 * HIDDEN * int(other.sum())], case.name
@@ -224,8 +242,8 @@ def sent_across(rank: int, parallel: ExpertParallel) -> int:
         case = CASES[0]
         x, logits = normal(case.tokens[rank], HIDDEN, seed=1), normal(case.tokens[rank], EXPERTS, seed=200 + rank)
         routing = routing_of(case, logits)
-        (trip,) = plan([routing], parallel)
-        in_order(outward(parallel), (*leave(x, routing.weights, trip), trip))
+        (dispatch_plan,) = plan_dispatch([routing], parallel)
+        in_order(dispatch_segments(parallel), (*permute_for_dispatch(x, routing.weights, dispatch_plan), dispatch_plan))
     finally:
         dist.all_to_all_single = real
     return total

@@ -13,7 +13,7 @@ from pipeloom.models import layers
 from pipeloom.ops.microbatch import MicrobatchContext
 from pipeloom.ops.random_state import Dropout, Source, TokenPart, set_sources, stable_seed
 
-CONTEXT = MicrobatchContext(step=3, index=2)
+CONTEXT = MicrobatchContext(step=3, index=2, first=4, samples=2)
 
 
 def dropout(probability: float = 0.25, part: TokenPart | None = None, name: str = "layer", seed: int = 0) -> Dropout:
@@ -27,7 +27,7 @@ def ones(*shape: int) -> Tensor:
 
 
 def test_the_share_that_is_kept_and_its_scale() -> None:
-    out = dropout()(ones(4, 100, 64), CONTEXT)
+    out = dropout()(ones(4, 100, 64), MicrobatchContext(samples=4))
     assert set(out.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
     assert (out == 0).float().mean().item() == pytest.approx(0.25, abs=0.01)
 
@@ -39,17 +39,34 @@ def test_the_gradient_has_the_same_mask() -> None:
     assert torch.equal(x.grad, out)
 
 
-def test_a_mask_depends_on_seed_step_microbatch_and_name_alone() -> None:
+def test_a_mask_depends_on_seed_step_sample_and_name_alone() -> None:
     first = dropout()(ones(2, 16, 8), CONTEXT)
     torch.manual_seed(1)
-    assert torch.equal(first, dropout()(ones(2, 16, 8), MicrobatchContext(3, 2, 0.5)))
+    assert torch.equal(first, dropout()(ones(2, 16, 8), MicrobatchContext(3, 7, 0.5, 4, 2)))
     others = [
         dropout(seed=1)(ones(2, 16, 8), CONTEXT),
         dropout(name="other")(ones(2, 16, 8), CONTEXT),
-        dropout()(ones(2, 16, 8), MicrobatchContext(4, 2)),
-        dropout()(ones(2, 16, 8), MicrobatchContext(3, 1)),
+        dropout()(ones(2, 16, 8), MicrobatchContext(4, 2, 1.0, 4, 2)),
+        dropout()(ones(2, 16, 8), MicrobatchContext(3, 2, 1.0, 6, 2)),
     ]
     assert not any(torch.equal(first, other) for other in others)
+    assert not torch.equal(first[0], first[1])
+
+
+@pytest.mark.parametrize("sizes", [(6,), (2, 2, 2), (3, 3), (1, 5)])
+def test_micro_batches_of_any_size_get_the_masks_of_their_samples(sizes: tuple[int, ...]) -> None:
+    whole = dropout()(ones(6, 16, 8), MicrobatchContext(1, 0, 1.0, 10, 6))
+    starts = [sum(sizes[:at]) for at in range(len(sizes))]
+    parts = [
+        dropout()(ones(size, 16, 8), MicrobatchContext(1, at, 1.0, 10 + start, size))
+        for at, (start, size) in enumerate(zip(starts, sizes, strict=True))
+    ]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+def test_what_is_no_batch_of_samples_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"of 2 samples got \[3, 16, 8\]"):
+        dropout()(ones(3, 16, 8), CONTEXT)
 
 
 def test_drawing_leaves_the_global_random_state_alone() -> None:
@@ -97,7 +114,7 @@ def test_recomputation_replays_the_mask_bitwise() -> None:
         x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(0))
         outs = []
         for index in range(2):
-            context = MicrobatchContext(index=index)
+            context = MicrobatchContext(index=index, first=2 * index, samples=2)
             if recompute:
                 outs.append(checkpoint(block, x, use_reentrant=False, preserve_rng_state=False, microbatch=context))
             else:
@@ -112,6 +129,7 @@ def test_recomputation_replays_the_mask_bitwise() -> None:
 
 def test_the_seed_of_a_place_never_changes() -> None:
     """A run that goes on with another version of the program goes on with the same masks."""
-    generator = Source(1, "model.layers.0.mlp_dropout").generator(CONTEXT, torch.device("cpu"))
-    assert generator.initial_seed() == stable_seed("random", 1, 3, 2, "model.layers.0.mlp_dropout")
+    generators = Source(1, "model.layers.0.mlp_dropout").generators(CONTEXT, torch.device("cpu"))
+    seeds = [generator.initial_seed() for generator in generators]
+    assert seeds == [stable_seed("random", 1, 3, sample, "model.layers.0.mlp_dropout") for sample in (4, 5)]
     assert stable_seed("random", 1, 3, 2, "x") == 4820000269182593835

@@ -9,8 +9,17 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import ConfigError
-from pipeloom.ops.auxiliary import with_loss
-from pipeloom.parallel.router import Draws, Gate, capacity_of, draws_for, dropped_between, limit, move_bias, route
+from pipeloom.ops.aux_loss import with_loss
+from pipeloom.parallel.router import (
+    Gate,
+    RouterNoise,
+    capacity_of,
+    dropped_between,
+    limit,
+    move_bias,
+    route,
+    sample_noise,
+)
 
 
 def log(rows: list[list[float]]) -> Tensor:
@@ -57,11 +66,11 @@ def test_switch_weighs_its_one_expert_with_the_probability() -> None:
 
 def test_switch_jitters_its_inputs_within_bounds_and_by_seed() -> None:
     gate = Gate("switch", 4, 1, jitter=0.01)
-    factors = draws_for(gate, 100, 8, torch.float32, generator(1)).inputs
+    factors = sample_noise(gate, 100, 8, torch.float32, [generator(1)]).inputs
     assert factors is not None
     assert 0.99 <= float(factors.min()) < 0.992
     assert 1.008 < float(factors.max()) <= 1.01
-    again = draws_for(gate, 100, 8, torch.float32, generator(1)).inputs
+    again = sample_noise(gate, 100, 8, torch.float32, [generator(1)]).inputs
     assert again is not None
     assert torch.equal(factors, again)
 
@@ -70,14 +79,14 @@ def test_gshard_takes_its_second_expert_by_chance() -> None:
     """Renormalised weights 0.8 and 0.2: the second is taken if a uniform number is below 2 · 0.2; 0.4 of 0.5: always."""
     logits = log([[0.6, 0.15, 0.125, 0.125]] * 3 + [[0.3, 0.3, 0.2, 0.2]])
     gate = Gate("gshard", 4, 2)
-    found = route(gate, logits, Draws(second=torch.tensor([0.39, 0.41, 0.99, 0.999])))
+    found = route(gate, logits, RouterNoise(second=torch.tensor([0.39, 0.41, 0.99, 0.999])))
     torch.testing.assert_close(found.weights[0], torch.tensor([0.8, 0.2], dtype=torch.float64))
     assert found.kept is not None
     assert found.kept.tolist() == [[True, True], [True, False], [True, False], [True, True]]
     assert route(gate, logits).kept is None, "outside training both are taken"
-    drawn = draws_for(gate, 20000, 8, torch.float32, generator()).second
+    drawn = sample_noise(gate, 20000, 8, torch.float32, [generator()]).second
     assert drawn is not None
-    taken = route(gate, logits[:1].expand(20000, 4), Draws(second=drawn)).kept
+    taken = route(gate, logits[:1].expand(20000, 4), RouterNoise(second=drawn)).kept
     assert taken is not None
     assert abs(float(taken[:, 1].float().mean()) - 0.4) < 0.02
 
@@ -86,9 +95,9 @@ def test_noisy_adds_noise_of_the_trained_size_before_the_choice() -> None:
     gate, logits = Gate("noisy", 3, 1), torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
     noise = torch.tensor([[0.0, 0.0, 2.0], [0.0, 0.0, 2.0]])
     scale = torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, -4.0]])  # softplus(0) = 0.693, softplus(-4) = 0.018
-    found = route(gate, logits, Draws(logits=noise), scale=scale)
+    found = route(gate, logits, RouterNoise(logits=noise), scale=scale)
     assert found.experts.tolist() == [[2], [0]]
-    two = route(Gate("noisy", 3, 2), logits[:1], Draws(logits=noise[:1]), scale=scale[:1])
+    two = route(Gate("noisy", 3, 2), logits[:1], RouterNoise(logits=noise[:1]), scale=scale[:1])
     a = torch.exp(torch.tensor(2 * math.log(2)))
     b = torch.exp(torch.tensor(1.0))
     torch.testing.assert_close(two.weights, torch.stack([a / (a + b), b / (a + b)]).unsqueeze(0))
@@ -96,7 +105,7 @@ def test_noisy_adds_noise_of_the_trained_size_before_the_choice() -> None:
 
 def test_noise_has_a_gradient_for_its_size() -> None:
     scale = torch.zeros(4, 8, requires_grad=True)
-    drawn = draws_for(Gate("noisy", 8, 2), 4, 16, torch.float32, generator())
+    drawn = sample_noise(Gate("noisy", 8, 2), 4, 16, torch.float32, [generator()])
     route(Gate("noisy", 8, 2), torch.randn(4, 8, generator=generator(3)), drawn, scale=scale).weights[
         :, 0
     ].sum().backward()
@@ -184,7 +193,7 @@ def test_drops_come_in_order_of_choices_then_tokens() -> None:
 
 def test_a_second_choice_that_chance_refused_takes_no_place() -> None:
     logits = torch.tensor([[2.0, 1.0], [2.0, 1.0], [2.0, 1.0]])
-    routing = route(Gate("gshard", 2, 2), logits, Draws(second=torch.tensor([0.99, 0.0, 0.0])))
+    routing = route(Gate("gshard", 2, 2), logits, RouterNoise(second=torch.tensor([0.99, 0.0, 0.0])))
     limited = limit(routing, capacity=1)
     assert limited.kept is not None
     assert limited.kept.tolist() == [[True, False], [False, True], [False, False]]
@@ -203,7 +212,7 @@ def test_capacity_is_the_factor_times_an_even_share_rounded_up() -> None:
 def test_no_tokens_route_nowhere() -> None:
     for router, k in (("softmax", 2), ("noisy", 2), ("switch", 1), ("gshard", 2), ("sigmoid", 2)):
         gate = Gate(router, 4, k)
-        found = limit(route(gate, torch.zeros(0, 4), draws_for(gate, 0, 8, torch.float32, generator())), 1)
+        found = limit(route(gate, torch.zeros(0, 4), sample_noise(gate, 0, 8, torch.float32, [generator()])), 1)
         assert found.experts.shape == (0, k)
         assert found.tally.balance_loss().item() == found.tally.z_loss().item() == 0
 
@@ -214,7 +223,7 @@ def test_no_tokens_route_nowhere() -> None:
         ("softmx", 4, 2, "did you mean 'softmax'"),
         ("switch", 4, 2, "use 1"),
         ("gshard", 4, 1, "use 2"),
-        ("softmax", 4, 5, "between 1 and model.num_experts 4"),
+        ("softmax", 4, 5, "^choices=5 is not between 1 and 4 experts; nearest: 4$"),
     ],
 )
 def test_gates_that_cannot_be_are_refused(router: str, experts: int, k: int, words: str) -> None:

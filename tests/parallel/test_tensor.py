@@ -15,11 +15,11 @@ from torch.nn import functional as F
 from pipeloom.errors import ConfigError, UsageError
 from pipeloom.models import layers
 from pipeloom.models.decoder import Attention, FeedForward
-from pipeloom.ops.deferred import Desk, Ledger, defer_weight_gradients
+from pipeloom.ops.deferred import StageBackward, WeightGradContext, WeightGradQueue, defer_weight_gradients
 from pipeloom.ops.main_gradient import MainGradients
-from pipeloom.parallel.laid import layout_of, part_of
 from pipeloom.parallel.mesh import Axis
-from pipeloom.parallel.tensor import ColumnLinear, RowLinear, TensorParallel, project, sum_over_ranks
+from pipeloom.parallel.sharding import shard_of, shardings_of
+from pipeloom.parallel.tensor import ColumnLinear, RowLinear, TensorParallel, enter, project, sum_over_ranks
 from processes import run_ranks
 
 WIDTH, INNER, BATCH, LENGTH = 6, 10, 3, 8
@@ -61,10 +61,10 @@ def whole_parameters() -> dict[str, Tensor]:
 
 def filled(tensor: TensorParallel) -> Pair:
     pair = Pair(tensor)
-    layouts, full = layout_of(pair), whole_parameters()
+    layouts, full = shardings_of(pair), whole_parameters()
     with torch.no_grad():
         for name, parameter in pair.named_parameters():
-            parameter.copy_(part_of(full[name], layouts[name], {"tp": tensor.index}))
+            parameter.copy_(shard_of(full[name], layouts[name], {"tp": tensor.index}))
     return pair
 
 
@@ -85,9 +85,9 @@ def check_pair(tensor: TensorParallel, lead: tuple[int, ...], split: bool) -> di
     """A pair's output and gradients are the serial ones; what was logged forward, in I and in W."""
     x, seed = normal(*lead, LENGTH, WIDTH, seed=9), normal(*lead, LENGTH, WIDTH, seed=10)
     want_out, want = serial_pair(x, seed)
-    pair, desk = filled(tensor), Desk()
-    defer_weight_gradients(pair, desk)
-    ledger = desk.ledger = Ledger() if split else None
+    pair, grad_context = filled(tensor), WeightGradContext()
+    defer_weight_gradients(pair, grad_context)
+    queue = grad_context.queue = WeightGradQueue() if split else None
     mine = own_tokens(x, tensor).clone().requires_grad_()
     saved: list[torch.Size] = []
     with recorded() as forward, saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
@@ -97,18 +97,89 @@ def check_pair(tensor: TensorParallel, lead: tuple[int, ...], split: bool) -> di
     with recorded() as backward:
         out.backward(own_tokens(seed, tensor))
     with recorded() as weights:
-        if ledger is not None:
+        if queue is not None:
             assert pair.left.weight.grad is None
-            ledger.pay()
+            queue.flush()
     torch.testing.assert_close(out, own_tokens(want_out, tensor))
     torch.testing.assert_close(mine.grad, own_tokens(want["x"], tensor))
-    for name, laid in layout_of(pair).items():
+    for name, sharding in shardings_of(pair).items():
         gradient = pair.get_parameter(name).grad
         assert gradient is not None
-        if laid.partial:
+        if sharding.partial:
             gradient = sum_over_ranks(gradient.clone(), TensorParallel(tensor.axis))
-        torch.testing.assert_close(gradient, part_of(want[name], laid, {"tp": tensor.index}))
+        torch.testing.assert_close(gradient, shard_of(want[name], sharding, {"tp": tensor.index}))
     return {"forward": forward, "backward": backward, "weights": weights}
+
+
+def penalty(out: Tensor, x: Tensor, seed: Tensor) -> Tensor:
+    """A loss with the input's gradient of an energy in it, which a pass inside computes."""
+    (force,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    return (force * seed).sum() + out.sum()
+
+
+def check_penalty(tensor: TensorParallel, how: str) -> None:
+    """The second derivative of a pair, and the weights' gradients of the stage's own pass alone."""
+    x, seed = normal(BATCH, LENGTH, WIDTH, seed=9), normal(BATCH, LENGTH, WIDTH, seed=10)
+    p = {name: value.requires_grad_() for name, value in whole_parameters().items()}
+    whole = x.clone().requires_grad_()
+    left, right = (F.linear(whole, p[f"{side}.weight"], p[f"{side}.bias"]) for side in ("left", "right"))
+    penalty(F.linear(torch.tanh(left) * right, p["down.weight"], p["down.bias"]), whole, seed).backward()
+    pair, grad_context = filled(tensor), WeightGradContext(StageBackward())
+    defer_weight_gradients(pair, grad_context)
+    seen: list[torch.Size] = []
+    if how == "queue":
+        grad_context.queue = WeightGradQueue()
+    elif how == "main":
+        grad_context.main = MainGradients()
+        for parameter in pair.parameters():
+            grad_context.main.hold(parameter, torch.zeros_like(parameter))
+    elif how == "hook":
+        grad_context.queue = WeightGradQueue()
+        pair.left.weight.register_hook(lambda g: seen.append(g.shape) or 2 * g)
+    mine = own_tokens(x, tensor).clone().requires_grad_()
+    loss = penalty(pair(mine), mine, own_tokens(seed, tensor))
+    assert all(
+        p.grad is None and (grad_context.main is None or not grad_context.main.of(p).any()) for p in pair.parameters()
+    )
+    grad_context.stage_backward.run([loss], [None])
+    if grad_context.queue is not None:
+        grad_context.queue.flush()
+    torch.testing.assert_close(mine.grad, own_tokens(whole.grad, tensor))
+    for name, sharding in shardings_of(pair).items():
+        parameter = pair.get_parameter(name)
+        gradient = parameter.grad if grad_context.main is None else grad_context.main.of(parameter)
+        if sharding.partial:
+            gradient = sum_over_ranks(gradient.clone(), TensorParallel(tensor.axis))
+        if how == "hook" and name == "left.weight":
+            assert seen == [parameter.shape]
+            gradient = gradient / 2
+        torch.testing.assert_close(gradient, shard_of(p[name].grad, sharding, {"tp": tensor.index}))
+
+
+def shared_gradients(rank: int) -> None:
+    """The sum in `enter`'s backward leaves alone the gradient that came, which another operation has got too."""
+    tensor = tensor_parallel(False)
+    x, y = (normal(2, 4, WIDTH, seed=seed).requires_grad_() for seed in (1, 2))
+    seed = normal(2, 4, WIDTH, seed=3 + rank)
+    given = seed.clone()
+    (enter(x, tensor) + y).backward(given)
+    assert torch.equal(given, seed)
+    torch.testing.assert_close(y.grad, seed)
+    torch.testing.assert_close(x.grad, normal(2, 4, WIDTH, seed=3) + normal(2, 4, WIDTH, seed=4))
+
+
+def penalties(rank: int) -> None:
+    shared_gradients(rank)
+    for sequence in (False, True):
+        for how in ("plain", "queue", "main", "hook"):
+            check_penalty(tensor_parallel(sequence), how)
+    with pytest.raises(UsageError, match=r"inside a transform \(torch.func"):
+        torch.func.vmap(filled(tensor_parallel(False)))(normal(2, BATCH, LENGTH, WIDTH, seed=1))
+
+
+@pytest.mark.dist
+def test_a_pass_inside_a_layer_is_differentiated_with_its_communication() -> None:
+    run_ranks(penalties, 2)
 
 
 def pairs(rank: int) -> dict[Any, dict[str, list[str]]]:
@@ -179,23 +250,23 @@ def test_queries_keys_and_values_share_their_collectives_as_gate_and_up_do() -> 
 def ledger_of_three(rank: int) -> tuple[list[str], int]:
     """W of three column layers, one after the other, on their shards of the tokens."""
     tensor = tensor_parallel(True)
-    desk = Desk()
-    desk.ledger = Ledger()
+    grad_context = WeightGradContext()
+    grad_context.queue = WeightGradQueue()
     linears = [ColumnLinear(WIDTH, (WIDTH // 2,) * 2, tensor) for _ in range(3)]
     x = normal(BATCH, LENGTH // 2, WIDTH).float()
     for linear in linears:
         nn.init.normal_(linear.weight)
-        linear.defer_to(desk)
+        linear.set_weight_grad_context(grad_context)
         linear(x).sum().backward()
     held = sum(
         value.numel()
-        for work, _ in desk.ledger._owed
+        for work, _ in grad_context.queue._entries
         for argument in work.args
         for value in ([pair[1] for pair in argument] if isinstance(argument, list) else [argument])
         if isinstance(value, Tensor)
     )
     with recorded() as log:
-        desk.ledger.pay()
+        grad_context.queue.flush()
     return log, held
 
 
@@ -216,21 +287,21 @@ def frozen_and_main(rank: int) -> list[bool]:
     _, want = serial_pair(x, seed)
     verdicts = []
     for split in (False, True):
-        pair, desk, main = filled(tensor), Desk(), MainGradients()
+        pair, grad_context, main = filled(tensor), WeightGradContext(), MainGradients()
         pair.right.weight.requires_grad_(False)
-        defer_weight_gradients(pair, desk)
-        desk.main = main
+        defer_weight_gradients(pair, grad_context)
+        grad_context.main = main
         for weight in (pair.left.weight, pair.down.weight):
             main.hold(weight, torch.zeros_like(weight))
-        ledger = desk.ledger = Ledger() if split else None
+        queue = grad_context.queue = WeightGradQueue() if split else None
         pair(own_tokens(x, tensor)).backward(own_tokens(seed, tensor))
-        if ledger is not None:
-            ledger.pay()
-        layouts = layout_of(pair)
+        if queue is not None:
+            queue.flush()
+        layouts = shardings_of(pair)
         verdicts.append(pair.right.weight.grad is None)
         for name in ("left.weight", "down.weight"):
             weight = pair.get_parameter(name)
-            part = part_of(want[name], layouts[name], {"tp": rank})
+            part = shard_of(want[name], layouts[name], {"tp": rank})
             verdicts.append(weight.grad is None and torch.allclose(main.of(weight), part))
     return verdicts
 
@@ -248,24 +319,24 @@ def under_autocast(rank: int) -> list[float]:
     errors = []
     for sequence in (False, True):
         for split in (False, True):
-            tensor, desk = tensor_parallel(sequence), Desk()
+            tensor, grad_context = tensor_parallel(sequence), WeightGradContext()
             pair = filled(tensor).float()
-            defer_weight_gradients(pair, desk)
-            ledger = desk.ledger = Ledger() if split else None
+            defer_weight_gradients(pair, grad_context)
+            queue = grad_context.queue = WeightGradQueue() if split else None
             mine = own_tokens(x, tensor).float().requires_grad_()
             with torch.autocast("cpu", torch.bfloat16):
                 out = pair(mine)
             assert out.dtype == torch.bfloat16
             out.float().backward(own_tokens(seed, tensor).float())
-            if ledger is not None:
-                ledger.pay()
+            if queue is not None:
+                queue.flush()
             compared = [(mine.grad, own_tokens(want["x"], tensor))]
-            for name, laid in layout_of(pair).items():
+            for name, sharding in shardings_of(pair).items():
                 gradient = pair.get_parameter(name).grad
                 assert gradient is not None
-                if laid.partial:
+                if sharding.partial:
                     gradient = sum_over_ranks(gradient.clone(), TensorParallel(tensor.axis))
-                compared.append((gradient, part_of(want[name], laid, {"tp": tensor.index})))
+                compared.append((gradient, shard_of(want[name], sharding, {"tp": tensor.index})))
             assert all(got is not None and got.dtype == torch.float32 for got, _ in compared)
             errors += [float((got - right).abs().max() / right.abs().max()) for got, right in compared]  # type: ignore[operator]
     return errors
@@ -309,10 +380,10 @@ def test_every_layout_starts_from_parts_of_the_same_weights(ranks: int, tied: bo
     for index in range(ranks):
         for layer in layers(shape, 5, tensor=a_fake(ranks, index)):
             module, same = layer(), plain[layer.name]
-            layouts = layout_of(module)
+            layouts = shardings_of(module)
             assert layouts.keys() == dict(same.named_parameters()).keys()
             for name, parameter in module.named_parameters():
-                part = part_of(same.get_parameter(name), layouts[name], {"tp": index})
+                part = shard_of(same.get_parameter(name), layouts[name], {"tp": index})
                 assert torch.equal(parameter, part)
                 assert parameter.numel() < same.get_parameter(name).numel() or "norm" in name
 
@@ -322,23 +393,25 @@ def test_one_rank_is_plain() -> None:
         module = layer()
         kinds = {type(part) for part in module.modules()}
         assert not kinds & {ColumnLinear, RowLinear}
-        assert all(not laid.shards and not laid.partial for laid in layout_of(module).values())
+        assert all(not sharding.shards and not sharding.partial for sharding in shardings_of(module).values())
 
 
 def test_norms_are_partial_under_sequence_parallelism_only() -> None:
     for sequence in (False, True):
         block = layers(model(), 5, tensor=a_fake(2, sequence=sequence))[1]()
-        partial = {name for name, laid in layout_of(block).items() if laid.partial}
+        partial = {name for name, sharding in shardings_of(block).items() if sharding.partial}
         norms = {"input_layernorm.weight", "post_attention_layernorm.weight"}
         assert partial == (norms if sequence else set())
 
 
 def test_what_the_ranks_do_not_divide_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"parallel\.tp = 4: .*model\.num_key_value_heads 2; nearest: 2"):
+    with pytest.raises(ConfigError, match=r"^tp=4 does not divide 2 key and value heads; nearest: 2$"):
         layers(model(num_key_value_heads=2), 5, tensor=a_fake(4))[1]()
-    with pytest.raises(ConfigError, match=r"parallel\.tp = 3: .*model\.num_attention_heads 4; nearest: 2 or 4"):
+    with pytest.raises(ConfigError, match=r"^tp=3 does not divide 4 attention heads; nearest: 2 or 4$"):
         layers(model(), 5, tensor=a_fake(3))[1]()
-    with pytest.raises(ConfigError, match=r"model\.intermediate_size 62; nearest: 2 or 31"):
+    with pytest.raises(
+        ConfigError, match=r"^tp=4 does not divide 62 columns inside the feed-forward part; nearest: 2 or 31$"
+    ):
         layers(model(intermediate_size=62), 5, tensor=a_fake(4))[1]()
     with pytest.raises(UsageError, match=r"2 tensor-parallel ranks must divide the 7 tokens .* nearest: 6 or 8"):
         sum_over_ranks(torch.zeros(1, 7, 4), a_fake(2, sequence=True))

@@ -35,6 +35,31 @@ def test_loss_and_gradients_are_those_of_one_process(ranks: int, dropout: float)
         assert worst(whole([rank[at][1] for rank in results]), want) <= 1e-5, (sequence, way)
 
 
+OPTIONS = [
+    {"qkv_bias": True, "rms_norm_eps": 1e-2},
+    {"attention_bias": True, "head_dim": 12},
+]
+
+
+def run_options(rank: int) -> list[tuple[float, Any]]:
+    results = []
+    for changes in OPTIONS:
+        for sequence, way in CASES:
+            loss, built = step(model(**changes), way, tensor_parallel(sequence))
+            results.append((loss, parts(built)))
+    return results
+
+
+@pytest.mark.dist
+def test_biases_head_width_and_epsilon_are_those_of_one_process() -> None:
+    results = run_ranks(run_options, 2)
+    wanted = [(serial(model(**changes), way), sequence, way) for changes in OPTIONS for sequence, way in CASES]
+    for at, ((want_loss, want), sequence, way) in enumerate(wanted):
+        assert [rank[at][0] for rank in results] == pytest.approx([want_loss] * 2, rel=1e-6)
+        assert sum(name.endswith("_proj.bias") for name in want) in (2 * 3, 2 * 4)
+        assert worst(whole([rank[at][1] for rank in results]), want) <= 1e-5, (sequence, way)
+
+
 def twice_and_wrong(rank: int) -> tuple[bool, Any, Any]:
     """Bitwise equal when run again; gradients with the sum over tokens' parts forgotten; with no reduction of dx."""
     shape, way = model(), Way(split=True)

@@ -13,8 +13,8 @@ import pipeloom as pl
 from pipeloom.config import MeshShape
 from pipeloom.models import layers, tied, token_loss
 from pipeloom.ops.microbatch import MicrobatchContext
-from pipeloom.parallel.laid import join
 from pipeloom.parallel.mesh import Mesh
+from pipeloom.parallel.sharding import join
 from pipeloom.parallel.tensor import TensorParallel
 from pipeloom.runtime import Pipeline, RuntimeOptions
 from processes import run_ranks
@@ -72,7 +72,11 @@ def serial() -> tuple[float, dict[str, Tensor]]:
     loss_of, total = token_loss(SHAPE, SMOOTHING), 0.0
     for at, (x, targets) in enumerate(data().chunk(MICROBATCHES, 1)):
         for name, module in built.items():
-            x = module(x, MicrobatchContext(0, at)) if name.startswith("model.layers") else module(x)
+            x = (
+                module(x, MicrobatchContext(0, at, 1.0, at * len(x), len(x)))
+                if name.startswith("model.layers")
+                else module(x)
+            )
         loss = loss_of(x, targets) / MICROBATCHES
         loss.backward()
         total += loss.item()
@@ -94,9 +98,9 @@ def test_every_axis_together_has_serial_gradients() -> None:
             copies: dict[tuple[int, ...], list[Tensor]] = {}
             for rank, each in enumerate(results):
                 if name in each[at][1]:
-                    laid, gradient = each[at][1][name]
-                    place = (case.mesh.place(rank).tp,) if laid.shards else ()
+                    sharding, gradient = each[at][1][name]
+                    place = (case.mesh.place(rank).tp,) if sharding.shards else ()
                     copies.setdefault(place, []).append(torch.from_numpy(gradient))
             assert all(torch.equal(other, same[0]) for same in copies.values() for other in same), (case, name)
-            found[name] = join({place: same[0] for place, same in copies.items()}, laid)
+            found[name] = join({place: same[0] for place, same in copies.items()}, sharding)
         assert worst(found, want) <= 1e-5, case

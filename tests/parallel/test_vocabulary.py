@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from pipeloom.errors import UsageError
 from pipeloom.models import cross_entropy
-from pipeloom.parallel.laid import layout_of, part_of
 from pipeloom.parallel.mesh import Axis
+from pipeloom.parallel.sharding import shard_of, shardings_of
 from pipeloom.parallel.tensor import TensorParallel
 from pipeloom.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, whole_logits
 from pipeloom.parallel.vocabulary import cross_entropy as spread_cross_entropy
@@ -47,11 +47,11 @@ def check_loss(tensor: TensorParallel, dtype: torch.dtype, smoothing: float, ign
     logits, targets = 20 * normal(3, LENGTH, VOCABULARY, dtype=dtype), some_targets()
     if ignored:
         targets[1] = -100
-    laid = layout_of(VocabularyHead(WIDTH, VOCABULARY, tensor))["weight"]
-    part = part_of(logits.movedim(-1, 0), laid, {"tp": tensor.index}).movedim(0, -1)
+    sharding = shardings_of(VocabularyHead(WIDTH, VOCABULARY, tensor))["weight"]
+    part = shard_of(logits.movedim(-1, 0), sharding, {"tp": tensor.index}).movedim(0, -1)
     want, gradient = loss_and_gradient(lambda x: cross_entropy(x, targets, smoothing), logits)
     loss, found = loss_and_gradient(lambda x: spread_cross_entropy(x, targets, tensor, VOCABULARY, smoothing), part)
-    own = part_of(gradient.movedim(-1, 0), laid, {"tp": tensor.index}).movedim(0, -1)
+    own = shard_of(gradient.movedim(-1, 0), sharding, {"tp": tensor.index}).movedim(0, -1)
     assert torch.equal(whole_logits(part[0], tensor, VOCABULARY), logits[0])
     assert loss.dtype == want.dtype
     assert found.dtype == dtype
@@ -66,15 +66,15 @@ def check_embedding(tensor: TensorParallel) -> None:
     want = F.embedding(tokens, reference)
     want.backward(seed)
     module = VocabularyEmbedding(VOCABULARY, WIDTH, tensor)
-    laid = layout_of(module)["weight"]
+    sharding = shardings_of(module)["weight"]
     with torch.no_grad():
-        module.weight.copy_(part_of(full, laid, {"tp": tensor.index}))
+        module.weight.copy_(shard_of(full, sharding, {"tp": tensor.index}))
     own = (lambda x: x.chunk(tensor.size, 1)[tensor.index]) if tensor.sequence else (lambda x: x)
     out = module(tokens)
     out.backward(own(seed))
     assert torch.equal(out, own(want))
     assert reference.grad is not None
-    torch.testing.assert_close(module.weight.grad, part_of(reference.grad, laid, {"tp": tensor.index}))
+    torch.testing.assert_close(module.weight.grad, shard_of(reference.grad, sharding, {"tp": tensor.index}))
 
 
 def refusals(tensor: TensorParallel) -> list[str]:
@@ -92,6 +92,23 @@ def refusals(tensor: TensorParallel) -> list[str]:
     with pytest.raises(RuntimeError, match="inplace"):
         loss.backward()
     return said
+
+
+def check_large_logits(tensor: TensorParallel) -> None:
+    """Logits whose exponentials overflow: the loss and its gradient are those of one process."""
+    full = normal(1, 5, VOCABULARY) * 1000
+    targets = torch.arange(5).unsqueeze(0)
+    reference = full.clone().requires_grad_()
+    want = F.cross_entropy(reference.flatten(0, 1), targets.flatten())
+    want.backward()
+    assert reference.grad is not None
+    own = torch.split(full, tensor.split_unevenly(VOCABULARY), -1)[tensor.index].clone().requires_grad_()
+    loss = spread_cross_entropy(own, targets, tensor, VOCABULARY)
+    loss.backward()
+    torch.testing.assert_close(loss, want)
+    torch.testing.assert_close(
+        own.grad, torch.split(reference.grad, tensor.split_unevenly(VOCABULARY), -1)[tensor.index]
+    )
 
 
 class Largest(TorchDispatchMode):
@@ -119,6 +136,7 @@ def work(rank: int) -> tuple[list[str], int, int]:
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         for smoothing in (0.0, 0.1):
             check_loss(tensor, dtype, smoothing, ignored=smoothing > 0)
+    check_large_logits(tensor)
     wide = {"vocab_size": 5000, "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 32}
     return refusals(tensor), largest_of_a_step(tensor_parallel(True), **wide), largest_of_a_step(None, **wide)
 

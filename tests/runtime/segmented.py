@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeloom.ops.deferred import Desk, Ledger
+from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue
 from pipeloom.ops.segments import Compute, Done, Pending, Segment, Values, in_order
 from pipeloom.runtime import Layer
 
@@ -141,19 +141,21 @@ class _Noted(torch.autograd.Function):
     """x times a weight; notes its forward, its backward, and its weight gradient where that waits."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, name: str, log: list[str], ledger: Ledger | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, name: str, log: list[str], queue: WeightGradQueue | None
+    ) -> Tensor:
         log.append(f"F.{name}")
         ctx.save_for_backward(x, weight)
-        ctx.note = name, log, ledger, weight
+        ctx.note = name, log, queue, weight
         return x * weight
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        name, log, ledger, parameter = ctx.note
+        name, log, queue, parameter = ctx.note
         log.append(f"B.{name}")
         gradient = gradients[0]
-        if ledger is None:
+        if queue is None:
             return gradient * weight, (gradient * x).sum_to_size(weight.shape), None, None, None
 
         def pay() -> None:
@@ -161,7 +163,7 @@ class _Noted(torch.autograd.Function):
             own = (gradient * x).sum_to_size(parameter.shape)
             parameter.grad = own if parameter.grad is None else parameter.grad + own
 
-        ledger.owe(pay)
+        queue.put(pay)
         return gradient * weight, None, None, None, None
 
 
@@ -197,10 +199,10 @@ class Noted(nn.Module):
         self.label, self.log = label, log
         self.attention = nn.Parameter(torch.linspace(0.5, 1.0, WIDTH))
         self.experts = nn.Parameter(torch.linspace(1.0, 1.5, WIDTH))
-        self.desk = Desk()
+        self.grad_context = WeightGradContext()
 
-    def defer_to(self, desk: Desk) -> None:
-        self.desk = desk
+    def set_weight_grad_context(self, grad_context: WeightGradContext) -> None:
+        self.grad_context = grad_context
 
     def segments(self) -> Sequence[Segment]:
         return (
@@ -217,4 +219,4 @@ class Noted(nn.Module):
 
     def _noted(self, name: str, x: Tensor) -> Tensor:
         weight = getattr(self, name)
-        return _Noted.apply(x, weight, f"{name}{self.label}", self.log, self.desk.ledger)  # type: ignore[no-any-return]
+        return _Noted.apply(x, weight, f"{name}{self.label}", self.log, self.grad_context.queue)  # type: ignore[no-any-return]

@@ -10,7 +10,7 @@ from torch import nn
 import pipeloom as pl
 from models import batch, blocks, gradients, mse, serial, worst
 from pipeloom.errors import ConfigError, ScheduleError
-from pipeloom.ops.deferred import Ledger
+from pipeloom.ops.deferred import WeightGradQueue
 from pipeloom.parallel.mesh import PipelineMesh
 from pipeloom.runtime import LocalPipeline, Pipeline
 from processes import run_ranks
@@ -102,15 +102,15 @@ def test_a_pipeline_without_split_backwards_does_not_learn_them() -> None:
 
 def test_a_whole_backward_beside_split_ones_puts_nothing_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a schedule of both, only the micro-batches with an I of their own leave weight gradients for W."""
-    debts: list[Any] = []
-    owe = Ledger.owe
-    monkeypatch.setattr(Ledger, "owe", lambda ledger, *work: (debts.append(work), owe(ledger, *work))[1])
+    queued: list[Any] = []
+    put = WeightGradQueue.put
+    monkeypatch.setattr(WeightGradQueue, "put", lambda queue, *work: (queued.append(work), put(queue, *work))[1])
     x, y = batch(11)
     want = serial(blocks(4), x, y, [3, 2, 2, 2, 2])[1]
     linears = sum(type(module) is nn.Linear for layer in blocks(4) for module in layer().modules())
     for schedule, split in ((MIXED, 2), (WHOLE, 0), (FIRST, 5)):
         pipeline = LocalPipeline(blocks(4), schedule, loss=mse)
         pipeline.step(x, y)
-        assert len(debts) == split * linears
+        assert len(queued) == split * linears
         assert worst(gradients(pipeline), want) <= 1e-6
-        debts.clear()
+        queued.clear()

@@ -95,14 +95,14 @@ def spread(schedule: pl.Schedule) -> list[int]:
     return [4 // schedule.positions] * schedule.positions
 
 
-def test_an_unused_output_gets_zeros() -> None:
-    """One process leaves `.grad` of its weights None; here the next stage answers with zeros."""
+def test_weights_of_an_unused_output_get_none() -> None:
+    """As in one process: the next stage's gradient of that output is None."""
     layers = [*chain(Unused, First), *blocks(1)]
     pipeline = LocalPipeline(layers, S.one_f_one_b(3, 4), loss=mse)
     x, y = batch(8)
     pipeline.step(x, y)
     got = gradients(pipeline)
-    assert not got.pop("layer0.side").any()
+    assert "layer0.side" not in got
     assert worst(got, serial(layers, x, y, [2] * 4)[1]) <= 1e-6
 
 
@@ -143,6 +143,51 @@ def test_lengths_that_depend_on_the_data_need_shapes_each() -> None:
     with pytest.raises(UsageError, match=r'micro-batch 2 is .*2, 1, 6.*was .*2, 3, 6.*shapes = "each"') as caught:
         variable_step(pipeline)
     assert any("rank 0" in note for note in caught.value.__notes__)
+
+
+def dense() -> list[Layer]:
+    return [Layer(f"linear{i}", lambda: nn.Linear(6, 6)) for i in range(4)]
+
+
+def test_autocast_in_some_steps_only_is_called_by_its_name() -> None:
+    pipeline = LocalPipeline(dense(), S.one_f_one_b(2, 4), loss=mse)
+    x, y = batch(4)
+    pipeline.step(x, y)
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(UsageError, match=r"is \(bfloat16\[.*was \(float32\[.*dtype has changed, .*autocast") as caught,
+    ):
+        pipeline.step(x, y)
+    assert "depends on the data" not in str(caught.value)
+    assert 'use it in all of them, or set shapes = "each"' in str(caught.value)
+    for options, first in ((RuntimeOptions(shapes="each"), False), (RuntimeOptions(), True)):
+        pipeline = LocalPipeline(dense(), S.one_f_one_b(2, 4), loss=mse, options=options)
+        for step in range(2):
+            with torch.autocast("cpu", torch.bfloat16, enabled=first or step == 1):
+                pipeline.step(x, y)
+
+
+def test_layers_frozen_between_steps_are_called_by_their_name() -> None:
+    pipeline = LocalPipeline(dense(), S.one_f_one_b(2, 4), loss=mse)
+    x, y = batch(4)
+    pipeline.step(x, y)
+    for name, parameter in pipeline.named_parameters():
+        parameter.requires_grad_(name.startswith("linear3"))
+    with pytest.raises(UsageError, match=r"carries a gradient .* frozen or unfrozen between steps"):
+        pipeline.step(x, y)
+
+
+def test_another_number_of_outputs_is_called_by_its_name() -> None:
+    class Sometimes(Block):
+        def forward(self, x: Tensor) -> Any:
+            out = super().forward(x)
+            return out if x[0, 0, 0] > 0 else (out, None)
+
+    pipeline = LocalPipeline([Layer("sometimes", lambda: Sometimes(0)), *dense()[:1]], S.gpipe(2, 1), loss=mse)
+    x, _ = batch(2)
+    pipeline.predict(x.abs())
+    with pytest.raises(UsageError, match="a layer returns other values than before"):
+        pipeline.predict(-x.abs())
 
 
 def keyword_step(pipeline: Any) -> tuple[float, float]:

@@ -15,7 +15,7 @@ import pipeloom as pl
 from models import batch, blocks, gradients, mse, serial, worst
 from pipeloom.errors import ScheduleError
 from pipeloom.runtime import LocalPipeline
-from pipeloom.schedule.actions import KINDS, Action
+from pipeloom.schedule.actions import Action, kinds
 
 MUTATIONS = 2_000
 Programs = list[list[Action]]
@@ -78,7 +78,7 @@ def change(draw: random.Random, programs: Programs, schedule: pl.Schedule) -> No
     at = draw.randrange(len(row))
     field = draw.choice(["kind", "stage", "microbatch"])
     value = {
-        "kind": draw.choice(KINDS),
+        "kind": draw.choice([kind.letter for kind in kinds()]),
         "stage": draw.randrange(schedule.stages + 1),
         "microbatch": draw.randrange(schedule.microbatches + 1),
     }[field]

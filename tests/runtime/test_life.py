@@ -1,8 +1,7 @@
-"""A process that gets no time is not dead; one that is gone, or on another machine and silent, is."""
+"""What the system knows about another process: there, stopped, gone, or another machine's."""
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -10,16 +9,15 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch.distributed as dist
 
-from pipeloom.runtime import monitor as watching
-from pipeloom.runtime.life import identity, is_there
-from pipeloom.runtime.monitor import Monitor
-from pipeloom.runtime.status import Status
+from pipeloom.runtime.health.process_identity import identity, is_stopped, is_there
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks /proc")
 
-SLEEPER = "from pipeloom.runtime.life import identity; import time; print(identity(), flush=True); time.sleep(60)"
+SLEEPER = (
+    "from pipeloom.runtime.health.process_identity import identity; import time\n"
+    "print(identity(), flush=True); time.sleep(60)"
+)
 
 
 @pytest.fixture
@@ -40,11 +38,13 @@ def wait_for(ready: Callable[[], bool], seconds: float = 5.0) -> bool:
 
 def test_there_stopped_and_gone(sleeper: tuple[subprocess.Popen[str], str]) -> None:
     process, who = sleeper
+    assert not is_stopped(who)
     assert is_there(identity()) is True
     assert is_there(who) is True
     process.send_signal(signal.SIGSTOP)
     assert wait_for(lambda: "T" in _state(process.pid))
     assert is_there(who) is True
+    assert is_stopped(who)
     process.kill()
     assert wait_for(lambda: is_there(who) is False)  # a zombie: nobody has asked for its exit code
     process.wait()
@@ -61,28 +61,3 @@ def test_another_machine_or_another_process_of_that_number() -> None:
     assert is_there(f"elsewhere{place} {number} {start}") is None
     assert is_there(f"{place} {number} {int(start) + 1}") is False
     assert is_there("") is None
-
-
-@pytest.mark.parametrize("silent", ["stopped", "elsewhere"])
-def test_the_watchdog_waits_for_a_process_that_is_there(
-    silent: str, sleeper: tuple[subprocess.Popen[str], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    process, who = sleeper
-    os.kill(process.pid, signal.SIGSTOP)
-    monkeypatch.setattr(watching, "DEAD_AFTER_SECONDS", 0.5)
-    monkeypatch.setattr(watching, "BEAT_SECONDS", 0.1)
-    monkeypatch.setattr(watching, "REPORT_SECONDS", 0.1)
-    store = dist.HashStore()
-    store.set("run/process/1", who if silent == "stopped" else f"elsewhere{who}")
-    store.set("run/beat/1", "1")
-    ended: list[str] = []
-    watch = Monitor(store, "run", Status(0), [1], 2, timeout=60, end=ended.append)
-    watch.start()
-    if silent == "stopped":
-        time.sleep(1.5)
-        assert not ended
-        assert watch.cause() is None
-        process.kill()
-    assert wait_for(lambda: bool(ended))
-    assert "rank 1 is dead: no sign of life for" in str(watch.cause())
-    watch.close()

@@ -13,8 +13,8 @@ from torch import Tensor
 import pipeloom as pl
 from models import Block, batch, blocks, mse
 from pipeloom.config.fault import parse_fault
-from pipeloom.config.mesh import MeshShape
 from pipeloom.errors import DistributedError
+from pipeloom.mesh_shape import MeshShape
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
 from processes import run_ranks

@@ -17,12 +17,13 @@ from segmented import AllToAll, expert_layers
 
 import pipeloom as pl
 from models import gradients, mse
-from pipeloom.ops.deferred import Ledger
+from pipeloom.ops.deferred import WeightGradQueue
 from pipeloom.parallel.mesh import PipelineMesh
 from pipeloom.runtime import LocalPipeline, Pipeline, RuntimeOptions
 from pipeloom.runtime.batch import split_sizes
 from pipeloom.schedule.actions import Pair
 from pipeloom.schedule.model import Schedule
+from pipeloom.schedule.transforms import unpair
 from processes import run_ranks
 
 EXPERTS = 2
@@ -63,7 +64,7 @@ class Found:
 def one_step(schedule: Schedule, group: Any, seed: int, rows: int) -> Found:
     pipeline = LocalPipeline(expert_layers(LAYERS, EXPERTS, group), schedule, loss=mse)
     loss = pipeline.step(*data(seed, rows))
-    exposed = [result.exposed for result in pipeline._results if result.exposed is not None]
+    exposed = [each.exposed_seconds for each in pipeline.stats if each.exposed_seconds is not None]
     return Found(loss.item(), arrays(pipeline), pipeline.peak_activations, exposed)
 
 
@@ -83,7 +84,7 @@ def same(found: Found, other: Found) -> bool:
 def _all_schedules(rank: int, rows: int) -> dict[str, tuple[Found, Found]]:
     group = dist.group.WORLD
     return {
-        name: (one_step(schedule, group, rank, rows), one_step(schedule.unpaired(), group, rank, rows))
+        name: (one_step(schedule, group, rank, rows), one_step(unpair(schedule), group, rank, rows))
         for name, schedule in schedules().items()
     }
 
@@ -147,7 +148,7 @@ def _broken(rank: int, how: str, rows: int) -> Found | None:
     if how == "a backward that does not send home":
         AllToAll.start_backward = lambda self, g, saved: self._exchange(g, saved[-1], self.home)  # type: ignore[assignment, method-assign]
     elif how == "weight gradients that nobody pays":
-        Ledger.pay = lambda self: None  # type: ignore[method-assign]
+        WeightGradQueue.flush = lambda self: None  # type: ignore[method-assign]
     else:
         assert how == "gradients of what was carried past are lost"
         back = AllToAll.start_backward
@@ -182,7 +183,7 @@ def _two_by_two(rank: int, rows: int) -> dict[str, Found]:
     found = {}
     for name in NETWORKED:
         schedule = schedules()[name]
-        for label, one in ((name, schedule), (f"{name} apart", schedule.unpaired())):
+        for label, one in ((name, schedule), (f"{name} apart", unpair(schedule))):
             pipeline = Pipeline(expert_layers(LAYERS, EXPERTS, groups[rank // 2]), one, loss=mse, mesh=mesh)
             loss = pipeline.step(*data(rank % 2, rows))
             with torch.no_grad():

@@ -13,11 +13,12 @@ from models import gradients
 from pipeloom.config import MeshShape, ModelSection, load
 from pipeloom.models import layers, token_loss
 from pipeloom.models.gate import gates_of, take_loads
-from pipeloom.ops.deferred import Ledger
+from pipeloom.ops.deferred import WeightGradQueue
+from pipeloom.parallel.dispatch_plan import ExpertParallel
 from pipeloom.parallel.mesh import Mesh
-from pipeloom.parallel.trip import ExpertParallel
 from pipeloom.runtime import LocalPipeline, RuntimeOptions
 from pipeloom.schedule.model import Schedule
+from pipeloom.schedule.transforms import unpair
 from processes import run_ranks
 
 LENGTH, ROWS = 8, 7
@@ -25,7 +26,7 @@ SHAPES: list[dict[str, Any]] = [
     {"router": "softmax", "num_shared_experts": 1, "aux_loss_coef": 0.1, "z_loss_coef": 0.01},
     {"router": "gshard", "capacity_factor": 1.2, "dropout": 0.1},
 ]
-OPTIONS = [RuntimeOptions(), RuntimeOptions(recompute="full"), RuntimeOptions(head_deferral=1)]
+OPTIONS = [RuntimeOptions(), RuntimeOptions(recompute="full")]
 
 
 def schedules() -> list[Schedule]:
@@ -47,9 +48,8 @@ def one_step(
     generator = torch.Generator().manual_seed(7 + expert.axis.index)
     tokens, targets = torch.randint(0, 256, (2, ROWS, LENGTH), generator=generator)
     loss = pipeline.step(tokens, targets).item()
-    modules = {name: module for each in pipeline._assemblies for name, module in each.modules.items()}
-    loads = [take_loads(gate).tolist() for gate in gates_of(modules.values())]
-    stood = sum(result.exposed or 0.0 for result in pipeline._results)
+    loads = [take_loads(gate).tolist() for gate in gates_of(pipeline.modules.values())]
+    stood = pipeline.exposed or 0.0
     return loss, gradients(pipeline), loads, stood
 
 
@@ -65,7 +65,7 @@ def _both_ways(rank: int, world: int, levels: bool) -> list[str]:
             for options in OPTIONS[: 1 if levels else None]:
                 label = f"{changes['router']} {schedule.name} {options}"
                 found = one_step(shape, schedule, options, expert)
-                want = one_step(shape, schedule.unpaired(), options, expert)
+                want = one_step(shape, unpair(schedule), options, expert)
                 if found[0] != want[0] or found[2] != want[2]:
                     differences.append(f"{label}: loss {found[0]} {want[0]}, loads {found[2]} {want[2]}")
                 if found[1].keys() != want[1].keys():
@@ -90,16 +90,16 @@ def _unpaid(rank: int) -> list[str]:
     shape, schedule = shape_of(SHAPES[0]), schedules()[0]
     expert = ExpertParallel(mesh.ep)
     want = one_step(shape, schedule, RuntimeOptions(), expert)
-    owe = Ledger.owe
+    put = WeightGradQueue.put
     calls = 0
 
-    def forgetful(self: Ledger, *arguments: Any, **more: Any) -> None:
+    def forgetful(self: WeightGradQueue, *arguments: Any, **more: Any) -> None:
         nonlocal calls
         calls += 1
         if calls != 2:
-            owe(self, *arguments, **more)
+            put(self, *arguments, **more)
 
-    Ledger.owe = forgetful  # type: ignore[method-assign]
+    WeightGradQueue.put = forgetful  # type: ignore[method-assign]
     found = one_step(shape, schedule, replace(RuntimeOptions()), expert)
     return [name for name, gradient in found[1].items() if not torch.equal(gradient, want[1][name])]
 

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from pipeloom.ops.segments import Values
-from pipeloom.runtime.overlap import Lane
+import pipeloom as pl
+from pipeloom.ops.segments import Compute, Done, Values, in_order
+from pipeloom.runtime import Layer, LocalPipeline
+from pipeloom.runtime.overlap import CommStream
 
 
 class FakeStream:
@@ -32,8 +34,8 @@ class FakeEvent:
     def __init__(self, log: list[str]) -> None:
         self.log = log
 
-    def record(self) -> None:
-        self.log.append("time")
+    def record(self, stream: FakeStream) -> None:
+        self.log.append(f"time on {stream.name}")
 
     def synchronize(self) -> None:
         self.log.append("host waits")
@@ -72,7 +74,7 @@ class Exchange:
 
 @pytest.mark.parametrize("timed", [False, True])
 def test_computation_waits_on_the_device_when_it_needs_the_result_and_not_before(log: list[str], timed: bool) -> None:
-    lane = Lane(torch.device("cuda"), timed)
+    lane = CommStream(torch.device("cuda"), timed)
     pending = lane.start(lambda: Exchange(log), (torch.ones(2), None))
     begun: list[Any] = [
         "communication waits for all of computation",
@@ -84,6 +86,86 @@ def test_computation_waits_on_the_device_when_it_needs_the_result_and_not_before
     values = lane.wait(pending, "dispatch")
     assert values[1:] == (None, "splits")
     waited = "computation waits for event of communication"
-    assert log == [*begun, "time", waited, "time"] if timed else log == [*begun, waited]
+    assert log == [*begun, "time on computation", waited, "time on computation"] if timed else log == [*begun, waited]
     assert lane.exposed() == (0.25 if timed else None)
     assert lane.exposed() == (0.0 if timed else None)
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that counts as one on a GPU, and writes down the streams that it is protected for."""
+
+    name = ""
+    log: list[str]
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    def record_stream(self, stream: FakeStream) -> None:  # type: ignore[override]
+        self.log.append(f"{self.name} is used on {stream.name}")
+
+
+def on_device(name: str, log: list[str]) -> OnDevice:
+    tensor = torch.ones(2).as_subclass(OnDevice)
+    tensor.name, tensor.log = name, log
+    return tensor
+
+
+def test_tensors_that_cross_streams_are_protected_from_reuse(log: list[str]) -> None:
+    """What a communication reads, for its stream; what it makes, for the stream that waits for it, behind the wait."""
+    lane = CommStream(torch.device("cuda"))
+
+    class Made:
+        def wait(self) -> Values:
+            return on_device("result", log), None
+
+    pending = lane.start(Made, (on_device("input", log), None, "splits"))
+    assert log[-2:] == ["event on communication", "input is used on communication"]
+    lane.wait(pending, "dispatch")
+    assert log[-2:] == ["computation waits for event of communication", "result is used on computation"]
+
+
+class Keeping:
+    """A communication whose backward reads what its forward was given."""
+
+    name, quick = "keeping", False
+
+    def start(self, values: Values) -> Done:
+        return Done(values)
+
+    def start_backward(self, gradients: Values, saved: Values) -> Done:
+        return Done((gradients[0] * saved[1], *gradients[1:]))
+
+
+class Kept(torch.nn.Module):
+    def segments(self) -> tuple[Any, ...]:
+        return (
+            Compute("before", lambda values: (values[0] * 2, torch.full((2,), 3.0))),
+            Keeping(),
+            Compute("after", lambda values: (values[0],)),
+        )
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return in_order(self.segments(), (x,))[0]
+
+
+def test_a_backward_communication_protects_what_its_forward_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The saved tensors are freed on the compute stream while the communication reads them on its own."""
+    reads: list[Values] = []
+    start = CommStream.start
+
+    def noted(self: CommStream, begin: Any, given: Values) -> Any:
+        reads.append(given)
+        return start(self, begin, given)
+
+    monkeypatch.setattr(CommStream, "start", noted)
+    layers = [Layer("first", lambda: torch.nn.Linear(2, 2)), Layer("kept", Kept)]
+    schedule = pl.schedules.build("1f1b-overlap", 1, 2)
+    pipeline = LocalPipeline(layers, schedule, loss=lambda out, target: (out - target).square().mean())
+    pipeline.step(torch.ones(2, 2), torch.zeros(2, 2))
+    saved = [
+        given
+        for given in reads
+        if any(isinstance(v, torch.Tensor) and torch.equal(v, torch.full((2,), 3.0)) for v in given)
+    ]
+    assert len(saved) == len(reads) == 4  # there and back, of two micro-batches

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import pipeloom as pl
 from models import batch, blocks, gradients, mse, serial, worst
-from pipeloom.config.mesh import MeshShape
+from pipeloom.mesh_shape import MeshShape
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Pipeline, RuntimeOptions
 from processes import run_ranks

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 import pipeloom as pl
-from models import WIDTH, batch, blocks, gradients, mse, worst
-from pipeloom.errors import ConfigError
-from pipeloom.runtime import Layer, LocalPipeline, RuntimeOptions
+from models import WIDTH, Block, batch, blocks, gradients, mse, serial, worst
+from pipeloom.errors import ConfigError, PipeloomError, UsageError
+from pipeloom.ops.recompute import recomputed
+from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
+from processes import run_ranks
 
 S = pl.schedules
 SCHEDULES = [
@@ -97,7 +101,7 @@ def test_the_same_bits_as_without(schedule: pl.Schedule, frozen: int) -> None:
 
 
 def pipeline_modules(pipeline: LocalPipeline) -> dict[str, Any]:
-    return {name: module for assembly in pipeline._assemblies for name, module in assembly.modules.items()}
+    return dict(pipeline.modules)
 
 
 def test_selected_layers() -> None:
@@ -137,3 +141,162 @@ def test_random_numbers_that_are_not_replayed_are_seen() -> None:
 def test_what_it_may_be() -> None:
     with pytest.raises(ConfigError, match="recompute is 'some'; it must be 'none', 'full' or a frozenset"):
         RuntimeOptions(recompute="some")  # type: ignore[arg-type]
+
+
+class Normed(nn.Module):
+    """Batch norm: its kernel changes the running statistics without their version."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.block, self.norm = Block(seed), nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.block(x))  # type: ignore[no-any-return]
+
+
+class Spectral(nn.Module):
+    """The weight depends on buffers that each forward iterates."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.linear = spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Averaged(nn.Module):
+    """Reads a buffer, changes it, and reads it again; another is replaced, a third is one tensor in two places."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.linear = Block(seed).linear
+        for name in ("mean", "ema", "steps"):
+            self.register_buffer(name, torch.ones(1))
+        self.register_buffer("table", torch.ones(2, WIDTH))
+        self.other = nn.Module()
+        self.other.register_buffer("steps", self.steps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x + torch.tanh(self.linear(x * self.mean.clone() * self.table[0].clone()))
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(0.1 * out.mean())
+            self.ema = 0.5 * self.ema + out.std()
+            self.steps.mul_(1.1)
+            self.table[0] *= 0.95
+        return torch.tanh(out * self.mean.clone() * self.ema * self.other.steps.clone())
+
+
+class InsideOut(Averaged):
+    """With a pass inside, for which the forward runs again before it has ended."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        out = super().forward(x)
+        (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        return out + 0.1 * slope
+
+
+STATEFUL = [Normed, Spectral, Averaged, InsideOut]
+
+
+def state(modules: dict[str, nn.Module]) -> dict[str, Tensor]:
+    return {f"{n}.{inner}": b.clone() for n, module in modules.items() for inner, b in module.named_buffers()}
+
+
+@pytest.mark.parametrize("kind", STATEFUL)
+@pytest.mark.parametrize("schedule", SCHEDULES[:-1], ids=repr)
+def test_buffers_are_those_of_one_process_and_are_read_as_the_first_time(schedule: pl.Schedule, kind: Any) -> None:
+    layers = [Layer(f"layer{at}", lambda at=at: kind(at)) for at in range(schedule.positions)]
+    x, y = batch(2 * schedule.microbatches)
+    modules = {layer.name: layer() for layer in layers}
+    twins = [Layer(name, lambda module=module: module) for name, module in modules.items()]
+    _, want = serial(twins, x, y, [2] * schedule.microbatches)
+    assert all(gradient.isfinite().all() for gradient in want.values())
+    for recompute in ("none", "full"):
+        pipeline = LocalPipeline(layers, schedule, loss=mse, options=RuntimeOptions(recompute=recompute))
+        pipeline.step(x, y)
+        assert worst(gradients(pipeline), want) <= 1e-5
+        for name, value in state(pipeline_modules(pipeline)).items():
+            torch.testing.assert_close(value, state(modules)[name], msg=name)
+
+
+def test_a_buffer_that_somebody_else_changes_before_the_backward_is_refused() -> None:
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = Block(0).linear
+            self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) * (1 + self.count)  # type: ignore[no-any-return]
+
+    watched = Watched()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        watched.count += 1
+        return mse(output, target)
+
+    layers = [Layer("watched", lambda: watched)]
+    pipeline = LocalPipeline(layers, S.gpipe(1, 2), loss=loss, options=RuntimeOptions(recompute="full"))
+    with pytest.raises(UsageError, match="Watched is recomputed, and its buffer 'count' was changed between"):
+        pipeline.step(*batch(4))
+
+
+TWO_ROUTES = [S.build("dualpipe", 2, 4), S.build("chimera", 2, 4)]
+
+
+@pytest.mark.parametrize("schedule", TWO_ROUTES, ids=repr)
+def test_statistics_over_two_routes_are_refused(schedule: pl.Schedule) -> None:
+    def layers(make: Any) -> list[Layer]:
+        return [Layer(f"layer{at}", lambda at=at: make(at)) for at in range(schedule.positions)]
+
+    with pytest.raises(
+        ConfigError, match=r"layer 'layer0' has running statistics \(BatchNorm1d\), .* '(dualpipe|chimera)'"
+    ):
+        LocalPipeline(layers(Normed), schedule, loss=mse)
+    for kind in (Spectral, Averaged):
+        with pytest.raises(UsageError, match=r"the forward of layer 'layer0' changes its buffer .* one route"):
+            LocalPipeline(layers(kind), schedule, loss=mse).step(*batch(8))
+    x, y = batch(8)
+    frozen = layers(lambda at: Normed(at).eval())
+    pipeline = LocalPipeline(frozen, schedule, loss=mse)
+    pipeline.step(x, y)
+    assert worst(gradients(pipeline), serial(frozen, x, y, [2] * 4)[1]) <= 1e-5
+
+
+def _counting(rank: int) -> str:
+    log = Log()
+    pipeline = Pipeline([Layer(f"layer{n}", lambda n=n: Dropping(n, log)) for n in range(2)], TWO_ROUTES[0], loss=mse)
+    try:
+        pipeline.step(*batch(8))
+    except PipeloomError as error:  # on the rank that is told: a DistributedError
+        return str(error)
+    finally:
+        pipeline.close()
+    return "nothing"
+
+
+@pytest.mark.dist
+def test_replicas_on_two_ranks_do_not_count_half_each() -> None:
+    refusals = run_ranks(_counting, 2)
+    assert "nothing" not in refusals
+    assert any(re.search(r"the forward of layer 'layer\d' changes its buffer 'seen'", text) for text in refusals), (
+        refusals
+    )
+
+
+class Adding(nn.Module):
+    """Changes its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(1).clone()
+
+
+def test_a_forward_that_changes_its_input_is_refused() -> None:
+    """The second run would get another input, and nothing that it saved for the backward would tell."""
+    x = torch.ones(2, WIDTH, requires_grad=True) * 2
+    with pytest.raises(UsageError, match="Adding is recomputed, and its forward changes its input in place"):
+        recomputed(Adding(), (x,), Adding())

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeloom.runtime.boundary import boundary_of
-from pipeloom.runtime.buffers import BufferPool
-from pipeloom.runtime.shared_memory import SharedLinks, SharedMemoryTransport
-from pipeloom.runtime.transport import Outgoing, PeerGone
+from pipeloom.runtime.p2p.base import Outgoing, PeerGone
+from pipeloom.runtime.p2p.buffer_pool import BufferPool
+from pipeloom.runtime.p2p.shared_memory import SharedLinks, SharedMemoryTransport
+from pipeloom.runtime.tensor_spec import boundary_of
 from pipeloom.schedule.channels import Channel, Message
 
 CHANNEL = Channel(0, 1, "activation")
@@ -20,7 +20,7 @@ BACK = Channel(1, 0, "gradient")
 
 
 def message(number: int) -> Message:
-    return Message(CHANNEL, 0, number, number)
+    return Message(CHANNEL, 0, 1, "output", number, number)
 
 
 def links() -> list[SharedLinks]:
@@ -43,7 +43,7 @@ def test_what_a_rank_sent_before_it_ended_arrives() -> None:
     sent = [send(out, number) for number in range(2)]
     sender.close()
     for number in (1, 0):
-        values, _ = into.take(message(number))
+        values = into.take(message(number)).values
         assert values[0] is not None
         assert torch.equal(values[0], sent[number])
     with pytest.raises(PeerGone, match="closed its connection"):

@@ -47,7 +47,7 @@ def seeded(seed: int, make: Callable[[], nn.Module]) -> Layer:
 
 
 class LinearLast(nn.Module):
-    """Its last operation hands the output's gradient to a linear layer as it is: the ledger holds the received buffer."""
+    """Its last operation hands the output's gradient to a linear layer as it is: the queue holds the received buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,14 +158,22 @@ def test_whole_backwards_beside_split_ones_add_in_place(split: bool, monkeypatch
     schedule = pl.schedules.build("1f1b", 2, 6, None, {"cooldown": "split"} if split else None)
     assert sum(str(cell).count("B") for program in schedule.programs for cell in program) == 12 - split
     added: list[nn.Parameter] = []
+    queued: list[Any] = []
+    put = deferred.WeightGradQueue.put
+
+    def note(queue: deferred.WeightGradQueue, *work: Any) -> None:
+        queued.append(work)
+        put(queue, *work)
 
     def add(weight: nn.Parameter, *rest: Any) -> None:
         added.append(weight)
         add_weight_gradient(weight, *rest)
 
     monkeypatch.setattr(deferred, "add_weight_gradient", add)
+    monkeypatch.setattr(deferred.WeightGradQueue, "put", note)
     agree([seeded(i, Shared) for i in range(2)], schedule)
     assert len(added) == (2 * 2 * 6 if split else 0)
+    assert len(queued) == (2 if split else 0)  # a backward that is one B keeps nothing for later
 
 
 def test_a_linear_layer_with_a_forward_of_its_own_keeps_it() -> None:
@@ -248,30 +256,62 @@ def test_mutations_are_refused_or_wrong() -> None:
     assert worst(gradients(pipeline), want) > 1e-2
 
 
-def _work(rank: int, schedule: Schedule, transport: str) -> tuple[dict[str, Tensor], int]:
-    pipeline = Pipeline(
-        [seeded(i, LinearLast) for i in range(4)], schedule, loss=mse, options=RuntimeOptions(transport=transport)
-    )
+class LinearFirst(nn.Module):
+    """Its first operation is a linear layer: the queue holds the received activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.up(x))
+
+
+def _late(m: int) -> Schedule:
+    """Two ranks whose W all come at the end: every received tensor is held while later ones arrive."""
+    orders = [
+        [("F", mb) for mb in range(m)] + [("I", mb) for mb in range(m)],
+        [(kind, mb) for mb in range(m) for kind in "FI"],
+    ]
+    programs = [
+        [Action(kind, rank, mb) for kind, mb in (*order, *(("W", mb) for mb in range(m)))]
+        for rank, order in enumerate(orders)
+    ]
+    return Schedule.of(programs, placement=(0, 1), microbatches=m)
+
+
+def _ends() -> list[Layer]:
+    """Each of two stages begins and ends with a linear layer."""
+    return [seeded(i, make) for i, make in enumerate((LinearFirst, LinearLast, LinearFirst, LinearLast))]
+
+
+def _work(rank: int, schedule: Schedule, transport: str) -> list[tuple[dict[str, Any], int]]:
+    """The gradients of four steps as lists, and the buffers made until then."""
+    pipeline = Pipeline(_ends(), schedule, loss=mse, options=RuntimeOptions(transport=transport))
     x, y = batch(17)
-    for _ in range(3):  # buffers are used again from the second step on
+    found = []
+    for _ in range(4):  # buffers are used again from the second step on
         pipeline.zero_grad()
         pipeline.step(x, y)
-    found = gradients(pipeline)
-    made = pipeline._connections.pool.made
-    pipeline.step(x, y)
-    assert pipeline._connections.pool.made <= made + 2
+        values = {name: gradient.tolist() for name, gradient in gradients(pipeline).items()}
+        found.append((values, pipeline.stats.receive_buffers))
     pipeline.close()
-    return found, made
+    return found
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("transport", ["shared", "individual"])
-def test_a_received_gradient_is_not_overwritten_while_its_weight_gradient_waits(transport: str) -> None:
-    schedule = pl.schedules.build("zb-h2", 2, 8)
+@pytest.mark.parametrize("schedule", [pl.schedules.build("zb-h2", 2, 8), _late(8)], ids=["zb-h2", "late"])
+def test_what_was_received_is_not_overwritten_while_a_weight_gradient_waits(schedule: Schedule, transport: str) -> None:
+    """zb-h2's last rank holds activations, the other schedule's ranks hold all that they receive."""
     x, y = batch(17)
-    _, want = serial([seeded(i, LinearLast) for i in range(4)], x, y, split_sizes(17, 8))
+    _, want = serial(_ends(), x, y, split_sizes(17, 8))
     results = run_ranks(_work, 2, schedule, transport)
-    assert worst({k: v for found, _ in results for k, v in found.items()}, want) <= 1e-6
+    for step in range(4):
+        got = {name: torch.tensor(value) for found in results for name, value in found[step][0].items()}
+        assert worst(got, want) <= 1e-6
+    for found in results:
+        assert found[-1][1] <= found[1][1] + 2, "the pool does not grow"
 
 
 def _forgetful(rank: int) -> dict[str, Any]:

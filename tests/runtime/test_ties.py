@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import pipeloom as pl
-from models import WIDTH, Block, blocks, worst
+from models import WIDTH, Block, batch, blocks, worst
 from pipeloom.errors import ConfigError
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
 from processes import run_ranks
@@ -196,3 +196,149 @@ def test_the_first_holders_values_win() -> None:
         tied=[("a.linear.weight", "b.linear.weight")],
     )
     assert torch.equal(dict(pipeline.named_parameters())["a.linear.weight"], Block(1).linear.weight)
+
+
+def accumulate(rank: int) -> list[dict[str, list[float]]]:
+    """Two steps without zero_grad, in plain gradients and in main gradients."""
+    found = []
+    for main in (False, True):
+        options = RuntimeOptions(monitor=False, main_gradients=main)
+        pipeline = Pipeline(language_model(2), S.one_f_one_b(2, 3), loss=loss_of, tied=[EMBEDDING], options=options)
+        for step in range(2):
+            pipeline.step(*tokens(12, step))
+        found.append({n: p.grad.flatten().tolist() for n, p in pipeline.named_parameters() if p.grad is not None})
+        pipeline.close()
+    return found
+
+
+@pytest.mark.dist
+def test_tied_gradients_of_two_steps_add_up() -> None:
+    """What an earlier step left in a tied weight's `.grad` stays there, once."""
+    modules = {layer.name: layer() for layer in language_model(2)}
+    modules["head"].linear.weight = modules["embed"].table.weight
+    for step in range(2):
+        x, y = tokens(12, step)
+        for module in modules.values():
+            x = module(x)
+        loss_of(x, y).backward()
+    want = {f"{n}.{inner}": p.grad for n, module in modules.items() for inner, p in module.named_parameters()}
+    for found in run_ranks(accumulate, 2):
+        for gradients in found:
+            assert gradients.keys() & set(EMBEDDING)
+            for name, values in gradients.items():
+                gradient = want[name]
+                assert gradient is not None
+                torch.testing.assert_close(torch.tensor(values), gradient.flatten(), rtol=1e-5, atol=1e-6, msg=name)
+
+
+def half_frozen(which: int) -> list[Layer]:
+    def block(seed: int) -> nn.Module:
+        built = Block(seed)
+        built.linear.weight.requires_grad_(seed != which)
+        return built
+
+    return [Layer("a", lambda: block(0)), Layer("b", lambda: block(1))]
+
+
+def one_frozen(rank: int) -> list[Any]:
+    found = []
+    for which in (0, 1):
+        pipeline = Pipeline(
+            half_frozen(which),
+            S.gpipe(2, 2),
+            loss=nn.functional.mse_loss,
+            tied=[("a.linear.weight", "b.linear.weight")],
+            options=RuntimeOptions(monitor=False),
+        )
+        pipeline.step(*batch(4))
+        gradient = dict(pipeline.named_parameters())[f"{'ab'[rank]}.linear.weight"].grad
+        found.append(None if gradient is None else gradient.flatten().tolist())
+        pipeline.close()
+    return found
+
+
+@pytest.mark.dist
+def test_a_tied_weight_trains_as_its_first_name_does() -> None:
+    """Also where the layer of the other name has frozen it: in one process there is one object."""
+    for which in (0, 1):
+        local = LocalPipeline(
+            half_frozen(which),
+            S.gpipe(2, 2),
+            loss=nn.functional.mse_loss,
+            tied=[("a.linear.weight", "b.linear.weight")],
+        )
+        local.step(*batch(4))
+        want = dict(local.named_parameters())["a.linear.weight"].grad
+        assert (want is None) == (which == 0)
+        for found in run_ranks(one_frozen, 2):
+            assert (found[which] is None) == (want is None)
+            if want is not None:
+                torch.testing.assert_close(torch.tensor(found[which]), want.flatten(), rtol=1e-5, atol=1e-7)
+
+
+class Mixed(Block):
+    """Weights of three dtypes, the narrowest first by name; the complex one turns with the imaginary part of its gradient."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.also = nn.Parameter(torch.linspace(0.1, 1.0, WIDTH, dtype=torch.bfloat16))
+        self.phase = nn.Parameter(torch.polar(torch.ones(WIDTH), torch.linspace(0.1, 1.0, WIDTH)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = super().forward(x).to(torch.complex64) * self.phase * torch.tensor(1 + 0.5j)
+        return turned.real + turned.imag * self.also.float()
+
+
+def replicas_of_three_dtypes(rank: int) -> list[dict[str, Any]]:
+    x, y = batch(6)
+    found = []
+    for microbatches in (1, 4):  # of one, the second route sees nothing
+        layers = [Layer(f"layer{at}", lambda at=at: Mixed(at)) for at in range(2)]
+        pipeline = Pipeline(layers, pl.schedules.chimera(2, microbatches), loss=mean_square)
+        pipeline.step(x, y)
+        found.append(listed(pipeline))
+    return found
+
+
+def mean_square(output: Tensor, target: Tensor) -> Tensor:
+    return ((output - target) ** 2).mean()
+
+
+def listed(pipeline: Any) -> dict[str, Any]:
+    grads = {name: p.grad for name, p in pipeline.named_parameters() if p.grad is not None}
+    return {name: torch.view_as_real(g).tolist() if g.is_complex() else g.tolist() for name, g in grads.items()}
+
+
+@pytest.mark.dist
+def test_replicas_of_weights_of_several_dtypes() -> None:
+    """They are summed together, and none is rounded to the dtype of another, nor loses its imaginary part."""
+    x, y = batch(6)
+    ranks = run_ranks(replicas_of_three_dtypes, 2)
+    for at, microbatches in enumerate((1, 4)):
+        layers = [Layer(f"layer{at}", lambda at=at: Mixed(at)) for at in range(2)]
+        pipeline = LocalPipeline(layers, pl.schedules.chimera(2, microbatches), loss=mean_square)
+        pipeline.step(x, y)
+        want = listed(pipeline)
+        for got in (rank[at] for rank in ranks):
+            assert got.keys() == want.keys()
+            for name, values in want.items():
+                close = {"rtol": 2e-2, "atol": 1e-4} if name.endswith("also") else {"rtol": 1e-5, "atol": 1e-7}
+                torch.testing.assert_close(torch.tensor(got[name]), torch.tensor(values), **close)
+
+
+def main_gradients_of_one_route(rank: int) -> dict[str, Any]:
+    x, y = (value.bfloat16() for value in batch(2))
+    layers = [Layer(f"layer{at}", lambda at=at: Block(at).bfloat16()) for at in range(2)]
+    options = RuntimeOptions(main_gradients=True)
+    pipeline = Pipeline(layers, pl.schedules.chimera(2, 1), loss=mean_square, options=options)
+    pipeline.step(x, y)
+    assert pipeline.sync is not None
+    return {name: pipeline.sync.gradient(name).flatten().tolist() for name, _ in pipeline.named_parameters()}
+
+
+@pytest.mark.dist
+def test_main_gradients_that_one_holder_lacks() -> None:
+    """The rank that computed none sends zeros of the same dtype as the other's fp32 gradients."""
+    first, second = run_ranks(main_gradients_of_one_route, 2)
+    assert first == second
+    assert all(any(values) for values in first.values())

@@ -94,8 +94,6 @@ def test_our_cells_pass_torch_own_reader_and_validator(name: str) -> None:
         ("0F0,0B0\n9F0,9B0", r"^x:2:1: 9F0 names stage 9 of 2 \(0\.\.1\)"),
         ("0F0,0SEND_F0,0B0", r"^x:1:5: 0SEND_F0 is a communication; .*compute_only"),
         ("0UNSHARD,0F0,0B0", r"^x:1:1: 0UNSHARD is a communication"),
-        ("", "^x: it holds no action"),
-        (",,\n,", "^x: it holds no action"),
         ("0F0,0B0\n\n1F0,1B0", r"^x: rank 1 holds no stage"),
         ("0F" + "9" * 5000, r"^x:1:1: .* is not an action"),
     ],
@@ -108,11 +106,31 @@ def test_refusals_say_where(text: str, reason: str) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
+        ("", "^x: the file contains no actions"),
+        (",,\n,", "^x: the file contains no actions"),
+        (
+            "hello world",
+            r"^x is no schedule: none of its cells is an action, such as 0F0, .*the first cell is 'hello world'",
+        ),
+        ("date,price\n2024-01-01,3.5\n", "^x is no schedule: .*the first cell is 'date'"),
+        ("0REDUCE_GRAD", "^x is no schedule"),
+    ],
+)
+def test_a_text_without_a_single_action_is_no_schedule(text: str, reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        from_csv(text, source="x")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
         ("0F0,0B0\n1F0,1B0,0F1,0B1\n2F0,2F1,2B0,2B1", None),
         ("0F0,0F1,0B0\n1F0,1F1,1B0,1B1,0B1", "0B1 is on the wrong rank; stage 0 is placed on rank 0"),
         ("0F0,0F1,0B0\n1F0,1F1,1B0,1B1", "stage 0 micro-batch 1 .* has no backward"),
-        ("0F0,0F1,0B0,0B1,0B0\n1F0,1F1,1B0,1B1", "0B0 is there twice"),
+        ("0F0,0F1,0B0,0B1,0B0\n1F0,1F1,1B0,1B1", "0B0 appears twice"),
         ("0B0,0F0\n1F0,1B0", "deadlocks"),
+        ("0F0,0F1,0B0,0B1,1B1\n1F0,1B0,1F1", "1B1 is on the wrong rank; stage 1 is placed on rank 1"),
+        ("0F0,0F1,0B0,0B1\n1F0,1B0", "stage 1 micro-batch 1 .* has no forward: 1F1 is missing"),
     ],
 )
 def test_what_check_says_of_a_file(text: str, reason: str | None) -> None:

@@ -1,4 +1,4 @@
-"""DualPipe against interleaved schedules (SPEC 6): the chunks at which they meet, from simulated schedules, not from formulas.
+"""DualPipe against interleaved schedules: the chunks at which they meet, from simulated schedules, not from formulas.
 
 F = I = W = 1 for 1/p of the model. Where pairs gain, half of F and of I is all-to-all, and the pair's time comes out of its
 segments: F&B = B = 2. A makespan of interleaved-overlap is a + b / v, so that two simulated ones give a and b.

@@ -110,6 +110,28 @@ def test_a_pair_holds_both_micro_batches() -> None:
     assert timeline.memory_curve[0] == ((0, 1), (1, 2), (4, 1), (6, 0))
 
 
+def test_a_hop_takes_what_its_direction_does() -> None:
+    """Activations travel 0 -> 1 -> 2, gradients back; each link's two directions differ, and no two links are alike."""
+    p2p = ((0.0, 2.0, 64.0), (16.0, 0.0, 4.0), (64.0, 32.0, 0.0))
+    schedule = schedules.one_f_one_b(3, 1)
+    for overlap in (True, False):
+        timeline = simulate(schedule, Costs(1, 1, 0, p2p), overlap_p2p=overlap)
+        assert timeline.starts == ((0.0, 59.0), (3.0, 42.0), (8.0, 9.0))
+        assert timeline.critical_path == ((0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1))
+    assert lower_bound(schedule, Costs(1, 1, 0, p2p), split_backward=False) == timeline.makespan == 60
+
+
+@pytest.mark.parametrize("factor", [0.5, 3.0])
+def test_a_micro_batch_makes_its_message_larger(factor: float) -> None:
+    """Equal factors too: the same as costs that are larger to begin with."""
+    schedule = schedules.one_f_one_b(4, 6)
+    costs = Costs(2, 3, 1, 1, message=8.0, bandwidth=4.0)
+    larger = Costs(2 * factor, 3 * factor, factor, 1, message=8.0 * factor, bandwidth=4.0)
+    factors = Costs(2, 3, 1, 1, message=8.0, bandwidth=4.0, microbatch=(factor,) * 6)
+    assert simulate(schedule, factors).ends == simulate(schedule, larger).ends != simulate(schedule, costs).ends
+    assert lower_bound(schedule, factors) == lower_bound(schedule, larger) <= simulate(schedule, factors).makespan
+
+
 def test_pair_times() -> None:
     fused = Schedule.of([["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"]], placement=[0], microbatches=2)
     split = Schedule.of([["0F0", "(0F1;0I0)OVERLAP_F_B", "0W0", "0B1"]], placement=[0], microbatches=2)
@@ -165,12 +187,21 @@ def test_a_schedule_that_cannot_run() -> None:
     ("make", "words"),
     [
         (lambda: Costs(forward=-1), "forward is -1"),
-        (lambda: Costs(input_grad=math.nan), "input-grad is nan"),
-        (lambda: Costs(weight_grad=(1.0, math.inf)), "weight-grad is inf"),
+        (lambda: Costs(input_grad=math.nan), "^input_grad is nan"),
+        (lambda: Costs(weight_grad=(1.0, math.inf)), "weight_grad is inf"),
         (lambda: Costs(held=1.5), "held is 1.5; it is a share"),
-        (lambda: Costs(all_to_all=(0.5, 2)), "all-to-all"),
+        (lambda: Costs(all_to_all=(0.5, 2)), "all_to_all"),
         (lambda: Costs(pair=-2), "pair is -2"),
         (lambda: Costs(bandwidth=0), "bandwidth is 0"),
+        (lambda: Costs(forward="x"), "forward is 'x'; it must be a number, or a tuple with one number for each stage"),
+        (lambda: Costs(weight_grad=(1.0, "x")), "weight_grad is .*; it must be a number, or a tuple"),
+        (lambda: Costs(input_grad=((1.0,),)), "input_grad is .*; it must be a number, or a tuple"),
+        (lambda: Costs(forward=None), "forward is None; it must be a number"),
+        (lambda: Costs(forward=True), "forward is True; it must be a number"),
+        (lambda: Costs(message=(1.0,)), "message is .*; it must be a number"),
+        (lambda: Costs(p2p=(1.0, 2.0)), "p2p is .*; it must be a number, or a matrix"),
+        (lambda: Costs(pair=((1.0, 2.0), 3.0)), "pair is .*; it must be a number, .*, or a matrix"),
+        (lambda: Costs(microbatch=2.0), "microbatch is 2.0; it must be a tuple with one number for each micro-batch"),
         (
             lambda: simulate(schedules.gpipe(3, 2), Costs(forward=(1, 2))),
             "forward has 2 values and the schedule 3 stages",
@@ -241,3 +272,17 @@ def test_uneven_stages(p: int, m: int, v: int, times: list[float], p2p: float) -
         for starts, ends in zip(timeline.starts, timeline.ends, strict=True):
             assert all(end <= start + 1e-9 for end, start in zip(ends, starts[1:], strict=False))
         assert lower_bound(schedule, costs) <= timeline.makespan + 1e-6
+
+
+def test_figures_of_a_measured_timeline_that_starts_late_and_ends_early() -> None:
+    """Rank 0 runs from 5 to 15, rank 1 from 7 to 18: no clock starts at 0, and no rank is as long as both together."""
+    schedule = Schedule.of([["0F0", "0B0"], ["1F0", "1B0"]], placement=[0, 1], microbatches=1)
+    starts, ends = ((5.0, 13.0), (7.0, 9.0)), ((7.0, 15.0), (9.0, 18.0))
+    timeline = Timeline(schedule, Costs(), starts, ends, source="measured")
+    assert timeline.makespan == 13
+    assert timeline.spans == (10, 11)
+    assert timeline.busy == (4, 11)
+    assert timeline.span_bubble_rate == 0
+    assert timeline.bubble_rate == pytest.approx((9 + 2) / 26)
+    ends = ((7.0, 15.0), (8.0, 18.0))
+    assert Timeline(schedule, Costs(), starts, ends).span_bubble_rate == pytest.approx(1 - 10 / 11)

@@ -48,3 +48,11 @@ def test_never_above_what_the_families_do(costs: Costs, objective: str) -> None:
 def test_nothing_is_claimed_where_pairs_gain() -> None:
     assert memory_bound(range(4), 8, Costs(all_to_all=0.3), 2) == 0
     assert memory_bound(range(4), 8, Costs(pair=2.0), 2) == 0
+
+
+def test_only_whole_micro_batches_fit_before_the_first_backward() -> None:
+    """Room for 2.5 micro-batches is room for 2."""
+    f, b, w, p, m = 2.0, 3.0, 1.0, 4, 3
+    assert memory_bound(range(p), m, Costs(f, b, w), 2.5, "span") == pytest.approx(
+        m * (f + b + w) + (p - 1) * b + (p - 2) * f
+    )

@@ -9,32 +9,41 @@ import pytest
 from pipeloom.errors import ScheduleError
 from pipeloom.schedule import Costs, simulate
 from pipeloom.schedule.families import build
-from pipeloom.solver.evaluation import evaluate
-from pipeloom.solver.moves import Move, State, critical_blocks, neighbours
-from pipeloom.solver.problem import Problem
-from pipeloom.solver.seeds import cut, merge, words_of
+from pipeloom.schedule.transforms import cut_stages
+from pipeloom.solver.construct import merge_stage_costs, sequences_of
+from pipeloom.solver.evaluate import evaluate
+from pipeloom.solver.instance import Instance
+from pipeloom.solver.neighbourhood import (
+    NeighbourhoodParameters,
+    SequenceState,
+    critical_blocks,
+    estimate,
+    neighbours,
+    shift,
+)
+from pipeloom.solver.tabu import TabuSearch
 
 COSTS = [Costs(), Costs(10, 12, 8, 1), Costs((1.0, 2.0, 3.0, 4.0), 1.5, (0.0, 1.0, 2.0, 0.5), 0.25, held=0.5)]
 
 
-def problem_of(name: str, costs: Costs, room: float = 99) -> tuple[Problem, list[list[int]]]:
+def instance_of(name: str, costs: Costs, memory_limit: float = 99) -> tuple[Instance, list[list[int]]]:
     made = build(name, 4, 6) if "zb" in name and "v" not in name else build(name, 2, 6)
-    problem = Problem(made.placement, 6, costs, room)
-    return problem, words_of(problem, made)
+    instance = Instance(made.placement, 6, costs, memory_limit)
+    return instance, sequences_of(instance, made)
 
 
 @pytest.mark.parametrize("costs", COSTS)
 @pytest.mark.parametrize("name", ["zb-h1", "interleaved", "zbv", "hanayo"])
 def test_evaluation_is_the_simulation(name: str, costs: Costs) -> None:
-    problem, words = problem_of(name, costs)
-    found = evaluate(problem, words)
-    timeline = simulate(problem.schedule_of(words), costs)
-    assert found is not None
-    assert found.value == pytest.approx(timeline.makespan)
-    tails = found.tails(problem)
-    longest = [found.start[node] + tails[node] for node in range(problem.nodes)]
-    assert max(longest) == pytest.approx(found.value)
-    spans = evaluate(Problem(problem.placement, 6, costs, 99, "span"), words)
+    instance, sequences = instance_of(name, costs)
+    evaluation = evaluate(instance, sequences)
+    timeline = simulate(instance.schedule_of(sequences), costs)
+    assert evaluation is not None
+    assert evaluation.value == pytest.approx(timeline.makespan)
+    tails = evaluation.tails(instance)
+    longest = [evaluation.start[node] + tails[node] for node in range(instance.nodes)]
+    assert max(longest) == pytest.approx(evaluation.value)
+    spans = evaluate(Instance(instance.placement, 6, costs, 99, "span"), sequences)
     assert spans is not None
     assert spans.value == pytest.approx(max(timeline.spans))
 
@@ -44,51 +53,87 @@ def test_random_moves_agree_with_the_simulator(seed: int) -> None:
     """Every allowed move keeps the memory within the room; the evaluation says a cycle where, and only where, `simulate` does."""
     random = Random(seed)
     costs = random.choice(COSTS)
-    problem, words = problem_of(random.choice(["zb-h1", "zbv", "interleaved"]), costs, room=8)
-    state = State(problem, words)
-    for _ in range(60):
-        rank = random.randrange(problem.ranks)
-        source, target = (random.randrange(len(words[rank])) for _ in range(2))
-        move = Move(rank, source, target)
-        if source == target or not state.allows(move):
+    name = random.choice(["zb-h1", "zbv", "interleaved"])
+    loose, sequences = instance_of(name, costs)
+    memory_limit = max(simulate(loose.schedule_of(sequences), costs).peak_memory)  # all of it is needed
+    instance, _ = instance_of(name, costs, memory_limit)
+    state = SequenceState(instance, sequences)
+    for _ in range(200):
+        rank = random.randrange(instance.ranks)
+        source, target = (random.randrange(len(sequences[rank])) for _ in range(2))
+        move = shift(state, rank, source, target) if source != target else None
+        if move is None:
             continue
-        before = [list(row) for row in state.words]
-        state.apply(move)
-        assert problem.fits(state.words)
-        assert all(state.words[problem.tables.rank[n]][state.place[n]] == n for n in range(problem.nodes))
-        found = evaluate(problem, state.words)
-        schedule = problem.schedule_of(state.words)
-        if found is None:
+        before = [list(sequence) for sequence in state.sequences]
+        back = state.apply(move)
+        assert instance.fits(state.sequences)
+        assert all(state.sequences[instance.table.rank[n]][state.place[n]] == n for n in range(instance.nodes))
+        evaluation = evaluate(instance, state.sequences)
+        schedule = instance.schedule_of(state.sequences)
+        if evaluation is None:
             with pytest.raises(ScheduleError):
                 simulate(schedule, costs)
-            state.undo(move)
-            assert state.words == before
+            state.apply(back)
+            assert state.sequences == before
         else:
             timeline = simulate(schedule, costs)
-            assert found.value == pytest.approx(timeline.makespan)
-            assert max(timeline.peak_memory) <= 8 + 1e-9
+            assert evaluation.value == pytest.approx(timeline.makespan)
+            assert max(timeline.peak_memory) <= memory_limit + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_estimate_of_a_swap_is_its_value(seed: int) -> None:
+    """Two neighbours that change places: the longest path through them is known from the times before, hops included."""
+    random = Random(seed)
+    instance, sequences = instance_of(random.choice(["zb-h1", "zbv", "interleaved"]), Costs(10, 12, 8, 3))
+    state, compared = SequenceState(instance, sequences), 0
+    for _ in range(200):
+        evaluation = evaluate(instance, state.sequences)
+        assert evaluation is not None
+        tail = evaluation.tails(instance)
+        rank = random.randrange(instance.ranks)
+        at = random.randrange(len(sequences[rank]) - 1)
+        move = shift(state, rank, *random.choice([(at, at + 1), (at + 1, at)]))
+        if move is None:
+            continue
+        length = estimate(state, evaluation, tail, move)
+        back = state.apply(move)
+        after = evaluate(instance, state.sequences)
+        if after is None:
+            state.apply(back)
+        elif length >= evaluation.value:
+            assert length == pytest.approx(after.value)
+            compared += 1
+        else:
+            assert after.value <= evaluation.value + 1e-9
+    assert compared > 10
 
 
 def test_a_block_is_on_one_critical_path() -> None:
-    problem, words = problem_of("zb-h1", Costs(10, 12, 8, 1), room=4)
-    found, state = evaluate(problem, words), State(problem, words)
-    assert found is not None
-    tail = found.tails(problem)
-    blocks = critical_blocks(state, found, Random(1))
+    instance, sequences = instance_of("zb-h1", Costs(10, 12, 8, 1), memory_limit=4)
+    evaluation, state = evaluate(instance, sequences), SequenceState(instance, sequences)
+    assert evaluation is not None
+    tail = evaluation.tails(instance)
+    blocks = critical_blocks(state, evaluation, Random(1))
     assert blocks
     for rank, low, high in blocks:
         for at in range(low, high + 1):
-            node = words[rank][at]
-            assert found.start[node] + tail[node] == pytest.approx(found.value)
-    assert all(state.allows(move) for move in neighbours(state, blocks))
+            node = sequences[rank][at]
+            assert evaluation.start[node] + tail[node] == pytest.approx(evaluation.value)
+    moves = list(neighbours(state, blocks, Random(1), NeighbourhoodParameters()))
+    ends = {index for _, low, high in blocks for index in (low, high)}
+    assert moves
+    assert all(move.low in ends or move.high in ends or move.high == move.low + 1 for move in moves)
+    paths = [critical_blocks(state, evaluation, Random(seed)) for seed in range(10)]
+    assert any(len({rank for rank, _, _ in path}) > 1 for path in paths)  # it follows messages to other ranks
 
 
 def test_cut_does_the_same_work_in_the_same_time() -> None:
     costs = Costs((1.0, 2.0, 3.0, 4.0), (2.0, 1.0, 1.0, 2.0), 1.0, 0.5, held=(1.0, 0.5, 0.25, 0.0))
     whole = build("1f1b", 2, 5)
-    finer = cut(whole, 2)
+    finer = cut_stages(whole, 2)
     assert finer.placement == (0, 0, 1, 1)
-    coarse, fine = simulate(whole, merge(costs, 4, 2)), simulate(finer, costs)
+    coarse, fine = simulate(whole, merge_stage_costs(costs, 4, 2)), simulate(finer, costs)
     assert fine.busy == coarse.busy
     assert fine.makespan <= coarse.makespan
     assert max(fine.peak_memory) <= max(coarse.peak_memory)
@@ -97,24 +142,38 @@ def test_cut_does_the_same_work_in_the_same_time() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_evaluation_from_a_change_on_is_the_whole_evaluation(seed: int) -> None:
     random = Random(seed)
-    problem, words = problem_of(random.choice(["zb-h1", "zbv", "interleaved"]), random.choice(COSTS))
-    state, found = State(problem, words), evaluate(problem, words)
+    instance, sequences = instance_of(random.choice(["zb-h1", "zbv", "interleaved"]), random.choice(COSTS))
+    state, evaluation = SequenceState(instance, sequences), evaluate(instance, sequences)
     compared = 0
     for _ in range(80):
-        rank = random.randrange(problem.ranks)
-        move = Move(rank, *random.sample(range(len(words[rank])), 2))
-        if not state.allows(move):
+        rank = random.randrange(instance.ranks)
+        move = shift(state, rank, *random.sample(range(len(sequences[rank])), 2))
+        if move is None:
             continue
-        state.apply(move)
-        assert found is not None
-        part = evaluate(problem, state.words, (found, rank, min(move.source, move.target)))
-        whole = evaluate(problem, state.words)
+        back = state.apply(move)
+        assert evaluation is not None
+        part = evaluate(instance, state.sequences, (evaluation, rank, move.low))
+        whole = evaluate(instance, state.sequences)
         if whole is None:
             assert part is None
-            state.undo(move)
+            state.apply(back)
             continue
         assert part is not None
         assert (part.start, part.end, part.value) == (whole.start, whole.end, whole.value)
-        assert sorted(part.order) == list(range(problem.nodes))
-        found, compared = part, compared + 1
+        assert sorted(part.order) == list(range(instance.nodes))
+        evaluation, compared = part, compared + 1
     assert compared > 2
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_walk_keeps_the_best_that_it_has_seen(seed: int) -> None:
+    """Its value is that of its best sequences, is never above that of the start, and here falls below it."""
+    instance, sequences = instance_of("interleaved", Costs(10, 12, 8, 3), memory_limit=12)
+    start = evaluate(instance, sequences)
+    assert start is not None
+    tabu_search = TabuSearch(instance, sequences, Random(seed))
+    tabu_search.walk(60)
+    evaluation = evaluate(instance, tabu_search.best)
+    assert evaluation is not None
+    assert instance.fits(tabu_search.best)
+    assert tabu_search.value == evaluation.value < start.value

@@ -10,9 +10,9 @@ import pytest
 import pipeloom as pl
 from pipeloom.errors import UsageError
 from pipeloom.schedule import Costs, check
-from pipeloom.solver.engine import bound_of
-from pipeloom.solver.problem import Problem
-from pipeloom.solver.prove import certify
+from pipeloom.solver.bounds import bound_of
+from pipeloom.solver.exact import certify
+from pipeloom.solver.instance import Instance
 
 
 def test_without_the_extra_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,20 +47,28 @@ def test_bounds_are_never_above_a_proven_optimum(seed: int, objective: str) -> N
     stages, chunks = len(placement), len(placement) // ranks
     values = [tuple(float(random.randint(0 if k == 2 else 1, 6)) for _ in range(stages)) for k in range(3)]
     costs = Costs(*values, random.choice([0.0, 1.0]), held=random.choice([1.0, 0.5]))
-    room = random.choice([1, 1.5, 2]) * chunks
+    memory_limit = random.choice([1, 1.5, 2]) * chunks
     found = pl.search(
-        ranks, 4, costs, room, placement=placement, objective=objective, iterations=200, prove=True, time_limit=40
+        ranks,
+        4,
+        costs,
+        memory_limit,
+        placement=placement,
+        objective=objective,
+        iterations=200,
+        prove=True,
+        time_limit=40,
     )
     assert found.proved
-    problem = Problem(placement, 4, costs, room, objective)  # type: ignore[arg-type]
-    assert bound_of(problem) <= found.value + 1e-9
-    assert max(found.timeline.peak_memory) <= room + 1e-9
+    instance = Instance(placement, 4, costs, memory_limit, objective)  # type: ignore[arg-type]
+    assert bound_of(instance, pairs=False) <= found.value + 1e-9
+    assert max(found.timeline.peak_memory) <= memory_limit + 1e-9
 
 
 def test_the_solver_finds_what_the_search_was_not_given_time_for() -> None:
     pytest.importorskip("ortools")
-    problem = Problem((0, 1, 2, 3), 8, Costs(), 3)
-    found = certify(problem, 33, 30)
+    instance = Instance((0, 1, 2, 3), 8, Costs(), 3)
+    found = certify(instance, 33, 30)
     assert found.value == found.bound == 31
-    assert found.words is not None
-    assert problem.fits(found.words)
+    assert found.sequences is not None
+    assert instance.fits(found.sequences)

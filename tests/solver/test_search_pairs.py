@@ -1,7 +1,8 @@
-"""The search over pairs: SPEC's figures, limits kept, nothing worse than a family, and bounds that hold."""
+"""The search over pairs: known figures, limits kept, nothing worse than a family, and bounds that hold."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from random import Random
 
@@ -12,10 +13,11 @@ from pipeloom.errors import CapacityError, PipeloomError
 from pipeloom.schedule import Costs, check, simulate
 from pipeloom.schedule.families import build
 from pipeloom.schedule.segments import LayerSegments, SegmentCosts, Times
-from pipeloom.solver import pairs
-from pipeloom.solver.pair_blocks import Blocks, times_of
-from pipeloom.solver.pair_bound import pair_bound, pairs_gain
-from pipeloom.solver.problem import EPS, Problem
+from pipeloom.solver import driver
+from pipeloom.solver.bounds import pair_bound, pairs_gain
+from pipeloom.solver.construct import CONSTRUCTION
+from pipeloom.solver.evaluate import evaluate
+from pipeloom.solver.instance import TOLERANCE, Instance
 
 ONE_ROUTE = (
     "1f1b",
@@ -33,7 +35,7 @@ ONE_ROUTE = (
 
 @pytest.mark.parametrize(("share", "most", "proved"), [(0.3, 73.8, False), (0.5, 57.75, True)], ids=["x=.3", "x=.5"])
 def test_ahead_of_interleaved_overlap_and_dualpipe(share: float, most: float, proved: bool) -> None:
-    """p = 8, m = 32, v = 4, interleaved-overlap's memory; all in full-rank units (SPEC 3)."""
+    """p = 8, m = 32, v = 4, interleaved-overlap's memory; all in full-rank units."""
     full = Costs(1, 1, 1 - share, all_to_all=share)
     families = {
         name: simulate(build(name, 8, 32, chunks), full.scaled(1 / (chunks or 1) if name != "dualpipev" else 0.5))
@@ -44,7 +46,7 @@ def test_ahead_of_interleaved_overlap_and_dualpipe(share: float, most: float, pr
     assert (len(families["dualpipe"].schedule.routes), len(overlap.schedule.routes)) == (2, 1)
     found = pl.search(8, 32, full.scaled(0.25), memory=40 * 0.25, placement="loop", chunks=4, pairs=True, iterations=50)
     check(found.schedule)
-    assert found.value <= most + EPS
+    assert found.value <= most + TOLERANCE
     assert found.value < overlap.makespan - 0.8
     assert max(found.timeline.peak_activations) <= max(overlap.peak_activations) == 40
     assert len(found.schedule.routes) == 1
@@ -61,28 +63,28 @@ def test_never_worse_than_a_family(memory: float, chunks: int, share: float) -> 
     found = pl.search(4, 10, costs, memory, chunks=chunks, pairs=True, iterations=30)
     check(found.schedule)
     assert simulate(found.schedule, costs).makespan == pytest.approx(found.value)
-    assert max(found.timeline.peak_memory) <= memory + EPS
-    assert found.lower_bound <= found.value + EPS
+    assert max(found.timeline.peak_memory) <= memory + TOLERANCE
+    assert found.lower_bound <= found.value + TOLERANCE
     compared = 0
     for name in ONE_ROUTE:
         if chunks == 1 and build(name, 4, 10).chunks > 1:
             continue
         timeline = simulate(made := build(name, 4, 10), costs)
-        if made.chunks == chunks and max(timeline.peak_memory) <= memory + EPS:
-            assert found.value <= timeline.makespan + EPS
+        if made.chunks == chunks and max(timeline.peak_memory) <= memory + TOLERANCE:
+            assert found.value <= timeline.makespan + TOLERANCE
             compared += 1
     assert compared or memory < 4
 
 
 def test_large_sizes_know_the_families_with_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Above the size that is searched: the families, and what their orders become."""
-    monkeypatch.setattr(pairs, "SLOW", 100)
+    monkeypatch.setattr(driver, "CONSTRUCTION", replace(CONSTRUCTION, largest=100))
     costs = Costs(weight_grad=0.6, all_to_all=0.4)
-    problem = Problem(tuple(range(4)), 30, costs, 8.0)
+    instance = Instance(tuple(range(4)), 30, costs, 8.0)
     found = pl.search(4, 30, costs, 8, placement="linear", pairs=True)
     check(found.schedule)
-    assert [made.name for made in pairs._families(problem)][-2:] == ["1f1b-overlap", "interleaved-overlap"]
-    assert found.value <= simulate(build("1f1b-overlap", 4, 30), costs).makespan + EPS
+    assert [made.name for made in driver.families_with_pairs(instance)] == ["1f1b-overlap", "interleaved-overlap"]
+    assert found.value <= simulate(build("1f1b-overlap", 4, 30), costs).makespan + TOLERANCE
     assert found.iterations == 0
 
 
@@ -118,12 +120,12 @@ def test_spans() -> None:
     costs = Costs(weight_grad=0.7, all_to_all=0.3)
     found = pl.search(4, 12, costs, 8, pairs=True, objective="span", iterations=200)
     assert found.value == pytest.approx(max(found.timeline.spans))
-    assert found.lower_bound <= found.value + EPS
-    assert found.value <= max(simulate(build("1f1b-overlap", 4, 12), costs).spans) + EPS
+    assert found.lower_bound <= found.value + TOLERANCE
+    assert found.value <= max(simulate(build("1f1b-overlap", 4, 12), costs).spans) + TOLERANCE
 
 
 def test_where_no_pair_gains_it_is_the_other_search() -> None:
-    assert not pairs_gain(Problem(tuple(range(4)), 8, Costs(), 3))
+    assert not pairs_gain(Instance(tuple(range(4)), 8, Costs(), 3))
     found = pl.search(4, 8, memory=3, pairs=True, iterations=500)
     assert found.schedule == pl.search(4, 8, memory=3, iterations=500).schedule
 
@@ -168,16 +170,16 @@ def test_the_bound_is_below_every_family(costs: Costs, objective: str) -> None:
             continue
         timeline = simulate(made, costs)
         reached = timeline.makespan if objective == "makespan" else max(timeline.spans)
-        for room in (max(timeline.peak_memory), 1e9):
-            assert pair_bound(Problem(made.placement, m, costs, room, objective)) <= reached + 1e-6  # type: ignore[arg-type]
+        for memory_limit in (max(timeline.peak_memory), 1e9):
+            assert pair_bound(Instance(made.placement, m, costs, memory_limit, objective)) <= reached + 1e-6  # type: ignore[arg-type]
         tried += 1
     assert tried > 40
 
 
-def all_rows(blocks: Blocks, rank: int) -> list[list[int]]:
+def all_rows(instance: Instance, rank: int) -> list[list[int]]:
     """Every row of a rank that holds one stage, two micro-batches."""
-    problem = blocks.problem
-    nodes = [node for node in range(blocks.none) if blocks.tables.rank[node] == rank]
+    blocks = instance.table
+    nodes = [node for node in range(blocks.none) if blocks.rank[node] == rank]
     found: list[list[int]] = []
 
     def grow(row: list[int], left: list[int]) -> None:
@@ -197,7 +199,7 @@ def all_rows(blocks: Blocks, rank: int) -> list[list[int]]:
                     grow([*row, blocks.pair(mate, node, True)], [n for n in rest if n not in gone])
 
     grow([], nodes)
-    return [row for row in found if max(blocks.peaks(row)) <= problem.room + EPS]
+    return [row for row in found if instance.peak(row) <= instance.memory_limit + TOLERANCE]
 
 
 @pytest.mark.parametrize("case", range(8))
@@ -207,10 +209,9 @@ def test_against_every_schedule_there_is(case: int) -> None:
     times = [random.choice([0.5, 1.0, 1.5]) for _ in range(3)]
     more = {"pair": 1.8, "pair_split": 1.2} if case == 7 else {"all_to_all": random.choice([0.3, 0.5, 0.8])}
     costs = Costs(*times, random.choice([0.0, 0.25]), **more)  # type: ignore[arg-type]
-    problem = Problem((0, 1), 2, costs, random.choice([1.0, 2.0]))
-    blocks = Blocks(problem)
-    values = (times_of(blocks, list(rows)) for rows in product(all_rows(blocks, 0), all_rows(blocks, 1)))
+    instance = Instance((0, 1), 2, costs, random.choice([1.0, 2.0]))
+    values = (evaluate(instance, list(rows)) for rows in product(all_rows(instance, 0), all_rows(instance, 1)))
     best = min(found.value for found in values if found is not None)
-    assert pair_bound(problem) <= best + EPS
-    found = pl.search(2, 2, costs, problem.room, pairs=True, iterations=300)
+    assert pair_bound(instance) <= best + TOLERANCE
+    found = pl.search(2, 2, costs, instance.memory_limit, pairs=True, iterations=300)
     assert found.value == pytest.approx(best)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pipeloom.errors import ConfigError
-from pipeloom.train.batches import sample, spread
 from pipeloom.train.corpus import HELD_OUT_EVERY, read_corpus, split, stdlib_files
+from pipeloom.train.data import sample, spread
 from pipeloom.train.tokenizer import ByteTokenizer
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from pipeloom.config import Layout, load_layout
-from pipeloom.train.batches import Batches
 from pipeloom.train.build import build_pipeline
+from pipeloom.train.data import Batches
 from pipeloom.train.loop import Trainer
 from pipeloom.train.tokenizer import ByteTokenizer
 from processes import run_ranks
@@ -60,13 +60,13 @@ def train(rank: int, keys: dict[str, Any]) -> tuple[list[tuple[float, float]], s
     """(loss, norm) of each step, and a fingerprint of this rank's weights after them."""
     layout = layout_of(keys)
     pipeline = build_pipeline(layout, CPU)
-    trainer = Trainer(layout.config, pipeline, SimpleNamespace(rank=rank, device=CPU, stop_requested=False), None)
+    trainer = Trainer(layout.config, pipeline, SimpleNamespace(rank=rank, device=CPU, flags=0), None)
     pipeline.train()
     place, replicas = pipeline.mesh.place, pipeline.mesh.shape.dp
     batches = Batches(TEXT, layout.config, replicas)
     steps = []
     for step in range(STEPS):
-        outcomes = trainer._final_steps(batches.of_step(step).part(place.dp, replicas), 1e-2, step + 1 == STEPS)
+        outcomes = trainer.final_steps(batches.of_step(step).part(place.dp, replicas), 1e-2, step + 1 == STEPS)
         steps += [(outcome.loss, outcome.norm) for outcome in outcomes]
     digest = hashlib.sha256()
     for _, parameter in sorted(pipeline.named_parameters()):

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from pipeloom.config import load_layout
-from pipeloom.train.batches import sample
 from pipeloom.train.build import build_pipeline
+from pipeloom.train.data import sample
 from pipeloom.train.loop import Trainer
 from pipeloom.train.sample import LENGTH, generate
 from pipeloom.train.tokenizer import ByteTokenizer
@@ -32,7 +32,7 @@ TEXT = "".join(f"def f{number}(x):\n    return x + {number}\n" for number in ran
 
 
 def context(rank: int = 0, stop: bool = False) -> Any:
-    return SimpleNamespace(rank=rank, device=CPU, stop_requested=stop)
+    return SimpleNamespace(rank=rank, device=CPU, flags=int(stop))
 
 
 def environment() -> dict[str, str]:
@@ -153,12 +153,12 @@ def first_norms(rank: int, tie: bool) -> tuple[float, float, dict[str, list[Any]
     layout = load_layout("tiny", {"model.tie_word_embeddings": tie, "optimizer.clip_norm": 0.1})
     pipeline = build_pipeline(layout, CPU)
     trainer = Trainer(layout.config, pipeline, context(rank), None)
-    loss, norm, stop = trainer.step(make_batch(layout), rate=1e-3)
-    assert not stop
+    outcome = trainer.step(make_batch(layout), rate=1e-3)
+    assert not outcome.flags
     trainer.step(make_batch(layout), rate=1e-3)
     weights = {name: value.tolist() for name, value in pipeline.named_parameters()}
     pipeline.close()
-    return loss, norm, weights
+    return outcome.loss, outcome.norm, weights
 
 
 @pytest.mark.dist
@@ -182,9 +182,9 @@ def test_the_norm_over_ranks_is_that_of_one_process(tie: bool) -> None:
 def stop_of(rank: int) -> bool:
     layout = load_layout("tiny")
     pipeline = build_pipeline(layout, CPU)
-    _, _, stop = Trainer(layout.config, pipeline, context(rank, stop=rank == 1), None).step(make_batch(layout), 1e-3)
+    outcome = Trainer(layout.config, pipeline, context(rank, stop=rank == 1), None).step(make_batch(layout), 1e-3)
     pipeline.close()
-    return stop
+    return bool(outcome.flags)
 
 
 @pytest.mark.dist

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from pipeloom import Costs, schedules, simulate
-from pipeloom.config import load
+from pipeloom.config import load, load_layout
 from pipeloom.errors import ConfigError
+from pipeloom.schedule import timeline_form
 from pipeloom.train.loop import typical
 from pipeloom.train.metrics import StepMetrics, memory_in_use, model_flops_utilization, shared_cores, simulated
 from pipeloom.train.report import Report, make_folder
@@ -104,7 +105,7 @@ def test_the_log_keeps_every_bit(tmp_path: Path, capsys: pytest.CaptureFixture[s
         report.record("step", step=1, loss=loss)
         report.advance()
         report.step(FIGURES)
-        report.draw(measured)
+        report.draw(measured, [measured])
     first, second = map(json.loads, report.folder.log.read_text().splitlines())
     assert first == {"event": "step", "step": 1, "loss": loss}
     assert second == {"event": "figures", **dataclasses.asdict(FIGURES)}
@@ -114,6 +115,18 @@ def test_the_log_keeps_every_bit(tmp_path: Path, capsys: pytest.CaptureFixture[s
     svg = ElementTree.fromstring(report.folder.svg.read_text())
     assert svg.tag.endswith("svg")
     assert "measured" in report.folder.svg.read_text()
+    assert timeline_form.load(report.folder.timelines) == (measured,)
+    assert "pipeloom.page/1" in report.folder.page.read_text()
+
+
+def test_the_page_goes_where_it_is_asked_for(tmp_path: Path) -> None:
+    measured = dataclasses.replace(simulate(schedules.gpipe(ranks=2, microbatches=2)), source="measured")
+    with Report(load("tiny", {"log.dir": str(tmp_path), "log.html": str(tmp_path / "page.html")})) as report:
+        report.draw(measured, [measured])
+    assert (tmp_path / "page.html").is_file()
+    assert not report.folder.page.exists()
+    with pytest.raises(ConfigError, match=r"log\.html = .*no folder"):
+        load_layout("tiny", {"log.html": str(tmp_path / "none" / "page.html")})
 
 
 def test_a_sample_cannot_steer_the_terminal() -> None:

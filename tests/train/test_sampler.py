@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeloom.config import load_layout
 from pipeloom.errors import ConfigError
-from pipeloom.train.batches import Batches
+from pipeloom.train.data import Batches
 from pipeloom.train.sampler import Sampler
 
 ORDERS = ["shuffle-then-split", "split-then-shuffle"]

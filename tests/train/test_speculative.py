@@ -16,9 +16,10 @@ from torch import nn
 from pipeloom.config import Layout, load_layout
 from pipeloom.models import cross_entropy
 from pipeloom.runtime import Layer, Pipeline
-from pipeloom.train.batches import Batch
+from pipeloom.runtime.executor import Executor
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.copies import OptimizerCopy
+from pipeloom.train.data import Batch
 from pipeloom.train.loop import Trainer
 from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.speculative import Outcome, SpeculativeOptimizer
@@ -68,6 +69,7 @@ def spoiling(pipeline: Pipeline, rank: int, spoil: Spoil, step: SimpleNamespace)
         return loss
 
     pipeline.forward_backward = forward_backward  # type: ignore[method-assign]
+    pipeline.step = lambda inputs, targets: forward_backward(inputs, targets).wait()  # type: ignore[method-assign]
 
 
 def train(rank: int, layout: Layout, barrier: bool, spoil: Spoil, steps: int = STEPS, build: Any = None) -> Run:
@@ -78,7 +80,7 @@ def train(rank: int, layout: Layout, barrier: bool, spoil: Spoil, steps: int = S
     trainer = Trainer(
         layout.config,
         pipeline,
-        SimpleNamespace(rank=rank, device=CPU, stop_requested=False),
+        SimpleNamespace(rank=rank, device=CPU, flags=0),
         None,  # type: ignore[arg-type]
     )
     optimizer = trainer.optimizer
@@ -87,8 +89,8 @@ def train(rank: int, layout: Layout, barrier: bool, spoil: Spoil, steps: int = S
         batch, rate = batch_of(layout, now), 1e-3 * (now + 1)
         if barrier:
             step.now = now
-            loss, norm, _ = trainer.step(batch, rate)
-            run.final(Outcome(loss, norm, rate, False))
+            outcome = trainer.step(batch, rate)
+            run.final(outcome)
         else:
             step.now = now
             run.final(speculative.step(*batch, rate))
@@ -245,22 +247,22 @@ def overlap(rank: int) -> dict[bool, tuple[list[float], list[float]]]:
     """With and without a barrier: when each step began and ended on this rank; the last rank ends late."""
     layout = layout_of(2, 0.0)
     found = {}
+    plain: Any = Executor.run
     for barrier in (True, False):
         pipeline = build_pipeline(layout, CPU)
         begins: list[float] = []
         ends: list[float] = []
-        plain = pipeline._run
 
-        def late(*arguments: Any, plain: Any = plain, begins: Any = begins, ends: Any = ends) -> Any:
+        def late(executor: Any, batch: Any, begins: Any = begins, ends: Any = ends) -> Any:
             begins.append(time.perf_counter())
-            result = plain(*arguments)
+            result = plain(executor, batch)
             if rank == 1:
                 time.sleep(0.15)
             ends.append(time.perf_counter())
             return result
 
-        pipeline._run = late  # type: ignore[method-assign]
-        context: Any = SimpleNamespace(rank=rank, device=CPU, stop_requested=False)
+        Executor.run = late  # type: ignore[method-assign, assignment]
+        context: Any = SimpleNamespace(rank=rank, device=CPU, flags=0)
         trainer = Trainer(layout.config, pipeline, context, None)
         speculative = SpeculativeOptimizer(pipeline, trainer.optimizer)
         for step in range(5):
@@ -283,6 +285,7 @@ def test_a_rank_that_is_done_starts_the_next_step() -> None:
         (False, 3),
     ):  # the first step waits for the norm, three follow one that has a next
         begins, ends = first[barrier][0], last[barrier][1]
+        assert len(begins) == len(ends) == 5
         assert sum(begin < end for begin, end in zip(begins[1:], ends[:-1], strict=True)) == early
 
 
@@ -332,7 +335,7 @@ def command_losses(rank: int, barrier: bool) -> tuple[list[dict[str, Any]], int]
     report: Any = SimpleNamespace(
         record=record, advance=lambda: None, step=lambda metrics: None, end_progress=lambda: None
     )
-    context: Any = SimpleNamespace(rank=rank, device=CPU, stop_requested=False)
+    context: Any = SimpleNamespace(rank=rank, device=CPU, flags=0)
     trainer = Trainer(layout.config, pipeline, context, report)
     trainer.train(torch.randint(0, 256, (4000,), generator=torch.Generator().manual_seed(0)))
     pipeline.close()

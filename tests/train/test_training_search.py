@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,14 +17,17 @@ import torch
 
 import pipeloom as pl
 from pipeloom.config import Layout, load_layout
-from pipeloom.errors import CapacityError, ScheduleError
+from pipeloom.errors import CapacityError
 from pipeloom.schedule.files import load
-from pipeloom.train import searched
+from pipeloom.schedule.json_form import to_dict
+from pipeloom.schedule.measured import costs_of
 from pipeloom.train.build import build_pipeline
-from pipeloom.train.find import find_schedule
 from pipeloom.train.loop import Trainer
-from pipeloom.train.measured import costs_of
-from pipeloom.train.searched import FILE, Measuring, Trial, fingerprint, settle
+from pipeloom.train.schedule_search import MeasureThenSearch, resolve_before_start
+from pipeloom.train.schedule_search.request import value_of_rank_0
+from pipeloom.train.schedule_search.run import search_for
+from pipeloom.train.schedule_search.saved import FILE, earlier_outcome, fingerprint
+from pipeloom.train.schedule_search.trial import ABTrial
 from pipeloom.train.tokenizer import ByteTokenizer
 from processes import run_ranks
 
@@ -57,7 +62,13 @@ class Notes:
 
 
 def context(rank: int = 0, world_size: int = 1) -> Any:
-    return SimpleNamespace(rank=rank, world_size=world_size, device=CPU, stop_requested=False)
+    return SimpleNamespace(
+        rank=rank,
+        world_size=world_size,
+        device=CPU,
+        flags=0,
+        waiting=lambda what, phase: contextlib.nullcontext(),
+    )
 
 
 def trained(rank: int, folder: Path, overrides: dict[str, Any], world_size: int = 2) -> dict[str, Any]:
@@ -67,12 +78,12 @@ def trained(rank: int, folder: Path, overrides: dict[str, Any], world_size: int 
     root = folder / "run"
     root.mkdir(parents=True, exist_ok=True)
     report: Any = Notes(root) if rank == 0 else None
-    layout = settle(layout, where, report)
+    layout = resolve_before_start(layout, where, report)
     pipeline = build_pipeline(layout, CPU)
     trainer = Trainer(layout.config, pipeline, where, report)
     started = pipeline.schedule.codes
     if layout.search is not None:
-        trainer.measuring = Measuring(layout, pipeline, where, report)
+        trainer.measuring = MeasureThenSearch(layout, pipeline, where, report)
     trainer.train(ByteTokenizer().encode(TEXT))
     peak = pipeline.peak_activations
     pipeline.close()
@@ -139,7 +150,7 @@ def test_a_measured_search_trains_as_its_schedule_does_from_the_start(tmp_path: 
 
 def tried(rank: int, folder: Path, medians: tuple[float, float]) -> list[dict[str, Any]]:
     """A run whose trial shows these times, and the same run again."""
-    Trial.medians = lambda self: medians  # type: ignore[method-assign]  # of this process only
+    ABTrial.medians = lambda self: medians  # type: ignore[method-assign]  # of this process only
     more = {**SEARCH, "schedule.options.memory": 3, "train.steps": 9, "schedule.options.trial": 2}
     return [trained(rank, folder, more) for _ in range(2)]
 
@@ -168,7 +179,7 @@ def test_the_faster_of_two_tried_schedules_stays(tmp_path: Path, medians: tuple[
 
 def test_a_trial_takes_turns_and_leaves_out_first_steps() -> None:
     schedules = (pl.schedules.build("1f1b", 2, 4), pl.schedules.build("gpipe", 2, 4))
-    trial = Trial(schedules, 3, "makespan")
+    trial = ABTrial(schedules, 3, "makespan")
     ran = []
     while (schedule := trial.next) is not None:
         ran.append(schedule.name)
@@ -205,28 +216,16 @@ def request_of(overrides: dict[str, Any]) -> Any:
 def test_what_is_found_is_never_worse_than_what_runs_first() -> None:
     costs = pl.Costs(forward=(1, 2, 1, 4), input_grad=(1, 2, 1, 4), weight_grad=(1, 1, 1, 3), p2p=0.1)
     request = request_of({"schedule.options.iterations": 0})
-    found = find_schedule(request, costs, "as given")
-    assert found.lower_bound <= found.value <= found.was == pl.simulate(request.family, costs).makespan
+    found = search_for(request, costs, "as given")
+    assert found.lower_bound <= found.value <= found.baseline == pl.simulate(request.family, costs).makespan
     assert max(pl.simulate(found.schedule).peak_activations) <= request.memory
     assert found.schedule.placement == request.first.placement
-
-
-def test_what_the_batched_transport_cannot_run_is_not_taken() -> None:
-    costs = pl.Costs(forward=(1, 2, 3, 4), p2p=0.1)
-    request = request_of({})
-    free, bound = (find_schedule(request, costs, "as given", transport) for transport in ("auto", "batched"))
-    assert free.value < free.was
-    with pytest.raises(ScheduleError):
-        pl.check(free.schedule, transport="batched")
-    assert bound.schedule == request.family
-    assert bound.value == bound.was
-    assert "the batched transport cannot run" in bound.source
 
 
 def test_memory_that_fits_nothing_is_said() -> None:
     request = request_of({"schedule.options.memory": 2})
     with pytest.raises(CapacityError):
-        find_schedule(request, pl.Costs(activation=2), "as given")
+        search_for(request, pl.Costs(activation=2), "as given")
 
 
 def test_costs_are_the_medians_of_steps() -> None:
@@ -261,21 +260,21 @@ def test_another_configuration_is_searched_anew(tmp_path: Path) -> None:
     layout = load_layout("tiny", {**SEARCH, "log.dir": str(tmp_path)})
     assert _kept(tmp_path, layout, "not JSON {") is None
     assert _kept(tmp_path, layout, json.dumps({"format": "pipeloom.schedule/1"})) is None
-    own = searched.to_dict(layout.search.first)
+    own = to_dict(layout.search.first)
     facts = {"fingerprint": same, "lower_bound": 1.0, "costs": {"forward": 1.0}}
     assert _kept(tmp_path, layout, json.dumps(own | {"searched": facts | {"fingerprint": "another"}})) is None
     found = _kept(tmp_path, layout, json.dumps(own | {"searched": facts}))
     assert found is not None
     assert found.schedule == layout.search.first
     tight = load_layout("tiny", {**SEARCH, "log.dir": str(tmp_path)})
-    small = searched.replace(tight.search, memory=1.0)
-    assert searched._earlier(tight.config, small, CPU) is None
+    small = replace(tight.search, memory=1.0)
+    assert earlier_outcome(tight.config, small, CPU) is None
 
 
 def _kept(folder: Path, layout: Layout, text: str) -> Any:
     (folder / "20260101-000000-search").mkdir(exist_ok=True)
     (folder / "20260101-000000-search" / FILE).write_text(text)
-    return searched._earlier(layout.config, layout.search, CPU)
+    return earlier_outcome(layout.config, layout.search, CPU)
 
 
 def failing(rank: int) -> str:
@@ -284,7 +283,7 @@ def failing(rank: int) -> str:
         raise CapacityError("no room")
 
     try:
-        return searched._by_rank_0(context(rank, 2), find)
+        return value_of_rank_0(context(rank, 2), find)
     except CapacityError as error:
         return str(error)
 

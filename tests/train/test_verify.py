@@ -85,10 +85,23 @@ def test_differences_are_relative_to_the_largest_serial_value() -> None:
         [step(a=[1.0], b=[2.0, 2.0])],
         [step(a=[1.0], b=[2.0], c=[0.0])],
         [step(a=[1.0], b=[2.0]), step(b=[3.0])],
+        [step(a=[1.0], b=[3.0]), step(b=[2.0])],
         [step(a=[1.0], b=[2.0]), step(loss=2.1)],
+        [step(a=[1.0], b=[2.0]), step(loss=float("nan"))],
         [step(loss=float("nan"), a=[1.0], b=[2.0])],
     ],
-    ids=["missing", "none", "nan", "shape", "unknown", "replica", "loss", "loss is nan"],
+    ids=[
+        "missing",
+        "none",
+        "nan",
+        "shape",
+        "unknown",
+        "replica",
+        "first replica",
+        "loss",
+        "last loss is nan",
+        "loss is nan",
+    ],
 )
 def test_whatever_differs_fails(found: list[Step]) -> None:
     reference = step(a=[1.0], b=[2.0])

@@ -141,7 +141,7 @@ def test_a_port_that_is_in_use_is_named_by_a_worker_too(monkeypatch: pytest.Monk
         }.items():
             monkeypatch.setenv(name, value)
         monkeypatch.delenv("PIPELOOM_FAILURES", raising=False)
-        with pytest.raises(DistributedError, match=rf"port {port} of 127\.0\.0\.1.*in use"):
+        with pytest.raises(DistributedError, match=rf"127\.0\.0\.1:{port} .*in use"):
             worker.start(load_layout("tiny"))
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import typer
 
-from pipeloom.cli import check, compare, schedule, search
-from pipeloom.cli.failures import exit_code_of
+from pipeloom.cli import check, compare, hub, schedule, search, show
+from pipeloom.cli.failures import exit_code_of, protect_streams
 
 _OWN_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -34,6 +34,9 @@ app.command("schedule")(schedule.command)
 app.command("compare")(compare.command)
 app.command("search")(search.command)
 app.command("check")(check.command)
+app.command("show")(show.command)
+app.command("export")(hub.export)
+app.command("import")(hub.import_)
 
 
 @app.command("train", context_settings=_OWN_OPTIONS)
@@ -53,6 +56,8 @@ def _verify(context: typer.Context) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs one command and ends the process with its exit code (SPEC 7)."""
+    """Runs one command and ends the process with its exit code (`pipeloom.errors`)."""
+    protect_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
-    sys.exit(exit_code_of(lambda: app(given, prog_name="pipeloom", standalone_mode=False), as_json="--json" in given))
+    json = "--json" in given
+    sys.exit(exit_code_of(lambda: app(given, prog_name="pipeloom", standalone_mode=False), as_json=json, given=given))

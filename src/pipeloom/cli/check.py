@@ -17,7 +17,7 @@ def command(
         int | None, typer.Option(metavar="N", help="Prove it for N receives open on each channel.")
     ] = None,
     transport: Annotated[
-        Literal["individual", "batched"], typer.Option(help="Whose order of messages is proved too.")
+        Literal["individual", "batched"], typer.Option(help="Also prove the message order of this transport.")
     ] = "individual",
     as_json: Json = False,
 ) -> None:

@@ -7,11 +7,15 @@ import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from pipeloom.cli import papers, requests
+from pipeloom.cli import flags, papers, requests
+from pipeloom.cli import sweep as sweeps
+from pipeloom.cli.schedule import write_files, write_pictures
+from pipeloom.cli.sweep import SIZES, Sweep
 from pipeloom.errors import PipeloomError, UsageError
 
 if TYPE_CHECKING:
@@ -26,6 +30,7 @@ _FIGURES = (
     ("", "period"),
     ("act.", "max"),
     ("act.", "mean"),
+    ("mem.", "max"),
 )
 
 
@@ -53,6 +58,18 @@ def command(
     microbatch_costs: requests.MicrobatchCosts = None,
     overlap_p2p: requests.OverlapP2p = True,
     as_json: requests.Json = False,
+    svg: requests.Svg = None,
+    png: requests.Png = None,
+    html: requests.Html = None,
+    width: requests.Width = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            "--sweep",
+            metavar="SIZE=A..B",
+            help="Makespan and memory against ranks, microbatches or chunks; --svg draws it.",
+        ),
+    ] = None,
     paper: Annotated[
         str | None, typer.Option("--paper", metavar="NAME", help="Recompute a paper's table: zero-bubble.")
     ] = None,
@@ -77,6 +94,13 @@ def command(
 
     costs = requests.costs_of((forward, input_grad, weight_grad, p2p), held, (all_to_all, pair), microbatch_costs)
     sizes = (ranks, microbatches, chunks)
+    if sweep is not None:
+        if html is not None:
+            raise UsageError(
+                "--html draws timelines, and --sweep compares figures: leave one of them out, or take --svg"
+            )
+        _sweep(Sweep.of(sweep), names, sizes, (costs, overlap_p2p), as_json, (svg, png, width))
+        return
     rows: list[Row] = []
     refused: list[tuple[str, str]] = []
     for spec in names:
@@ -86,20 +110,60 @@ def command(
             except PipeloomError as error:
                 if spec != "all" or ranks is None or microbatches is None:
                     raise
-                refused.append((one, str(error)))
+                refused.append((one, flags.words(error)))
     if not rows:
         raise UsageError("every schedule refuses these sizes:\n" + "\n".join(f"  {n}: {why}" for n, why in refused))
+    write_files([row.timeline for row in rows], svg=svg, png=png, html=html, width=width)
     if as_json:
         print(json.dumps(_as_dict(rows, refused, costs), allow_nan=False))
     else:
-        print(table(rows, refused, costs, shutil.get_terminal_size().columns))
+        print(table(rows, refused, costs, width or shutil.get_terminal_size().columns))
+
+
+def _sweep(
+    sweep: Sweep,
+    names: Sequence[str],
+    sizes: Sizes,
+    simulation: tuple[Costs, bool],
+    as_json: bool,
+    files: tuple[Path | None, Path | None, int | None],
+) -> None:
+    """Print or draw the comparison at every value of the sweep."""
+    from pipeloom.draw import LEAST_WIDTH, USUAL_WIDTH
+    from pipeloom.draw.figures import cost_numbers
+    from pipeloom.schedule.families import FAMILIES
+
+    given = sizes[SIZES.index(sweep.size)]
+    if given is not None:
+        raise UsageError(f"--{sweep.size} is {given}, and --sweep varies it: leave one of them out")
+
+    def simulated(name: str, value: int) -> Timeline:
+        at = SIZES.index(sweep.size)
+        chosen: Any = (*sizes[:at], value, *sizes[at + 1 :])
+        if sweep.size == "chunks" and not requests.takes_chunks(parse_spec(name)[0]):
+            raise UsageError(f"{name} has no chunks to choose")
+        return _row(name, chosen, *simulation).timeline
+
+    every = [one for spec in names for one in (FAMILIES if spec == "all" else (spec,))]
+    series = sweep.run(every, simulated)
+    costs = cost_numbers(simulation[0])
+    svg, png, width = files
+    given_sizes = [
+        f"{value} {size.replace('microbatches', 'micro-batches')}"
+        for size, value in zip(SIZES, sizes, strict=True)
+        if value
+    ]
+    fixed = ", ".join([*given_sizes, f"costs of 1/p of the model: {costs}"])
+    write_pictures(lambda: sweeps.drawing(sweep, series, fixed, max(width or USUAL_WIDTH, LEAST_WIDTH)), svg, png)
+    print(json.dumps(sweeps.as_dict(sweep, series), allow_nan=False) if as_json else sweeps.table(sweep, series, costs))
 
 
 def _row(spec: str, sizes: Sizes, costs: Costs, overlap_p2p: bool) -> Row:
     from pipeloom.schedule import simulate
-    from pipeloom.schedule.families import FAMILIES
+    from pipeloom.schedule.families import FAMILIES, canonical_name
 
     name, options = parse_spec(spec)
+    name = canonical_name(name)
     ranks, microbatches, chunks = sizes
     if "chunks" in options:
         chunks = options.pop("chunks")
@@ -132,9 +196,8 @@ def share(costs: Costs, schedule: Schedule) -> Costs:
         values = getattr(costs, name)
         if isinstance(values, tuple):
             if len(values) != schedule.ranks:
-                option = "held-until-weight-grad" if name == "held" else name.replace("_", "-")
                 raise UsageError(
-                    f"--{option} has {len(values)} values; here costs are those of 1/p of the model: give one number, "
+                    f"{flags.COSTS[name]} has {len(values)} values; here costs are those of 1/p of the model: give one number, "
                     f"or {schedule.ranks}"
                 )
             spread[name] = tuple(values[at * schedule.ranks // schedule.positions] for at in schedule.position_of)
@@ -162,8 +225,11 @@ def table(rows: Sequence[Row], refused: Sequence[tuple[str, str]], costs: Costs,
     from pipeloom.draw.figures import BUBBLE_WORDS, cost_numbers
 
     cells = [_cells(row.timeline) for row in rows]
-    heads = [[head[at] for head in _FIGURES] for at in (0, 1)]
-    wide = [max(len(line[at]) for line in [*heads, *cells]) for at in range(len(_FIGURES))]
+    memory = any(line[-1] != line[-3] for line in cells)  # else it says what the activations say
+    if not memory:
+        cells = [line[:-1] for line in cells]
+    heads = [[head[at] for head in (_FIGURES if memory else _FIGURES[:-1])] for at in (0, 1)]
+    wide = [max(len(line[at]) for line in [*heads, *cells]) for at in range(len(heads[0]))]
     room = width - sum(wide) - 2 * len(wide)
     labels = [row.label for row in rows]
     first = max(len("schedule"), *(len(label) for label in labels if len(label) <= room), 0)
@@ -183,8 +249,13 @@ def table(rows: Sequence[Row], refused: Sequence[tuple[str, str]], costs: Costs,
         "act.: peak activations in full-rank units (micro-batches of 1/p of the model),",
         "  the maximum and the mean over the ranks",
     ]
+    if memory:
+        notes += [
+            "mem.: peak memory in the same units: less where W or an overlapped pair's segments free",
+            "  memory earlier",
+        ]
     if refused:
-        notes += ["", "not at these sizes:", *(f"  {name}: {why}" for name, why in refused)]
+        notes += ["", "skipped (sizes not supported):", *(f"  {name}: {why}" for name, why in refused)]
     return "\n".join([*lines, *notes])
 
 
@@ -202,4 +273,5 @@ def _cells(timeline: Timeline) -> list[str]:
         number(period(timeline.schedule, timeline.costs, overlap_p2p=timeline.overlap_p2p)),
         number(max(peaks)),
         number(sum(peaks) / len(peaks)),
+        number(max(timeline.peak_memory)),
     ]

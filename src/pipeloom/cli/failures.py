@@ -2,29 +2,120 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
 import json
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import typer
 
-from pipeloom.errors import ConfigError, PipeloomError
+from pipeloom.cli import flags
+from pipeloom.errors import (
+    LONGEST_ECHO,
+    ArgumentError,
+    ConfigError,
+    PipeloomError,
+    from_machine,
+    printable,
+    sentence,
+    shortened,
+)
 
 # typer brings its own copy of click in newer versions, so that its base class of usage errors is found through this one
 _ClickError: Any = next(base for base in reversed(typer.BadParameter.__mro__) if base.__name__ == "ClickException")
 
-INTERRUPTED, BROKEN_PIPE = 130, 141
+INTERRUPTED = 130
 
 
-def exit_code_of(run: Callable[[], Any], as_json: bool) -> int:
-    """Runs `run` and returns its exit code; an error goes to standard error, or as JSON to standard output.
+class Output(io.FileIO):
+    """Standard output or error that never fails: what a closed pipe or a full disc does not take is dropped.
 
-    0 or what `run` returns; a PipeloomError's own code; 2 for wrong usage; 130 after Ctrl-C; 1 for anything else, with
-    the traceback when PIPELOOM_DEBUG=1.
+    Attributes:
+        failure: the first error other than a closed pipe; None: there was none.
     """
+
+    failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            if error.errno != errno.EPIPE:
+                self.failure = self.failure or error
+            return len(data)
+
+
+def protect_streams() -> None:
+    """Make standard output and error such that writing to them never fails, and open descriptors 0, 1 and 2 where they are
+    closed: else the next file that is opened would be standard output. Streams that a test has put there are left alone.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        if stream is not getattr(sys, f"__{name}__"):
+            continue
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.flush()
+        raw = Output(descriptor, "w", closefd=False)
+        text = io.TextIOWrapper(
+            io.BufferedWriter(raw),
+            encoding=getattr(stream, "encoding", None) or "utf-8",
+            errors="replace",
+            line_buffering=descriptor == 2 or os.isatty(descriptor),
+        )
+        setattr(sys, name, text)
+        setattr(sys, f"__{name}__", text)
+
+
+def _output_failure() -> OSError | None:
+    """Why standard output did not take everything."""
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    return raw.failure if isinstance(raw, Output) else None
+
+
+def exit_code_of(run: Callable[[], Any], as_json: bool, given: Sequence[str] = ()) -> int:
+    """Run `run` and return its exit code; an error goes to standard error, or as JSON to standard output.
+
+    0 or what `run` returns; a PipeloomError's own code; 2 for wrong usage, and for an output that cannot be written; 4 without
+    memory; 130 after Ctrl-C; 1 for anything else, with the traceback when PIPELOOM_DEBUG=1. A reader that goes away is no
+    failure.
+
+    Args:
+        given: the words of the command line, which messages repeat in part only.
+    """
+    code = _exit_code_of(run, as_json, given)
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    failure = _output_failure()
+    if failure is None or code:
+        return code
+    from pipeloom.train.failures import FAILURES
+
+    if FAILURES in os.environ:  # a worker of our own launcher, which says it
+        return code
+    trains = given[:1] == ["train"] and not {"-h", "--help"} & set(given)
+    print(
+        f"pipeloom: cannot write to standard output: {failure.strerror}"
+        + ("; the run's folder has everything" if trains else ""),
+        file=sys.stderr,
+    )
+    return 0 if trains else 2
+
+
+def _exit_code_of(run: Callable[[], Any], as_json: bool, given: Sequence[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
@@ -33,22 +124,36 @@ def exit_code_of(run: Callable[[], Any], as_json: bool) -> int:
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+        return 0
     except (KeyboardInterrupt, typer.Abort):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one does not change how the command ends
         return INTERRUPTED
     except PipeloomError as error:
-        return _report(error, str(error), error.exit_code, as_json)
+        return _report(error, _shortened(flags.words(error), given), error.exit_code, as_json)
     except _ClickError as error:
-        return _usage(error, as_json)
+        return _usage(error, as_json, given)
     except Exception as error:
+        known = from_machine(error)
+        if known is not None:
+            return _report(error, _shortened(known[1], given), known[0], as_json)
         if os.environ.get("PIPELOOM_DEBUG") == "1":
             traceback.print_exc()
         text = f"{type(error).__name__}: {error}"
-        return _report(error, f"a bug of Pipeloom, or a case it does not know: {text}", 1, as_json, hint=True)
+        text = _shortened(text, given)
+        return _report(error, f"internal error (please report): {text}", 1, as_json, hint=True)
 
 
-def _usage(error: Any, as_json: bool) -> int:
+def _shortened(text: str, given: Sequence[str]) -> str:
+    """`text` with at most so much of a word of the command line, and of any other long word, as a message repeats."""
+    for word in given:
+        if len(word) > LONGEST_ECHO:
+            for form in (word, repr(word)[1:-1], word.partition("=")[2]):
+                if len(form) > LONGEST_ECHO:
+                    text = text.replace(form, shortened(form))
+    return sentence(text)
+
+
+def _usage(error: Any, as_json: bool, given: Sequence[str]) -> int:
     """typer's own complaints; an empty one is the help that it has printed already."""
     text = error.format_message().rstrip()
     if type(error).__name__ == "NoArgsIsHelpError":
@@ -56,17 +161,22 @@ def _usage(error: Any, as_json: bool) -> int:
         return int(error.exit_code)
     context = getattr(error, "ctx", None)
     where = f" ({context.command_path} --help shows the options)" if context is not None else ""
-    return _report(error, f"{text}{where}", int(error.exit_code), as_json)
+    return _report(error, f"{_shortened(text, given)}{where}", int(error.exit_code), as_json)
 
 
 def _report(error: Exception, message: str, code: int, as_json: bool, hint: bool = False) -> int:
     if as_json:
         found: dict[str, Any] = {"type": type(error).__name__, "message": message, "exit_code": code}
         if isinstance(error, ConfigError):
-            found["problems"] = error.problems
+            problems = [message] if isinstance(error, ArgumentError) else error.problems
+            found["problems"] = [sentence(problem) for problem in problems]
         print(json.dumps({"error": found}), flush=True)
         return code
-    print(f"pipeloom: {message}", file=sys.stderr)
+    from pipeloom.train.failures import first_to_say
+
+    if not first_to_say(message):
+        return code
+    print(f"pipeloom: {printable(message)}", file=sys.stderr)
     if hint and os.environ.get("PIPELOOM_DEBUG") != "1":
         print("pipeloom: PIPELOOM_DEBUG=1 shows the traceback", file=sys.stderr)
     return code

@@ -15,7 +15,7 @@ def recompute(name: str) -> list[dict[str, Any]]:
     Raises UsageError for a paper that is not known.
     """
     if name not in PAPERS:
-        raise UsageError(f"--paper is {name!r}{did_you_mean(name, PAPERS)}")
+        raise UsageError(f"--paper is {name!r:.200}{did_you_mean(name, PAPERS)}")
     from pipeloom.schedule.papers import ZERO_BUBBLE_COLUMNS, ZERO_BUBBLE_PROFILES, zero_bubble_rates
 
     return [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,7 +14,7 @@ from pipeloom.errors import UsageError
 if TYPE_CHECKING:
     from pipeloom.schedule import Costs, Schedule
 
-Ranks = Annotated[int | None, typer.Option("--ranks", metavar="P", help="Places in the pipeline.")]
+Ranks = Annotated[int | None, typer.Option("--ranks", metavar="P", help="Number of pipeline ranks.")]
 Microbatches = Annotated[int | None, typer.Option("--microbatches", metavar="M", help="Micro-batches of one step.")]
 Chunks = Annotated[int | None, typer.Option("--chunks", metavar="V", help="Stages a rank, for looped schedules.")]
 Forward = Annotated[str, typer.Option("--forward", metavar="F", help="Time of a forward.")]
@@ -46,7 +47,29 @@ OverlapP2p = Annotated[
     bool,
     typer.Option("--overlap-p2p/--no-overlap-p2p", help="Whether messages travel while their receiver computes."),
 ]
+Transforms = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--transform",
+        metavar="NAME",
+        help="A transform of the schedule, such as unpair or defer-last-stage-weights=2; repeatable, applied in order.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write the drawing as SVG.")]
+Png = Annotated[
+    Path | None,
+    typer.Option("--png", metavar="FILE", help="Write the drawing as PNG (extra png), two pixels for each."),
+]
+Html = Annotated[
+    Path | None,
+    typer.Option("--html", metavar="FILE", help="Write one page to look at, ask and edit in; it needs no network."),
+]
+Trace = Annotated[Path | None, typer.Option("--trace", metavar="FILE", help="Write a trace for Perfetto.")]
+Width = Annotated[
+    int | None,
+    typer.Option("--width", metavar="N", min=20, max=20000, help="Columns of the terminal drawing, pixels of the SVG."),
+]
 
 
 def costs_of(times: tuple[str, str, str, str], held: str, pairs: tuple[str, str | None], sizes: str | None) -> Costs:
@@ -59,7 +82,7 @@ def costs_of(times: tuple[str, str, str, str], held: str, pairs: tuple[str, str 
     forward, input_grad, weight_grad, p2p = times
     hop = _numbers("--p2p", p2p)
     if isinstance(hop, tuple):
-        raise UsageError(f"--p2p is {p2p!r}; give one number, the time of a hop")
+        raise UsageError(f"--p2p is {p2p!r:.200}; give one number, the time of a hop")
     return Costs(
         forward=_numbers("--forward", forward),
         input_grad=_numbers("--input-grad", input_grad),
@@ -84,7 +107,7 @@ def options_of(words: Sequence[str]) -> dict[str, Any]:
         key, equals, value = word.partition("=")
         key = key.strip().replace("-", "_")
         if not equals or not key:
-            raise UsageError(f"option {word!r} is not of the form key=value")
+            raise UsageError(f"option {word!r:.200} is not of the form key=value")
         if key in options:
             raise UsageError(f"option {key} is given twice: {options[key]} and {value}")
         options[key] = _value(value.strip())
@@ -96,12 +119,14 @@ def schedule_of(
     sizes: tuple[int | None, int | None, int | None],
     options: dict[str, Any],
     costs: Costs | None = None,
+    transforms: Sequence[str] = (),
 ) -> Schedule:
-    """The schedule called `name`, checked: a family, `module:function`, or a CSV or JSON file.
+    """The schedule called `name`, transformed and checked: a family, `module:function`, or a CSV or JSON file.
 
     Args:
         sizes: ranks, micro-batches, chunks. A file knows them; if given, they must agree with it.
-        costs: of a stage, for the families whose order depends on them.
+        costs: of a stage, for the families and transforms whose order depends on them.
+        transforms: as `transformed` takes them.
 
     Raises:
         UsageError: an unknown name, a size that is missing, refused or not the file's, an option that is not taken.
@@ -121,7 +146,21 @@ def schedule_of(
             raise UsageError(f"schedule {name} needs {' and '.join(missing)}")
         schedule = _build(name, (ranks or 0, microbatches or 0), chunks, options, costs)
     check(schedule)
+    if transforms:
+        from pipeloom.schedule.transforms import transformed
+
+        schedule = transformed(schedule, transforms, costs)
+        check(schedule)
     return schedule
+
+
+def transforms_of(words: Sequence[str]) -> tuple[str, ...]:
+    """The `--transform` words; raises UsageError for an unknown one, before anything is built."""
+    from pipeloom.schedule.transforms import parsed_transform
+
+    for word in words:
+        parsed_transform(word)
+    return tuple(words)
 
 
 def _build(
@@ -135,18 +174,18 @@ def _build(
 
 def takes_chunks(name: str) -> bool:
     """Whether the family `name` has a number of chunks to choose."""
-    from pipeloom.schedule.families import FAMILIES
+    from pipeloom.schedule.families import FAMILIES, canonical_name
 
-    return name not in FAMILIES or "chunks" in inspect.signature(FAMILIES[name]).parameters
+    family = FAMILIES.get(canonical_name(name))
+    return family is None or "chunks" in inspect.signature(family).parameters
 
 
 def _require_name(name: str) -> None:
     """An unknown name is the first thing to say, before the sizes that are missing."""
-    from pipeloom.errors import did_you_mean
-    from pipeloom.schedule.families import FAMILIES
+    from pipeloom.schedule.families import FAMILIES, canonical_name, unknown_name
 
-    if name not in FAMILIES and ":" not in name:
-        raise UsageError(f"there is no schedule {name!r}{did_you_mean(name, FAMILIES)}")
+    if canonical_name(name) not in FAMILIES and ":" not in name:
+        raise unknown_name(name)
 
 
 def _agree(name: str, schedule: Schedule, sizes: tuple[int | None, int | None, int | None], options: object) -> None:
@@ -164,7 +203,7 @@ def _numbers(option: str, text: str, each: str = "stage") -> float | tuple[float
         values = tuple(float(word) for word in text.split(","))
     except ValueError:
         raise UsageError(
-            f"{option} is {text!r}; give a number, or one number for each {each}, separated by commas"
+            f"{option} is {text!r:.200}; give a number, or one number for each {each}, separated by commas"
         ) from None
     return values[0] if len(values) == 1 else values
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,6 +24,7 @@ def command(
     microbatches: requests.Microbatches = None,
     chunks: requests.Chunks = None,
     option: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of the family.")] = None,
+    transform: requests.Transforms = None,
     forward: requests.Forward = "1",
     input_grad: requests.InputGrad = "1",
     weight_grad: requests.WeightGrad = "1",
@@ -35,22 +36,26 @@ def command(
     overlap_p2p: requests.OverlapP2p = True,
     as_json: requests.Json = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print the schedule as torch's CSV.")] = False,
-    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the drawing as SVG.")] = None,
-    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto.")] = None,
+    svg: requests.Svg = None,
+    png: requests.Png = None,
+    html: requests.Html = None,
+    trace: requests.Trace = None,
+    width: requests.Width = None,
 ) -> None:
     """Draw a schedule. Costs are a stage's: a number, or a comma list with one value a stage.
 
-    pipeloom schedule interleaved --ranks 4 --microbatches 9 --option rounds=tail
+    pipeloom schedule interleaved --ranks 4 --microbatches 9 --option rounds=tail --transform split-cooldown
     """
     if as_json and csv:
         raise UsageError("--json and --csv both print on standard output; choose one")
     from pipeloom.schedule import simulate
 
+    transforms = requests.transforms_of(transform or ())
     costs = requests.costs_of((forward, input_grad, weight_grad, p2p), held, (all_to_all, pair), microbatch_costs)
     options = requests.options_of(option or ())
-    schedule = requests.schedule_of(name, (ranks, microbatches, chunks), options, costs)
+    schedule = requests.schedule_of(name, (ranks, microbatches, chunks), options, costs, transforms)
     timeline = simulate(schedule, costs, overlap_p2p=overlap_p2p)
-    write_files(timeline, svg, trace)
+    write_files([timeline], svg=svg, png=png, html=html, trace=trace, width=width)
     if csv:
         from pipeloom.schedule.csv_form import to_csv
 
@@ -60,7 +65,7 @@ def command(
     else:
         from pipeloom.draw import terminal
 
-        sys.stdout.write(terminal(timeline, width=shutil.get_terminal_size().columns))
+        sys.stdout.write(terminal(timeline, width=width or shutil.get_terminal_size().columns))
 
 
 def as_dict(timeline: Timeline) -> dict[str, object]:
@@ -79,22 +84,40 @@ def costs_dict(costs: Costs) -> dict[str, object]:
     return {name: getattr(costs, name) for name in always} | {name: value for name, value in some.items() if value}
 
 
-def write_files(timeline: Timeline, svg: Path | None, trace: Path | None) -> None:
-    """Writes the files that were asked for."""
-    if svg is not None:
-        from pipeloom.draw import svg as draw_svg
+def write_files(
+    timelines: Sequence[Timeline],
+    *,
+    svg: Path | None = None,
+    png: Path | None = None,
+    html: Path | None = None,
+    trace: Path | None = None,
+    width: int | None = None,
+) -> None:
+    """Write the files that were asked for; the trace is the first timeline's."""
+    from pipeloom import draw
 
-        _write(svg, lambda: draw_svg(timeline))
+    write_pictures(lambda: draw.svg(timelines, max(width or draw.USUAL_WIDTH, draw.LEAST_WIDTH)), svg, png)
+    if html is not None:
+        write(html, lambda: draw.html(timelines))
     if trace is not None:
-        from pipeloom.draw import trace as make_trace
-
-        _write(trace, lambda: json.dumps(make_trace(timeline)))
+        write(trace, lambda: json.dumps(draw.trace(timelines[0])))
 
 
-def _write(path: Path, text: Callable[[], str]) -> None:
-    """Writes the file and says so on standard error, so that standard output stays one thing."""
+def write_pictures(drawing: Callable[[], str], svg: Path | None, png: Path | None) -> None:
+    """Write an SVG document to the files that were asked for, as it is and as PNG."""
+    from pipeloom.draw.png import png as rendered
+
+    if svg is not None:
+        write(svg, drawing)
+    if png is not None:
+        write(png, lambda: rendered(drawing()))
+
+
+def write(path: Path, content: Callable[[], str | bytes]) -> None:
+    """Write the file and say so on standard error, so that standard output stays one thing."""
+    made = content()
     try:
-        path.write_text(text(), encoding="utf-8")
+        path.write_bytes(made if isinstance(made, bytes) else made.encode("utf-8"))
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
     print(f"wrote {path}", file=sys.stderr)

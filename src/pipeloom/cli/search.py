@@ -7,7 +7,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -56,8 +55,11 @@ def command(
     prove: Annotated[bool, typer.Option("--prove", help="Let OR-Tools look for a proof (extra opt).")] = False,
     as_json: requests.Json = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print the schedule as torch's CSV.")] = False,
-    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the drawing as SVG.")] = None,
-    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto.")] = None,
+    svg: requests.Svg = None,
+    png: requests.Png = None,
+    html: requests.Html = None,
+    trace: requests.Trace = None,
+    width: requests.Width = None,
 ) -> None:
     """Search for a schedule. Costs are a stage's: a number, or a comma list with one value a stage.
 
@@ -87,7 +89,7 @@ def command(
             overlap_p2p=overlap_p2p,
             progress=progress,
         )
-    write_files(result.timeline, svg, trace)
+    write_files([result.timeline], svg=svg, png=png, html=html, trace=trace, width=width)
     if csv:
         from pipeloom.schedule.csv_form import to_csv
 
@@ -95,7 +97,7 @@ def command(
     elif as_json:
         print(json.dumps(_as_dict(result, memory, seed), allow_nan=False))
     else:
-        _print(result)
+        _print(result, width or shutil.get_terminal_size().columns)
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)
 
@@ -106,7 +108,7 @@ def _placement(text: str | None) -> str | list[int] | None:
     try:
         return [int(word) for word in text.split(",")]
     except ValueError:
-        raise UsageError(f"--placement is {text!r}; give linear, loop, vee, or the rank of every stage") from None
+        raise UsageError(f"--placement is {text!r:.200}; give linear, loop, vee, or the rank of every stage") from None
 
 
 def _as_dict(result: SearchResult, memory: float | None, seed: int) -> dict[str, object]:
@@ -131,17 +133,17 @@ def _as_dict(result: SearchResult, memory: float | None, seed: int) -> dict[str,
     }
 
 
-def _print(result: SearchResult) -> None:
+def _print(result: SearchResult, width: int) -> None:
     from pipeloom.draw import terminal
     from pipeloom.draw.figures import number
 
-    sys.stdout.write(terminal(result.timeline, width=shutil.get_terminal_size().columns))
+    sys.stdout.write(terminal(result.timeline, width=width))
     spans = max(result.timeline.spans)
     proof = "proved optimal" if result.proved else f"gap {100 * result.gap:.1f} %"
     print(f"makespan {number(result.timeline.makespan)}, largest span {number(spans)}")
     print(f"{result.objective} within this memory: lower bound {number(result.lower_bound)}, {proof}")
     ended = "interrupted, " if result.interrupted else ""
-    print(f"{ended}grown from {result.origin}, {result.iterations} moves, {result.seconds:.1f} s")
+    print(f"{ended}started from {result.origin}, {result.iterations} moves, {result.seconds:.1f} s")
 
 
 @contextmanager

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import tempfile
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeloom.cli.workers import be_worker, describe_keys, require_torch, start_workers
+from pipeloom.errors import printable
 
 if TYPE_CHECKING:
     from pipeloom.config import Layout
@@ -31,26 +37,66 @@ def command(arguments: Sequence[str]) -> int:
         print(USAGE + describe_keys())
         return 0
     from pipeloom.config import load_layout, split_arguments
-    from pipeloom.train.worker import is_worker, world_size_given
+    from pipeloom.train.worker import is_worker, launched_here, world_size_given
 
     require_torch("train")
     path, overrides = split_arguments(arguments)
     layout = load_layout(path, overrides, world_size=world_size_given())
     if not is_worker():
+        from pipeloom.train.preflight import require_machine
+
+        require_machine(layout)
         announce(layout)
-        return start_workers("train", arguments, layout.world_size)
+        return _attempts(arguments, layout)
 
     def train(context: Any) -> None:
         from pipeloom.train.loop import run
+
+        if context.rank == 0 and not launched_here():
+            announce(layout)
 
         run(layout, context)
 
     return be_worker(layout, train)
 
 
+def _attempts(arguments: Sequence[str], layout: Layout) -> int:
+    """Starts the workers, and again after a failure as often as `train.restarts` says; returns the last exit code.
+
+    Each attempt goes on in the folder of the one before, from the newest checkpoint there. A mistake, a checkpoint that is
+    damaged and a signal end the run at once: it would end in the same way again.
+    """
+    from pipeloom.errors import DistributedError
+    from pipeloom.train.restarts import FOLDER, NOTE
+
+    restarts = layout.config.train.restarts
+    if not restarts:
+        return start_workers("train", arguments, layout.world_size)
+    with tempfile.TemporaryDirectory(prefix="pipeloom-") as private:
+        note = Path(private) / "run"
+        os.environ[NOTE] = str(note)
+        words = list(arguments)
+        for attempt in range(restarts + 1):
+            begun = time.monotonic()
+            code = start_workers("train", words, layout.world_size)
+            if code not in (1, DistributedError.exit_code) or attempt == restarts:
+                break
+            if note.exists():
+                os.environ[FOLDER] = note.read_text(encoding="utf-8")
+            print(
+                f"pipeloom: exit code {code} after {time.monotonic() - begun:.0f} s; restart {attempt + 1} of {restarts} "
+                "(train.restarts)",
+                file=sys.stderr,
+                flush=True,
+            )
+            words = [*arguments, "--debug.fault", ""]  # a fault made on purpose is made once
+    return code
+
+
 def announce(layout: Layout) -> None:
     """Prints what is about to run, in one line, and the layout's notes."""
     from pipeloom.config import parameter_count
+    from pipeloom.config.volume import words as volume_words
 
     config, schedule = layout.config, layout.schedule
     options = "".join(f", {key} {value}" for key, value in schedule.options if key != "chunks")
@@ -62,8 +108,16 @@ def announce(layout: Layout) -> None:
         f"rank{'s' * (schedule.ranks > 1)}{chunks}, {schedule.microbatches} micro-batches{_side_by_side(layout)}; "
         f"{train.steps} steps of {train.global_batch_size} x {train.seq_len} tokens, {train.dtype}"
     )
+    if layout.code is not None:
+        print(f"  the schedule is code: {config.schedule.name} of {printable(layout.code)}")
+    if volume_words(layout):
+        print(f"  {volume_words(layout)}")
     for note in layout.notes:
-        print(f"  {note}")
+        print(f"  {printable(note)}")
+    if config.model.source:
+        print(
+            f"  the model of {printable(config.model.source)}; its tokens are bytes here (data.tokenizer), not those of its own"
+        )
     print(end="", flush=True)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeloom.cli import families
 from pipeloom.cli.workers import be_worker, require_torch, start_workers
 from pipeloom.errors import DistributedError, UsageError
 
@@ -22,6 +23,7 @@ TOLERANCE = 1e-5
 _NAME_WIDTH = 44
 _VERDICTS = "PIPELOOM_VERDICTS"
 USAGE = """Usage: pipeloom verify [CONFIG] [--matrix FILE] [--tolerance 1e-5] [--json] [--section.key VALUE …]
+       pipeloom verify --hf-families [FAMILY …] [--json]
 
 Runs one step of a layout through the pipeline and in one process, with the same micro-batches in fp32, and compares the
 loss and every gradient: largest |a - b| over largest |b| of each parameter. Exit code 0, or 1 when one differs by more
@@ -30,12 +32,15 @@ than the tolerance.
 CONFIG and the flags are those of `pipeloom train`. A matrix is a TOML file with optional [base] tables and any number
 of [[layout]] tables, in which lists stand for every value in turn; one pool of workers runs them all. With
 skip_invalid = true, combinations that are refused are left out and counted.
+
+--hf-families verifies tiny models of Hugging Face families (all, or those named) on two ranks under 1F1B, interleaved and
+ZBV: loss, and for each parameter ||a - b|| at most 1e-5 of ||b||.
 """
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for.
+    """The request on the command line.
 
     Attributes:
         names: a label for each layout.
@@ -62,6 +67,9 @@ def command(arguments: Sequence[str]) -> int:
     if "--help" in arguments or "-h" in arguments:
         print(USAGE, end="")
         return 0
+    if families.FLAG in arguments:
+        return families.command(arguments)
+    from pipeloom.train.preflight import require_cuda, require_room
     from pipeloom.train.worker import is_worker, world_size_given
 
     require_torch("verify")
@@ -71,6 +79,13 @@ def command(arguments: Sequence[str]) -> int:
         raise UsageError(f"WORLD_SIZE is {given}, but the largest layout needs {request.largest.world_size} workers")
     if is_worker():
         return _work(request)
+    require_room(request.largest.world_size)
+    if any(layout.config.model.source for layout in request.layouts):
+        raise UsageError("verify compares our own decoder; for models of Hugging Face there is verify --hf-families")
+    for layout in request.layouts:
+        require_cuda(layout.config.train.device, request.largest.world_size)
+    for file in sorted({layout.code for layout in request.layouts if layout.code is not None}):
+        print(f"a schedule is code: {file}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="pipeloom-") as folder:
         verdicts = Path(folder) / "verdicts.json"
         os.environ[_VERDICTS] = str(verdicts)

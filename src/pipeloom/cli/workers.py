@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeloom.errors import UsageError
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 def require_torch(command: str) -> None:
     """Raises UsageError that names the extra when the trainer's packages are not installed; imports none of them."""
-    missing = [name for name in ("torch", "numpy") if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("torch", "numpy", "safetensors") if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(
             f"pipeloom {command} needs {' and '.join(missing)}, which the core install leaves out: "
@@ -24,10 +25,18 @@ def require_torch(command: str) -> None:
 
 
 def start_workers(command: str, arguments: Sequence[str], world_size: int) -> int:
-    """Runs this same command line as `world_size` workers; returns the exit code."""
+    """Runs this same command line as `world_size` workers; returns the exit code.
+
+    They do not have the working directory on their path, unless the package itself is there and not installed.
+    """
     from pipeloom.train.launch import launch
 
-    return launch([sys.executable, "-m", "pipeloom", command, *arguments], world_size)
+    here = Path(__file__).parents[2] == Path.cwd()
+    return launch(
+        [sys.executable, *([] if here else ["-P"]), "-m", "pipeloom", command, *arguments],
+        world_size,
+        obedient=command == "train",
+    )
 
 
 def be_worker(layout: Layout, body: Callable[[Any], None]) -> int:

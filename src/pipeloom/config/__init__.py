@@ -4,11 +4,11 @@ from pipeloom.config.dump import to_toml
 from pipeloom.config.fault import Fault, parse_fault
 from pipeloom.config.layout import Layout, even_sizes, resolve, stage_costs
 from pipeloom.config.load import load, load_layout
-from pipeloom.config.mesh import MeshShape, Place, complete
 from pipeloom.config.overrides import split_arguments
 from pipeloom.config.sections import SECTIONS, Config, ModelSection
 from pipeloom.config.sizes import LayerSize, layer_sizes, parameter_count, training_flops
 from pipeloom.config.stages_text import parse_stages
+from pipeloom.mesh_shape import MeshShape
 
 __all__ = [
     "SECTIONS",
@@ -18,8 +18,6 @@ __all__ = [
     "Layout",
     "MeshShape",
     "ModelSection",
-    "Place",
-    "complete",
     "even_sizes",
     "layer_sizes",
     "load",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from pipeloom.config.expert_checks import router_problems, spread_problems
 from pipeloom.config.sections import COMPUTED, Config
+from pipeloom.errors import divisors, nearest
 
 Check = Callable[[Config], Iterator[str]]
 _CHECKS: list[tuple[tuple[str, ...], Check]] = []
@@ -30,10 +33,26 @@ def cross_problems(config: Config, wrong: Collection[str] = ()) -> list[str]:
     ]
 
 
-@_reads("model.hidden_size", "model.num_attention_heads")
+@_reads("log.html")
+def _page_has_a_folder(config: Config) -> Iterator[str]:
+    path = Path(config.log.html).expanduser()
+    if config.log.html and (path.is_dir() or not path.parent.is_dir()):
+        near = path / "timeline.html" if path.is_dir() else Path.cwd() / path.name
+        why = "that is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        yield f'log.html = "{config.log.html}": {why}; nearest: {near}'
+
+
+@_reads("model.source", "model.hidden_size", "model.num_attention_heads", "model.head_dim")
 def _heads_divide(config: Config) -> Iterator[str]:
-    hidden, heads = config.model.hidden_size, config.model.num_attention_heads
-    valid = [n for n in range(1, hidden + 1) if hidden % n == 0 and hidden // n % 2 == 0]
+    if config.model.source:
+        return
+    hidden, heads, width = config.model.hidden_size, config.model.num_attention_heads, config.model.head_dim
+    if width is not None:
+        if width % 2:
+            near = f"{width - 1} or {width + 1}" if width > 1 else "2"
+            yield f"model.head_dim = {width}: rotary positions cannot turn heads of odd width; nearest: {near}"
+        return
+    valid = [n for n in divisors(hidden) if hidden // n % 2 == 0]
     if heads not in valid:
         rest = (
             f"leaves {hidden % heads}"
@@ -42,17 +61,19 @@ def _heads_divide(config: Config) -> Iterator[str]:
         )
         yield (
             f"model.num_attention_heads = {heads}: model.hidden_size {hidden} divided by it {rest}; "
-            f"{_nearest(heads, valid) if valid else 'make the hidden size even'}"
+            f"{nearest(heads, valid) if valid else 'make the hidden size even'}"
         )
 
 
-@_reads("model.num_attention_heads", "model.num_key_value_heads")
+@_reads("model.source", "model.num_attention_heads", "model.num_key_value_heads")
 def _groups_divide(config: Config) -> Iterator[str]:
+    if config.model.source:
+        return
     heads, key_value = config.model.num_attention_heads, config.model.num_key_value_heads
     if heads % key_value:
         yield (
             f"model.num_key_value_heads = {key_value}: it must divide model.num_attention_heads {heads}; "
-            f"{_nearest(key_value, [n for n in range(1, heads + 1) if heads % n == 0])}"
+            f"{nearest(key_value, divisors(heads))}"
         )
 
 
@@ -78,14 +99,24 @@ def _one_axis_is_computed(config: Config) -> Iterator[str]:
 
 @_reads("parallel.tp", "model")
 def _tensor_parallel_divides(config: Config) -> Iterator[str]:
+    if config.model.source:
+        return
     tp, model = config.parallel.tp, config.model
     inner = "moe_intermediate_size" if model.num_experts and model.moe_intermediate_size else "intermediate_size"
     cut = ("num_attention_heads", "num_key_value_heads", inner)
     uneven = [f"model.{key} {getattr(model, key)}" for key in cut if tp > 1 and getattr(model, key) % tp]
     if uneven:
         widths = [getattr(model, key) for key in cut]
-        valid = [n for n in range(1, min(widths) + 1) if not any(width % n for width in widths)]
-        yield f"parallel.tp = {tp}: it must divide {' and '.join(uneven)}; {_nearest(tp, valid)}"
+        valid = divisors(math.gcd(*widths))
+        yield f"parallel.tp = {tp}: it must divide {' and '.join(uneven)}; {nearest(tp, valid)}"
+
+
+@_reads("model.source", "parallel")
+def _foreign_models_are_cut_by_layers_only(config: Config) -> Iterator[str]:
+    parallel = config.parallel
+    for axis, size in (("tp", parallel.tp), ("ep", parallel.ep)):
+        if config.model.source and size > 1:
+            yield f"parallel.{axis} = {size}: it is for our own decoder, and model.source is another's; nearest: 1"
 
 
 @_reads("parallel.sp", "parallel.tp", "train.seq_len")
@@ -103,17 +134,21 @@ def _sequence_parallel_fits(config: Config) -> Iterator[str]:
 def _experts_divide(config: Config) -> Iterator[str]:
     ep, dp = config.parallel.ep, config.parallel.dp
     if dp >= 1 and dp % ep:
-        valid = [n for n in range(1, dp + 1) if dp % n == 0]
-        yield f"parallel.ep = {ep}: it must divide parallel.dp {dp}; {_nearest(ep, valid)}"
+        valid = divisors(dp)
+        yield f"parallel.ep = {ep}: it must divide parallel.dp {dp}; {nearest(ep, valid)}"
 
 
 @_reads("model")
 def _router_can_choose(config: Config) -> Iterator[str]:
+    if config.model.source:
+        return
     yield from router_problems(config)
 
 
 @_reads("model", "parallel")
 def _experts_spread(config: Config) -> Iterator[str]:
+    if config.model.source:
+        return
     yield from spread_problems(config)
 
 
@@ -125,11 +160,22 @@ def _recomputed_blocks_exist(config: Config) -> Iterator[str]:
         yield f"train.recompute = {list(chosen)}: there is no block {wrong[0]}; the model has {blocks} (0..{blocks - 1})"
 
 
-@_reads("schedule.head_deferral", "schedule.microbatches")
-def _deferral_is_within_the_step(config: Config) -> Iterator[str]:
-    limit, m = config.schedule.head_deferral, config.schedule.microbatches
-    if limit is not None and limit > m:
-        yield f"schedule.head_deferral = {limit}: a step has {m} micro-batches; use at most {m}, or 0 for all"
+@_reads("schedule.overlap_p2p", "schedule.transport")
+def _shared_memory_posts_no_receives(config: Config) -> Iterator[str]:
+    if config.schedule.overlap_p2p is False and config.schedule.transport == "shared":
+        yield (
+            "schedule.overlap_p2p = false: the shared-memory transport posts no receives that could be posted later; set "
+            'schedule.transport = "individual"'
+        )
+
+
+@_reads("schedule.transforms", "schedule.name")
+def _a_searched_schedule_is_not_transformed(config: Config) -> Iterator[str]:
+    if config.schedule.transforms and config.schedule.name == "search":
+        yield (
+            f"schedule.transforms = {list(config.schedule.transforms)}: a searched schedule runs as the search found it; "
+            "leave them out"
+        )
 
 
 @_reads("train.global_batch_size", "parallel.dp", "schedule.microbatches")
@@ -145,8 +191,8 @@ def _batch_is_large_enough(config: Config) -> Iterator[str]:
             + (f", or schedule.microbatches to {batch // dp}" if batch >= dp else "")
         )
     elif batch % dp:
-        valid = [n * dp for n in range(m, batch // dp + 2)]
-        yield f"train.global_batch_size = {batch}: parallel.dp {dp} must divide it; {_nearest(batch, valid)}"
+        valid = [n * dp for n in (batch // dp, batch // dp + 1)]
+        yield f"train.global_batch_size = {batch}: parallel.dp {dp} must divide it; {nearest(batch, valid)}"
 
 
 @_reads("optimizer.lr", "optimizer.min_lr")
@@ -164,21 +210,43 @@ def _slices_need_the_barrier(config: Config) -> Iterator[str]:
         )
 
 
+@_reads("train.on_nan", "train.on_spike", "optimizer.barrier")
+def _bad_steps_need_the_barrier(config: Config) -> Iterator[str]:
+    for key, usual in (("on_nan", ("stop", "skip")), ("on_spike", ("ignore",))):
+        value = getattr(config.train, key)
+        if value not in usual and not config.optimizer.barrier:
+            yield (
+                f'train.{key} = "{value}": without a barrier a step is known to be bad after the next has begun; set '
+                f'optimizer.barrier = true, or train.{key} = "{usual[0]}"'
+            )
+
+
 @_reads("data.source")
 def _source_exists(config: Config) -> Iterator[str]:
     source = config.data.source
-    if source != "stdlib" and not Path(source).expanduser().exists():
+    if source != "stdlib" and not os.path.exists(os.path.expanduser(source)):
         yield f'data.source = "{source}": there is no such file or folder; "stdlib" is Python\'s own source'
+
+
+@_reads("checkpoint.dir")
+def _checkpoints_are_folder(config: Config) -> Iterator[str]:
+    path = os.path.expanduser(config.checkpoint.dir)
+    if path and os.path.exists(path) and not os.path.isdir(path):
+        yield f'checkpoint.dir = "{config.checkpoint.dir}": it is a file, not a folder'
+
+
+@_reads("checkpoint.resume", "checkpoint.dir", "log.dir")
+def _checkpoint_to_resume_exists(config: Config) -> Iterator[str]:
+    resume = config.checkpoint.resume
+    if isinstance(resume, str) and resume not in ("none", "auto") and not os.path.isdir(os.path.expanduser(resume)):
+        yield (
+            f'checkpoint.resume = "{resume}": there is no such directory; "auto" takes the newest checkpoint below '
+            f"{config.checkpoint.dir or config.log.dir}"
+        )
 
 
 @_reads("log.dir")
 def _log_is_folder(config: Config) -> Iterator[str]:
-    path = Path(config.log.dir).expanduser()
-    if path.exists() and not path.is_dir():
+    path = os.path.expanduser(config.log.dir)
+    if os.path.exists(path) and not os.path.isdir(path):
         yield f'log.dir = "{config.log.dir}": it is a file, not a folder'
-
-
-def _nearest(value: int, valid: list[int]) -> str:
-    below = [n for n in valid if n < value][-1:]
-    above = [n for n in valid if n > value][:1]
-    return "nearest: " + " or ".join(map(str, below + above))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeloom.config.sections import Config
+from pipeloom.errors import divisors, nearest
 
 _CHOICES = {"switch": 1, "gshard": 2}
 
@@ -34,9 +35,10 @@ def spread_problems(config: Config) -> Iterator[str]:
                 yield f"parallel.{key} = {degree}: the model has no experts; use 1, or set model.num_experts"
         return
     if experts % parallel.ep:
-        yield f"parallel.ep = {parallel.ep}: it must divide model.num_experts {experts}; {_divisors_near(parallel.ep, experts)}"
+        near = nearest(parallel.ep, divisors(experts))
+        yield f"parallel.ep = {parallel.ep}: it must divide model.num_experts {experts}; {near}"
     if parallel.ep % parallel.ep_nodes:
-        near = _divisors_near(parallel.ep_nodes, parallel.ep)
+        near = nearest(parallel.ep_nodes, divisors(parallel.ep))
         yield f"parallel.ep_nodes = {parallel.ep_nodes}: it must divide parallel.ep {parallel.ep}; {near}"
     if parallel.ep_chunks > 1 and parallel.ep_blocks > 1:
         yield f"parallel.ep_chunks = {parallel.ep_chunks}: use either this or parallel.ep_blocks {parallel.ep_blocks}, not both"
@@ -55,10 +57,3 @@ def _block_problems(config: Config) -> Iterator[str]:
         )
     if config.parallel.tp > 1:
         yield f"parallel.ep_blocks = {blocks}: it needs parallel.tp 1, and that is {config.parallel.tp}; use parallel.ep_chunks"
-
-
-def _divisors_near(value: int, of: int) -> str:
-    valid = [n for n in range(1, of + 1) if of % n == 0]
-    return "nearest: " + " or ".join(
-        str(n) for n in [n for n in valid if n < value][-1:] + [n for n in valid if n > value][:1]
-    )

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from pipeloom.errors import ScheduleError, UsageError, did_you_mean
 from pipeloom.schedule import Action, Schedule
 from pipeloom.schedule.actions import parse_action
 from pipeloom.schedule.model import parts
 
-FaultKind = Literal["swap-microbatches", "drop-send", "raise", "kill"]
-SYNTAX = "swap-microbatches:A,B, drop-send:RANK:N, raise:RANK:ACTION or kill:RANK:STEP"
+FaultKind = Literal["swap-microbatches", "drop-send", "flip-bit", "raise", "kill"]
+SYNTAX = "swap-microbatches:A,B, drop-send:RANK:N, flip-bit:RANK:N, raise:RANK:ACTION or kill:RANK:STEP"
 _PATTERNS: dict[FaultKind, re.Pattern[str]] = {
-    "swap-microbatches": re.compile(r"(\d+),(\d+)"),
-    "drop-send": re.compile(r"(\d+):(\d+)"),
-    "raise": re.compile(r"(\d+):(\S.*)"),
-    "kill": re.compile(r"(\d+):(\d+)"),
+    "swap-microbatches": re.compile(r"(\d{1,9}),(\d{1,9})"),
+    "drop-send": re.compile(r"(\d{1,9}):(\d{1,9})"),
+    "flip-bit": re.compile(r"(\d{1,9}):(\d{1,9})"),
+    "raise": re.compile(r"(\d{1,9}):(\S.*)"),
+    "kill": re.compile(r"(\d{1,9}):(\d{1,9})"),
 }
 
 
@@ -26,14 +27,17 @@ class Fault:
     """One failure to make on purpose. Fields that a kind does not use keep their defaults.
 
     Attributes:
+        name: what errors call it.
         kind: what goes wrong.
         a, b: `swap-microbatches`: the two whose inputs change places, while their targets stay.
         rank: the pipeline rank that does it; -1 for `swap-microbatches`.
         number: `drop-send`: the rank's send of this number, counted from 0 over the run, is lost.
+            `flip-bit`: in that send one bit is flipped on its way.
         action: `raise`: the action at which the rank raises an exception.
         step: `kill`: the rank ends itself with SIGKILL as this step, counted from 0, starts.
     """
 
+    name: ClassVar[str] = "--debug.fault"
     kind: FaultKind
     a: int = -1
     b: int = -1
@@ -49,16 +53,16 @@ def parse_fault(text: str) -> Fault | None:
         return None
     name, _, rest = text.partition(":")
     if name not in get_args(FaultKind):
-        raise UsageError(f"there is no fault {name!r}{did_you_mean(name, get_args(FaultKind))} (write {SYNTAX})")
+        raise UsageError(f"unknown fault {name!r:.200}{did_you_mean(name, get_args(FaultKind))} (write {SYNTAX})")
     kind: FaultKind = next(known for known in get_args(FaultKind) if known == name)
     match = _PATTERNS[kind].fullmatch(rest)
     if match is None:
         form = next(part for part in re.split(r", (?=[a-z])| or ", SYNTAX) if part.startswith(kind))
-        raise UsageError(f"{text!r} is not a fault; {kind} is written {form}")
+        raise UsageError(f"{text!r:.200} is not a fault; {kind} is written {form}")
     if kind == "swap-microbatches":
         return Fault(kind, a=int(match[1]), b=int(match[2]))
     rank = int(match[1])
-    if kind == "drop-send":
+    if kind in ("drop-send", "flip-bit"):
         return Fault(kind, rank=rank, number=int(match[2]))
     if kind == "kill":
         return Fault(kind, rank=rank, step=int(match[2]))

@@ -10,8 +10,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from pipeloom.errors import ConfigError, did_you_mean
+from pipeloom.errors import ConfigError, UsageError, did_you_mean, echo, shortened
+from pipeloom.limits import CONFIG_BYTES, MOST_NESTED, MOST_VALUES, depth, number, read_file
+from pipeloom.schedule.families import canonical_name
 
+_MOST_DOTS = 300  # in a line: the time that tomllib takes for a key grows with the square of its parts
 BUILT_IN = ("default", "tiny", "moe")
 
 
@@ -40,7 +43,7 @@ class Merged:
         if (
             isinstance(named, dict)
             and isinstance(held, dict)
-            and named.get("name", held.get("name")) != held.get("name")
+            and _family(named.get("name", held.get("name"))) != _family(held.get("name"))
         ):
             held.pop("chunks", None)
             held["options"] = {}
@@ -70,25 +73,59 @@ class Merged:
 
 def read_toml(path: Path, text: str | None = None) -> dict[str, Any]:
     """The tables of a TOML file. Raises ConfigError with the reason, and file:line:column of malformed TOML."""
+    shown = shortened(str(path))
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8") if text is None else text)
+        if text is None:
+            text = read_file(path, CONFIG_BYTES, "a configuration").decode("utf-8")
+        if any(line.count(".") > _MOST_DOTS for line in text.split("\n")):
+            raise ConfigError(f"{shown}: a line has more than {_MOST_DOTS} dots, and a key at most {MOST_NESTED} parts")
+        tables = tomllib.loads(text)
     except FileNotFoundError:
         near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.toml")]) if path.parent.is_dir() else ""
-        raise ConfigError(f"there is no file {path}{near}") from None
+        raise ConfigError(f"there is no file {shown}{near}") from None
+    except UsageError as error:
+        raise ConfigError(str(error)) from None
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{shown} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start})") from None
+        raise ConfigError(f"{shown} is not UTF-8 text (byte {error.start})") from None
     except tomllib.TOMLDecodeError as error:
         message, _, place = str(error).rpartition(" (at ")
         if place.startswith("line "):
             line, _, column = place.removeprefix("line ").removesuffix(")").partition(", column ")
         else:  # "at end of document"
-            line, column = (
-                str(len((text if text is not None else path.read_text(encoding="utf-8")).splitlines()) or 1),
-                "1",
-            )
-        raise ConfigError(f"{path}:{line}:{column}: {message or error}") from None
+            line, column = str(len((text or "").splitlines()) or 1), "1"
+        raise ConfigError(f"{shown}:{line}:{column}: {message or error}") from None
+    except RecursionError:
+        raise ConfigError(
+            f"{shown}: tables and lists lie too deep in each other; at most {MOST_NESTED} levels"
+        ) from None
+    except ValueError as error:  # a zero byte in the name, a number of thousands of digits
+        raise ConfigError(f"{shown} cannot be read: {error}") from None
+    require_small(tables, shown)
+    return tables
+
+
+def require_small(tables: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError for tables too deep in each other, a list too long, or a whole number of more than 64 bits."""
+    if depth(tables) > MOST_NESTED:
+        raise ConfigError(f"{where}: tables and lists lie too deep in each other; at most {MOST_NESTED} levels")
+    rest: list[tuple[str, Any]] = list(tables.items())
+    while rest:
+        key, value = rest.pop()
+        if isinstance(value, int) and not -(2**63) <= value < 2**64:
+            raise ConfigError(f"{where}: {shortened(key)} is {number(value)}; a whole number has at most 64 bits")
+        if isinstance(value, list) and len(value) > MOST_VALUES:
+            raise ConfigError(f"{where}: {shortened(key)} holds {len(value):,} values; at most {MOST_VALUES:,}")
+        if isinstance(value, dict):
+            rest += value.items()
+        elif isinstance(value, list):
+            rest += [(key, item) for item in value]
+
+
+def _family(name: object) -> object:
+    """A schedule's name as it is compared with another: two names of one family are the same."""
+    return canonical_name(name) if isinstance(name, str) else name
 
 
 def built_in(name: str) -> dict[str, Any]:
@@ -120,7 +157,7 @@ def lay_file(merged: Merged, path: str | Path) -> None:
         if parent is None:
             here = None
         elif not isinstance(parent, str):
-            raise ConfigError(f"{here}: extends is {parent!r}; it must be the name of a TOML file, in quotes")
+            raise ConfigError(f"{here}: extends is {echo(parent)}; it must be the name of a TOML file, in quotes")
         else:
             beside = here.parent / parent
             here = Path(parent) if parent in BUILT_IN and not beside.exists() else beside

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 
 from pipeloom.config.balance import balance
 from pipeloom.config.cross_checks import cross_problems
 from pipeloom.config.fault import Fault, fault_problem, parse_fault
-from pipeloom.config.mesh import MeshShape
+from pipeloom.config.keys import naming_keys
 from pipeloom.config.problems import shown
 from pipeloom.config.schedules import make_schedule
 from pipeloom.config.search import NAME as SEARCH
@@ -18,12 +19,14 @@ from pipeloom.config.sections import COMPUTED, Config
 from pipeloom.config.sizes import layer_sizes
 from pipeloom.config.stages_text import parse_stages
 from pipeloom.errors import ConfigError, ScheduleError, UsageError
+from pipeloom.mesh_shape import MeshShape
 from pipeloom.schedule import Schedule, check
+from pipeloom.schedule.functions import is_function, source_file
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What every worker runs, the same value on each.
+    """The resolved run, the same value on every worker.
 
     Attributes:
         config: the configuration that it came from.
@@ -34,6 +37,7 @@ class Layout:
         notes: sentences about what is uneven, to be printed.
         fault: a failure to make on purpose, or None.
         search: what `schedule.name = "search"` asks for, else None.
+        code: the file of a schedule that is `module:function`, else None.
     """
 
     config: Config
@@ -44,6 +48,7 @@ class Layout:
     notes: tuple[str, ...]
     fault: Fault | None = None
     search: SearchRequest | None = None
+    code: str | None = None
 
     @property
     def world_size(self) -> int:
@@ -59,8 +64,10 @@ def resolve(config: Config) -> Layout:
     return layout
 
 
-def examine(config: Config, wrong: Collection[str] = ()) -> tuple[Layout | None, list[str]]:
+def examine(config: Config, wrong: Collection[str] = (), folder: Path | None = None) -> tuple[Layout | None, list[str]]:
     """(the layout or None, a sentence for each problem). What depends on a `wrong` key is not looked at.
+
+    A schedule that is `module:function` is imported from `folder` (None: the working directory).
 
     Raises ScheduleError when the schedule cannot run and nothing else is the matter.
     """
@@ -74,7 +81,7 @@ def examine(config: Config, wrong: Collection[str] = ()) -> tuple[Layout | None,
     try:
         if config.schedule.name == SEARCH:
             request = search_request(config)
-        schedule = request.first if request is not None else make_schedule(config)
+        schedule = request.first if request is not None else make_schedule(config, folder)
         check(schedule, transport="batched" if config.schedule.transport == "batched" else "individual")
     except ConfigError as error:
         problems += error.problems
@@ -93,15 +100,18 @@ def examine(config: Config, wrong: Collection[str] = ()) -> tuple[Layout | None,
     if schedule is None or problems or wrong:
         return None, problems
     sizes = even_sizes(config.train.global_batch_size // config.parallel.dp, schedule.microbatches)
+    with naming_keys():
+        mesh = MeshShape(**config.parallel.model_dump(include={"pp", "dp", "tp", "ep", "ep_nodes"}))
     return Layout(
         config=config,
         schedule=schedule,
         stage_layers=stage_layers,
         microbatch_sizes=sizes,
-        mesh=MeshShape(**config.parallel.model_dump(include={"pp", "dp", "tp", "ep", "ep_nodes"})),
+        mesh=mesh,
         notes=tuple(_notes(config, stage_layers, sizes)) + ((request.note,) if request is not None else ()),
         fault=parse_fault(config.debug.fault),
         search=request,
+        code=source_file(config.schedule.name) if is_function(config.schedule.name) else None,
     ), []
 
 

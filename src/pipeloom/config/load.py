@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipeloom.config.files import Merged, built_in, lay_file
+from pipeloom.config.hub import sizes
 from pipeloom.config.layout import Layout, examine
 from pipeloom.config.overrides import nested
 from pipeloom.config.problems import sentences
@@ -31,11 +32,18 @@ def load(path: str | Path | None = None, *overrides: Mapping[str, Any]) -> Confi
     return config
 
 
-def load_layout(path: str | Path | None = None, *overrides: Mapping[str, Any], world_size: int | None = None) -> Layout:
+def load_layout(
+    path: str | Path | None = None,
+    *overrides: Mapping[str, Any],
+    world_size: int | None = None,
+    folder: Path | None = None,
+) -> Layout:
     """`resolve(load(path, *overrides))` with the problems of both in one ConfigError.
 
     `world_size` is the number of workers that somebody else started (torchrun); another number than the layout's is a
-    problem too. Raises ScheduleError when all keys are fine and the schedule cannot run.
+    problem too. A schedule that is `module:function` is imported from the folder of the file that names it; of one that
+    `overrides` name, from `folder` (None: the working directory). Raises ScheduleError when all keys are fine and the
+    schedule cannot run.
     """
     merged = merge(path, *overrides)
     config, wrong, fallback = _validate(merged)
@@ -47,8 +55,11 @@ def load_layout(path: str | Path | None = None, *overrides: Mapping[str, Any], w
     sizes: list[str] = []
     if not any(key.startswith("parallel") for key in wrong):
         chosen, sizes = _computed(chosen, world_size)
+    origin = merged.origins.get("schedule.name", "")
+    if Path(origin).is_file():
+        folder = Path(origin).absolute().parent
     try:
-        layout, more = examine(chosen, {*wrong, "parallel"} if sizes and COMPUTED in _axes(chosen) else wrong)
+        layout, more = examine(chosen, {*wrong, "parallel"} if sizes and COMPUTED in _axes(chosen) else wrong, folder)
     except PipeloomError:
         if problems:
             raise ConfigError(problems) from None
@@ -69,6 +80,7 @@ def merge(path: str | Path | None, *overrides: Mapping[str, Any]) -> Merged:
     for layer in overrides:
         merged.lay(nested(layer), None)
     _adopt_file_sizes(merged)
+    _adopt_model_sizes(merged)
     return merged
 
 
@@ -85,6 +97,22 @@ def _adopt_file_sizes(merged: Merged) -> None:
         parallel["pp"] = made.ranks
     if "schedule.microbatches" not in merged.given:
         schedule["microbatches"] = made.microbatches
+
+
+def _adopt_model_sizes(merged: Merged) -> None:
+    """A model from a directory has its own sizes. Raises ConfigError for sizes that the user gave beside it."""
+    model = merged.values.get("model")
+    source = model.get("source") if isinstance(model, dict) else None
+    if not isinstance(model, dict) or not isinstance(source, str) or not source:
+        return
+    own = sizes(source)
+    for key in sorted(merged.given):
+        section, _, name = key.partition(".")
+        if section == "model" and name != "source" and name in model and model[name] != own.get(name):
+            raise ConfigError(
+                f'{key} = {model[name]}: the model of model.source = "{source}" has its own; leave it out'
+            )
+    model.update(own, source=str(Path(source).expanduser().absolute()))
 
 
 def _validate(merged: Merged) -> tuple[Config | None, dict[str, str], Config | None]:

@@ -10,6 +10,7 @@ parallel.pp = [2, 3]
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -23,6 +24,7 @@ from pipeloom.config.search import NAME as SEARCH
 from pipeloom.config.sections import SECTIONS
 from pipeloom.errors import ConfigError, PipeloomError, ScheduleError, UsageError, did_you_mean
 
+MOST_LAYOUTS = 10_000  # each is resolved before the first one runs, which takes some milliseconds
 _KEYS = ("base", "layout", "skip_invalid")
 
 
@@ -48,20 +50,22 @@ def load_matrix(path: str | Path, config: str | Path | None, overrides: Mapping[
     combination that is refused; also when none is left.
     """
     tables = read_toml(Path(path))
-    problems = [f"{path}: a matrix has no key {key!r}{did_you_mean(key, _KEYS)}" for key in tables if key not in _KEYS]
+    problems = [
+        f"{path}: a matrix has no key {key!r:.200}{did_you_mean(key, _KEYS)}" for key in tables if key not in _KEYS
+    ]
     rows, skip = tables.get("layout"), tables.get("skip_invalid", False)
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         problems.append(f"{path}: a matrix needs at least one [[layout]] table")
     if not isinstance(skip, bool):
-        problems.append(f"{path}: skip_invalid is {skip!r}; it must be true or false")
+        problems.append(f"{path}: skip_invalid is {skip!r:.200}; it must be true or false")
     if problems:
         raise ConfigError(problems)
-    base = flat(tables.get("base", {}))
+    base, here = flat(tables.get("base", {})), Path(path).absolute().parent
     layouts, names, refused = [], [], []
     for row in rows or []:
         for combination in expand(row):
             try:
-                layouts.append(load_layout(config, base, combination, overrides))
+                layouts.append(load_layout(config, base, combination, overrides, folder=here))
                 names.append(label(layouts[-1], combination))
             except (UsageError, ScheduleError) as error:
                 refused.append(f"{_name(combination)}: {_reason(error)}")
@@ -75,6 +79,11 @@ def load_matrix(path: str | Path, config: str | Path | None, overrides: Mapping[
 def expand(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Every combination of the lists in a `[[layout]]` table, as dotted key -> value."""
     keys = flat(row)
+    if (
+        math.prod(len(value) for key, value in keys.items() if isinstance(value, list) and not _holds_list(key))
+        > MOST_LAYOUTS
+    ):
+        raise ConfigError(f"a [[layout]] table stands for more than {MOST_LAYOUTS:,} combinations; use shorter lists")
     choices = [value if isinstance(value, list) and not _holds_list(key) else [value] for key, value in keys.items()]
     return [dict(zip(keys, values, strict=True)) for values in product(*choices)]
 

@@ -7,9 +7,12 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipeloom.config.files import BUILT_IN
+from pipeloom.config.files import BUILT_IN, require_small
 from pipeloom.config.sections import SECTIONS
-from pipeloom.errors import UsageError, did_you_mean
+from pipeloom.errors import ConfigError, UsageError, did_you_mean, shortened
+from pipeloom.limits import MOST_NESTED, MOST_VALUES
+
+SHORT = {"html": "log.html"}  # flags that all commands share, and the key that each is here
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
@@ -21,21 +24,25 @@ def split_arguments(arguments: Sequence[str]) -> tuple[str | None, dict[str, Any
     path: str | None = None
     overrides: dict[str, Any] = {}
     rest = list(arguments)
+    if len(rest) > MOST_VALUES:
+        raise UsageError(f"{len(rest):,} words are too many for one command; at most {MOST_VALUES:,}")
+    rest.reverse()
     while rest:
-        word = rest.pop(0)
+        word = rest.pop()
         if not word.startswith("-"):
             if path is not None:
                 raise UsageError(
-                    f"two configurations are named, {path!r} and {word!r}; give one, and flags as --section.key value"
+                    f"two configurations are named, {path!r:.200} and {word!r:.200}; give one, and flags as --section.key value"
                 )
             path = word
             continue
         flag, equals, text = word.removeprefix("--").partition("=")
+        flag = SHORT.get(flag, flag)
         if not word.startswith("--") or "." not in flag:
-            raise UsageError(f"there is no option {word!r}{_near_flag(flag)}")
+            raise UsageError(f"there is no option {word!r:.200}{_near_flag(flag)}")
         if not equals:
-            if rest and not rest[0].startswith("--") and not (_is_switch(flag) and _is_path(rest[0])):
-                text = rest.pop(0)
+            if rest and not rest[-1].startswith("--") and not (_is_switch(flag) and _is_path(rest[-1])):
+                text = rest.pop()
             elif _is_switch(flag):
                 text = "true"
             else:
@@ -51,7 +58,7 @@ def parse_value(key: str, text: str) -> Any:
         return text.lower() == "true"
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # TOMLDecodeError is one; so are numbers of thousands of digits
         value = text
         if kind not in (str, None):
             value = _number(text)
@@ -61,9 +68,18 @@ def parse_value(key: str, text: str) -> Any:
 
 
 def nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """section -> key -> value (and deeper for a key that is a table) from dotted keys."""
+    """section -> key -> value (and deeper for a key that is a table) from dotted keys.
+
+    Raises ConfigError for a text with lone surrogates, which no file of a run could hold.
+    """
     tables: dict[str, Any] = {}
+    for key, value in overrides.items():
+        if key.count(".") >= MOST_NESTED:
+            raise ConfigError(f"--{shortened(key)}: a key has at most {MOST_NESTED} parts")
+        require_small({key: value}, f"--{shortened(key)}")
     for dotted, value in overrides.items():
+        if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
+            raise ConfigError(f"{dotted} is {value[:200]!a}: it is not text (UTF-8)")
         table = tables
         *path, last = dotted.split(".")
         for part in path:

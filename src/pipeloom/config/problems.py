@@ -8,7 +8,8 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from pipeloom.config.sections import SECTIONS
-from pipeloom.errors import did_you_mean
+from pipeloom.errors import did_you_mean, echo, shortened
+from pipeloom.limits import number
 
 _KINDS = {
     "int_type": "a whole number",
@@ -34,7 +35,7 @@ def shown(value: Any) -> str:
     """`value` as TOML writes it."""
     if isinstance(value, bool):
         return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else repr(value)
+    return f'"{shortened(value)}"' if isinstance(value, str) else echo(value)
 
 
 def sentences(error: ValidationError, values: Mapping[str, Any], origins: Mapping[str, str]) -> dict[str, str]:
@@ -89,7 +90,7 @@ def _sentence(detail: dict[str, Any], path: list[str], values: Mapping[str, Any]
         return f"{start}: it must be {limits['expected']}{near if near.startswith('; did') else ''}"
     if kind in ("greater_than_equal", "less_than_equal"):
         side, limit = ("at least", limits["ge"]) if kind == "greater_than_equal" else ("at most", limits["le"])
-        return f"{start}: it must be {side} {limit}; nearest: {limit}"
+        return f"{start}: it must be {side} {number(limit)}; nearest: {number(limit)}"
     if kind in ("greater_than", "less_than"):
         return (
             f"{start}: it must be {'above' if kind == 'greater_than' else 'below'} {limits.get('gt', limits.get('lt'))}"

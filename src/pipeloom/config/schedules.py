@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from pipeloom.config.sections import Config
-from pipeloom.errors import ConfigError, PipeloomError
+from pipeloom.errors import ConfigError, UsageError
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.families import build
 from pipeloom.schedule.files import load, names_a_file
+from pipeloom.schedule.transforms import transformed
 
 
 def read_schedule(name: str) -> Schedule:
@@ -22,26 +19,30 @@ def read_schedule(name: str) -> Schedule:
     return load(Path(name))
 
 
-def make_schedule(config: Config) -> Schedule:
-    """The schedule that `config` names; whether it can run is `check`'s to say.
+def make_schedule(config: Config, folder: Path | None = None) -> Schedule:
+    """The schedule that `config` names, transformed as it says; whether it can run is `check`'s to say.
+
+    A user's function is imported from `folder` (None: the working directory).
 
     Raises UsageError when the schedule refuses its sizes or options, when a file's sizes are not the configuration's,
-    or when a user's function fails.
+    when a user's function fails, or when a transform refuses the schedule.
     """
+    schedule = _untransformed(config, folder)
+    try:
+        return transformed(schedule, config.schedule.transforms)
+    except UsageError as error:
+        raise ConfigError(f"schedule.transforms = {list(config.schedule.transforms)}: {error}") from error
+
+
+def _untransformed(config: Config, folder: Path | None) -> Schedule:
     wanted = config.schedule
     if names_a_file(wanted.name):
         return _sized(read_schedule(wanted.name), config)
-    with _from_here():
-        try:
-            made = build(wanted.name, config.parallel.pp, wanted.microbatches, wanted.chunks, wanted.options)
-        except PipeloomError:
-            raise
-        except Exception as error:
-            if ":" not in wanted.name and not isinstance(error, TypeError):
-                raise
-            raise ConfigError(
-                f'schedule.name = "{wanted.name}": it failed with {type(error).__name__}: {error}'
-            ) from error
+    sizes = config.parallel.pp, wanted.microbatches, wanted.chunks
+    try:
+        made = build(wanted.name, *sizes, wanted.options, folder=folder)
+    except TypeError as error:  # an option of the wrong type
+        raise ConfigError(f'schedule.name = "{wanted.name}": it failed with {type(error).__name__}: {error}') from error
     return _sized(made, config)
 
 
@@ -65,17 +66,3 @@ def _sized(schedule: Schedule, config: Config) -> Schedule:
     if problems:
         raise ConfigError(problems)
     return schedule
-
-
-@contextmanager
-def _from_here() -> Iterator[None]:
-    """Lets `module:function` find modules in the working directory, also under the installed command."""
-    here = os.getcwd()
-    added = here not in sys.path and "" not in sys.path
-    if added:
-        sys.path.insert(0, here)
-    try:
-        yield
-    finally:
-        if added and here in sys.path:
-            sys.path.remove(here)

@@ -19,20 +19,24 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from pipeloom.config.first_schedule import family_that_fits, half_split, kind_of, usual_memory
 from pipeloom.config.problems import option_sentences
 from pipeloom.config.sections import Config
-from pipeloom.errors import ConfigError, did_you_mean
+from pipeloom.errors import ArgumentError, ConfigError, did_you_mean
+from pipeloom.limits import MOST_SEARCHED_CELLS, MOST_SEED, MOST_STEPS
 from pipeloom.schedule import Costs, Schedule
-from pipeloom.schedule.families.layout import loop_placement
+from pipeloom.schedule.families.baseline import baseline, baseline_memory
+from pipeloom.schedule.families.layout import require_sizes
+from pipeloom.schedule.placement import NAMED, named, require_placement
+from pipeloom.schedule.transforms import half_split
 
 NAME = "search"
-PLACEMENTS = ("linear", "loop", "vee")
+
+_SEARCH_SECONDS = 300.0  # that ranks wait for a search where train.timeout is "auto"
 
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """What is to be searched, and what runs until it is found.
+    """A request for a search, and the schedule that runs until it is answered.
 
     Attributes:
         ranks, microbatches, chunks: p, m, v.
@@ -45,7 +49,7 @@ class SearchRequest:
         objective, time_limit, iterations, seed: of the search.
         reuse: take over what an earlier run found.
         family: what the result is compared with: the placement's first family that fits, else one from list scheduling.
-        first: runs until then: the same with every second backward split, so that B, I and W are all measured.
+        first: runs until then: the same with every other backward split, so that B, I and W are all measured.
     """
 
     ranks: int
@@ -67,13 +71,13 @@ class SearchRequest:
 
     @property
     def note(self) -> str:
-        """What is about to happen, for people."""
+        """Describe the search in words."""
         room = f"{self.memory:g} stage-micro-batches a rank" + (f", as {self.memory_of} needs" * bool(self.memory_of))
         if self.costs is not None:
             return f"the schedule is searched before the first step, for the costs given and {room}"
         return (
             f"the schedule is searched for {room}, and for the costs that {self.measure} steps of {self.first.name} show "
-            "(every second backward in two parts)"
+            "(with every other backward split into I and W)"
         )
 
 
@@ -90,10 +94,10 @@ def _per_stage(value: Any) -> Any:
 
 def _place(value: Any) -> Any:
     if isinstance(value, str):
-        if value not in PLACEMENTS:
+        if value not in NAMED:
             raise ValueError(
                 f"it must be 'linear', 'loop', 'vee' or the rank of every stage, as in [0, 1, 1, 0]"
-                f"{did_you_mean(value, PLACEMENTS)}"
+                f"{did_you_mean(value, NAMED)}"
             )
         return value
     if not isinstance(value, list | tuple) or not all(isinstance(r, int) and not isinstance(r, bool) for r in value):
@@ -126,22 +130,23 @@ class SearchOptions(_Options):
     memory: Positive | None = None
     placement: Annotated[Any, BeforeValidator(_place)] = None
     costs: CostOptions | None = None
-    measure: Annotated[int, Field(ge=3)] = 3
-    trial: Annotated[int, Field(ge=0)] = 4
+    measure: Annotated[int, Field(ge=3, le=MOST_STEPS)] = 3
+    trial: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 4
     objective: Literal["makespan", "span"] | None = None
     time_limit: Positive | None = None
-    iterations: Annotated[int, Field(ge=0)] | None = None
-    seed: Annotated[int, Field(ge=0)] = 0
+    iterations: Annotated[int, Field(ge=0, le=MOST_STEPS)] | None = None
+    seed: Annotated[int, Field(ge=0, le=MOST_SEED)] = 0
     reuse: bool = True
 
 
 def search_request(config: Config) -> SearchRequest:
-    """What `config` asks for. Raises ConfigError with all that is wrong with its options."""
+    """Return the request in `config`. Raises ConfigError with every problem of its options."""
     try:
         options = SearchOptions.model_validate(config.schedule.options)
     except ValidationError as error:
         raise ConfigError(option_sentences(error, config.schedule.options, SearchOptions)) from None
     ranks, m = config.parallel.pp, config.schedule.microbatches
+    require_sizes(MOST_SEARCHED_CELLS, ranks=ranks, microbatches=m, chunks=config.schedule.chunks or 1)
     placement, problems = _placement(options.placement, ranks, config.schedule.chunks)
     costs, more = _costs(options.costs, len(placement))
     problems += more
@@ -156,18 +161,21 @@ def search_request(config: Config) -> SearchRequest:
             f"schedule.options.measure = {options.measure}: the run has {config.train.steps} steps, and the schedule is "
             f"searched after the measured ones; use train.steps = {options.measure + 1} or more, or give schedule.options.costs"
         )
-    if options.time_limit is not None and options.time_limit >= config.train.timeout:
+    patience = config.train.seconds or _SEARCH_SECONDS
+    if options.time_limit is not None and options.time_limit >= patience:
         problems.append(
             f"schedule.options.time_limit = {options.time_limit:g}: the other ranks wait for the search, and train.timeout is "
-            f"{config.train.timeout:g}; use less"
+            f"{patience:g}; use less"
         )
     if problems:
         raise ConfigError(problems)
-    kind = kind_of(placement, ranks)
     memory, memory_of = options.memory, ""
     if memory is None:
-        memory, memory_of = usual_memory(kind, placement, ranks, m)
-    family = family_that_fits(kind, placement, (ranks, m), memory, costs)
+        memory, memory_of = baseline_memory(placement, ranks, m)
+    try:
+        family = baseline(placement, ranks, m, memory, costs)
+    except ArgumentError as error:
+        raise ConfigError(f"schedule.options.{error.argument}{error.words}") from None
     usual: Literal["makespan", "span"] = "makespan" if config.optimizer.barrier else "span"
     return SearchRequest(
         ranks=ranks,
@@ -193,28 +201,14 @@ def _placement(
     asked: str | tuple[int, ...] | None, ranks: int, chunks: int | None
 ) -> tuple[tuple[int, ...], list[str]]:
     """(stage -> rank, problems)."""
-    if isinstance(asked, tuple):
-        problems = [
-            f"schedule.options.placement = {list(asked)}: there is no rank {rank}; parallel.pp is {ranks} (0..{ranks - 1})"
-            for rank in sorted(set(asked))
-            if not 0 <= rank < ranks
-        ]
-        empty = sorted(set(range(ranks)) - set(asked))
-        if empty and not problems:
-            problems.append(f"schedule.options.placement = {list(asked)}: it leaves rank {empty[0]} without a stage")
-        held = max(asked.count(rank) for rank in range(ranks))
-        if chunks is not None and chunks != held and not problems:
-            problems.append(
-                f"schedule.chunks = {chunks}: schedule.options.placement puts {held} stages on a rank; nearest: {held}"
-            )
-        return asked, problems
-    count = chunks if chunks is not None else 2 if asked == "vee" else 1
-    if asked == "linear":
-        return tuple(stage // count for stage in range(ranks * count)), []
-    if asked == "vee":
-        ways = (range(ranks), range(ranks - 1, -1, -1))
-        return tuple(rank for chunk in range(count) for rank in ways[chunk % 2]), []
-    return tuple(loop_placement(ranks, count)), []
+    if asked is None or isinstance(asked, str):
+        name = asked or "loop"
+        return named(name, ranks, chunks if chunks is not None else 2 if name == "vee" else 1), []
+    try:
+        return require_placement(asked, ranks, chunks), []
+    except ArgumentError as error:
+        key = {"placement": "schedule.options.placement", "chunks": "schedule.chunks"}[error.argument]
+        return asked, [f"{key}{error.words}"]
 
 
 def _costs(given: CostOptions | None, stages: int) -> tuple[Costs | None, list[str]]:

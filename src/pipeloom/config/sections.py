@@ -7,10 +7,30 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from pipeloom.config.fault import parse_fault
+from pipeloom.decoder_shape import DecoderShape
 from pipeloom.errors import UsageError
+from pipeloom.limits import (
+    MOST_CELLS,
+    MOST_CHUNKS,
+    MOST_LAYERS,
+    MOST_RANKS,
+    MOST_SECONDS,
+    MOST_SEED,
+    MOST_STEPS,
+    MOST_WIDTH,
+    MOST_WORKERS,
+)
+from pipeloom.schedule.families import canonical_name
+from pipeloom.schedule.transforms import parsed_transform
 
-Count = Annotated[int, Field(ge=1)]
-Whole = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1, le=MOST_WIDTH)]
+Whole = Annotated[int, Field(ge=0, le=MOST_WIDTH)]
+Blocks = Annotated[int, Field(ge=1, le=MOST_LAYERS)]
+Workers = Annotated[int, Field(ge=1, le=MOST_WORKERS)]
+Chunks = Annotated[int, Field(ge=1, le=MOST_CHUNKS)]
+Steps = Annotated[int, Field(ge=1, le=MOST_STEPS)]
+StepsOrNone = Annotated[int, Field(ge=0, le=MOST_STEPS)]
+Seed = Annotated[int, Field(ge=0, le=MOST_SEED)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
@@ -20,6 +40,8 @@ RouterName = Literal["softmax", "noisy", "switch", "gshard", "sigmoid"]
 TransportName = Literal["auto", "individual", "batched", "shared"]
 RateRule = Literal["none", "linear", "sqrt"]
 SamplingName = Literal["anywhere", "shuffle-then-split", "split-then-shuffle"]
+OnNan = Literal["stop", "skip", "rollback"]
+OnSpike = Literal["ignore", "stop", "skip", "rollback"]
 COMPUTED = -1
 
 
@@ -45,7 +67,41 @@ def _is_recompute(value: Any) -> Any:
     return tuple(sorted(set(value)))
 
 
-Degree = Annotated[int, AfterValidator(_is_degree)]
+def _are_transforms(value: Any) -> Any:
+    words = [word.strip() for word in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
+        raise ValueError('it must be a list of transforms, such as ["unpair", "split-cooldown"]')
+    try:
+        for word in words:
+            parsed_transform(word)
+    except UsageError as error:
+        raise ValueError(str(error)) from None
+    return tuple(words)
+
+
+def _is_timeout(value: Any) -> Any:
+    if value == "auto":
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ValueError("it must be a number of seconds above 0, or 'auto'; nearest: auto")
+    if value > MOST_SECONDS:
+        raise ValueError(f"it must be at most {MOST_SECONDS:,.0f} seconds, or 'auto'; nearest: {MOST_SECONDS:.0f}")
+    return float(value)
+
+
+def _is_resume(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
+        raise ValueError("it must be 'none', 'auto', the directory of a checkpoint, or a step; nearest: 'auto'")
+    if isinstance(value, int) and not 0 <= value <= MOST_STEPS:
+        raise ValueError(f"a step is from 0 to {MOST_STEPS}; nearest: {0 if value < 0 else MOST_STEPS}")
+    return value
+
+
+ScheduleName = Annotated[str, Field(min_length=1), AfterValidator(canonical_name)]
+Degree = Annotated[int, Field(le=MOST_WORKERS), AfterValidator(_is_degree)]
+Timeout = Annotated[float | Literal["auto"], BeforeValidator(_is_timeout)]
+Transforms = Annotated[tuple[str, ...], BeforeValidator(_are_transforms)]
+Resume = Annotated[Annotated[int, Field(le=MOST_STEPS)] | str, BeforeValidator(_is_resume)]
 Recompute = Annotated[Literal["none", "full"] | tuple[int, ...], BeforeValidator(_is_recompute)]
 
 
@@ -58,17 +114,31 @@ class Section(BaseModel):
 class ModelSection(Section):
     """`[model]`: the shape of the decoder, in Hugging Face's names."""
 
-    num_hidden_layers: Count = Field(description="transformer blocks")
+    source: str = Field(
+        description="a Hugging Face directory: its model is trained, and the other keys are its sizes; empty: our own decoder"
+    )
+    num_hidden_layers: Blocks = Field(description="transformer blocks")
     hidden_size: Count = Field(description="width of a token")
     num_attention_heads: Count = Field(description="query heads")
     num_key_value_heads: Count = Field(description="key and value heads; fewer than query heads is grouped attention")
+    head_dim: Count | None = Field(
+        default=None, description="width of a head, an even number; not given: hidden_size / num_attention_heads"
+    )
+    attention_bias: bool = Field(
+        description="queries, keys, values and attention's output have a bias (Llama's option)"
+    )
+    qkv_bias: bool = Field(description="queries, keys and values have a bias (Qwen2)")
     intermediate_size: Count = Field(description="width inside the feed-forward part")
     vocab_size: Count = Field(description="tokens known; 256 or more for the byte tokenizer")
     tie_word_embeddings: bool = Field(description="the output layer uses the embedding's weight")
     rope_theta: Positive = Field(description="base of the rotary position frequencies")
+    rms_norm_eps: Positive = Field(description="added to the mean square in every norm")
     dropout: Fraction = Field(description="share of each block's two outputs that training drops")
     num_experts: Whole = Field(description="experts of each block's feed-forward part; 0: one dense part")
     num_experts_per_tok: Count = Field(description="experts that a token goes to")
+    norm_topk_prob: bool = Field(
+        description="the weights of a token's experts are divided by their sum (switch: never, it keeps its probability)"
+    )
     moe_intermediate_size: Whole = Field(description="width inside an expert; 0: intermediate_size")
     num_shared_experts: Whole = Field(description="experts' worth of width that every token goes through, gated")
     router: RouterName = Field(
@@ -80,6 +150,15 @@ class ModelSection(Section):
     aux_loss_coef: NotNegative = Field(description="of the load-balance loss, which is 1 when experts are used evenly")
     z_loss_coef: NotNegative = Field(description="of the mean squared logsumexp of the router's logits")
 
+    def shape(self) -> DecoderShape:
+        """These values as the library takes them. Raises ArgumentError for sizes that contradict each other."""
+        return DecoderShape(**self.model_dump(exclude={"source"}))
+
+    @property
+    def head_width(self) -> int:
+        """Width of an attention head."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
     @property
     def expert_width(self) -> int:
         """Width inside an expert."""
@@ -89,12 +168,14 @@ class ModelSection(Section):
 class ParallelSection(Section):
     """`[parallel]`: over how many ranks each axis spreads. The workers are pp x dp x tp; one of these may be -1."""
 
-    pp: Degree = Field(description="pipeline ranks; -1: what the number of workers leaves")
+    pp: Annotated[int, Field(le=MOST_RANKS), AfterValidator(_is_degree)] = Field(
+        description="pipeline-parallel size; -1 infers it from the number of workers"
+    )
     dp: Degree = Field(description="data-parallel replicas; or -1")
     tp: Degree = Field(description="tensor-parallel ranks; or -1")
     sp: bool = Field(description="norms and dropout on 1/tp of each sequence")
-    ep: Count = Field(description="expert-parallel ranks, of the data-parallel ones")
-    ep_nodes: Count = Field(description="machines that ep spans; above 1 a token crosses to each of them once")
+    ep: Workers = Field(description="expert-parallel ranks, of the data-parallel ones")
+    ep_nodes: Workers = Field(description="machines that ep spans; above 1 a token crosses to each of them once")
     ep_chunks: Count = Field(description="parts of a micro-batch whose all-to-all and experts overlap each other")
     ep_blocks: Count = Field(description="parts of each sequence whose all-to-all overlaps the next part's attention")
     stages: str = Field(description='layers of each stage, as "Et*3|(tt|)*2tL"; empty: balanced from costs')
@@ -103,27 +184,32 @@ class ParallelSection(Section):
 class ScheduleSection(Section):
     """`[schedule]`: a family, a CSV or JSON file, or module:function."""
 
-    name: Annotated[str, Field(min_length=1)] = Field(description="a family, a CSV or JSON file, or module:function")
-    microbatches: Count = Field(description="micro-batches of a step; any number")
-    chunks: Count | None = Field(default=None, description="stages a rank holds; not given: the schedule's own default")
+    name: ScheduleName = Field(description="a family, a CSV or JSON file, or module:function")
+    microbatches: Annotated[int, Field(ge=1, le=MOST_CELLS)] = Field(description="micro-batches of a step; any number")
+    chunks: Chunks | None = Field(
+        default=None, description="stages a rank holds; not given: the schedule's own default"
+    )
     options: dict[str, Any] = Field(description="the schedule's own options, such as rounds")
-    overlap_p2p: bool = Field(description="post receives before the present action computes")
+    overlap_p2p: bool | None = Field(
+        default=None,
+        description="post receives before the present action computes; not given: yes, except over shared memory, which "
+        "has none to post",
+    )
     transport: TransportName = Field(
         description="auto (shared memory where all ranks can), individual (a call a message), batched, shared"
     )
-    head_deferral: Whole | None = Field(
-        default=None,
-        description="micro-batches whose output-layer weight gradient waits for the cool-down; 0: all; not given: none",
+    transforms: Transforms = Field(
+        description='applied to the schedule in order, as in ["unpair", "defer-last-stage-weights=2"]'
     )
 
 
 class TrainSection(Section):
     """`[train]`: how long, on what, in which arithmetic."""
 
-    steps: Count = Field(description="optimizer steps")
+    steps: Steps = Field(description="optimizer steps")
     seq_len: Count = Field(description="tokens of a sequence")
     global_batch_size: Count = Field(description="sequences of a step, over all data-parallel replicas")
-    seed: Whole = Field(description="of the weights and of the order of the data")
+    seed: Seed = Field(description="of the weights and of the order of the data")
     dtype: DtypeName = Field(
         description="of computation; bfloat16 keeps gradients, weights and averages in float32 too"
     )
@@ -132,8 +218,25 @@ class TrainSection(Section):
         description="none, full, or the blocks (from 0) whose forward runs again in the backward: [0, 3]"
     )
     device: DeviceName = Field(description="auto: CUDA if there is a device for each worker, else the CPU")
+    tune_cpu: bool = Field(
+        description="on CPUs: workers keep freed memory, and multiply through oneDNN where that is faster"
+    )
     deterministic: bool = Field(description="refuse operations that differ from run to run")
-    timeout: Positive = Field(description="seconds that a rank may wait for a message or another rank")
+    on_nan: OnNan = Field(
+        description="a step whose gradient is not finite: stop, skip it, or rollback (to the last checkpoint, past its batch)"
+    )
+    on_spike: OnSpike = Field(description="the same for a norm above 10 times the running median; ignore: nothing")
+    rollbacks: Whole = Field(description="the most rollbacks of a run; then it stops")
+    restarts: Whole = Field(description="times that a run that failed is started again from its newest checkpoint")
+    check_every: StepsOrNone = Field(description="steps between comparisons of what several ranks hold alike; 0: none")
+    timeout: Timeout = Field(
+        description="seconds that a rank may make no progress; auto: 20 times the slowest step, at least 30, at most 300"
+    )
+
+    @property
+    def seconds(self) -> float | None:
+        """The timeout where it is given; None: auto."""
+        return None if self.timeout == "auto" else self.timeout
 
 
 class OptimizerSection(Section):
@@ -141,9 +244,9 @@ class OptimizerSection(Section):
 
     lr: Positive = Field(description="learning rate after warm-up")
     min_lr: NotNegative = Field(description="learning rate at the last step")
-    weight_decay: NotNegative = Field(description="of matrices only")
+    weight_decay: NotNegative = Field(description="weight decay, applied to matrices only")
     betas: tuple[Fraction, Fraction] = Field(strict=False, description="AdamW's two averages")
-    warmup_steps: Whole = Field(description="steps of linear warm-up")
+    warmup_steps: StepsOrNone = Field(description="steps of linear warm-up")
     clip_norm: NotNegative = Field(description="largest global gradient norm; 0: no clipping")
     lr_rule: RateRule = Field(
         description="lr and min_lr are for one replica's batch: times dp (linear, as for SGD) or its root (sqrt, AdamW)"
@@ -165,11 +268,25 @@ class DataSection(Section):
     remainder: Literal["pad", "drop"] = Field(description="the last batch of an epoch: pad repeats windows")
 
 
+class CheckpointSection(Section):
+    """`[checkpoint]`: what is saved, and what a run begins with."""
+
+    dir: str = Field(description="folder of the checkpoints, shared by all hosts; empty: the run's own")
+    every: StepsOrNone = Field(description="steps between checkpoints; 0: only at the end, and when asked to stop")
+    keep: Whole = Field(description="newest checkpoints that stay; 0: all")
+    keep_every: StepsOrNone = Field(description="checkpoints of every n-th step stay too; 0: none for that reason")
+    asynchronous: bool = Field(description="training goes on while a copy of the state is written")
+    resume: Resume = Field(
+        description="none, auto (the newest checkpoint, in the same folder), a checkpoint's directory, or a step"
+    )
+
+
 class LogSection(Section):
     """`[log]`: what is written."""
 
     dir: Annotated[str, Field(min_length=1)] = Field(description="folder in which each run makes its own")
-    every: Count = Field(description="steps between log lines")
+    every: Steps = Field(description="steps between log lines")
+    html: str = Field(description="file of the page; empty: timeline.html in the run's folder")
 
 
 class DebugSection(Section):
@@ -178,6 +295,7 @@ class DebugSection(Section):
     fault: Annotated[str, AfterValidator(_is_fault)] = Field(
         description="swap-microbatches:A,B and others; empty: none"
     )
+    checksum: bool = Field(description="messages between pipeline ranks carry a checksum, and each is verified")
 
 
 class Config(Section):
@@ -189,6 +307,7 @@ class Config(Section):
     train: TrainSection
     optimizer: OptimizerSection
     data: DataSection
+    checkpoint: CheckpointSection
     log: LogSection
     debug: DebugSection
 

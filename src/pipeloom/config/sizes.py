@@ -26,14 +26,17 @@ def layer_sizes(model: ModelSection, seq_len: int) -> list[LayerSize]:
     """[embedding, block, …, block, output layer]: num_hidden_layers + 2 entries.
 
     A matrix of n weights takes 2n operations a token forward and 4n backward (a product for each of two gradients).
-    Causal attention takes 2 s h forward for a token: two products of 2 s h, of which the mask leaves half.
+    Causal attention with a queries' width of q takes 2 s q forward for a token: two products of 2 s q, of which the mask
+    leaves half. Biases count as parameters, and not as operations.
     The embedding is a look-up forward, and one addition a weight of the row backward.
     """
     h, vocab = model.hidden_size, model.vocab_size
-    key_value = h // model.num_attention_heads * model.num_key_value_heads
-    attention = 2 * h * h + 2 * h * key_value
+    queries, key_value = (model.head_width * n for n in (model.num_attention_heads, model.num_key_value_heads))
+    attention = 2 * h * queries + 2 * h * key_value
+    biases = (queries + 2 * key_value) * (model.qkv_bias or model.attention_bias) + h * model.attention_bias
     held, used = _feed_forward(model)
-    block = LayerSize("t", attention + held + 2 * h, 3 * seq_len * (2 * (attention + used) + 2 * seq_len * h))
+    flops = 3 * seq_len * (2 * (attention + used) + 2 * seq_len * queries)
+    block = LayerSize("t", attention + biases + held + 2 * h, flops)
     embedding = LayerSize("E", vocab * h, seq_len * h)
     output = LayerSize("L", vocab * h + h, 3 * seq_len * 2 * vocab * h)
     return [embedding, *[block] * model.num_hidden_layers, output]

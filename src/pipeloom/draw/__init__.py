@@ -1,8 +1,9 @@
-"""Drawings of a timeline: in the terminal, as SVG, as a trace for Perfetto. Needs no torch."""
+"""Drawings of a timeline: in the terminal, as SVG, as a page, as a trace for Perfetto. Needs no torch."""
 
 from pipeloom.draw.figures import figures
-from pipeloom.draw.svg import svg
+from pipeloom.draw.html import html
+from pipeloom.draw.svg import LEAST_WIDTH, USUAL_WIDTH, svg
 from pipeloom.draw.terminal import terminal
 from pipeloom.draw.trace import trace
 
-__all__ = ["figures", "svg", "terminal", "trace"]
+__all__ = ["LEAST_WIDTH", "USUAL_WIDTH", "figures", "html", "svg", "terminal", "trace"]

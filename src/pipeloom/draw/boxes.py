@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from pipeloom.schedule import Action, Schedule, Timeline
-from pipeloom.schedule.actions import KINDS
+from pipeloom.schedule.actions import INPUT_GRADIENT, OUTPUT, kind_number, kind_of
 from pipeloom.schedule.costs import durations
 from pipeloom.schedule.model import parts
 
@@ -62,6 +62,21 @@ def segments(row: tuple[Box, ...]) -> Iterator[tuple[float, float, Action, int]]
             yield middle, box.end, box.actions[1], box.chunks[1]
 
 
+def talk(timeline: Timeline, box: Box) -> tuple[tuple[Action, float], ...]:
+    """The box's actions with declared all-to-all, each with the share of the box's time that its all-to-all takes."""
+    costs, stages = timeline.costs, timeline.schedule.stages
+    shares = costs.per_stage("all_to_all", stages)
+    factors = costs.factors(timeline.schedule.microbatches)
+    found = []
+    for action in box.actions:
+        produces = kind_of(action.kind).produces
+        name = "forward" if OUTPUT in produces else "input_grad" if INPUT_GRADIENT in produces else None
+        if name is not None and shares[action.stage] and box.end > box.start:
+            time = shares[action.stage] * costs.per_stage(name, stages)[action.stage] * factors[action.microbatch]
+            found.append((action, time / (box.end - box.start)))
+    return tuple(found)
+
+
 def nice_step(span: float, most: int) -> float:
     """The smallest of …, .5, 1, 2, 5, 10, 20, … that cuts `span` into at most `most` parts; 1 for an empty span."""
     if span <= 0:
@@ -73,15 +88,15 @@ def nice_step(span: float, most: int) -> float:
 
 def _phases(schedule: Schedule, rank: int) -> list[Phase]:
     """The phase of each entry of a rank's program."""
-    kinds = [{action.kind for action in parts(cell)} for cell in schedule.programs[rank]]
-    first = next((at for at, kind in enumerate(kinds) if kind - {"F"}), len(kinds))
-    last = next((at for at in reversed(range(len(kinds))) if "F" in kinds[at]), -1)
-    return ["warm-up" if at < first else "cool-down" if at > last else "steady" for at in range(len(kinds))]
+    program = [[kind_of(action.kind) for action in parts(cell)] for cell in schedule.programs[rank]]
+    first = next((at for at, entry in enumerate(program) if any(kind.is_backward for kind in entry)), len(program))
+    last = max((at for at, entry in enumerate(program) if any(kind.is_forward for kind in entry)), default=-1)
+    return ["warm-up" if at < first else "cool-down" if at > last else "steady" for at in range(len(program))]
 
 
 def _share(schedule: Schedule, actions: tuple[Action, ...], duration: list[float]) -> float:
     forward, backward = (
-        duration[KINDS.index(a.kind) * schedule.kind_stride + a.stage * schedule.microbatches + a.microbatch]
+        duration[kind_number(a.kind) * schedule.kind_stride + a.stage * schedule.microbatches + a.microbatch]
         for a in actions
     )
     return forward / (forward + backward) if forward + backward > 0 else 0.5

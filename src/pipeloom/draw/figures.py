@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
+from pipeloom.errors import printable
 from pipeloom.schedule import Costs, Schedule, Timeline, lower_bound, period
+from pipeloom.schedule.idle import CAUSES
+from pipeloom.schedule.messages import message_counts
 
 BUBBLE_WORDS = {
     "bubble_ratio": "Σ idle / Σ busy (Megatron's figure)",
@@ -15,9 +19,10 @@ BUBBLE_WORDS = {
 
 
 def figures(timeline: Timeline) -> dict[str, Any]:
-    """makespan, busy, idle, spans, the three bubble figures, period, peak activations and memory, lower bound, gap.
+    """makespan, busy, idle, its causes, spans, the three bubble figures, period, peaks, messages, lower bound, gap.
 
-    busy, idle, spans and the peaks are lists with one value a rank; times are in the unit of the costs. The period
+    busy, idle, spans and the peaks are lists with one value per rank, and so is every cause of idle time; times are in the
+    unit of the costs, of a measured timeline in seconds. The period
     and the lower bound follow from the timeline's costs.
     """
     bound = lower_bound(timeline.schedule, timeline.costs)
@@ -25,6 +30,7 @@ def figures(timeline: Timeline) -> dict[str, Any]:
         "makespan": plain(timeline.makespan),
         "busy": list(timeline.busy),
         "idle": list(timeline.idle),
+        "idle_by_cause": {cause: [row[cause] for row in timeline.idle_by_cause] for cause in CAUSES},
         "spans": [plain(span) for span in timeline.spans],
         "bubble_ratio": timeline.bubble_ratio,
         "bubble_rate": timeline.bubble_rate,
@@ -32,9 +38,23 @@ def figures(timeline: Timeline) -> dict[str, Any]:
         "period": period(timeline.schedule, timeline.costs, overlap_p2p=timeline.overlap_p2p),
         "peak_activations": list(timeline.peak_activations),
         "peak_memory": list(timeline.peak_memory),
+        "messages": messages(timeline.schedule),
         "lower_bound": bound,
         "gap": timeline.makespan / bound - 1 if bound else 0.0,
     }
+
+
+def messages(schedule: Schedule) -> dict[str, Any]:
+    """Messages between ranks in a step: how many in all, sent by each rank, and on each channel."""
+    counts = message_counts(schedule)
+    sent = [0] * schedule.ranks
+    for channel, count in counts.items():
+        sent[channel.source] += count
+    channels = [
+        {"source": channel.source, "destination": channel.destination, "kind": channel.kind, "count": count}
+        for channel, count in counts.items()
+    ]
+    return {"count": sum(sent), "sent": sent, "channels": channels}
 
 
 def full_rank(schedule: Schedule) -> float:
@@ -68,28 +88,53 @@ def heading(timeline: Timeline) -> str:
     if len(schedule.routes) > 1:
         words.append(_count(len(schedule.routes), "route"))
     words += [f"{key}={value}" for key, value in schedule.options if key != "chunks" and _is_short(value)]
-    return ", ".join(words)
+    return printable(", ".join(words)).replace("\n", "\\n")
 
 
-def cost_words(timeline: Timeline) -> str:
+def time_unit(timelines: Sequence[Timeline]) -> tuple[float, str]:
+    """(factor, unit) of the times that people read: seconds, ms or µs where one of the timelines is measured, else none."""
+    if not any(timeline.source == "measured" for timeline in timelines):
+        return 1.0, ""
+    longest = max(timeline.makespan for timeline in timelines)
+    return next(((factor, unit) for factor, unit in ((1.0, "s"), (1e3, "ms")) if longest * factor >= 1), (1e6, "µs"))
+
+
+def assumptions(timeline: Timeline, unit: tuple[float, str] = (1.0, "")) -> str:
+    """What a drawing rests on: the costs, in a unit of time, and what a pair costs where there are pairs."""
+    words = [cost_words(timeline, unit)]
+    costs = timeline.costs
+    if timeline.schedule.has_pairs and timeline.source == "simulated":
+        if costs.pair is not None:
+            words.append("a pair takes the time given")
+        elif costs.all_to_all == 0:
+            words.append("a pair takes as long as its halves")
+        else:
+            words.append("in a pair computation adds and all-to-all adds, and it takes the longer of the two")
+    if not timeline.overlap_p2p:
+        words.append("receivers wait for their messages")
+    return "; ".join(words)
+
+
+def cost_words(timeline: Timeline, unit: tuple[float, str] = (1.0, "")) -> str:
     """Which costs it was simulated with: "costs of a stage: F 1, I 1, W 1; p2p 0"."""
     if timeline.source == "measured":
-        return "measured"
-    return f"costs of a stage: {cost_numbers(timeline.costs)}"
+        return f"measured, times in {time_unit([timeline])[1]}"
+    return f"costs of a stage{f' in {unit[1]}' if unit[1] else ''}: {cost_numbers(timeline.costs, unit[0])}"
 
 
-def cost_numbers(costs: Costs) -> str:
-    """ "F 1, I 1, W 1; p2p 0"; a range where stages differ."""
+def cost_numbers(costs: Costs, factor: float = 1.0) -> str:
+    """ "F 1, I 1, W 1; p2p 0", times `factor`; a range where stages differ."""
     named = (("F", costs.forward), ("I", costs.input_grad), ("W", costs.weight_grad))
-    p2p = "by link" if isinstance(costs.p2p, tuple) else number(costs.p2p)
+    p2p = "by link" if isinstance(costs.p2p, tuple) else number(plain(costs.p2p * factor))
+    talk = f"; all-to-all {_spread(costs.all_to_all)} of F and I" if costs.all_to_all else ""
     sizes = f"; micro-batches times {_spread(costs.microbatch)}" if costs.microbatch else ""
-    return f"{', '.join(f'{letter} {_spread(value)}' for letter, value in named)}; p2p {p2p}{sizes}"
+    return f"{', '.join(f'{letter} {_spread(value, factor)}' for letter, value in named)}; p2p {p2p}{talk}{sizes}"
 
 
-def _spread(value: float | tuple[float, ...]) -> str:
+def _spread(value: float | tuple[float, ...], factor: float = 1.0) -> str:
     if not isinstance(value, tuple):
-        return number(value)
-    low, high = min(value), max(value)
+        return number(plain(value * factor))
+    low, high = plain(min(value) * factor), plain(max(value) * factor)
     return number(low) if low == high else f"{number(low)}..{number(high)}"
 
 

@@ -9,23 +9,23 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
+from pipeloom.schedule.actions import kind_of
+
 Rgb = tuple[float, float, float]
 
 PAPER = "#ffffff"
 INK = "#1f2430"
 FAINT_INK = "#6b7280"
 IDLE = "#eef0f4"
-IDLE_LINE = "#d5d9e2"
+IDLE_LINE = "#bcc3d0"
 
-# kind -> (hue in degrees, chroma, lightness above or below the chunk's)
-_KINDS = {"F": (255.0, 0.15, -0.04), "B": (45.0, 0.16, 0.02), "I": (85.0, 0.15, 0.10), "W": (330.0, 0.15, -0.10)}
 _DARKEST, _LIGHTEST, _ALONE = 0.55, 0.80, 0.62
 
 
 @lru_cache(maxsize=1024)
 def color(kind: str, chunk: int = 0, chunks: int = 1) -> str:
     """`#rrggbb` of an action of `kind` on the `chunk`-th of `chunks` chunks: chunk 0 is the darkest."""
-    hue, chroma, offset = _KINDS[kind]
+    hue, chroma, offset = kind_of(kind).colour
     base = _ALONE if chunks == 1 else _DARKEST + (_LIGHTEST - _DARKEST) * chunk / (chunks - 1)
     red, green, blue = (round(255 * _gamma(part)) for part in _in_gamut(base + offset, chroma, hue))
     return f"#{red:02x}{green:02x}{blue:02x}"

@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from xml.sax.saxutils import escape
 
 from pipeloom.draw import palette
-from pipeloom.draw.boxes import Box, boxes, nice_step
-from pipeloom.draw.figures import cost_words, heading, number
+from pipeloom.draw.boxes import Box, boxes, nice_step, talk
+from pipeloom.draw.figures import assumptions, heading, number, plain, time_unit
+from pipeloom.errors import UsageError, printable
 from pipeloom.schedule import Timeline
-from pipeloom.schedule.actions import KIND_WORDS, KINDS
+from pipeloom.schedule.actions import kinds
+from pipeloom.schedule.idle import CAUSES, Cause
 
 ROW, GAP = 30.0, 5.0
-LEFT, RIGHT = 66.0, 104.0
-HEAD, AXIS, BETWEEN, LEGEND = 66.0, 30.0, 22.0, 40.0
+MARGIN, LEAST_LEFT, RIGHT = 16.0, 66.0, 104.0
+LINE, AXIS, BETWEEN, LEGEND_LINE = 17.0, 30.0, 22.0, 22.0
 DIGIT = 0.6  # width of a digit, in font sizes
+BOLD = 1.12  # of the width of plain text: how wide the heading is
+USUAL_WIDTH, LEAST_WIDTH = 960, 420
 MOST_TOOLTIPS = 4000
 
 
 @dataclass
 class _Sheet:
-    """What is drawn so far, and the colours that it uses."""
+    """What is drawn so far, the colours that it uses, and what all timelines share.
 
+    Attributes:
+        width: of the document, in pixels.
+        left: where time 0 is.
+        scale: pixels per unit of time.
+        unit: (factor, name) of the times that are written.
+    """
+
+    width: float
+    left: float
+    scale: float
+    unit: tuple[float, str]
     out: list[str] = field(default_factory=list)
     classes: dict[str, str] = field(default_factory=dict)
+    causes: set[Cause] = field(default_factory=set)
     numbered: bool = False
 
     def fill(self, color: str) -> str:
@@ -32,42 +49,105 @@ class _Sheet:
         return self.classes.setdefault(color, f"c{len(self.classes)}")
 
     def text(self, x: float, y: float, content: str, style: str = "") -> None:
-        self.out.append(f'<text x="{_n(x)}" y="{_n(y)}"{_class(style)}>{escape(content)}</text>')
+        self.out.append(f'<text x="{_n(x)}" y="{_n(y)}"{_class(style)}>{escape(printable(content))}</text>')
+
+    def idle(self, x: float, y: float, width: float, height: float, cause: Cause) -> None:
+        self.causes.add(cause)
+        self.out.append(
+            f'<rect x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}" fill="url(#{_pattern(cause)})"/>'
+        )
+
+    def time(self, value: float) -> str:
+        """A time in the unit of the sheet, without its name."""
+        return number(plain(value * self.unit[0]))
 
 
-def svg(timelines: Timeline | Sequence[Timeline], width: float = 960, tooltips: bool = True) -> str:
+def svg(timelines: Timeline | Sequence[Timeline], width: float = USUAL_WIDTH, tooltips: bool = True) -> str:
     """An SVG document of `width` pixels: the timelines under one another, on one scale of time, so that they compare.
 
-    A box holds its micro-batch where there is room; a pair has its forward above and its backward below. Idle and the
-    peak of activations stand at the right of each rank. With `tooltips` a box says what it is when the pointer rests on
-    it (left out above a few thousand boxes).
+    A box holds its micro-batch where there is room; a pair has its forward above and its backward below. Idle is hatched by
+    its cause. Idle and the peak of activations stand at the right of each rank. With `tooltips` a box says what it is when
+    the pointer rests on it (left out above a few thousand boxes).
+
+    Raises:
+        UsageError: no timeline, or a width below `LEAST_WIDTH`.
     """
     shown = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     if not shown:
-        raise ValueError("svg needs at least one timeline")
+        raise UsageError("svg needs at least one timeline")
+    if not width >= LEAST_WIDTH:
+        raise UsageError(f"an SVG is at least {LEAST_WIDTH} pixels wide, not {width:g}")
     longest = max(timeline.makespan for timeline in shown) or 1.0
-    scale = (width - LEFT - RIGHT) / longest
-    sheet = _Sheet()
+    ranks = max(timeline.schedule.ranks for timeline in shown)
+    left = max(LEAST_LEFT, 26 + text_width(f"rank {ranks - 1}", 12))
+    sheet = _Sheet(width, left, (width - left - RIGHT) / longest, time_unit(shown))
     top = 0.0
     for timeline in shown:
-        _panel(sheet, timeline, top, scale, tooltips and sum(t.schedule.actions for t in shown) <= MOST_TOOLTIPS)
-        top += HEAD + timeline.schedule.ranks * (ROW + GAP) + AXIS + BETWEEN
-    _legend(sheet, shown, top - BETWEEN / 2)
-    height = top - BETWEEN / 2 + LEGEND
-    names = escape("; ".join(heading(timeline) for timeline in shown))
+        top = (
+            _panel(sheet, timeline, top, tooltips and sum(t.schedule.actions for t in shown) <= MOST_TOOLTIPS) + BETWEEN
+        )
+    height = _legend(sheet, shown, top - BETWEEN / 2) + 10
+    names = escape(printable("; ".join(heading(timeline) for timeline in shown)))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_n(width)} {_n(height)}" width="{_n(width)}" '
         f'height="{_n(height)}" role="img" aria-label="{names.replace(chr(34), "&quot;")}">\n'
-        f"<title>{names}</title>\n<style>{_style(sheet)}</style>\n{_HATCH}\n"
+        f"<title>{names}</title>\n<style>{_style(sheet)}</style>\n<defs>{_hatches(sheet)}</defs>\n"
         f'<rect width="100%" height="100%" rx="8" fill="{palette.PAPER}"/>\n' + "\n".join(sheet.out) + "\n</svg>\n"
     )
 
 
-_HATCH = (
-    '<defs><pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-    f'<rect width="6" height="6" fill="{palette.IDLE}"/><rect width="1.2" height="6" fill="{palette.IDLE_LINE}"/>'
-    "</pattern></defs>"
-)
+def text_width(text: str, size: float) -> float:
+    """The width of `text` in DejaVu Sans, the widest of the usual system fonts, or a little more."""
+    return size * sum(map(_advance, text))
+
+
+def _advance(char: str) -> float:
+    if char in " .,:;|'!()[]ijlIt·/":
+        return 0.40
+    if unicodedata.east_asian_width(char) in "WF":
+        return 1.05
+    return 1.0 if char in "mwMW%@—" else 0.78 if char.isupper() or char in "+=<>Σ−" else 0.645
+
+
+def wrapped(text: str, size: float, room: float) -> list[str]:
+    """`text` as lines of at most `room` pixels, broken at spaces; a longer word is cut."""
+    lines: list[str] = []
+    line = ""
+    for word in text.split(" "):
+        joined = f"{line} {word}" if line else word
+        if text_width(joined, size) <= room:
+            line = joined
+            continue
+        lines += [line] if line else []
+        while text_width(word, size) > room and len(word) > 1:
+            cut = next(n for n in range(len(word), 0, -1) if n == 1 or text_width(word[:n], size) <= room)
+            lines.append(word[:cut])
+            word = word[cut:]
+        line = word
+    return [*lines, line]
+
+
+_LINES = {
+    "dependency": "M-1 9L9 -1M-1 1L1 -1M7 9L9 7",
+    "message": "M4 0V8",
+    "memory": "M-1 9L9 -1M-1 -1L9 9",
+    "end of step": "",
+    "overhead": "M0 4H8",
+}
+
+
+def _pattern(cause: Cause) -> str:
+    return f"idle-{cause.replace(' ', '-')}"
+
+
+def _hatches(sheet: _Sheet) -> str:
+    """The patterns of idle time: the direction of their lines says the cause."""
+    return "".join(
+        f'<pattern id="{_pattern(cause)}" width="8" height="8" patternUnits="userSpaceOnUse">'
+        f'<rect width="8" height="8" fill="{palette.IDLE}"/><path d="{_LINES[cause]}" stroke="{palette.IDLE_LINE}"/></pattern>'
+        for cause in CAUSES
+        if cause in sheet.causes
+    )
 
 
 def _style(sheet: _Sheet) -> str:
@@ -85,64 +165,100 @@ def _style(sheet: _Sheet) -> str:
     return "".join(rules)
 
 
-def _panel(sheet: _Sheet, timeline: Timeline, top: float, scale: float, tooltips: bool) -> None:
-    right = LEFT + timeline.makespan * scale
-    sheet.text(16, top + 26, heading(timeline), "h")
-    sheet.text(16, top + 45, _facts(timeline), "f")
+def _panel(sheet: _Sheet, timeline: Timeline, top: float, tooltips: bool) -> float:
+    """Draw one timeline from `top` on; return where it ends."""
+    left, scale, room = sheet.left, sheet.scale, sheet.width - 2 * MARGIN
+    right = left + timeline.makespan * scale
+    y = top + 8
+    for style, size, content in (("h", BOLD * 15, heading(timeline)), ("f", 11.5, _facts(sheet, timeline))):
+        for line in wrapped(content, size, room):
+            y += LINE + (style == "h")
+            sheet.text(MARGIN, y, line, style)
     columns = (right + 50, right + 96)
+    y += LINE
     for x, word in zip(columns, ("idle", "peak"), strict=True):
-        sheet.text(x, top + HEAD - 5, word, "f e")
+        sheet.text(x, y, word, "f e")
+    y += 5
     rows = boxes(timeline)
     widths = sorted((box.end - box.start) * scale for row in rows for box in row)
     usual = widths[len(widths) // 10] if widths else 0.0
     size = _number_size(usual, timeline.schedule.microbatches)
     edge = min(0.8, 0.12 * usual)
+    origin = min((starts[0] for starts in timeline.starts if starts), default=0.0)
     for rank, row in enumerate(rows):
-        y = top + HEAD + rank * (ROW + GAP)
-        sheet.text(LEFT - 10, y + ROW / 2 + 4, f"rank {rank}", "r")
-        sheet.out.append(
-            f'<rect x="{_n(LEFT)}" y="{_n(y)}" width="{_n(right - LEFT)}" height="{_n(ROW)}" fill="url(#idle)"/>'
-        )
+        sheet.text(left - 10, y + ROW / 2 + 4, f"rank {rank}", "r")
+        for gap in timeline.gaps[rank]:
+            sheet.idle(left + (gap.start - origin) * scale, y, (gap.end - gap.start) * scale, ROW, gap.cause)
         sheet.out.append(f'<g class="b" stroke-width="{_n(edge)}">')
         for box in row:
-            _box(sheet, box, timeline, y, scale, tooltips)
+            _box(sheet, box, timeline, y, tooltips)
         sheet.out.append("</g>")
+        if _foot(timeline):
+            sheet.out.append('<g class="t">')
+            for box in row:
+                _talk(sheet, box, timeline, y)
+            sheet.out.append("</g>")
         if size:
             sheet.numbered = True
             sheet.out.append(f'<g class="n" font-size="{_n(size)}">')
             for box in row:
-                _numbers(sheet, box, timeline, y, scale, size)
+                _numbers(sheet, box, timeline, y, size)
             sheet.out.append("</g>")
-        sheet.text(columns[0], y + ROW / 2 + 4, number(timeline.idle[rank], 3), "e")
+        sheet.text(columns[0], y + ROW / 2 + 4, sheet.time(timeline.idle[rank]), "e")
         sheet.text(columns[1], y + ROW / 2 + 4, str(timeline.peak_activations[rank]), "e")
-    _axis(sheet, timeline, top + HEAD + len(rows) * (ROW + GAP), scale)
+        y += ROW + GAP
+    _axis(sheet, timeline, y)
+    return y + AXIS
 
 
-def _facts(timeline: Timeline) -> str:
+def _facts(sheet: _Sheet, timeline: Timeline) -> str:
+    unit = f" {sheet.unit[1]}" if sheet.unit[1] else ""
     return (
-        f"{cost_words(timeline)} · makespan {number(timeline.makespan)} · bubble ratio {timeline.bubble_ratio:.4f} "
-        f"(idle / busy) · bubble rate {timeline.bubble_rate:.4f} (idle / p·makespan)"
+        f"{assumptions(timeline, sheet.unit)} · makespan {sheet.time(timeline.makespan)}{unit} · bubble ratio "
+        f"{timeline.bubble_ratio:.4f} (idle / busy) · bubble rate {timeline.bubble_rate:.4f} (idle / p·makespan)"
     )
 
 
-def _halves(box: Box, y: float) -> list[tuple[float, float]]:
+def _halves(box: Box, timeline: Timeline, y: float) -> list[tuple[float, float]]:
     """(y, height) of each of the box's actions: one over the other in a pair."""
-    part = ROW / len(box.actions)
+    part = (ROW - _foot(timeline)) / len(box.actions)
     return [(y + index * part, part) for index in range(len(box.actions))]
 
 
-def _box(sheet: _Sheet, box: Box, timeline: Timeline, y: float, scale: float, tooltips: bool) -> None:
-    x, wide = LEFT + box.start * scale, (box.end - box.start) * scale
+def _box(sheet: _Sheet, box: Box, timeline: Timeline, y: float, tooltips: bool) -> None:
+    x, wide = sheet.left + box.start * sheet.scale, (box.end - box.start) * sheet.scale
     if wide <= 0:
         return
     words = ""
     if tooltips:
         what = " with ".join(action.words for action in box.actions)
-        words = f"<title>{what}, {number(box.start)} to {number(box.end)}, {box.phase}</title>"
-    for (top, high), action, chunk in zip(_halves(box, y), box.actions, box.chunks, strict=True):
+        words = f"<title>{what}, {sheet.time(box.start)} to {sheet.time(box.end)}, {box.phase}</title>"
+    for (top, high), action, chunk in zip(_halves(box, timeline, y), box.actions, box.chunks, strict=True):
         name = sheet.fill(palette.color(action.kind, chunk, timeline.schedule.chunks))
         shape = f'<rect class="{name}" x="{_n(x)}" y="{_n(top)}" width="{_n(wide)}" height="{_n(high)}"'
         sheet.out.append(f"{shape}>{words}</rect>" if words else f"{shape}/>")
+
+
+FOOT = 6.0  # height of the row with a box's all-to-all
+
+
+def _foot(timeline: Timeline) -> float:
+    """The height that boxes leave to their all-to-all: none where no stage declares any."""
+    shares = timeline.costs.per_stage("all_to_all", timeline.schedule.stages)
+    return FOOT if any(shares) else 0.0
+
+
+def _talk(sheet: _Sheet, box: Box, timeline: Timeline, y: float) -> None:
+    """The box's all-to-all on a row at its foot, as long as the links are busy, the forward's first."""
+    x, wide = sheet.left + box.start * sheet.scale, (box.end - box.start) * sheet.scale
+    top = y + ROW - FOOT
+    sheet.out.append(f'<rect x="{_n(x)}" y="{_n(top)}" width="{_n(wide)}" height="{_n(FOOT)}" fill="{palette.PAPER}"/>')
+    chunk_of = dict(zip(box.actions, box.chunks, strict=True))
+    for action, share in talk(timeline, box):
+        name = sheet.fill(palette.color(action.kind, chunk_of[action], timeline.schedule.chunks))
+        shape = f'x="{_n(x)}" y="{_n(top + 1)}" width="{_n(share * wide)}" height="{_n(FOOT - 1)}"'
+        sheet.out.append(f'<rect class="{name}" {shape}/>')
+        x += share * wide
 
 
 def _number_size(usual: float, microbatches: int) -> float:
@@ -151,10 +267,10 @@ def _number_size(usual: float, microbatches: int) -> float:
     return size if size >= 5.5 else 0.0
 
 
-def _numbers(sheet: _Sheet, box: Box, timeline: Timeline, y: float, scale: float, size: float) -> None:
-    wide = (box.end - box.start) * scale
-    x = LEFT + (box.start + box.end) / 2 * scale
-    for (top, high), action, chunk in zip(_halves(box, y), box.actions, box.chunks, strict=True):
+def _numbers(sheet: _Sheet, box: Box, timeline: Timeline, y: float, size: float) -> None:
+    wide = (box.end - box.start) * sheet.scale
+    x = sheet.left + (box.start + box.end) / 2 * sheet.scale
+    for (top, high), action, chunk in zip(_halves(box, timeline, y), box.actions, box.chunks, strict=True):
         content = str(action.microbatch)
         if wide >= len(content) * DIGIT * size:
             ink = palette.ink_on(palette.color(action.kind, chunk, timeline.schedule.chunks))
@@ -164,36 +280,40 @@ def _numbers(sheet: _Sheet, box: Box, timeline: Timeline, y: float, scale: float
             )
 
 
-def _axis(sheet: _Sheet, timeline: Timeline, y: float, scale: float) -> None:
-    step = nice_step(timeline.makespan, max(1, int(timeline.makespan * scale / 70)))
-    for count in range(int(timeline.makespan / step * (1 + 1e-9)) + 1):
-        x = LEFT + count * step * scale
+def _axis(sheet: _Sheet, timeline: Timeline, y: float) -> None:
+    factor, unit = sheet.unit
+    span = timeline.makespan * factor
+    step = nice_step(span, max(1, int(timeline.makespan * sheet.scale / 70)))
+    for count in range(int(span / step * (1 + 1e-9)) + 1):
+        x = sheet.left + count * step / factor * sheet.scale
         sheet.out.append(f'<path d="M{_n(x)} {_n(y - 3)}v6" stroke="{palette.FAINT_INK}"/>')
         sheet.text(x, y + 16, number(count * step), "f m")
-    sheet.text(LEFT - 10, y + 16, "time", "f r")
+    sheet.text(sheet.left - 10, y + 16, f"time, {unit}" if unit else "time", "f r")
 
 
-def _legend(sheet: _Sheet, timelines: Sequence[Timeline], y: float) -> None:
-    """A swatch for each action, from the first chunk to the last, and one for idle."""
+def _legend(sheet: _Sheet, timelines: Sequence[Timeline], y: float) -> float:
+    """A swatch for each action, from the first chunk to the last, one for each cause of idle, and notes; where it ends."""
     chunks = max(timeline.schedule.chunks for timeline in timelines)
-    kinds = {action.kind for t in timelines for row in boxes(t) for box in row for action in box.actions}
-    x = LEFT
-    for kind in (kind for kind in KINDS if kind in kinds):
-        for chunk in range(chunks):
-            name = sheet.fill(palette.color(kind, chunk, chunks))
-            sheet.out.append(f'<rect class="{name}" x="{_n(x)}" y="{_n(y)}" width="16" height="16"/>')
-            x += 17
-        x = _word(sheet, x, y, f"{kind} {KIND_WORDS[kind]}")
-    sheet.out.append(f'<rect x="{_n(x)}" y="{_n(y)}" width="16" height="16" fill="url(#idle)"/>')
-    x = _word(sheet, x + 17, y, "idle")
+    letters = {action.kind for t in timelines for row in boxes(t) for box in row for action in box.actions}
+    entries: list[tuple[list[str], str]] = []
+    for kind in (kind for kind in kinds() if kind.letter in letters):
+        classes = [sheet.fill(palette.color(kind.letter, chunk, chunks)) for chunk in range(chunks)]
+        entries.append(([f'class="{name}"' for name in classes], f"{kind.letter} {kind.words}"))
+    for cause in (cause for cause in CAUSES if cause in sheet.causes):
+        entries.append(([f'fill="url(#{_pattern(cause)})"'], f"idle: {cause}"))
     notes = (["chunk 0 is the darkest"] if chunks > 1 else []) + (["numbers: micro-batch"] if sheet.numbered else [])
-    sheet.text(x, y + 12.5, " · ".join(notes), "f")
-
-
-def _word(sheet: _Sheet, x: float, y: float, word: str) -> float:
-    """Writes a legend's word at `x` and returns where the next entry starts."""
-    sheet.text(x + 5, y + 12.5, word)
-    return x + 5 + 6.3 * len(word) + 16
+    notes += ["foot of a box: its all-to-all"] if any(map(_foot, timelines)) else []
+    entries += [([], note) for note in notes]
+    x = MARGIN
+    for swatches, words in entries:
+        wide = 17 * len(swatches) + 5 * bool(swatches) + text_width(words, 12)
+        if x > MARGIN and x + wide > sheet.width - MARGIN:
+            x, y = MARGIN, y + LEGEND_LINE
+        for at, swatch in enumerate(swatches):
+            sheet.out.append(f'<rect {swatch} x="{_n(x + 17 * at)}" y="{_n(y)}" width="16" height="16"/>')
+        sheet.text(x + (17 * len(swatches) + 5 if swatches else 0), y + 12.5, words, "" if swatches else "f")
+        x += wide + 14
+    return y + LEGEND_LINE
 
 
 def _n(value: float) -> str:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Literal
 from pipeloom.draw import palette
 from pipeloom.draw.bands import IDLE, Grid, Paint, grid
 from pipeloom.draw.boxes import nice_step
-from pipeloom.draw.figures import BUBBLE_WORDS, cost_words, figures, full_rank, heading, number
-from pipeloom.schedule.actions import KIND_WORDS, KINDS
+from pipeloom.draw.figures import BUBBLE_WORDS, assumptions, figures, full_rank, heading, number, plain, time_unit
+from pipeloom.schedule.actions import kinds
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -37,14 +37,15 @@ def terminal(timeline: Timeline, width: int = 80, color: bool | None = None) -> 
     picture = grid(timeline, max(width, label + 12) - label, filled=not colored)
     text = Text()
     text.append(heading(timeline), style="bold")
-    text.append(f"\n{cost_words(timeline)}\n\n")
+    text.append(f"\n{assumptions(timeline)}\n\n")
     for rank, lines in enumerate(picture.bands):
         for index, line in enumerate(lines):
             text.append(f"{f'rank {rank}' if index == 0 else '':<{label}}")
             _paint(text, line, colored)
         if picture.gap:
             text.append("\n")
-    text.append(" " * label + _ruler(picture) + "\n\n")
+    unit = time_unit([timeline])
+    text.append(" " * label + _ruler(picture, unit[0]) + "\n\n")
     _legend(text, timeline, picture, colored)
     text.append("\n\n" + _figures(timeline, width))
     if not colored:
@@ -86,14 +87,14 @@ def _style(paint: Paint) -> str:
     return f"{palette.ink_on(background)} on {background}"
 
 
-def _ruler(picture: Grid) -> str:
-    """Times under the columns where they lie."""
-    step = nice_step(picture.makespan, max(1, picture.columns // 9))
+def _ruler(picture: Grid, factor: float) -> str:
+    """Times under the columns where they lie, in a unit of which the timeline's has `factor`."""
+    step = nice_step(picture.makespan * factor, max(1, picture.columns // 9)) / factor
     out = ""
     at = 0.0
     while at <= picture.makespan * (1 + 1e-9):
         column = round(at * picture.scale)
-        mark = f"|{number(at)}"
+        mark = f"|{number(plain(at * factor))}"
         if column >= len(out) and column + len(mark) <= picture.columns:
             out = out.ljust(column) + mark
         at += step
@@ -102,16 +103,18 @@ def _ruler(picture: Grid) -> str:
 
 def _legend(text: Text, timeline: Timeline, picture: Grid, colored: bool) -> None:
     chunks = timeline.schedule.chunks
-    for kind in (kind for kind in KINDS if kind in picture.kinds):
+    for kind in (kind for kind in kinds() if kind.letter in picture.kinds):
         if colored:
             for chunk in range(chunks):
-                text.append(f" {kind} " if chunk == 0 else " ", style=_style(Paint(kind, chunk, chunks)))
-            text.append(f" {KIND_WORDS[kind]} ")
+                text.append(f" {kind.letter} " if chunk == 0 else " ", style=_style(Paint(kind.letter, chunk, chunks)))
+            text.append(f" {kind.words} ")
         else:
-            text.append(f"{kind} {KIND_WORDS[kind]}  ")
+            text.append(f"{kind.letter} {kind.words}  ")
     text.append("· idle")
     if picture.dithered:
-        notes = [f"one column is {number(1 / picture.scale)} units of time: letters in proportion, no micro-batches"]
+        factor, unit = time_unit([timeline])
+        column = f"{number(factor / picture.scale)} {unit or 'units of time'}"
+        notes = [f"one column is {column}: letters in proportion, no micro-batches"]
     else:
         notes = ["numbers: micro-batch" + (", digits downwards" if picture.rows > 2 else "")]
     if timeline.schedule.has_pairs:
@@ -123,7 +126,12 @@ def _legend(text: Text, timeline: Timeline, picture: Grid, colored: bool) -> Non
 
 def _figures(timeline: Timeline, width: int) -> str:
     found = figures(timeline)
-    lines = [f"makespan          {number(found['makespan'])}"]
+    factor, unit = time_unit([timeline])
+
+    def time(value: float) -> str:
+        return number(plain(value * factor))
+
+    lines = [f"makespan          {time(found['makespan'])}{f' {unit}' if unit else ''}"]
     if timeline.source == "simulated":
         lines[0] += (
             f"   lower bound {number(found['lower_bound'])}, gap {100 * found['gap']:.1f} %"
@@ -131,6 +139,10 @@ def _figures(timeline: Timeline, width: int) -> str:
         )
     for key, words in BUBBLE_WORDS.items():
         lines.append(f"{key.replace('_', ' '):<17} {found[key]:.4f}  {words}")
+    sent = found["messages"]
+    if sent["count"]:
+        most = max(channel["count"] for channel in sent["channels"])
+        lines.append(f"messages          {sent['count']} between ranks, at most {most} on a channel")
     full = full_rank(timeline.schedule)
     memory = found["peak_memory"] if found["peak_memory"] != found["peak_activations"] else None
     columns = ["rank", "busy", "idle", "warm-up", "steady", "cool-down", "peak activations"]
@@ -139,7 +151,7 @@ def _figures(timeline: Timeline, width: int) -> str:
         peak = found["peak_activations"][rank]
         shown = str(peak) if full == 1 else f"{peak} = {number(peak * full)} full-rank"
         times = (found["busy"][rank], found["idle"][rank], idle.warmup, idle.steady, idle.cooldown)
-        rows.append([str(rank), *map(number, times), shown])
+        rows.append([str(rank), *map(time, times), shown])
         if memory is not None:
             rows[-1].append(number(memory[rank]))
     if memory is not None:

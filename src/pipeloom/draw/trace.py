@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from pipeloom.draw.boxes import Box, boxes
+from pipeloom.draw.boxes import Box, boxes, talk
 from pipeloom.draw.figures import heading
 from pipeloom.schedule import Timeline
-from pipeloom.schedule.actions import KIND_WORDS
+from pipeloom.schedule.actions import kind_of
+from pipeloom.schedule.channels import Message, traffic
 
 
 def trace(timeline: Timeline, unit_microseconds: float | None = None) -> dict[str, Any]:
     """The events of `timeline`, ready for `json.dumps`: a process a rank, a slice for each action or pair, a memory
-    counter.
+    counter, an arrow for each message between ranks.
 
     A slice's args are stage, chunk, micro-batch and phase (a pair's: those of its forward, then `backward_…`).
 
@@ -30,12 +32,42 @@ def trace(timeline: Timeline, unit_microseconds: float | None = None) -> dict[st
             {"ph": "M", "name": "thread_name", "pid": rank, "tid": 0, "args": {"name": timeline.source}},
         ]
         events += [_slice(box, unit) for box in row]
+        events += [event for box in row for event in _all_to_all(timeline, box, unit)]
         origin = min((starts[0] for starts in timeline.starts if starts), default=0.0)
         events += [
             {"ph": "C", "name": "memory", "pid": rank, "ts": (time - origin) * unit, "args": {"activations": level}}
             for time, level in timeline.memory_curve[rank]
         ]
+    events += _flows(timeline, unit)
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"schedule": heading(timeline)}}
+
+
+def _all_to_all(timeline: Timeline, box: Box, unit: float) -> Iterator[dict[str, Any]]:
+    """The box's all-to-all on a thread of its own, as long as the links are busy, the forward's first."""
+    start, span = box.start * unit, (box.end - box.start) * unit
+    for action, share in talk(timeline, box):
+        slice_ = {"ph": "X", "name": f"all-to-all of {action}", "cat": "communication", "pid": box.rank, "tid": 1}
+        yield {**slice_, "ts": start, "dur": share * span}
+        start += share * span
+
+
+def _flows(timeline: Timeline, unit: float) -> Iterator[dict[str, Any]]:
+    """An arrow for each message between ranks, from the middle of the slice that makes it to that of the one that needs it."""
+    rows = boxes(timeline)
+    made: dict[Message, float] = {}
+    programs = traffic(timeline.schedule)
+    middle = [[(box.start + box.end) / 2 * unit for box in row] for row in rows]
+    for rank, program in enumerate(programs):
+        for at, entry in enumerate(program):
+            made |= dict.fromkeys(entry.sends, middle[rank][at])
+    number = 0
+    for rank, program in enumerate(programs):
+        for at, entry in enumerate(program):
+            for message in entry.receives:
+                number += 1
+                flow = {"cat": "message", "name": message.channel.kind, "id": number, "tid": 0}
+                yield {"ph": "s", **flow, "pid": message.channel.source, "ts": made[message]}
+                yield {"ph": "f", "bp": "e", **flow, "pid": rank, "ts": middle[rank][at]}
 
 
 def _slice(box: Box, unit: float) -> dict[str, Any]:
@@ -51,7 +83,7 @@ def _slice(box: Box, unit: float) -> dict[str, Any]:
     return {
         "ph": "X",
         "name": "|".join(map(str, box.actions)),
-        "cat": "pair" if len(box.actions) > 1 else KIND_WORDS[first.kind],
+        "cat": "pair" if len(box.actions) > 1 else kind_of(first.kind).words,
         "pid": box.rank,
         "tid": 0,
         "ts": box.start * unit,

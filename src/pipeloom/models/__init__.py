@@ -1,7 +1,8 @@
 """Models as lists of layers, which know nothing of how they are spread over ranks."""
 
-from pipeloom.models.layers import DecoderLayer, layers, tied
+from pipeloom.decoder_shape import DecoderShape
+from pipeloom.models.layers import layers, tied
 from pipeloom.models.loss import cross_entropy, token_loss
 from pipeloom.models.names import hub_name
 
-__all__ = ["DecoderLayer", "cross_entropy", "hub_name", "layers", "tied", "token_loss"]
+__all__ = ["DecoderShape", "cross_entropy", "hub_name", "layers", "tied", "token_loss"]

@@ -1,4 +1,4 @@
-"""A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU; no biases."""
+"""A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention with or without biases, SwiGLU."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeloom.config import ModelSection
+from pipeloom.decoder_shape import DecoderShape
 from pipeloom.models.rotary import rotate
 from pipeloom.ops.microbatch import MicrobatchContext
 from pipeloom.ops.random_state import Dropout, TokenPart
-from pipeloom.parallel.laid import Laid
+from pipeloom.parallel.sharding import ParameterSharding
 from pipeloom.parallel.tensor import TensorParallel, column_linear, project, row_linear
 from pipeloom.parallel.vocabulary import VocabularyHead
-
-NORM_EPSILON = 1e-6
 
 
 class RMSNorm(nn.Module):
@@ -25,17 +23,18 @@ class RMSNorm(nn.Module):
     With `part_of_tokens` it sees this rank's tokens only, and so does its weight's gradient.
     """
 
-    def __init__(self, width: int, part_of_tokens: bool = False) -> None:
+    def __init__(self, width: int, part_of_tokens: bool = False, epsilon: float = 1e-6) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.part_of_tokens = part_of_tokens
+        self.epsilon = epsilon
 
-    def laid(self) -> Mapping[str, Laid]:
-        return {"weight": Laid(partial=self.part_of_tokens)}
+    def sharding(self) -> Mapping[str, ParameterSharding]:
+        return {"weight": ParameterSharding(partial=self.part_of_tokens)}
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x if x.dtype.itemsize == 8 else x.float()
-        return F.rms_norm(wide, (x.shape[-1],), eps=NORM_EPSILON).to(x.dtype) * self.weight
+        return F.rms_norm(wide, (x.shape[-1],), eps=self.epsilon).to(x.dtype) * self.weight
 
 
 class Attention(nn.Module):
@@ -44,21 +43,22 @@ class Attention(nn.Module):
     Under tensor parallelism each rank has its part of the heads.
     """
 
-    def __init__(self, shape: ModelSection, tensor: TensorParallel | None = None) -> None:
+    def __init__(self, shape: DecoderShape, tensor: TensorParallel | None = None) -> None:
         super().__init__()
-        width = shape.hidden_size
+        hidden, width = shape.hidden_size, shape.head_width
         heads, key_value_heads = shape.num_attention_heads, shape.num_key_value_heads
         if tensor is not None:
-            heads = tensor.split(heads, "model.num_attention_heads")[0]
-            key_value_heads = tensor.split(key_value_heads, "model.num_key_value_heads")[0]
+            heads = tensor.split(heads, "attention heads")[0]
+            key_value_heads = tensor.split(key_value_heads, "key and value heads")[0]
         self.heads, self.key_value_heads = heads, key_value_heads
-        self.head_width = width // shape.num_attention_heads
+        self.head_width = width
         self.theta = shape.rope_theta
-        queries, keys = shape.num_attention_heads * self.head_width, shape.num_key_value_heads * self.head_width
-        self.q_proj = column_linear(width, queries, tensor)
-        self.k_proj = column_linear(width, keys, tensor)
-        self.v_proj = column_linear(width, keys, tensor)
-        self.o_proj = row_linear(queries, width, tensor)
+        queries, keys = shape.num_attention_heads * width, shape.num_key_value_heads * width
+        bias = shape.qkv_bias or shape.attention_bias
+        self.q_proj = column_linear(hidden, queries, tensor, bias=bias)
+        self.k_proj = column_linear(hidden, keys, tensor, bias=bias)
+        self.v_proj = column_linear(hidden, keys, tensor, bias=bias)
+        self.o_proj = row_linear(queries, hidden, tensor, bias=shape.attention_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.split_heads(x)
@@ -86,9 +86,9 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: down(silu(gate x) · up x) (arXiv 2002.05202)."""
 
-    def __init__(self, shape: ModelSection, tensor: TensorParallel | None = None) -> None:
+    def __init__(self, shape: DecoderShape, tensor: TensorParallel | None = None) -> None:
         super().__init__()
-        hidden, inner, name = shape.hidden_size, shape.intermediate_size, "model.intermediate_size"
+        hidden, inner, name = shape.hidden_size, shape.intermediate_size, "columns inside the feed-forward part"
         self.gate_proj = column_linear(hidden, inner, tensor, name)
         self.up_proj = column_linear(hidden, inner, tensor, name)
         self.down_proj = row_linear(inner, hidden, tensor, name)
@@ -102,14 +102,14 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """One transformer block: [batch, length, hidden] -> the same shape; under sequence parallelism length / tp tokens."""
 
-    def __init__(self, shape: ModelSection, tensor: TensorParallel | None = None) -> None:
+    def __init__(self, shape: DecoderShape, tensor: TensorParallel | None = None) -> None:
         super().__init__()
         sequence = tensor is not None and tensor.sequence
         part = TokenPart(tensor.index, tensor.size) if tensor is not None and sequence else None
-        self.input_layernorm = RMSNorm(shape.hidden_size, sequence)
+        self.input_layernorm = RMSNorm(shape.hidden_size, sequence, shape.rms_norm_eps)
         self.self_attn = Attention(shape, tensor)
         self.attention_dropout = Dropout(shape.dropout, part)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, sequence)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, sequence, shape.rms_norm_eps)
         self.mlp = FeedForward(shape, tensor)
         self.mlp_dropout = Dropout(shape.dropout, part)
 
@@ -128,9 +128,9 @@ class Head(nn.Module):
     Under tensor parallelism the logits of this rank's part of the vocabulary: see `token_loss`.
     """
 
-    def __init__(self, shape: ModelSection, tensor: TensorParallel | None = None) -> None:
+    def __init__(self, shape: DecoderShape, tensor: TensorParallel | None = None) -> None:
         super().__init__()
-        self.norm = RMSNorm(shape.hidden_size, tensor is not None and tensor.sequence)
+        self.norm = RMSNorm(shape.hidden_size, tensor is not None and tensor.sequence, shape.rms_norm_eps)
         self.lm_head: nn.Module
         if tensor is None:
             self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)

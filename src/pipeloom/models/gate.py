@@ -8,25 +8,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pipeloom.config import ModelSection
+from pipeloom.decoder_shape import DecoderShape
 from pipeloom.errors import UsageError
-from pipeloom.ops.auxiliary import with_loss
-from pipeloom.ops.deferred import Desk, apply_linear
+from pipeloom.ops.aux_loss import with_loss
+from pipeloom.ops.deferred import WeightGradContext, apply_linear
 from pipeloom.ops.microbatch import MicrobatchContext
 from pipeloom.ops.random_state import Source
-from pipeloom.parallel.laid import Laid
 from pipeloom.parallel.router import (
     NO_DRAWS,
-    Draws,
     Gate,
+    RouterNoise,
     Routing,
-    Tally,
+    RoutingStats,
     capacity_of,
-    draws_for,
     limit,
     move_bias,
     route,
+    sample_noise,
 )
+from pipeloom.parallel.sharding import ParameterSharding
 from pipeloom.parallel.tensor import TensorParallel
 
 
@@ -56,9 +56,9 @@ class TopKGate(nn.Module):
 
     e_score_correction_bias: Tensor
 
-    def __init__(self, shape: ModelSection, tensor: TensorParallel | None = None) -> None:
+    def __init__(self, shape: DecoderShape, tensor: TensorParallel | None = None) -> None:
         super().__init__()
-        self.gate = Gate(shape.router, shape.num_experts, shape.num_experts_per_tok)
+        self.gate = Gate(shape.router, shape.num_experts, shape.num_experts_per_tok, shape.norm_topk_prob)
         self.capacity_factor = shape.capacity_factor
         self.balance, self.z = shape.aux_loss_coef, shape.z_loss_coef
         self.tensor = tensor
@@ -68,15 +68,15 @@ class TopKGate(nn.Module):
         if shape.router == "sigmoid":
             self.register_buffer("e_score_correction_bias", torch.zeros(shape.num_experts))
         self.source: Source | None = None
-        self.desk: Desk | None = None
+        self.grad_context: WeightGradContext | None = None
         self.loads: dict[int, Load] = {}
 
-    def laid(self) -> Mapping[str, Laid]:
-        laid = Laid(partial=self.tensor is not None)
-        return {"weight": laid} if self.noise_weight is None else {"weight": laid, "noise_weight": laid}
+    def sharding(self) -> Mapping[str, ParameterSharding]:
+        sharding = ParameterSharding(partial=self.tensor is not None)
+        return {"weight": sharding} if self.noise_weight is None else {"weight": sharding, "noise_weight": sharding}
 
-    def defer_to(self, desk: Desk) -> None:
-        self.desk = desk
+    def set_weight_grad_context(self, grad_context: WeightGradContext) -> None:
+        self.grad_context = grad_context
 
     def reset_bias(self) -> None:
         """The bias of the choice, in fp32 and 0."""
@@ -84,24 +84,27 @@ class TopKGate(nn.Module):
             weight = self.weight
             self.e_score_correction_bias = torch.zeros(self.gate.experts, dtype=torch.float32, device=weight.device)
 
-    def draw(self, tokens: Tensor, microbatch: MicrobatchContext | None) -> Draws:
+    def draw(self, tokens: Tensor, microbatch: MicrobatchContext | None) -> RouterNoise:
         """The random numbers for tokens [tokens, width], all of the micro-batch's."""
         if not self.training or self.gate.router not in ("switch", "noisy", "gshard"):
             return NO_DRAWS
         if self.source is None or microbatch is None:
             raise UsageError(
-                f'router "{self.gate.router}" must know its place: set `source`, and give the keyword argument `microbatch`'
+                f'router "{self.gate.router}" needs `source` and the keyword argument `microbatch` in training'
             )
-        count, width = tokens.shape
-        return draws_for(self.gate, count, width, tokens.dtype, self.source.generator(microbatch, tokens.device))
+        (count, width), samples = tokens.shape, microbatch.samples
+        if count % samples:
+            raise UsageError(f"the router got {count} tokens of {samples} samples; each must have as many")
+        generators = self.source.generators(microbatch, tokens.device)
+        return sample_noise(self.gate, count // samples, width, tokens.dtype, generators)
 
-    def choose(self, tokens: Tensor, draws: Draws) -> Routing:
+    def choose(self, tokens: Tensor, draws: RouterNoise) -> Routing:
         """The experts of tokens [tokens, width]; nothing is dropped for its place, no loss is carried yet."""
         jittered = tokens if draws.inputs is None else tokens * draws.inputs
-        logits = apply_linear(jittered, self.weight, None, self.desk)
+        logits = apply_linear(jittered, self.weight, None, self.grad_context)
         scale = None
         if self.noise_weight is not None and draws.logits is not None:
-            scale = apply_linear(tokens, self.noise_weight, None, self.desk)
+            scale = apply_linear(tokens, self.noise_weight, None, self.grad_context)
         bias = self.e_score_correction_bias if self.gate.router == "sigmoid" else None
         return route(self.gate, logits, draws, scale=scale, bias=bias)
 
@@ -111,7 +114,7 @@ class TopKGate(nn.Module):
             return routing
         return limit(routing, capacity_of(routing.tally.tokens, self.gate, self.capacity_factor))
 
-    def carry(self, weights: Tensor, tally: Tally, microbatch: MicrobatchContext | None) -> Tensor:
+    def carry(self, weights: Tensor, tally: RoutingStats, microbatch: MicrobatchContext | None) -> Tensor:
         """`weights`, whose backward adds the gradient of the micro-batch's auxiliary losses.
 
         These are of this replica's tokens of the micro-batch, and count by its share of the step, as its loss does.

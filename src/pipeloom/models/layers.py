@@ -4,48 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import nn
 
-from pipeloom.config import ModelSection
+from pipeloom.decoder_shape import DecoderShape
 from pipeloom.models import names
 from pipeloom.models.decoder import Block, Head
 from pipeloom.models.gate import TopKGate
+from pipeloom.models.init import Deviations, InitSpec, draw
 from pipeloom.models.moe import SparseBlock
-from pipeloom.models.weights import Deviations, Drawing, draw
+from pipeloom.ops.layer import Layer
 from pipeloom.ops.random_state import set_sources
+from pipeloom.parallel.dispatch_plan import ExpertParallel
 from pipeloom.parallel.tensor import TensorParallel, spread
-from pipeloom.parallel.trip import ExpertParallel
 from pipeloom.parallel.vocabulary import VocabularyEmbedding
 
 
-@dataclass(frozen=True)
-class DecoderLayer:
-    """A layer that is built when it is called, on the rank that holds it.
-
-    Attributes:
-        name: global name; its parameters are called `name.parameter`.
-        build: makes the module.
-    """
-
-    name: str
-    build: Callable[[], nn.Module]
-
-    def __call__(self) -> nn.Module:
-        return self.build()
-
-
 def layers(
-    shape: ModelSection,
+    shape: DecoderShape,
     seed: int,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     tensor: TensorParallel | None = None,
     expert: ExpertParallel | None = None,
-) -> list[DecoderLayer]:
+) -> list[Layer]:
     """The decoder as factories: [embedding, block, …, block, norm and output], num_hidden_layers + 2 of them.
 
     Tokens [batch, length] int64 go in, logits [batch, length, vocab_size] come out. A weight's first value depends on
@@ -59,7 +43,7 @@ def layers(
             the logits of its part of the vocabulary.
         expert: spreads the experts of a model that has some over these ranks, each of which has tokens of its own.
 
-    Building a block raises ConfigError for numbers of heads or experts, or an inner width, that the ranks do not divide.
+    Building a block raises ArgumentError for numbers of heads or experts, or an inner width, that the ranks do not divide.
     """
     usual = math.sqrt(2 / (5 * shape.hidden_size))
     residual = usual / math.sqrt(2 * shape.num_hidden_layers)
@@ -67,7 +51,7 @@ def layers(
     same = {names.HEAD_WEIGHT: names.EMBEDDING_WEIGHT} if shape.tie_word_embeddings else {}
     cut = spread(tensor)
     index = {"tp": cut.index if cut is not None else 0, "ep": expert.axis.index if expert is not None else 0}
-    drawing = Drawing(seed, deviations, same, index)
+    drawing = InitSpec(seed, deviations, same, index)
     block = partial(SparseBlock, shape, cut, expert) if shape.num_experts else partial(Block, shape, cut)
 
     def build(name: str, make: Callable[[], nn.Module]) -> nn.Module:
@@ -81,8 +65,8 @@ def layers(
                 part.reset_bias()
         return module
 
-    def layer(name: str, make: Callable[[], nn.Module]) -> DecoderLayer:
-        return DecoderLayer(name, partial(build, name, make))
+    def layer(name: str, make: Callable[[], nn.Module]) -> Layer:
+        return Layer(name, partial(build, name, make))
 
     return [
         layer(names.EMBEDDING, partial(_embedding, shape, cut)),
@@ -91,7 +75,7 @@ def layers(
     ]
 
 
-def _embedding(shape: ModelSection, tensor: TensorParallel | None) -> nn.Module:
+def _embedding(shape: DecoderShape, tensor: TensorParallel | None) -> nn.Module:
     if tensor is not None:
         return VocabularyEmbedding(shape.vocab_size, shape.hidden_size, tensor)
     # torch's own first values would be drawn on the meta device, which imports its compiler: seconds a process
@@ -100,6 +84,6 @@ def _embedding(shape: ModelSection, tensor: TensorParallel | None) -> nn.Module:
     return embedding
 
 
-def tied(shape: ModelSection) -> tuple[tuple[str, ...], ...]:
+def tied(shape: DecoderShape) -> tuple[tuple[str, ...], ...]:
     """Groups of parameter names that are one weight."""
     return ((names.EMBEDDING_WEIGHT, names.HEAD_WEIGHT),) if shape.tie_word_embeddings else ()

@@ -8,7 +8,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeloom.config import ModelSection
+from pipeloom.decoder_shape import DecoderShape
 from pipeloom.parallel import vocabulary
 from pipeloom.parallel.tensor import TensorParallel, spread
 
@@ -27,7 +27,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0)
 
 
 def token_loss(
-    shape: ModelSection, label_smoothing: float = 0.0, tensor: TensorParallel | None = None
+    shape: DecoderShape, label_smoothing: float = 0.0, tensor: TensorParallel | None = None
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """`cross_entropy` of what the decoder's last layer puts out: under `tensor`, each rank's part of the logits."""
     cut = spread(tensor)

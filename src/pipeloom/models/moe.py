@@ -13,18 +13,25 @@ from functools import partial
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeloom.config import ModelSection
+from pipeloom.decoder_shape import DecoderShape
 from pipeloom.models.decoder import Attention, RMSNorm
 from pipeloom.models.gate import TopKGate
 from pipeloom.models.moe_overlap import run_in_chunks, run_in_sequence_blocks
 from pipeloom.ops.microbatch import MicrobatchContext
 from pipeloom.ops.random_state import Dropout, TokenPart
 from pipeloom.ops.segments import Compute, Segment, Values, in_order
-from pipeloom.parallel.dispatch import arrive, depart, homeward, land, leave, outward
-from pipeloom.parallel.expert import Experts, TermLinear, enter
+from pipeloom.parallel.dispatch import (
+    combine_segments,
+    dispatch_segments,
+    group_by_expert,
+    permute_for_dispatch,
+    ungroup,
+    unpermute_and_mix,
+)
+from pipeloom.parallel.dispatch_plan import DispatchPlan, ExpertParallel, plan_dispatch
+from pipeloom.parallel.expert import Experts, PartialSumLinear
 from pipeloom.parallel.router import Routing, dropped_between
-from pipeloom.parallel.tensor import TensorParallel, sum_over_ranks
-from pipeloom.parallel.trip import ExpertParallel, Trip, plan
+from pipeloom.parallel.tensor import TensorParallel, enter, sum_over_ranks
 
 
 class SharedExpert(nn.Module):
@@ -32,9 +39,9 @@ class SharedExpert(nn.Module):
 
     def __init__(self, hidden: int, inner: int, tensor: TensorParallel | None) -> None:
         super().__init__()
-        self.gate_proj = TermLinear(hidden, inner, 0, tensor)
-        self.up_proj = TermLinear(hidden, inner, 0, tensor)
-        self.down_proj = TermLinear(inner, hidden, 1, tensor)
+        self.gate_proj = PartialSumLinear(hidden, inner, 0, tensor)
+        self.up_proj = PartialSumLinear(hidden, inner, 0, tensor)
+        self.down_proj = PartialSumLinear(inner, hidden, 1, tensor)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -45,7 +52,7 @@ class SparseFeedForward(nn.Module):
     """The parts of a mixture of experts, called by the segments of its block. Tokens are [tokens, hidden] here."""
 
     def __init__(
-        self, shape: ModelSection, tensor: TensorParallel | None = None, expert: ExpertParallel | None = None
+        self, shape: DecoderShape, tensor: TensorParallel | None = None, expert: ExpertParallel | None = None
     ) -> None:
         super().__init__()
         hidden, inner = shape.hidden_size, shape.expert_width
@@ -55,7 +62,7 @@ class SparseFeedForward(nn.Module):
         self.shared_expert: SharedExpert | None = None
         if shape.num_shared_experts:
             self.shared_expert = SharedExpert(hidden, shape.num_shared_experts * inner, tensor)
-            self.shared_expert_gate = TermLinear(hidden, 1, None, tensor)
+            self.shared_expert_gate = PartialSumLinear(hidden, 1, None, tensor)
 
     def route(self, tokens: Tensor, microbatch: MicrobatchContext | None) -> Routing:
         """Where all tokens of a micro-batch go; the weights carry its auxiliary losses."""
@@ -64,9 +71,9 @@ class SparseFeedForward(nn.Module):
         self.gate.record(routing.tally.counts, dropped_between(wanted, routing), microbatch)
         return replace(routing, weights=self.gate.carry(routing.weights, routing.tally, microbatch))
 
-    def compute(self, rows: Tensor, trip: Trip) -> Tensor:
+    def compute(self, rows: Tensor, dispatch_plan: DispatchPlan) -> Tensor:
         """Rows as they came through this rank's experts, in the same order."""
-        return depart(self.experts(arrive(rows, trip), trip.arrival.counts), trip)
+        return ungroup(self.experts(group_by_expert(rows, dispatch_plan), dispatch_plan.arrival.counts), dispatch_plan)
 
     def share(self, tokens: Tensor) -> Tensor | None:
         """What the shared experts add: sigmoid(gate x) · expert(x) (Qwen-MoE); None where there are none."""
@@ -85,16 +92,16 @@ class SparseBlock(nn.Module):
     """
 
     def __init__(
-        self, shape: ModelSection, tensor: TensorParallel | None = None, expert: ExpertParallel | None = None
+        self, shape: DecoderShape, tensor: TensorParallel | None = None, expert: ExpertParallel | None = None
     ) -> None:
         super().__init__()
         sequence = tensor is not None and tensor.sequence
         part = TokenPart(tensor.index, tensor.size) if tensor is not None and sequence else None
         self.tensor = tensor
-        self.input_layernorm = RMSNorm(shape.hidden_size, sequence)
+        self.input_layernorm = RMSNorm(shape.hidden_size, sequence, shape.rms_norm_eps)
         self.self_attn = Attention(shape, tensor)
         self.attention_dropout = Dropout(shape.dropout, part)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, sequence)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, sequence, shape.rms_norm_eps)
         self.mlp = SparseFeedForward(shape, tensor, expert)
         self.mlp_dropout = Dropout(shape.dropout, part)
 
@@ -112,9 +119,9 @@ class SparseBlock(nn.Module):
             return [Compute("block in sequence blocks", partial(run_in_sequence_blocks, self, microbatch))]
         return [
             Compute("attention", partial(self._attend_and_route, microbatch)),
-            *outward(expert),
+            *dispatch_segments(expert),
             Compute("experts", self._compute),
-            *homeward(expert),
+            *combine_segments(expert),
             Compute("mixture", partial(self._mix, microbatch)),
         ]
 
@@ -142,18 +149,18 @@ class SparseBlock(nn.Module):
         attended = self.attend(values[0], microbatch)
         tokens = self.tokens(attended).flatten(0, 1)
         routing = self.mlp.route(tokens, microbatch)
-        (trip,) = plan([routing], self.mlp.expert)
-        rows, weights = leave(tokens, routing.weights, trip)
-        return rows, weights, trip, attended, (tokens if self.mlp.shared_expert is not None else None)
+        (dispatch_plan,) = plan_dispatch([routing], self.mlp.expert)
+        rows, weights = permute_for_dispatch(tokens, routing.weights, dispatch_plan)
+        return rows, weights, dispatch_plan, attended, (tokens if self.mlp.shared_expert is not None else None)
 
     def _compute(self, values: Values) -> Values:
-        rows, weights, trip, attended, tokens = values
+        rows, weights, dispatch_plan, attended, tokens = values
         shared = None if tokens is None else self.mlp.share(tokens)
-        return self.mlp.compute(rows, trip), weights, trip, attended, shared
+        return self.mlp.compute(rows, dispatch_plan), weights, dispatch_plan, attended, shared
 
     def _mix(self, microbatch: MicrobatchContext | None, values: Values) -> Values:
-        rows, weights, trip, attended, shared = values
-        return (self.add(attended, _plus(land(rows, weights, trip), shared), microbatch),)
+        rows, weights, dispatch_plan, attended, shared = values
+        return (self.add(attended, _plus(unpermute_and_mix(rows, weights, dispatch_plan), shared), microbatch),)
 
 
 def _plus(mixed: Tensor, shared: Tensor | None) -> Tensor:

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from pipeloom.models.decoder import Attention
 from pipeloom.ops.microbatch import MicrobatchContext
 from pipeloom.ops.segments import Communication, Values, begin, in_order
-from pipeloom.parallel.dispatch import homeward, land, leave, outward
-from pipeloom.parallel.router import Draws, Routing
-from pipeloom.parallel.trip import ExpertParallel, Trip, plan
+from pipeloom.parallel.dispatch import combine_segments, dispatch_segments, permute_for_dispatch, unpermute_and_mix
+from pipeloom.parallel.dispatch_plan import DispatchPlan, ExpertParallel, plan_dispatch
+from pipeloom.parallel.router import RouterNoise, Routing
 
 if TYPE_CHECKING:
     from pipeloom.models.moe import SparseBlock, SparseFeedForward
@@ -34,22 +34,22 @@ def run_in_chunks(block: SparseBlock, microbatch: MicrobatchContext | None, valu
     tokens = block.tokens(attended).flatten(0, 1)
     chunks = tokens.tensor_split(expert.chunks)
     routings = _cut(mlp.route(tokens, microbatch), expert.chunks)
-    trips = plan(routings, expert)
+    dispatch_plans = plan_dispatch(routings, expert)
 
-    def depart(at: int) -> Finish:
-        return _dispatch(chunks[at], routings[at], trips[at], expert)
+    def ungroup(at: int) -> Finish:
+        return _dispatch(chunks[at], routings[at], dispatch_plans[at], expert)
 
-    coming, going = depart(0), None
+    coming, going = ungroup(0), None
     shared = mlp.share(tokens)
     mixed: list[Tensor] = []
-    for at, trip in enumerate(trips):
-        arrived, coming = coming, (depart(at + 1) if at + 1 < len(trips) else coming)
-        leaving = _experts_and_combine(mlp, arrived, trip, expert)
+    for at, dispatch_plan in enumerate(dispatch_plans):
+        arrived, coming = coming, (ungroup(at + 1) if at + 1 < len(dispatch_plans) else coming)
+        leaving = _experts_and_combine(mlp, arrived, dispatch_plan, expert)
         if going is not None:
-            mixed.append(_landed(going, trips[at - 1]))
+            mixed.append(_landed(going, dispatch_plans[at - 1]))
         going = leaving
     assert going is not None
-    mixed.append(_landed(going, trips[-1]))
+    mixed.append(_landed(going, dispatch_plans[-1]))
     whole = torch.cat(mixed)
     return (block.add(attended, whole if shared is None else whole + shared, microbatch),)
 
@@ -66,8 +66,8 @@ def run_in_sequence_blocks(block: SparseBlock, microbatch: MicrobatchContext | N
     attention = _BlockAttention(block.self_attn, block.input_layernorm(x))
     spans = [(int(part[0]), int(part[-1]) + 1) for part in torch.arange(x.shape[1]).tensor_split(expert.blocks)]
     tally = None
-    ready: list[tuple[Finish, Trip, Tensor]] = []
-    landing: list[tuple[Finish, Trip, Tensor | None]] = []
+    ready: list[tuple[Finish, DispatchPlan, Tensor]] = []
+    landing: list[tuple[Finish, DispatchPlan, Tensor | None]] = []
     attended: list[Tensor] = []
     for start, end in spans:
         gained = attention.run(start, end)
@@ -78,14 +78,14 @@ def run_in_sequence_blocks(block: SparseBlock, microbatch: MicrobatchContext | N
         if end == x.shape[1]:
             mlp.gate.record(tally.counts, None, microbatch)
             routing = replace(routing, weights=mlp.gate.carry(routing.weights, tally, microbatch))
-        (trip,) = plan([routing], expert)
+        (dispatch_plan,) = plan_dispatch([routing], expert)
         if ready:
             landing.append(_experts_of(mlp, *ready.pop(), expert))
-        ready.append((_dispatch(tokens, routing, trip, expert), trip, tokens))
+        ready.append((_dispatch(tokens, routing, dispatch_plan, expert), dispatch_plan, tokens))
     landing.append(_experts_of(mlp, *ready.pop(), expert))
     parts = []
-    for (finish, trip, shared), block_of in zip(landing, attended, strict=True):
-        mixed = _landed(finish, trip)
+    for (finish, dispatch_plan, shared), block_of in zip(landing, attended, strict=True):
+        mixed = _landed(finish, dispatch_plan)
         parts.append((mixed if shared is None else mixed + shared).view_as(block_of))
     return (block.add(torch.cat(attended, 1), torch.cat(parts, 1).flatten(0, 1), microbatch),)
 
@@ -122,30 +122,32 @@ def _cut(routing: Routing, chunks: int) -> list[Routing]:
     return [Routing(experts, weights, own, routing.tally) for experts, weights, own in parts]
 
 
-def _dispatch(tokens: Tensor, routing: Routing, trip: Trip, expert: ExpertParallel) -> Finish:
-    first, *rest = outward(expert)
+def _dispatch(tokens: Tensor, routing: Routing, dispatch_plan: DispatchPlan, expert: ExpertParallel) -> Finish:
+    first, *rest = dispatch_segments(expert)
     assert isinstance(first, Communication)
-    finish = begin(first, (*leave(tokens, routing.weights, trip), trip))
+    finish = begin(first, (*permute_for_dispatch(tokens, routing.weights, dispatch_plan), dispatch_plan))
     return lambda: in_order(rest, finish())
 
 
-def _experts_and_combine(mlp: SparseFeedForward, arrived: Finish, trip: Trip, expert: ExpertParallel) -> Finish:
-    *before, last = homeward(expert)
+def _experts_and_combine(
+    mlp: SparseFeedForward, arrived: Finish, dispatch_plan: DispatchPlan, expert: ExpertParallel
+) -> Finish:
+    *before, last = combine_segments(expert)
     assert isinstance(last, Communication)
     rows, *others = arrived()
-    return begin(last, in_order(before, (mlp.compute(rows, trip), *others)))
+    return begin(last, in_order(before, (mlp.compute(rows, dispatch_plan), *others)))
 
 
 def _experts_of(
-    mlp: SparseFeedForward, arrived: Finish, trip: Trip, tokens: Tensor, expert: ExpertParallel
-) -> tuple[Finish, Trip, Tensor | None]:
+    mlp: SparseFeedForward, arrived: Finish, dispatch_plan: DispatchPlan, tokens: Tensor, expert: ExpertParallel
+) -> tuple[Finish, DispatchPlan, Tensor | None]:
     shared = mlp.share(tokens)
-    return _experts_and_combine(mlp, arrived, trip, expert), trip, shared
+    return _experts_and_combine(mlp, arrived, dispatch_plan, expert), dispatch_plan, shared
 
 
-def _landed(finish: Finish, trip: Trip) -> Tensor:
+def _landed(finish: Finish, dispatch_plan: DispatchPlan) -> Tensor:
     rows, weights, *_ = finish()
-    return land(rows, weights, trip)
+    return unpermute_and_mix(rows, weights, dispatch_plan)
 
 
 def _mask(block: SparseBlock, x: Tensor, microbatch: MicrobatchContext | None) -> Tensor | None:
@@ -156,7 +158,7 @@ def _mask(block: SparseBlock, x: Tensor, microbatch: MicrobatchContext | None) -
     return dropout(torch.ones_like(x), microbatch).detach()  # type: ignore[no-any-return]
 
 
-def _of_block(draws: Draws, x: Tensor, start: int, end: int) -> Draws:
+def _of_block(draws: RouterNoise, x: Tensor, start: int, end: int) -> RouterNoise:
     """The random numbers of positions start..end-1 of each sequence."""
     if all(value is None for value in (draws.inputs, draws.logits, draws.second)):
         return draws

@@ -1,1 +1,5 @@
 """Autograd pieces that know no process group."""
+
+from pipeloom.ops.products import use_onednn_linear
+
+__all__ = ["use_onednn_linear"]

@@ -7,15 +7,18 @@ and W).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from pipeloom.ops.main_gradient import MainGradients
-from pipeloom.ops.products import add_product, as_rows, linear, multiply
+from pipeloom.ops.products import add_product, adjoint, as_rows, linear, multiply, plain_operations_only
+
+_NO_TASK = -2  # autograd's number outside a backward is -1
 
 
 class Fetched(Protocol):
@@ -24,27 +27,27 @@ class Fetched(Protocol):
     def wait(self) -> Tensor: ...
 
 
-class Ledger:
-    """The weight gradients that one micro-batch still owes."""
+class WeightGradQueue:
+    """The weight gradients of one micro-batch that are still to be computed."""
 
     def __init__(self) -> None:
-        self._owed: list[tuple[Callable[..., None], Callable[[], Fetched] | None]] = []
+        self._entries: list[tuple[Callable[..., None], Callable[[], Fetched] | None]] = []
 
-    def owe(self, work: Callable[..., None], fetch: Callable[[], Fetched] | None = None) -> None:
+    def put(self, work: Callable[..., None], fetch: Callable[[], Fetched] | None = None) -> None:
         """`work()` adds a gradient to its weight's `.grad`; it runs in W.
 
         Args:
             fetch: starts to bring a tensor that `work` is then called with. W starts it while earlier work is done.
         """
-        self._owed.append((work, fetch))
+        self._entries.append((work, fetch))
 
-    def pay(self) -> None:
-        """Does all work owed and lets go of what it held, the latest debt first: that one's tensors are in the cache still.
+    def flush(self) -> None:
+        """Do all queued work and let go of what it held, the latest first: its tensors are in the cache still.
 
         One fetch at most runs ahead.
         """
-        owed, self._owed = self._owed, []
-        fetches = iter([fetch for _, fetch in reversed(owed) if fetch is not None])
+        entries, self._entries = self._entries, []
+        fetches = iter([fetch for _, fetch in reversed(entries) if fetch is not None])
 
         def start() -> Fetched | None:
             fetch = next(fetches, None)
@@ -52,8 +55,8 @@ class Ledger:
 
         with torch.no_grad():
             coming = start()
-            while owed:
-                work, fetch = owed.pop()
+            while entries:
+                work, fetch = entries.pop()
                 if fetch is None or coming is None:
                     work()
                     continue
@@ -62,12 +65,12 @@ class Ledger:
 
 
 def add_weight_gradient(weight: nn.Parameter, x: Tensor, gradient: Tensor, main: MainGradients | None = None) -> None:
-    """weight.grad += gradient^T x, over all leading dimensions; in place where the types allow.
+    """weight.grad += gradient^T conj(x), over all leading dimensions; in place where the types allow.
 
     Args:
         main: where the weight's gradient goes instead, if it is among them.
     """
-    rows, columns = as_rows(gradient), as_rows(x)
+    rows, columns = as_rows(gradient), adjoint(as_rows(x))
     if main is not None and weight in main:
         main.add_product(weight, rows, columns)
     elif weight.grad is None:
@@ -86,76 +89,130 @@ def as_autocast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind))
 
 
-class Desk:
-    """Which micro-batch's ledger a stage's linear layers write to at the moment.
+class StageBackward:
+    """The backward pass that a stage has started itself, as opposed to passes that a layer starts.
 
-    Attributes:
-        ledger: where they owe their weight gradients; None: they compute them in the backward.
-        main: where weight gradients are added; None: to `.grad`.
-        in_place: whether a layer adds its weight gradient itself where there is no ledger, too: one product that adds, in the
-            place of a product, its memory and a sum.
+    A layer may call `torch.autograd.grad` in its forward, in a recomputed forward or in the backward of its own function
+    (gradient penalties, forces). Autograd numbers its passes (graph tasks), so a node can tell which pass runs it. Only
+    nodes of the stage's own pass may write to a weight-gradient queue or a main gradient; in any other pass a weight
+    gradient is an ordinary result, which that pass returns, adds up or differentiates.
     """
 
     def __init__(self) -> None:
-        self.ledger: Ledger | None = None
+        self._task: int | None = _NO_TASK  # None: started, and no node has run yet
+
+    @property
+    def running(self) -> bool:
+        """Whether the node that asks is run by the stage's own pass."""
+        return bool(torch._C._current_graph_task_id() == self._task)
+
+    def run(self, roots: Sequence[GradientEdge | Tensor], gradients: Sequence[Tensor | None]) -> None:
+        """`torch.autograd.backward(roots, gradients)` as the stage's own pass."""
+        # A pass begins with a node on which no other depends, which is one of its roots: the first that runs knows the number.
+        nodes: list[Any] = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
+        hooks = [node.register_prehook(self._enter) for node in nodes]
+        self._task = None
+        try:
+            torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
+        finally:
+            self._task = _NO_TASK
+            for hook in hooks:
+                hook.remove()
+
+    def _enter(self, _: Any) -> None:
+        if self._task is None:
+            self._task = torch._C._current_graph_task_id()
+
+
+class WeightGradContext:
+    """The weight-gradient queue that a stage's linear layers write to at the moment.
+
+    Attributes:
+        queue: where they put their weight gradients; None: they compute them in the backward.
+        main: where weight gradients are added; None: to `.grad`.
+        in_place: whether a layer adds its weight gradient itself where there is no queue, too: one product that adds, in the
+            place of a product, its memory and a sum.
+        stage_backward: the pass in which they do so; in any other, autograd gets the weight gradients. None: in every pass, for
+            layers without a stage whose caller starts no other.
+    """
+
+    def __init__(self, stage_backward: StageBackward | None = None) -> None:
+        self.queue: WeightGradQueue | None = None
         self.main: MainGradients | None = None
         self.in_place = False
+        self.stage_backward = stage_backward
+
+    @property
+    def writes(self) -> bool:
+        """Whether layers whose forward runs now may write their weight gradients themselves."""
+        return self.in_place or self.queue is not None or self.main is not None
+
+    def writes_now(self, weight: Tensor, queue: WeightGradQueue | None) -> bool:
+        """Whether the node of a layer, run now, writes the gradient of `weight` itself instead of returning it to autograd.
+
+        Only in the stage's own pass, and only where nobody waits for autograd to accumulate the gradient: not with a hook on
+        the weight.
+
+        Args:
+            queue: the one of the layer's forward.
+        """
+        if weight._backward_hooks or (self.stage_backward is not None and not self.stage_backward.running):
+            return False
+        main = self.main if self.main is not None and weight in self.main else None
+        if weight._post_accumulate_grad_hooks and (main is None or main.watched(weight)):
+            return False
+        return queue is not None or main is not None or self.in_place
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer whose weight gradient goes to a ledger, or at once to a main gradient, and never through autograd."""
+    """A linear layer whose weight gradient goes past autograd where the context says so: to a queue, or at once to its sum.
+
+    Its backward can be differentiated: what it saves are its inputs, and autograd records the products.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: nn.Parameter,
-        bias: Tensor | None,
-        ledger: Ledger | None,
-        main: MainGradients | None,
+        ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, grad_context: WeightGradContext
     ) -> Tensor:
-        x = as_autocast(x)
         ctx.save_for_backward(x, weight)
         ctx.weight = weight
-        ctx.ledger, ctx.main = ledger, main
+        ctx.grad_context, ctx.queue = grad_context, grad_context.queue
         return linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,) = gradients
         x, weight = ctx.saved_tensors
-        dx = multiply(gradient, weight.to(gradient.dtype)) if ctx.needs_input_grad[0] else None
+        dx = multiply(gradient, adjoint(weight.to(gradient.dtype))) if ctx.needs_input_grad[0] else None
         db = as_rows(gradient).sum(0) if ctx.needs_input_grad[2] else None
-        if ctx.ledger is not None:
-            ctx.ledger.owe(partial(add_weight_gradient, ctx.weight, x.detach(), gradient, ctx.main))
+        dw = None
+        if not ctx.grad_context.writes_now(ctx.weight, ctx.queue):
+            dw = multiply(as_rows(gradient).t(), adjoint(as_rows(x)))
+        elif ctx.queue is not None:
+            ctx.queue.put(partial(add_weight_gradient, ctx.weight, x.detach(), gradient, ctx.grad_context.main))
         else:
-            add_weight_gradient(ctx.weight, x, gradient, ctx.main)
-        return dx, None, db, None, None
+            add_weight_gradient(ctx.weight, x, gradient, ctx.grad_context.main)
+        return dx, dw, db, None
 
 
 @runtime_checkable
-class Deferring(Protocol):
-    """A layer that can put off its own weight gradients: it reads `desk.ledger` in its forward, None meaning not now."""
+class DefersWeightGrads(Protocol):
+    """A layer that can put off its own weight gradients: it reads `grad_context.queue` in its forward, None meaning not now."""
 
-    def defer_to(self, desk: Desk) -> None: ...
+    def set_weight_grad_context(self, grad_context: WeightGradContext) -> None: ...
 
 
-def defer_weight_gradients(module: nn.Module, desk: Desk) -> None:
-    """From now on the plain linear layers inside `module`, and those that are `Deferring`, do as the desk says.
+def defer_weight_gradients(module: nn.Module, grad_context: WeightGradContext) -> None:
+    """From now on the plain linear layers inside `module`, and those that are `DefersWeightGrads`, do as the context says.
 
-    A subclass of `nn.Linear`, or one that somebody gave another forward, keeps that and its gradient in I. So does a weight that
-    has a hook for its gradient (`register_hook`), except in a column layer and an expert's, where it does not fire.
+    A subclass of `nn.Linear`, or one that somebody gave another forward, keeps that and its gradient in I. So does a weight
+    with a hook on it (`register_hook`, `register_post_accumulate_grad_hook`).
     """
     for part in module.modules():
-        if isinstance(part, Deferring):
-            part.defer_to(desk)
+        if isinstance(part, DefersWeightGrads):
+            part.set_weight_grad_context(grad_context)
         elif type(part) is nn.Linear and _is_plain(part.__dict__.get("forward")):
-            part.forward = partial(_forward, part, desk)  # type: ignore[method-assign]
-
-
-def _can_wait(weight: Tensor) -> bool:
-    """Whether nobody but the optimizer looks at the weight's gradient."""
-    return weight.requires_grad and weight.is_leaf and not weight._backward_hooks
+            part.forward = partial(_forward, part, grad_context)  # type: ignore[method-assign]
 
 
 def _is_plain(own: Any) -> bool:
@@ -163,17 +220,31 @@ def _is_plain(own: Any) -> bool:
     return own is None or (isinstance(own, partial) and own.func is _forward)
 
 
-def _forward(layer: nn.Linear, desk: Desk, x: Tensor) -> Tensor:
-    return apply_linear(x, layer.weight, layer.bias, desk)
+def _forward(layer: nn.Linear, grad_context: WeightGradContext, x: Tensor) -> Tensor:
+    return apply_linear(x, layer.weight, layer.bias, grad_context)
 
 
-def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None, desk: Desk | None) -> Tensor:
-    """x weight^T + bias, whose weight gradient goes where the desk says; through autograd where that says nothing.
+def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None, grad_context: WeightGradContext | None) -> Tensor:
+    """x weight^T + bias, whose weight gradient goes where the context says; through autograd where that says nothing.
 
-    A weight that is computed from others (pruned, normed), or that has a hook for its gradient, has that by autograd too.
+    A weight that is computed from others (pruned, normed), or that a transform of `torch.func` has replaced, has its gradient
+    by autograd too.
     """
-    if desk is not None and torch.is_grad_enabled() and _can_wait(weight):
-        adds = desk.in_place or (desk.main is not None and weight in desk.main)
-        if adds or desk.ledger is not None:
-            return _Linear.apply(x, weight, bias, desk.ledger, desk.main)  # type: ignore[no-any-return, no-untyped-call]
-    return linear(x, weight, bias)
+    if (
+        grad_context is None
+        or not grad_context.writes
+        or not _is_plain_operand(x)
+        or not _is_trained(weight)
+        or plain_operations_only()
+    ):
+        return linear(x, weight, bias)
+    return _Linear.apply(as_autocast(x), weight, bias, grad_context)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _is_plain_operand(x: Tensor) -> bool:
+    return type(x) is Tensor or type(x) is nn.Parameter
+
+
+def _is_trained(weight: Tensor) -> bool:
+    """Whether the optimizer trains this very weight, and autograd records what is done with it."""
+    return type(weight) is nn.Parameter and weight.requires_grad and torch.is_grad_enabled()

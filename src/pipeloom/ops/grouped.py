@@ -13,27 +13,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeloom.ops.deferred import Desk, Ledger, as_autocast
+from pipeloom.ops.deferred import WeightGradContext, as_autocast
 from pipeloom.ops.main_gradient import MainGradients
+from pipeloom.ops.products import adjoint, plain_operations_only
 
 _CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _GROUPED_MM: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
-def apply_grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int], desk: Desk | None = None) -> Tensor:
+def apply_grouped_linear(
+    x: Tensor, weight: Tensor, counts: Sequence[int], grad_context: WeightGradContext | None = None
+) -> Tensor:
     """[rows, outputs]: rows of group g of x [rows, inputs] times weight[g]^T.
 
     Args:
         weight: [groups, outputs, inputs].
         counts: rows of each group; they sum to the rows of x.
-        desk: its ledger and main gradients get the weight's gradient, if it has any.
+        grad_context: its queue and main gradients get the weight's gradient, if it has any.
     """
-    ledger, main = (desk.ledger, desk.main) if desk is not None and torch.is_grad_enabled() else (None, None)
-    return _GroupedLinear.apply(x, weight, tuple(counts), ledger, main)  # type: ignore[no-any-return, no-untyped-call]
+    if plain_operations_only():
+        return _by_group(x, weight.transpose(1, 2), counts)
+    return _GroupedLinear.apply(as_autocast(x), weight, tuple(counts), grad_context)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def grouped_multiply(x: Tensor, matrices: Tensor, counts: Sequence[int], how: str | None = None) -> Tensor:
     """[rows, n]: rows of group g of x [rows, k] times matrices[g], [groups, k, n]. `how`: "grouped", "loop", None: either."""
+    if how is None and _recorded(x, matrices):
+        return _by_group(x, matrices, counts)
     if x.shape[0] == 0:
         return x.new_zeros(0, matrices.shape[2])
     if (how or _way(x, matrices.shape[1], matrices.shape[2])) == "grouped":
@@ -47,6 +53,10 @@ def grouped_multiply(x: Tensor, matrices: Tensor, counts: Sequence[int], how: st
 
 def grouped_products(rows: Tensor, columns: Tensor, counts: Sequence[int], how: str | None = None) -> Tensor:
     """[groups, n, k]: rows^T columns of each group's rows [rows, n] and columns [rows, k]; zeros for an empty group."""
+    if how is None and _recorded(rows, columns):
+        ends = list(accumulate(counts))
+        parts = [slice(end - count, end) for count, end in zip(counts, ends, strict=True)]
+        return torch.stack([rows[part].t() @ columns[part] for part in parts])
     shape = (len(counts), rows.shape[1], columns.shape[1])
     if rows.shape[0] == 0:
         return rows.new_zeros(shape)
@@ -63,7 +73,8 @@ def grouped_products(rows: Tensor, columns: Tensor, counts: Sequence[int], how: 
 def add_group_gradients(
     weight: nn.Parameter, x: Tensor, gradient: Tensor, counts: Sequence[int], main: MainGradients | None
 ) -> None:
-    """Adds each group's gradient^T x to the weight's gradient [groups, outputs, inputs], or to its main gradient."""
+    """Adds each group's gradient^T conj(x) to the weight's gradient [groups, outputs, inputs], or to its main gradient."""
+    x = adjoint(x)
     if main is not None and weight in main:
         main.add_products(weight, gradient, x, counts)
     elif weight.grad is None:
@@ -76,35 +87,44 @@ def add_group_gradients(
 
 
 class _GroupedLinear(torch.autograd.Function):
+    """As `_Linear` for a stack of matrices."""
+
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: nn.Parameter,
-        counts: tuple[int, ...],
-        ledger: Ledger | None,
-        main: MainGradients | None,
+        ctx: Any, x: Tensor, weight: nn.Parameter, counts: tuple[int, ...], grad_context: WeightGradContext | None
     ) -> Tensor:
-        x = as_autocast(x)
         ctx.save_for_backward(x, weight)
-        ctx.weight, ctx.counts, ctx.ledger, ctx.main = weight, counts, ledger, main
+        ctx.weight, ctx.counts = weight, counts
+        ctx.grad_context, ctx.queue = grad_context, None if grad_context is None else grad_context.queue
         return grouped_multiply(x, weight.to(x.dtype).transpose(1, 2), counts)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         gradient = gradients[0].contiguous()
         x, weight = ctx.saved_tensors
-        dx = grouped_multiply(gradient, weight.to(gradient.dtype), ctx.counts) if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[1]:
-            return dx, None, None, None, None
-        if ctx.ledger is None and (ctx.main is None or ctx.weight not in ctx.main):
-            return dx, grouped_products(gradient, x, ctx.counts), None, None, None
-        work = partial(add_group_gradients, ctx.weight, x.detach(), gradient, ctx.counts, ctx.main)
-        if ctx.ledger is not None:
-            ctx.ledger.owe(work)
-        else:
-            work()
-        return dx, None, None, None, None
+        wants_x, wants_weight = ctx.needs_input_grad[:2]
+        grad_context: WeightGradContext | None = ctx.grad_context
+        dx = grouped_multiply(gradient, adjoint(weight.to(gradient.dtype)), ctx.counts) if wants_x else None
+        dw = None
+        if wants_weight and grad_context is not None and grad_context.writes_now(ctx.weight, ctx.queue):
+            work = partial(add_group_gradients, ctx.weight, x.detach(), gradient, ctx.counts, grad_context.main)
+            if ctx.queue is not None:
+                ctx.queue.put(work)
+            else:
+                work()
+        elif wants_weight:
+            dw = grouped_products(gradient, adjoint(x), ctx.counts)
+        return dx, dw, None, None
+
+
+def _recorded(*operands: Tensor) -> bool:
+    """Whether autograd is to record a product of these."""
+    return torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
+
+
+def _by_group(x: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:
+    """`grouped_multiply` in operations that autograd records and transforms know."""
+    return torch.cat([rows @ matrices[at] for at, rows in enumerate(torch.split(x, list(counts)))])
 
 
 def _way(x: Tensor, *widths: int) -> str:
@@ -119,7 +139,9 @@ def _way(x: Tensor, *widths: int) -> str:
 
 
 def _offsets(counts: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=device)
+    ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32)
+    # From pageable memory the copy would hold up the host until the device has come to it.
+    return ends.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ends
 
 
 def _runs(counts: Sequence[int]) -> list[tuple[int, int, int]]:

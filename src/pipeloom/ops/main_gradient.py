@@ -22,12 +22,14 @@ class MainGradients:
 
     Attributes:
         opened: False outside a step: what autograd computes then stays in `.grad`.
+        absent: parameters whose buffer has had no gradient since its `restart`.
     """
 
     def __init__(self) -> None:
         self.opened = True
         self._buffers: dict[nn.Parameter, Tensor] = {}
         self._empty: set[nn.Parameter] = set()
+        self.absent: set[nn.Parameter] = set()
         self._hooked: set[nn.Parameter] = set()
 
     def __contains__(self, parameter: Tensor) -> bool:
@@ -50,7 +52,9 @@ class MainGradients:
 
     def restart(self, parameters: Iterable[nn.Parameter]) -> None:
         """Forgets what the buffers hold."""
+        parameters = tuple(parameters)
         self._empty.update(parameters)
+        self.absent.update(parameters)
 
     @torch.no_grad()
     def complete(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -62,8 +66,15 @@ class MainGradients:
                 self._buffers[parameter].zero_()
                 self._empty.discard(parameter)
 
+    def watched(self, parameter: Tensor) -> bool:
+        """Whether somebody else waits, by a hook, for the parameter's gradient to be accumulated.
+
+        Its gradients then add up in `.grad` until `complete`, so that the hook sees them as it does in one process.
+        """
+        return len(parameter._post_accumulate_grad_hooks or ()) > (parameter in self._hooked)
+
     def _arrived(self, parameter: Tensor) -> None:
-        if self.opened:
+        if self.opened and not self.watched(parameter):
             self.collect(parameter)
 
     def collect(self, parameter: Tensor) -> None:
@@ -76,6 +87,7 @@ class MainGradients:
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """buffer += gradient, of any floating dtype."""
         buffer = self._buffers[parameter]
+        self.absent.discard(parameter)
         if parameter in self._empty:
             self._empty.discard(parameter)
             buffer.copy_(gradient)
@@ -86,6 +98,7 @@ class MainGradients:
         """buffer += rows^T columns, [n, out]^T [n, in], with products and sums in the buffer's dtype."""
         first = weight in self._empty
         self._empty.discard(weight)
+        self.absent.discard(weight)
         _add_product(self._buffers[weight], rows, columns, first)
 
     @torch.no_grad()
@@ -94,6 +107,7 @@ class MainGradients:
         buffer, start = self._buffers[weight], 0
         first = weight in self._empty
         self._empty.discard(weight)
+        self.absent.discard(weight)
         for at, count in enumerate(counts):
             end = start + count
             if count:

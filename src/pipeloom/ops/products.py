@@ -1,4 +1,4 @@
-"""Matrix products of linear layers: PyTorch's own, or oneDNN's where those take half the time.
+"""Matrix products of linear layers: PyTorch's own, or after `use_onednn_linear()` oneDNN's where those take half the time.
 
 PyTorch multiplies fp32 matrices on x86 with MKL, which leaves AVX-512 unused on AMD's processors; oneDNN, a part of PyTorch
 too, uses it. The choice depends on the machine and the shapes alone, so that runs repeat bit by bit.
@@ -15,19 +15,61 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-_LEAST_WORK = 2**20  # multiplications; a smaller product does not win back oneDNN's 10 microseconds a call
+_LEAST_WORK = 2**20  # multiplications; below this size oneDNN's call overhead of about 10 microseconds is not recovered
 _TYPES = (Tensor, nn.Parameter)
+_use_onednn = False  # of this process, as PyTorch's own switches of its backends are
+
+
+def use_onednn_linear(use: bool = True) -> bool:
+    """Multiply through oneDNN in linear layers of this process, or (`use=False`) no longer; off until it is called.
+
+    Call it before pipelines are constructed, and on every rank alike: results differ from PyTorch's in the last bits.
+
+    Returns: whether oneDNN is used; never on a machine where PyTorch's own products are as fast (`machine_prefers_onednn`).
+    """
+    global _use_onednn
+    _use_onednn = use and machine_prefers_onednn()
+    return _use_onednn
+
+
+def uses_onednn() -> bool:
+    """Whether `use_onednn_linear` has taken effect in this process."""
+    return _use_onednn
+
+
+def adjoint(factor: Tensor) -> Tensor:
+    """The complex conjugate of a real or complex factor, as gradients of a product need it."""
+    return factor.conj() if factor.is_complex() else factor
+
+
+def plain_operations_only() -> bool:
+    """Whether a compiler or a transform (`torch.func`, forward-mode AD) is at work, which knows PyTorch's own operations only."""
+    return (
+        torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    )
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x weight^T + bias: [..., inputs], [outputs, inputs] and [outputs] -> [..., outputs]."""
     if not _suits(x, weight, weight.shape[0]) or (bias is not None and bias.dtype != x.dtype):
-        return F.linear(x, weight, bias)
+        return _as_own(F.linear(x, weight, bias))
     if not torch.is_grad_enabled():
         return _by_onednn(x, weight, bias)
     return _OneDnnLinear.apply(x, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _as_own(out: Tensor) -> Tensor:
+    """`out` over the same storage, not as the view that PyTorch makes of the rows of a product of more than two dimensions.
+
+    A custom Function that returns a view forbids its caller to change it in place, as in `relu_(linear(x))`.
+    """
+    if torch.is_grad_enabled() or not out._is_view():
+        return out
+    own: Tensor = torch.ops.aten._unsafe_view.default(out, out.shape)
+    return own
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -91,7 +133,8 @@ class _OneDnnLinear(torch.autograd.Function):
 def _suits(x: Tensor, y: Tensor, columns: int) -> bool:
     """Whether oneDNN takes x y or x y^T, of so many columns, and less time for it."""
     return (
-        machine_prefers_onednn()
+        _use_onednn
+        and not torch.compiler.is_compiling()
         and x.dtype == y.dtype == torch.float32
         and x.device.type == y.device.type == "cpu"
         and type(x) in _TYPES
@@ -100,8 +143,7 @@ def _suits(x: Tensor, y: Tensor, columns: int) -> bool:
         and prod(x.shape) * columns >= _LEAST_WORK
         and bool(torch.backends.mkldnn.enabled)
         and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
+        and not plain_operations_only()
     )
 
 

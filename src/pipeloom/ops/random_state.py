@@ -1,15 +1,20 @@
 """Random numbers as a function of where they are used: no state to save, replay or fork.
 
-A dropout mask depends on the seed, the step, the micro-batch and the layer's global name only. So recomputation draws the
-same mask again, the order in which a schedule runs micro-batches does not matter, a resumed run goes on exactly, and every
-layout drops what one process drops: a rank that holds a part of the tokens takes its part of the same mask.
+A dropout mask depends on the seed, the step, the sample's number in the whole batch and the layer's global name only. So
+recomputation draws the same mask again, the order in which a schedule runs micro-batches does not matter, a resumed run goes on
+exactly, and every layout drops what one process drops, into however many micro-batches and replicas it cuts the batch: a rank
+that holds a part of the tokens takes its part of the same mask.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import random
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +36,41 @@ class Source:
     seed: int
     name: str
 
-    def generator(self, microbatch: MicrobatchContext, device: torch.device) -> torch.Generator:
-        """A fresh generator for this layer and micro-batch. CPU and CUDA draw different numbers from it."""
-        seed = stable_seed("random", self.seed, microbatch.step, microbatch.index, self.name)
-        return torch.Generator(device).manual_seed(seed)
+    def generators(self, microbatch: MicrobatchContext, device: torch.device) -> Iterator[torch.Generator]:
+        """A fresh generator for this layer and each sample of the micro-batch; one is used before the next is asked for.
+
+        CPU and CUDA draw different numbers from it.
+        """
+        generator = torch.Generator(device)
+        for sample in range(microbatch.first, microbatch.first + microbatch.samples):
+            yield generator.manual_seed(stable_seed("random", self.seed, microbatch.step, sample, self.name))
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Random numbers drawn inside follow from `seed`; afterwards the caller's generators go on as if nothing had been drawn.
+
+    Covers torch's generators of the CPU and of CUDA devices in use, Python's `random` and NumPy's global one if it is imported.
+    """
+    devices = torch.cuda.default_generators if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    generators = [torch.default_generator, *devices]
+    states = [generator.get_state() for generator in generators]
+    python = random.getstate()
+    numpy: Any = sys.modules.get("numpy.random")
+    numpy_state = None if numpy is None else numpy.get_state()
+    try:
+        for generator in generators:
+            generator.manual_seed(seed)
+        random.seed(seed)
+        if numpy is not None:
+            numpy.seed(seed % 2**32)
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        random.setstate(python)
+        if numpy is not None:
+            numpy.set_state(numpy_state)
 
 
 @dataclass(frozen=True)
@@ -62,22 +98,32 @@ class Dropout(nn.Module):
         self.source: Source | None = None
 
     def forward(self, x: Tensor, microbatch: MicrobatchContext | None) -> Tensor:
-        """x [..., tokens, width] -> the same shape. Raises UsageError in training where it cannot tell what to draw."""
+        """x [samples, ..., tokens, width] -> the same shape; as many rows for each sample of the micro-batch.
+
+        Raises UsageError in training where it cannot tell what to draw.
+        """
         if not self.training or self.probability == 0:
             return x
         if self.source is None or microbatch is None:
-            raise UsageError("dropout must know its place: set `source`, and give the keyword argument `microbatch`")
+            raise UsageError("Dropout needs `source` and the keyword argument `microbatch` in training")
+        if x.shape[0] % microbatch.samples or (x.ndim < 3 and self.part.count > 1):
+            raise UsageError(
+                f"dropout of a micro-batch of {microbatch.samples} samples got {list(x.shape)}; it takes "
+                "[samples, ..., tokens, width]"
+            )
         tokens = x.shape[-2]
         whole = (*x.shape[:-2], tokens * self.part.count, x.shape[-1])
         keep = torch.empty(whole, dtype=torch.bool, device=x.device)
-        keep.bernoulli_(1 - self.probability, generator=self.source.generator(microbatch, x.device))
+        rows = keep.chunk(microbatch.samples) if x.shape[0] else ()
+        for row, generator in zip(rows, self.source.generators(microbatch, x.device), strict=True):
+            row.bernoulli_(1 - self.probability, generator=generator)
         if self.part.count > 1:
             keep = keep.narrow(-2, self.part.index * tokens, tokens).clone()  # the rest need not stay for the backward
         return x * keep * (1 / (1 - self.probability))
 
 
 @runtime_checkable
-class Drawing(Protocol):
+class NeedsRandomSource(Protocol):
     """A layer that draws: whoever builds it sets its source."""
 
     source: Source | None
@@ -86,5 +132,5 @@ class Drawing(Protocol):
 def set_sources(module: nn.Module, seed: int, name: str) -> None:
     """Tells each layer inside `module` that draws, `name` being the module's global name, where its numbers come from."""
     for path, part in module.named_modules():
-        if isinstance(part, Drawing):
+        if isinstance(part, NeedsRandomSource):
             part.source = Source(seed, f"{name}.{path}" if path else name)

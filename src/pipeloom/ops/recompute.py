@@ -2,39 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from pipeloom.errors import UsageError
+from pipeloom.ops.buffer_state import BufferState
+
 
 def recomputed(run: Callable[..., Any], values: tuple[Any, ...], module: nn.Module) -> Any:
     """`run(*values)`, whose results know their gradient without what was computed on the way being kept.
 
-    The second run draws the same random numbers as the first, and leaves the buffers of `module` as they were before it:
-    what counts or averages in a forward counts once.
+    The second run draws the same random numbers as the first, starts from the buffers of `module` that the first one read,
+    and leaves no trace in them: what counts, averages or iterates in a forward does so once.
+
+    Raises UsageError when `run` changes an input in place: the second run would get another one. (Where something else does
+    so, torch finds out in the backward.)
     """
     if not torch.is_grad_enabled():
         return run(*values)
-    contexts = partial(_contexts, list(module.buffers()))
-    return checkpoint(run, *values, use_reentrant=False, context_fn=contexts)
+    first = _First(values, module)
+    return checkpoint(run, *values, use_reentrant=False, context_fn=lambda: (first, _Again(first)))
 
 
-def _contexts(buffers: list[Tensor]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), (_unchanged(buffers) if buffers else nullcontext())
+class _First:
+    """The context of the first run: the state that it finds."""
+
+    def __init__(self, values: tuple[Any, ...], module: nn.Module) -> None:
+        self._module = module
+        self._inputs = [(value, value._version) for value in values if _counts_changes(value)]
+        self.buffers = BufferState(module)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is None:
+            if any(value._version != version for value, version in self._inputs):
+                raise UsageError(
+                    f"{type(self._module).__name__} is recomputed, and its forward changes its input in place: work on a copy "
+                    "there (inplace=False), or leave the layer out of `recompute`"
+                )
+            self.buffers.keep_what_changed()
 
 
-@contextmanager
-def _unchanged(buffers: list[Tensor]) -> Iterator[None]:
-    before = [(buffer, buffer.detach().clone(), buffer._version) for buffer in buffers]
-    try:
-        yield
-    finally:  # the second run is stopped by an exception once it has all that is needed
-        with torch.no_grad():
-            for buffer, value, version in before:
-                if buffer._version != version:
-                    buffer.copy_(value)
+def _counts_changes(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_inference()
+
+
+class _Again:
+    """The context of a further run, from the same state. A pass inside the first run may cause one before that has ended."""
+
+    def __init__(self, first: _First) -> None:
+        self._first = first
+
+    def __enter__(self) -> None:
+        self._first.buffers.swap_in()
+
+    def __exit__(self, *_: Any) -> None:  # by an exception too: torch ends the run once it has all that is needed
+        self._first.buffers.swap_out()

@@ -11,14 +11,45 @@ needs travels there, the residual stream too. A floating tensor that requires a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 Values = tuple[Any, ...]
+
+
+class _Meter:
+    """Where waiting inside a compute segment is counted; `watch` is None while no engine runs."""
+
+    watch: Callable[[str], AbstractContextManager[None]] | None = None
+
+
+_METER = _Meter()  # of the process, not of the thread: on a GPU, autograd runs a layer's backward in threads of its own
+
+
+def report_standstills_to(watch: Callable[[str], AbstractContextManager[None]] | None) -> None:
+    """From now on `standstill(name)` enters `watch(name)`: set by the engine of the rank that runs. None: nowhere."""
+    _METER.watch = watch
+
+
+@contextmanager
+def standstill(name: str) -> Iterator[None]:
+    """Count the time inside as time for which computation stands still for the communication called `name`.
+
+    For code of a layer that waits inside a compute segment, where the engine cannot see it.
+    """
+    watch = _METER.watch
+    if watch is None:
+        yield
+    else:
+        with watch(name):
+            yield
 
 
 class Pending(Protocol):
@@ -124,7 +155,7 @@ def begin(communication: Communication, values: Values) -> Callable[[], Values]:
     """
     moving = [at for at, value in enumerate(values) if carries(value)] if torch.is_grad_enabled() else []
     if not moving:
-        return communication.start(values).wait
+        return partial(_arrive, communication.name, communication.start(values))
     call = _Call(communication, values, moving)
     marks = _Begin.apply(call, *(values[at] for at in moving))  # type: ignore[no-untyped-call]
 
@@ -136,6 +167,11 @@ def begin(communication: Communication, values: Values) -> Callable[[], Values]:
         return tuple(results)
 
     return finish
+
+
+def _arrive(name: str, pending: Pending) -> Values:
+    with standstill(name):
+        return pending.wait()
 
 
 class _Call:
@@ -158,7 +194,8 @@ class _Call:
     def arrived(self) -> Values:
         pending, self.pending = self.pending, None
         assert pending is not None, "a communication was waited for before its start"
-        return pending.wait()
+        with standstill(self.communication.name):
+            return pending.wait()
 
 
 class _Begin(torch.autograd.Function):
@@ -170,6 +207,7 @@ class _Begin(torch.autograd.Function):
         return tuple(tensor.new_empty(0) for tensor in tensors)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *marks: Tensor) -> Any:
         found = ctx.call.arrived()
         return None, *(found[at] for at in ctx.call.moving)
@@ -184,6 +222,7 @@ class _End(torch.autograd.Function):
         return tuple(results[at] for at in call.moving)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         call: _Call = ctx.call
         given = call.placed(gradients, (None,) * len(call.saved))

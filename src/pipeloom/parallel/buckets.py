@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from pipeloom.parallel.laid import WHOLE, Laid
 from pipeloom.parallel.mesh import Axis, Mesh
+from pipeloom.parallel.sharding import WHOLE, ParameterSharding
 
 _ALIGNMENT = 32  # elements
 
 
 @dataclass(frozen=True)
-class Held:
+class BucketParameter:
     """A parameter that this process holds.
 
     Attributes:
         name: global name.
         parameter: it.
         stages: those whose backward adds to its gradient.
-        laid: how it is laid over ranks.
+        sharding: how it is laid over ranks.
     """
 
     name: str
     parameter: nn.Parameter
     stages: tuple[int, ...]
-    laid: Laid = WHOLE
+    sharding: ParameterSharding = WHOLE
 
     @property
     def decays(self) -> bool:
@@ -41,7 +42,7 @@ class Held:
 class Slot:
     """Where a parameter's elements stand in its bucket."""
 
-    held: Held
+    held: BucketParameter
     start: int
     stop: int
 
@@ -56,28 +57,45 @@ class Bucket:
         axis: the ranks that the gradients are summed over.
         partial: whether they are summed over tp too.
         slots: where each parameter stands.
-        size: elements, a multiple of the axis's size; those between and after slots belong to no parameter and are zeros.
+        stop: where the parameters' elements end; those between slots belong to no parameter and are zeros.
+        size: elements, in equal aligned shares for the axis: behind `stop` stands one for each parameter, see `mark`.
         flat: the gradients.
         before: reduced gradients of earlier steps, which the present step's are added to.
+        absent_before: parameters that have none in `before`.
         part: with sharded gradients the reduced slice of this rank, else `flat`.
     """
 
-    def __init__(self, members: Sequence[Held], axis: Axis) -> None:
+    def __init__(self, members: Sequence[BucketParameter], axis: Axis) -> None:
         first = members[0]
         self.slots = _slots(members)
         self.axis = axis
-        self.partial = first.laid.partial
+        self.partial = first.sharding.partial
         self.stages = frozenset(first.stages)
-        self.size = -(-self.slots[-1].stop // axis.size) * axis.size
+        self.stop = _aligned(self.slots[-1].stop)
+        self.size = _aligned(-(-(self.stop + len(self.slots)) // axis.size)) * axis.size
         self.dtype = main_dtype(first.parameter.dtype)
         self.flat = torch.zeros(self.size, dtype=self.dtype, device=first.parameter.device)
         self.part = self.flat
         self.before: Tensor | None = None
+        self.absent_before: frozenset[nn.Parameter] = frozenset()
         self.content: Literal["empty", "local", "reduced"] = "empty"
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         return [slot.held.parameter for slot in self.slots]
+
+    @property
+    def marks(self) -> slice:
+        """The elements behind the parameters, one for each."""
+        return slice(self.stop, self.stop + len(self.slots))
+
+    def mark(self, absent: AbstractSet[nn.Parameter]) -> None:
+        """Writes 1 for each parameter that has a gradient here and 0 for the `absent`: the sum says whether any rank has one."""
+        if absent.isdisjoint(self.parameters):
+            self.flat[self.marks].fill_(1)
+        else:
+            present = [float(parameter not in absent) for parameter in self.parameters]
+            self.flat[self.marks] = torch.tensor(present, dtype=self.dtype, device=self.flat.device)
 
     @property
     def share(self) -> slice:
@@ -87,8 +105,8 @@ class Bucket:
 
     def runs(self, chosen: slice) -> Iterator[tuple[bool, slice]]:
         """The stretches of `chosen` elements that decay and that do not: (whether, elements), at most one of each."""
-        border = next((slot.start for slot in self.slots if not slot.held.decays), self.size)
-        for decays, start, stop in ((True, 0, border), (False, border, self.size)):
+        border = next((slot.start for slot in self.slots if not slot.held.decays), self.stop)
+        for decays, start, stop in ((True, 0, border), (False, border, self.stop)):
             start, stop = max(start, chosen.start), min(stop, chosen.stop)
             if start < stop:
                 yield decays, slice(start, stop)
@@ -104,7 +122,7 @@ class Bucket:
             yield slot, flat[slot.start : slot.stop].view(slot.held.parameter.shape)
 
 
-def make_buckets(held: Sequence[Held], mesh: Mesh, capacity: int) -> tuple[Bucket, ...]:
+def make_buckets(held: Sequence[BucketParameter], mesh: Mesh, capacity: int) -> tuple[Bucket, ...]:
     """Buckets for the parameters that train, in the order in which they are reduced: the same on all ranks of an axis.
 
     A bucket holds parameters of the same stages, axis and dtype. Those sharded over ep are reduced over edp, others over dp.
@@ -113,11 +131,11 @@ def make_buckets(held: Sequence[Held], mesh: Mesh, capacity: int) -> tuple[Bucke
         held: in order of the forward.
         capacity: bytes of gradients after which a bucket is full; a larger parameter has one of its own.
     """
-    groups: dict[tuple[object, ...], list[list[Held]]] = {}
+    groups: dict[tuple[object, ...], list[list[BucketParameter]]] = {}
     for each in reversed(held):
         if each.parameter.requires_grad:
-            parameter, expert = each.parameter, each.laid.over("ep") is not None
-            key = (each.stages, expert, each.laid.partial, parameter.dtype, parameter.device)
+            parameter, expert = each.parameter, each.sharding.over("ep") is not None
+            key = (each.stages, expert, each.sharding.partial, parameter.dtype, parameter.device)
             members = groups.setdefault(key, [[]])
             size = sum(other.parameter.numel() for other in (*members[-1], each)) * main_dtype(parameter.dtype).itemsize
             if members[-1] and size > capacity:
@@ -125,20 +143,25 @@ def make_buckets(held: Sequence[Held], mesh: Mesh, capacity: int) -> tuple[Bucke
             members[-1].append(each)
     place = {each.name: at for at, each in enumerate(reversed(held))}
     buckets = [
-        Bucket(members, mesh.edp if members[0].laid.over("ep") is not None else mesh.dp)
+        Bucket(members, mesh.edp if members[0].sharding.over("ep") is not None else mesh.dp)
         for group in groups.values()
         for members in group
     ]
     return tuple(sorted(buckets, key=lambda bucket: max(place[slot.held.name] for slot in bucket.slots)))
 
 
-def _slots(members: Sequence[Held]) -> tuple[Slot, ...]:
+def _slots(members: Sequence[BucketParameter]) -> tuple[Slot, ...]:
     """Matrices first, so that what decays is one run; each parameter begins at a multiple of 64 bytes at least."""
     slots, start = [], 0
     for each in sorted(members, key=lambda each: not each.decays):
         slots.append(Slot(each, start, start + each.parameter.numel()))
-        start = -(-slots[-1].stop // _ALIGNMENT) * _ALIGNMENT
+        start = _aligned(slots[-1].stop)
     return tuple(slots)
+
+
+def _aligned(elements: int) -> int:
+    """`elements` rounded up."""
+    return -(-elements // _ALIGNMENT) * _ALIGNMENT
 
 
 def main_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pipeloom.errors import UsageError
 from pipeloom.parallel.mesh import Axis
+from pipeloom.parallel.through_host import goes_through_host, start
 
 # torch 2.13 calls them so, and warns of the older names
 _GATHER, _SCATTER = (
@@ -46,14 +47,14 @@ class Pending:
 
 def start_all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Pending:
     """The sum (or another `op`) over the axis, written into `x` itself, which must be contiguous."""
-    return Pending(dist.all_reduce(x, op, group=axis.group, async_op=True), lambda: x, x)
+    return Pending(start(dist.all_reduce, x, None, op, group=axis.group), lambda: x, x)
 
 
 def start_all_gather(x: Tensor, axis: Axis) -> Pending:
     """[..., t, width] of each rank -> [..., size · t, width]: the ranks' tokens one after the other."""
     part = x.contiguous()
     parts = part.new_empty((axis.size, *part.shape))
-    work = getattr(dist, _GATHER)(_rows(parts), _rows(part), group=axis.group, async_op=True)
+    work = start(getattr(dist, _GATHER), _rows(parts), _rows(part), group=axis.group)
 
     def finish() -> Tensor:
         # without leading dimensions, or with one sequence, this is a view
@@ -66,7 +67,7 @@ def start_gather_slices(flat: Tensor, axis: Axis) -> Pending:
     """Every rank's slice of `flat`, [size · n], on every rank: rank r's own elements are r·n to (r+1)·n."""
     parts = flat.view(axis.size, -1)
     own = parts[axis.index].clone() if flat.device.type == "cpu" else parts[axis.index]  # NCCL works in place
-    work = getattr(dist, _GATHER)(flat, own, group=axis.group, async_op=True)
+    work = start(getattr(dist, _GATHER), flat, own, group=axis.group)
     return Pending(work, lambda: flat, own)
 
 
@@ -82,17 +83,17 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
             f"nearest: {' or '.join(str(n) for n in _multiples(tokens, axis.size))}"
         )
     parts = x.view(*x.shape[:-2], axis.size, tokens // axis.size, x.shape[-1]).movedim(-3, 0).contiguous()
-    if parts.device.type == "cpu":
+    if parts.device.type == "cpu" or goes_through_host(parts.device, axis.group):
         return _exchange_and_sum(parts, axis)
     own = torch.empty_like(parts[0])
-    work = getattr(dist, _SCATTER)(_rows(own), _rows(parts), group=axis.group, async_op=True)
+    work = start(getattr(dist, _SCATTER), _rows(own), _rows(parts), group=axis.group)
     return Pending(work, lambda: own, parts)
 
 
 def _exchange_and_sum(parts: Tensor, axis: Axis) -> Pending:
     """gloo's own reduce-scatter is an all-reduce of which most is thrown away; this sends half, and sums in rank order."""
     received = torch.empty_like(parts)
-    work = dist.all_to_all_single(_rows(received), _rows(parts), group=axis.group, async_op=True)
+    work = start(dist.all_to_all_single, _rows(received), _rows(parts), group=axis.group)
     return Pending(work, lambda: received.sum(0), parts)
 
 

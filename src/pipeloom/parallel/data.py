@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from pipeloom.errors import UsageError
+from pipeloom.ops.deferred import StageBackward
 from pipeloom.ops.main_gradient import MainGradients
-from pipeloom.parallel.buckets import Bucket, Held, make_buckets
-from pipeloom.parallel.collectives import start_all_reduce
+from pipeloom.parallel.buckets import Bucket, BucketParameter, make_buckets
+from pipeloom.parallel.collectives import Pending, start_all_reduce, start_gather_slices
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.reduction import Reducer, Reduction
+from pipeloom.parallel.through_host import start
 
 CAPACITY = 25 * 2**20  # bytes of a bucket
 AFTER_TIES = -1  # the "stage" of a weight that other pipeline ranks hold too: it is done when they have been summed
@@ -37,7 +39,8 @@ class GradientSync:
 
     Under `no_sync` nothing is reduced: `.grad` holds what this rank has added up since the last reduction. The next step
     without it reduces all of that, once, and adds it to what was reduced before. `zero_grad`, or a `.grad` set to None,
-    drops a gradient, reduced or not. A parameter that no micro-batch used gets zeros.
+    drops a gradient, reduced or not. A gradient is None if it is None on every replica, as in one process; otherwise a
+    replica's None counts as zeros.
 
     Every rank of the mesh makes one, with the same parameters in the same order, and calls it in the same order.
 
@@ -48,17 +51,23 @@ class GradientSync:
         share_memory: sum through shared memory where all ranks of an axis are on the CPUs of one machine.
         capacity: bytes of a bucket.
         timeout: seconds after which a rank whose gradients do not come through shared memory counts as gone.
+        stage_backward: the pass whose gradients say that a bucket is full; None: any pass.
+
+    Attributes:
+        changed: called when somebody else than the optimizer has written to the parameters (fp32 copies of them are read anew).
+        absent: after a step, the parameters without a gradient: no micro-batch of any replica used them.
     """
 
     def __init__(
         self,
-        held: Sequence[Held],
+        held: Sequence[BucketParameter],
         mesh: Mesh,
         *,
         sharded: bool = False,
         share_memory: bool = False,
         capacity: int = CAPACITY,
         timeout: float = 300.0,
+        stage_backward: StageBackward | None = None,
     ) -> None:
         self.main = MainGradients()
         self.main.opened = False
@@ -67,7 +76,15 @@ class GradientSync:
         self.buckets = make_buckets(held, mesh, capacity)
         self._reducer = Reducer(self.buckets, mesh, sharded=sharded, share_memory=share_memory, timeout=timeout)
         self.syncing = True
+        self._stage_backward = stage_backward
+        self._inner: set[int] = (
+            set()
+        )  # buckets that a pass inside a layer adds to, so that the stage's own may not fill them
+        self._first = stage_backward is not None
+        self.absent: set[nn.Parameter] = set()
+        self.changed: list[Callable[[], None]] = []
         self._views: dict[str, Tensor] = {}
+        self._parameters: dict[str, nn.Parameter] = {}
         self._pending: dict[int, Reduction] = {}
         self._open: dict[int, set[int]] = {}  # bucket -> stages that are not done
         self._awaited: dict[int, set[nn.Parameter]] = {}  # bucket -> parameters that the last backward has not reached
@@ -75,6 +92,7 @@ class GradientSync:
         self._hooks: list[Any] = []  # autograd's nodes live only as long as somebody holds them
         for at, bucket in enumerate(self.buckets):
             for slot, view in bucket.views(bucket.flat):
+                self._parameters[slot.held.name] = slot.held.parameter
                 self.main.hold(slot.held.parameter, view)
                 self._views[slot.held.name] = view
             for parameter in bucket.parameters if bucket.axis.size > 1 else ():
@@ -88,16 +106,21 @@ class GradientSync:
         self._open = {at: set(bucket.stages) for at, bucket in enumerate(self.buckets)}
         for bucket in self.buckets:
             self._open_bucket(bucket)
+        self.absent = set()
         self.main.opened = True
 
     def last_backward(self, stage: int) -> None:
         """Call it before a stage's last backward, if that is one call of autograd's and puts off no weight gradient.
 
-        Then a bucket's reduction starts when its last gradient is there, beside the rest of the stage's backward.
+        Then a bucket's reduction starts when its last gradient is there, beside the rest of the stage's backward. Not in the
+        first step, which shows where layers accumulate gradients in a pass of their own (a reentrant checkpoint): such
+        buckets, and those behind them, wait for the end of the stage.
         """
-        if self.syncing:
+        if self.syncing and not self._first:
             for at, bucket in enumerate(self.buckets):
                 if self._open[at] == {stage}:
+                    if at in self._inner:
+                        return
                     self._awaited[at] = set(bucket.parameters)
 
     def stage_done(self, stage: int) -> None:
@@ -115,18 +138,28 @@ class GradientSync:
         if self.syncing:
             for at in range(len(self.buckets)):
                 self._start(at)
+            marks = self._start_marks()
             for at, bucket in enumerate(self.buckets):
                 bucket.part = self._pending[at].wait().view(-1)
+            sums: dict[Bucket, Tensor] = {}
+            for buckets, pending in marks:
+                sums |= zip(buckets, torch.split(pending.wait(), [len(each.slots) for each in buckets]), strict=True)
             self._sum_partial()
+            for bucket in self.buckets:
+                self.absent |= self._absent_everywhere(bucket, sums.get(bucket))
         for bucket in self.buckets:
             if not self.syncing:
                 self.main.complete(bucket.parameters)
-            elif bucket.before is not None:
+                self.absent |= self.main.absent.intersection(bucket.parameters)
+            if bucket.before is not None:
+                self.absent -= set(bucket.parameters) - bucket.absent_before
+            if self.syncing and bucket.before is not None:
                 bucket.part += bucket.before
                 bucket.before = None
             bucket.content = "reduced" if self.syncing else "local"
             self._show(bucket)
         self.main.opened = False
+        self._first = False
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -144,14 +177,39 @@ class GradientSync:
             for parameter in bucket.parameters:
                 parameter.grad = None
 
-    def gradient(self, name: str) -> Tensor:
-        """The gradient of a parameter, in its shape. Raises UsageError for a parameter that does not train."""
+    def gradient(self, name: str) -> Tensor | None:
+        """The gradient of a parameter, in its shape; None where no micro-batch of any replica used the parameter.
+
+        Raises UsageError for a parameter that does not train.
+        """
         if name not in self._views:
             raise UsageError(f"no gradient is kept for {name!r}")
-        return self._views[name]
+        return None if self._parameters[name] in self.absent else self._views[name]
 
-    def put_back(self) -> None:
-        """Declares that the buckets' parts hold a step's reduced gradients again, after somebody has copied them in."""
+    @torch.no_grad()
+    def whole_gradients(self) -> dict[str, Tensor | None]:
+        """Name -> the gradient in the parameter's shape, with all replicas' slices where they are sharded; None as `gradient`.
+
+        Collective over the replicas.
+        """
+        whole: dict[str, Tensor | None] = {}
+        for bucket in self.buckets:
+            flat = bucket.flat
+            if self.sharded and bucket.axis.size > 1:
+                flat = torch.zeros_like(bucket.flat)
+                flat[bucket.share] = bucket.part
+                start_gather_slices(flat, bucket.axis).wait()
+            for slot, view in bucket.views(flat):
+                whole[slot.held.name] = None if slot.held.parameter in self.absent else view
+        return whole
+
+    def put_back(self, absent: set[nn.Parameter]) -> None:
+        """Declares that the buckets' parts hold a step's reduced gradients again, after somebody has copied them in.
+
+        Args:
+            absent: as it was after that step.
+        """
+        self.absent = absent
         for bucket in self.buckets:
             bucket.content = "reduced"
             self._show(bucket)
@@ -166,6 +224,7 @@ class GradientSync:
             parameter.grad = None
         if bucket.content == "reduced":
             bucket.before = bucket.part.clone()
+            bucket.absent_before = frozenset(self.absent.intersection(bucket.parameters))
         if bucket.content != "local":
             self.main.restart(bucket.parameters)
 
@@ -175,13 +234,18 @@ class GradientSync:
             bucket.content, bucket.before = "empty", None
             return
         for slot, view in bucket.views(bucket.flat):
-            gradient = slot.held.parameter.grad
+            parameter, gradient = slot.held.parameter, slot.held.parameter.grad
             if gradient is None:
+                self.absent.add(parameter)
+                self.main.absent.add(parameter)
+                bucket.absent_before |= {parameter}
                 view.zero_()
                 if bucket.before is not None:
                     bucket.before[slot.start : slot.stop].zero_()
             elif gradient is not self._views[slot.held.name]:
                 view.copy_(gradient)
+                self.absent.discard(parameter)
+                self.main.absent.discard(parameter)
         if bucket.content == "empty":
             bucket.content = "local"
 
@@ -192,7 +256,33 @@ class GradientSync:
         self._awaited.pop(at, None)
         bucket = self.buckets[at]
         self.main.complete(bucket.parameters)
+        if bucket.axis.size > 1 or bucket.partial:
+            bucket.mark(self.main.absent)
         self._pending[at] = self._reducer.start(bucket)
+
+    def _start_marks(self) -> list[tuple[list[Bucket], Pending]]:
+        """The sum of all buckets' marks, one all-reduce per axis: where each rank gets its slice of the gradients only."""
+        axes = dict.fromkeys(bucket.axis for bucket in self.buckets if bucket.axis.size > 1) if self.sharded else ()
+        started = []
+        for axis in axes:
+            buckets = [bucket for bucket in self.buckets if bucket.axis == axis]
+            marks = torch.cat([bucket.flat[bucket.marks].real.float() for bucket in buckets])
+            started.append((buckets, start_all_reduce(marks, axis)))
+        return started
+
+    def _absent_everywhere(self, bucket: Bucket, sums: Tensor | None) -> set[nn.Parameter]:
+        """The parameters that have no gradient on any rank of the axis.
+
+        Args:
+            sums: of the marks; None: they stand in the bucket.
+        """
+        absent = self.main.absent.intersection(bucket.parameters)
+        if not absent or not (bucket.axis.size > 1 or bucket.partial):
+            return absent
+        found = (
+            bucket.flat[bucket.marks] if sums is None else sums
+        ).tolist()  # on a GPU this waits, but only if one is absent
+        return {parameter for parameter, total in zip(bucket.parameters, found, strict=True) if not total}
 
     def _sum_partial(self) -> None:
         """The second sum, over tp, of what each tp rank saw of its own tokens only."""
@@ -204,10 +294,14 @@ class GradientSync:
     def _show(self, bucket: Bucket) -> None:
         if bucket.visible and not self.sharded:
             for slot in bucket.slots:
-                slot.held.parameter.grad = self._views[slot.held.name]
+                absent = slot.held.parameter in self.absent
+                slot.held.parameter.grad = None if absent else self._views[slot.held.name]
 
     def _reached(self, at: int, parameter: nn.Parameter, *_: Any) -> None:
-        """Autograd has added up the gradient of a parameter in this backward."""
+        """Autograd has added up the gradient of a parameter in this pass."""
+        if self._stage_backward is not None and not self._stage_backward.running:
+            self._inner.add(at)
+            return
         if at not in self._awaited:
             return
         with self._lock:  # on a GPU autograd has threads of its own
@@ -221,8 +315,8 @@ class GradientSync:
 def allreduce_gradients(parameters: Iterable[nn.Parameter], group: Any = None) -> None:
     """Sets every `.grad` to the sum over the group, by hand: for training loops without a Pipeline.
 
-    All ranks of the group pass the same parameters in the same order; one without a gradient counts as zeros. One collective
-    a dtype.
+    All ranks of the group pass the same parameters in the same order. A gradient that is None on every rank stays None;
+    otherwise None counts as zeros. One collective per dtype.
     """
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -230,8 +324,11 @@ def allreduce_gradients(parameters: Iterable[nn.Parameter], group: Any = None) -
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
     for members in by_dtype.values():
         grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in members]
-        flat = torch.cat([gradient.reshape(-1) for gradient in grads])
-        dist.all_reduce(flat, group=group)
-        pieces = torch.split(flat, [p.numel() for p in members])
-        for parameter, piece in zip(members, pieces, strict=True):
-            parameter.grad = piece.view(parameter.shape)
+        present = [float(p.grad is not None) for p in members]
+        marks = torch.tensor(present, dtype=grads[0].dtype, device=grads[0].device)
+        flat = torch.cat([gradient.reshape(-1) for gradient in [*grads, marks]])
+        start(dist.all_reduce, flat, None, dist.ReduceOp.SUM, group=group).wait()
+        *pieces, marks = torch.split(flat, [*(p.numel() for p in members), len(members)])
+        anywhere = present if all(present) else marks.tolist()
+        for parameter, piece, mark in zip(members, pieces, anywhere, strict=True):
+            parameter.grad = piece.view(parameter.shape) if mark else None

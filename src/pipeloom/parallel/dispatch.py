@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeloom.ops.rows import mix, permute, take
 from pipeloom.ops.segments import Compute, Done, Pending, Segment, Values
-from pipeloom.parallel.trip import ExpertParallel, Hop, Trip
+from pipeloom.ops.token_permute import combine_rows, gather_rows, permute
+from pipeloom.parallel.dispatch_plan import AllToAllSplit, DispatchPlan, ExpertParallel
+from pipeloom.parallel.through_host import start
 
 ROWS, WEIGHTS, TRIP = 0, 1, 2
 
@@ -33,7 +34,7 @@ class AllToAll:
     """
 
     name: str
-    hop: int
+    split: int
     back: bool
     places: tuple[int, ...] = (ROWS,)
     quick: bool = False
@@ -44,23 +45,23 @@ class AllToAll:
     def start_backward(self, gradients: Values, saved: Values) -> Pending:
         return self._start(gradients, saved[TRIP], not self.back)
 
-    def _start(self, values: Values, trip: Trip, back: bool) -> Pending:
-        hop = trip.hops[self.hop]
-        if hop.axis.size == 1:
+    def _start(self, values: Values, dispatch_plan: DispatchPlan, back: bool) -> Pending:
+        split = dispatch_plan.hops[self.split]
+        if split.axis.size == 1:
             return Done(values)
         moved = [(at, values[at]) for at in self.places if values[at] is not None]
-        return _Moving(values, {at: _Transfer(tensor, hop, back) for at, tensor in moved}) if moved else Done(values)
+        return _Moving(values, {at: _Transfer(tensor, split, back) for at, tensor in moved}) if moved else Done(values)
 
 
 class _Transfer:
     """One tensor's all-to-all under way."""
 
-    def __init__(self, rows: Tensor, hop: Hop, back: bool) -> None:
-        send, receive = (hop.receive, hop.send) if back else (hop.send, hop.receive)
+    def __init__(self, rows: Tensor, split: AllToAllSplit, back: bool) -> None:
+        send, receive = (split.receive, split.send) if back else (split.send, split.receive)
         self._rows = rows.contiguous()  # held until the end: it is read while it is sent
         self._received = rows.new_empty((sum(receive), *rows.shape[1:]))
-        self._work = dist.all_to_all_single(
-            self._received, self._rows, list(receive), list(send), group=hop.axis.group, async_op=True
+        self._work = start(
+            dist.all_to_all_single, self._received, self._rows, list(receive), list(send), group=split.axis.group
         )
 
     def wait(self) -> Tensor:
@@ -80,14 +81,14 @@ class _Moving:
         return tuple(arrived.get(at, value) for at, value in enumerate(self._values))
 
 
-def leave(x: Tensor, weights: Tensor, trip: Trip) -> tuple[Tensor, Tensor]:
+def permute_for_dispatch(x: Tensor, weights: Tensor, dispatch_plan: DispatchPlan) -> tuple[Tensor, Tensor]:
     """Tokens x [tokens, width] and weights [tokens, k] -> the rows and weights that leave for the experts."""
-    rows = take(x, trip.leaving)
-    return rows, (take(weights, trip.leaving) if trip.fan is not None else weights)
+    rows = gather_rows(x, dispatch_plan.leaving)
+    return rows, (gather_rows(weights, dispatch_plan.leaving) if dispatch_plan.fan is not None else weights)
 
 
-def outward(parallel: ExpertParallel | None) -> list[Segment]:
-    """From `leave` to the experts' rank; the first segment is the one that is worth hiding."""
+def dispatch_segments(parallel: ExpertParallel | None) -> list[Segment]:
+    """From `permute_for_dispatch` to the experts' rank; the first segment is the one that is worth hiding."""
     if parallel is None or parallel.size == 1:
         return []
     if not parallel.two_level:
@@ -99,8 +100,8 @@ def outward(parallel: ExpertParallel | None) -> list[Segment]:
     ]
 
 
-def homeward(parallel: ExpertParallel | None) -> list[Segment]:
-    """From the experts to `land`; the last segment is the one that is worth hiding."""
+def combine_segments(parallel: ExpertParallel | None) -> list[Segment]:
+    """From the experts to `unpermute_and_mix`; the last segment is the one that is worth hiding."""
     if parallel is None or parallel.size == 1:
         return []
     if not parallel.two_level:
@@ -112,57 +113,57 @@ def homeward(parallel: ExpertParallel | None) -> list[Segment]:
     ]
 
 
-def arrive(rows: Tensor, trip: Trip) -> Tensor:
+def group_by_expert(rows: Tensor, dispatch_plan: DispatchPlan) -> Tensor:
     """Rows as they came -> by expert."""
-    arrival = trip.arrival
+    arrival = dispatch_plan.arrival
     if arrival.order is None or arrival.inverse is None:
         return rows
     return permute(rows, arrival.order, arrival.inverse)
 
 
-def depart(rows: Tensor, trip: Trip) -> Tensor:
-    """The inverse of `arrive`."""
-    arrival = trip.arrival
+def ungroup(rows: Tensor, dispatch_plan: DispatchPlan) -> Tensor:
+    """The inverse of `group_by_expert`."""
+    arrival = dispatch_plan.arrival
     if arrival.order is None or arrival.inverse is None:
         return rows
     return permute(rows, arrival.inverse, arrival.order)
 
 
-def land(rows: Tensor, weights: Tensor | None, trip: Trip) -> Tensor:
+def unpermute_and_mix(rows: Tensor, weights: Tensor | None, dispatch_plan: DispatchPlan) -> Tensor:
     """Rows that came home, and the weights of the mixture -> tokens [tokens, width].
 
     With two levels each row is a node's part of the mixture already, and `weights` is not used.
     """
-    if trip.fan is not None or weights is None:
-        tokens, parts = trip.leaving.slot.shape
+    if dispatch_plan.fan is not None or weights is None:
+        tokens, parts = dispatch_plan.leaving.slot.shape
         weights = torch.ones(tokens, parts, dtype=torch.float32, device=rows.device)
-    return mix(rows, weights, trip.leaving)
+    return combine_rows(rows, weights, dispatch_plan.leaving)
 
 
 def _fan_out(values: Values) -> Values:
-    trip: Trip = values[TRIP]
-    assert trip.fan is not None
-    return _with_rows(values, take(values[ROWS], trip.fan))
+    dispatch_plan: DispatchPlan = values[TRIP]
+    assert dispatch_plan.fan is not None
+    return _with_rows(values, gather_rows(values[ROWS], dispatch_plan.fan))
 
 
 def _mix_in_node(values: Values) -> Values:
-    trip: Trip = values[TRIP]
-    assert trip.fan is not None
+    dispatch_plan: DispatchPlan = values[TRIP]
+    assert dispatch_plan.fan is not None
     rows, weights, *rest = values
-    return mix(rows, weights, trip.fan), None, *rest
+    return combine_rows(rows, weights, dispatch_plan.fan), None, *rest
 
 
 def _with_rows(values: Values, rows: Any) -> Values:
     return rows, *values[ROWS + 1 :]
 
 
-def bytes_across_nodes(trips: Sequence[Trip], parallel: ExpertParallel, row_bytes: int) -> int:
+def bytes_across_nodes(dispatch_plans: Sequence[DispatchPlan], parallel: ExpertParallel, row_bytes: int) -> int:
     """Bytes of rows that this rank sends to other nodes in one dispatch, rows of `row_bytes` each."""
-    hops = [trip.hops[0] for trip in trips]
+    hops = [dispatch_plan.hops[0] for dispatch_plan in dispatch_plans]
     if parallel.two_level:
         assert parallel.across is not None
         own = parallel.across.index
-        return row_bytes * sum(sum(hop.send) - hop.send[own] for hop in hops)
+        return row_bytes * sum(sum(split.send) - split.send[own] for split in hops)
     length = parallel.size // parallel.nodes
     own = parallel.axis.index // length
-    return row_bytes * sum(count for hop in hops for rank, count in enumerate(hop.send) if rank // length != own)
+    return row_bytes * sum(count for split in hops for rank, count in enumerate(split.send) if rank // length != own)

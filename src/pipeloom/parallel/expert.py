@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeloom.ops.deferred import Desk, apply_linear
+from pipeloom.ops.deferred import WeightGradContext, apply_linear
 from pipeloom.ops.grouped import apply_grouped_linear
-from pipeloom.parallel.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
-from pipeloom.parallel.laid import Laid, Shard
+from pipeloom.parallel.dispatch_plan import ExpertParallel
+from pipeloom.parallel.sharding import ParameterSharding, Shard
 from pipeloom.parallel.tensor import TensorParallel
-from pipeloom.parallel.trip import ExpertParallel
 
 
 class ExpertLinear(nn.Module):
@@ -40,20 +38,20 @@ class ExpertLinear(nn.Module):
             shards.append(Shard("ep", 0, parallel.own(experts)))
             shape[0] = shards[-1].sizes[parallel.axis.index]
         if tensor is not None:
-            shards.append(Shard("tp", cut, tensor.split(shape[cut], "model.moe_intermediate_size")))
+            shards.append(Shard("tp", cut, tensor.split(shape[cut], "columns inside an expert")))
             shape[cut] = shards[-1].sizes[tensor.index]
-        self._laid = Laid(tuple(shards))
+        self._laid = ParameterSharding(tuple(shards))
         self.weight = nn.Parameter(torch.empty(shape))
-        self.desk: Desk | None = None
+        self.grad_context: WeightGradContext | None = None
 
-    def laid(self) -> Mapping[str, Laid]:
+    def sharding(self) -> Mapping[str, ParameterSharding]:
         return {"weight": self._laid}
 
-    def defer_to(self, desk: Desk) -> None:
-        self.desk = desk
+    def set_weight_grad_context(self, grad_context: WeightGradContext) -> None:
+        self.grad_context = grad_context
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        return apply_grouped_linear(rows, self.weight, counts, self.desk)
+        return apply_grouped_linear(rows, self.weight, counts, self.grad_context)
 
 
 class Experts(nn.Module):
@@ -82,7 +80,7 @@ class Experts(nn.Module):
         return out
 
 
-class TermLinear(nn.Module):
+class PartialSumLinear(nn.Module):
     """A linear layer of which each tensor-parallel rank computes a term; entering and summing up are the caller's.
 
     Args:
@@ -92,42 +90,18 @@ class TermLinear(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, cut: int | None, tensor: TensorParallel | None) -> None:
         super().__init__()
-        shape, self._laid = [outputs, inputs], Laid(partial=tensor is not None)
+        shape, self._laid = [outputs, inputs], ParameterSharding(partial=tensor is not None)
         if tensor is not None and cut is not None:
-            sizes = tensor.split(shape[cut], "the shared experts' width")
-            shape[cut], self._laid = sizes[tensor.index], Laid((Shard("tp", cut, sizes),))
+            sizes = tensor.split(shape[cut], "columns inside the shared experts")
+            shape[cut], self._laid = sizes[tensor.index], ParameterSharding((Shard("tp", cut, sizes),))
         self.weight = nn.Parameter(torch.empty(shape))
-        self.desk: Desk | None = None
+        self.grad_context: WeightGradContext | None = None
 
-    def laid(self) -> Mapping[str, Laid]:
+    def sharding(self) -> Mapping[str, ParameterSharding]:
         return {"weight": self._laid}
 
-    def defer_to(self, desk: Desk) -> None:
-        self.desk = desk
+    def set_weight_grad_context(self, grad_context: WeightGradContext) -> None:
+        self.grad_context = grad_context
 
     def forward(self, x: Tensor) -> Tensor:
-        return apply_linear(x, self.weight, None, self.desk)
-
-
-def enter(x: Tensor, tensor: TensorParallel | None) -> Tensor:
-    """[batch, tokens, width] for layers of which each tensor-parallel rank computes a term: all tokens, on every rank.
-
-    The gradient is the sum of the ranks' own; with sequence parallelism this rank's tokens of it. The counterpart of
-    `sum_over_ranks`.
-    """
-    return x if tensor is None else _Enter.apply(x, tensor)  # type: ignore[no-untyped-call]
-
-
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tensor: TensorParallel) -> Tensor:
-        ctx.tensor = tensor
-        return start_all_gather(x, tensor.axis).wait() if tensor.sequence else x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        tensor: TensorParallel = ctx.tensor
-        if tensor.sequence:
-            return start_reduce_scatter(gradients[0], tensor.axis).wait(), None
-        # reduced in place, and another function may hold the gradient that came
-        return start_all_reduce(gradients[0].clone(memory_format=torch.contiguous_format), tensor.axis).wait(), None
+        return apply_linear(x, self.weight, None, self.grad_context)

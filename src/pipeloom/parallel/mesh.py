@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipeloom.config.mesh import AXES, MeshShape, Place
-from pipeloom.errors import DistributedError
+from pipeloom.errors import DistributedError, UsageError
+from pipeloom.mesh_shape import AXES, MeshShape, Place
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,18 @@ class PipelineMesh:
 
     @classmethod
     def of_device_mesh(cls, mesh: DeviceMesh, axis: str = "pp") -> PipelineMesh:
-        """The pipeline that this process belongs to, along `axis` of a torch DeviceMesh."""
-        names = mesh.mesh_dim_names or ()
+        """The pipeline that this process belongs to, along `axis` of a torch DeviceMesh.
+
+        A mesh of one axis without a name is taken as that axis. Raises UsageError where none is called `axis`.
+        """
+        names = mesh.mesh_dim_names
+        if axis not in (names or ()) and not (names is None and mesh.ndim == 1):
+            has = f"its axes are {', '.join(names)}" if names else f"its {mesh.ndim} axes have no names"
+            raise UsageError(
+                f"the device mesh has no axis {axis!r}, {has}; call the pipeline's axis {axis!r} in init_device_mesh's "
+                "mesh_dim_names, or give the mesh of that axis alone as PipelineMesh.of(ranks)"
+            )
         line = mesh if mesh.ndim == 1 else mesh[axis]
-        if mesh.ndim > 1 and axis not in names:
-            raise DistributedError(f"the device mesh has no axis {axis!r}; it has {list(names)}")
         return cls(tuple(line.mesh.flatten().tolist()), line.get_local_rank(), line.get_group())
 
 
@@ -158,9 +165,18 @@ class Mesh:
         everyone = Axis(pipeline.ranks, pipeline.rank, pipeline.group)
         return cls(shape, shape.place(pipeline.rank), pipeline, single, single, single, single, everyone, None)
 
+    @classmethod
+    def resolve(cls, mesh: Mesh | PipelineMesh | DeviceMesh | None) -> Mesh:
+        """Return what the caller of a pipeline gave as a mesh; None: all processes are one pipeline."""
+        if isinstance(mesh, Mesh):
+            return mesh
+        if mesh is None:
+            mesh = PipelineMesh.whole_world()
+        return cls.of_pipeline(mesh if isinstance(mesh, PipelineMesh) else PipelineMesh.of_device_mesh(mesh))
+
     @property
     def index(self) -> dict[str, int]:
-        """Axis -> this process's index: what `laid.part_of` takes."""
+        """Axis -> this process's index: what `sharding.shard_of` takes."""
         return self.place._asdict()
 
 

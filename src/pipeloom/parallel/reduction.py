@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from pipeloom.cores import usable_cores
 from pipeloom.parallel.buckets import Bucket
 from pipeloom.parallel.collectives import start_all_reduce, start_reduce_scatter
 from pipeloom.parallel.mesh import Mesh
-from pipeloom.parallel.shared_sum import SharedBuffers
+from pipeloom.parallel.shared_memory_sum import SharedBuffers
 
 
 class Reduction(Protocol):
@@ -68,7 +68,7 @@ class Reducer:
             if shared is None:
                 continue
             shared.sharded = sharded
-            shared.spins = mesh.everyone.size <= len(os.sched_getaffinity(0))
+            shared.spins = mesh.everyone.size <= usable_cores()
             for at, bucket in enumerate(mine):
                 bucket.flat = bucket.part = shared.own[at]
                 self._through[bucket] = _Through(shared, at, bucket, timeout)

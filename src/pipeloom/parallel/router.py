@@ -1,6 +1,7 @@
 """Routers: which experts each token goes to, and with which weights their outputs are mixed.
 
-All mix with probabilities, never with raw logits. Sums and probabilities are in fp32 at least.
+All mix with probabilities, never with raw logits. Sums and probabilities are in fp32 at least. Those that renormalise can leave
+it out (`Gate.renormalise`, Hugging Face's `norm_topk_prob`).
 
 - softmax: softmax, the k largest, renormalised to sum to 1 (Mixtral, arXiv 2401.04088).
 - noisy: the same with trained noise on the logits in training (arXiv 1701.06538, section 2.1).
@@ -14,13 +15,14 @@ All mix with probabilities, never with raw logits. Sums and probabilities are in
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pipeloom.errors import ConfigError, did_you_mean
-from pipeloom.ops.rows import wide
+from pipeloom.errors import ArgumentError, did_you_mean
+from pipeloom.ops.token_permute import accumulation_dtype
 
 ROUTERS = ("softmax", "noisy", "switch", "gshard", "sigmoid")
 _EXACTLY = {"switch": 1, "gshard": 2}
@@ -34,6 +36,8 @@ class Gate:
         router: one of ROUTERS.
         experts: how many there are.
         choices: how many a token goes to, k.
+        renormalise: the weights of a token's choices are divided by their sum; without, they are the router's probabilities (of
+            sigmoid: its scores). Switch never divides.
         jitter: switch: inputs are multiplied by uniform numbers in [1 - jitter, 1 + jitter].
         bias_rate: sigmoid: how far the bias of an expert moves a step.
     """
@@ -41,23 +45,23 @@ class Gate:
     router: str
     experts: int
     choices: int
+    renormalise: bool = True
     jitter: float = 0.01
     bias_rate: float = 0.001
 
     def __post_init__(self) -> None:
         if self.router not in ROUTERS:
-            raise ConfigError(
-                f"model.router = {self.router!r}: there is no such router{did_you_mean(self.router, ROUTERS)}; "
-                f"routers: {', '.join(ROUTERS)}"
-            )
-        if not 1 <= self.choices <= self.experts:
-            raise ConfigError(
-                f"model.num_experts_per_tok = {self.choices}: it must be between 1 and model.num_experts {self.experts}"
+            raise ArgumentError(
+                "router",
+                f"={self.router!r} is no router{did_you_mean(self.router, ROUTERS)}; routers: {', '.join(ROUTERS)}",
             )
         wanted = _EXACTLY.get(self.router, self.choices)
         if self.choices != wanted:
-            raise ConfigError(
-                f"model.num_experts_per_tok = {self.choices}: router {self.router} chooses {wanted}; use {wanted}"
+            raise ArgumentError("choices", f"={self.choices} is not what router {self.router!r} makes; use {wanted}")
+        if not 1 <= self.choices <= self.experts:
+            near = 1 if self.choices < 1 else self.experts
+            raise ArgumentError(
+                "choices", f"={self.choices} is not between 1 and {self.experts} experts; nearest: {near}"
             )
 
 
@@ -75,11 +79,11 @@ class Routing:
     experts: Tensor
     weights: Tensor
     kept: Tensor | None
-    tally: Tally
+    tally: RoutingStats
 
 
 @dataclass(frozen=True)
-class Tally:
+class RoutingStats:
     """Sums over tokens, from which the auxiliary losses and the loads are made; tallies of disjoint tokens add up.
 
     Attributes:
@@ -94,8 +98,8 @@ class Tally:
     squares: Tensor
     tokens: int
 
-    def __add__(self, other: Tally) -> Tally:
-        return Tally(
+    def __add__(self, other: RoutingStats) -> RoutingStats:
+        return RoutingStats(
             self.counts + other.counts,
             self.probabilities + other.probabilities,
             self.squares + other.squares,
@@ -118,7 +122,7 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Draws:
+class RouterNoise:
     """The random numbers of one micro-batch; None where the gate needs none, or outside training.
 
     Attributes:
@@ -131,33 +135,35 @@ class Draws:
     logits: Tensor | None = None
     second: Tensor | None = None
 
-    def rows(self, which: Tensor) -> Draws:
+    def rows(self, which: Tensor) -> RouterNoise:
         """Those of the tokens `which`."""
-        return Draws(
+        return RouterNoise(
             *(None if x is None else x.index_select(0, which) for x in (self.inputs, self.logits, self.second))
         )
 
 
-NO_DRAWS = Draws()
+NO_DRAWS = RouterNoise()
 
 
-def draws_for(gate: Gate, tokens: int, width: int, dtype: torch.dtype, generator: torch.Generator) -> Draws:
-    """What `gate` draws for `tokens` tokens in training; `generator` is fresh, and alone decides."""
-    device = generator.device
+def sample_noise(
+    gate: Gate, tokens: int, width: int, dtype: torch.dtype, generators: Iterable[torch.Generator]
+) -> RouterNoise:
+    """What `gate` draws in training for samples of `tokens` tokens each; each one's generator is fresh, and alone decides."""
     if gate.router == "switch":
-        uniform = torch.rand(tokens, width, generator=generator, device=device)
-        return Draws(inputs=(1 + gate.jitter * (2 * uniform - 1)).to(dtype))
+        uniform = torch.cat([torch.rand(tokens, width, generator=g, device=g.device) for g in generators])
+        return RouterNoise(inputs=(1 + gate.jitter * (2 * uniform - 1)).to(dtype))
     if gate.router == "noisy":
-        return Draws(logits=torch.randn(tokens, gate.experts, generator=generator, device=device))
+        numbers = [torch.randn(tokens, gate.experts, generator=g, device=g.device) for g in generators]
+        return RouterNoise(logits=torch.cat(numbers))
     if gate.router == "gshard":
-        return Draws(second=torch.rand(tokens, generator=generator, device=device))
+        return RouterNoise(second=torch.cat([torch.rand(tokens, generator=g, device=g.device) for g in generators]))
     return NO_DRAWS
 
 
 def route(
     gate: Gate,
     logits: Tensor,
-    draws: Draws = NO_DRAWS,
+    draws: RouterNoise = NO_DRAWS,
     *,
     scale: Tensor | None = None,
     bias: Tensor | None = None,
@@ -169,7 +175,7 @@ def route(
         scale: noisy: [tokens, experts] before the softplus that makes standard deviations of it.
         bias: sigmoid: [experts], added to the scores when choosing.
     """
-    logits = logits.to(wide(logits.dtype))
+    logits = logits.to(accumulation_dtype(logits.dtype))
     if draws.logits is not None and scale is not None:
         logits = logits + draws.logits.to(logits.dtype) * torch.nn.functional.softplus(scale.to(logits.dtype))
     scores = logits.sigmoid() if gate.router == "sigmoid" else logits.softmax(-1)
@@ -179,13 +185,15 @@ def route(
     probabilities = scores
     if gate.router == "sigmoid":
         probabilities = scores / scores.sum(-1, keepdim=True)
-    if gate.router != "switch":
-        weights = weights / weights.sum(-1, keepdim=True)
     kept = None
-    if draws.second is not None:
-        kept = torch.ones_like(experts, dtype=torch.bool)
-        kept[:, 1] = draws.second < 2 * weights[:, 1].detach()
-    tally = Tally(
+    if gate.router != "switch" and (gate.renormalise or draws.second is not None):
+        shares = weights / weights.sum(-1, keepdim=True)
+        if draws.second is not None:
+            kept = torch.ones_like(experts, dtype=torch.bool)
+            kept[:, 1] = draws.second < 2 * shares[:, 1].detach()
+        if gate.renormalise:
+            weights = shares
+    tally = RoutingStats(
         torch.bincount(experts.flatten(), minlength=gate.experts),
         probabilities.sum(0),
         logits.logsumexp(-1).square().sum(),

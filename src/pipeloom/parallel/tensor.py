@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeloom.errors import ConfigError
-from pipeloom.ops.deferred import Desk, Ledger, add_weight_gradient, apply_linear, as_autocast
+from pipeloom.errors import ArgumentError, UsageError, divisors, nearest
+from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, add_weight_gradient, apply_linear, as_autocast
 from pipeloom.ops.main_gradient import MainGradients
-from pipeloom.ops.products import add_product, as_rows, linear, multiply
+from pipeloom.ops.products import add_product, adjoint, as_rows, linear, multiply, plain_operations_only
 from pipeloom.parallel.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
-from pipeloom.parallel.laid import Laid, Shard
 from pipeloom.parallel.mesh import Axis
-from pipeloom.parallel.shared_sum import SharedSum, SharedSums
+from pipeloom.parallel.sharding import ParameterSharding, Shard
+from pipeloom.parallel.shared_memory_sum import SharedMemoryAllReduce, SharedSum
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class TensorParallel:
 
     axis: Axis
     sequence: bool = False
-    sums: SharedSums | None = None
+    sums: SharedMemoryAllReduce | None = None
 
     @property
     def size(self) -> int:
@@ -48,17 +48,16 @@ class TensorParallel:
         return self.axis.index
 
     def split(self, count: int, what: str) -> tuple[int, ...]:
-        """`count` in equal parts, one a rank. Raises ConfigError, which calls it `what`, when they cannot be equal."""
+        """`count` of `what` ("heads") in equal parts, one per rank. Raises ArgumentError where they cannot be equal."""
         if count % self.size:
-            valid = [n for n in range(1, count + 1) if count % n == 0]
-            near = [n for n in valid if n < self.size][-1:] + [n for n in valid if n > self.size][:1]
-            raise ConfigError(
-                f"parallel.tp = {self.size}: it must divide {what} {count}; nearest: {' or '.join(map(str, near))}"
-            )
+            near = nearest(self.size, divisors(count))
+            raise ArgumentError("tp", f"={self.size} does not divide {count} {what}; {near}")
         return (count // self.size,) * self.size
 
     def split_unevenly(self, count: int) -> tuple[int, ...]:
-        """`count` in parts of count // size; the last one takes the remainder too."""
+        """`count` in parts of count // size; the last one takes the remainder too. Raises ArgumentError for fewer than `size`."""
+        if count < self.size:
+            raise ArgumentError("tp", f"={self.size} is more than a vocabulary of {count}; nearest: {count}")
         base = count // self.size
         return (*(base,) * (self.size - 1), count - base * (self.size - 1))
 
@@ -77,7 +76,7 @@ class ColumnLinear(nn.Module):
     Args:
         parts: outputs of each rank.
 
-    Its parameters start empty: fill them with parts of whole ones (`laid.part_of`).
+    Its parameters start empty: fill them with parts of whole ones (`sharding.shard_of`).
     """
 
     def __init__(self, inputs: int, parts: Sequence[int], tensor: TensorParallel, *, bias: bool = False) -> None:
@@ -87,14 +86,14 @@ class ColumnLinear(nn.Module):
         own = self.parts[tensor.index]
         self.weight = nn.Parameter(torch.empty(own, inputs))
         self.bias = nn.Parameter(torch.empty(own)) if bias else None
-        self.desk: Desk | None = None
+        self.grad_context: WeightGradContext | None = None
 
-    def laid(self) -> Mapping[str, Laid]:
-        laid = Laid((Shard("tp", 0, self.parts),))
-        return {"weight": laid} if self.bias is None else {"weight": laid, "bias": laid}
+    def sharding(self) -> Mapping[str, ParameterSharding]:
+        sharding = ParameterSharding((Shard("tp", 0, self.parts),))
+        return {"weight": sharding} if self.bias is None else {"weight": sharding, "bias": sharding}
 
-    def defer_to(self, desk: Desk) -> None:
-        self.desk = desk
+    def set_weight_grad_context(self, grad_context: WeightGradContext) -> None:
+        self.grad_context = grad_context
 
     def forward(self, x: Tensor) -> Tensor:
         (out,) = _column(x, (self,))
@@ -114,18 +113,18 @@ class RowLinear(nn.Module):
         self.parts = tuple(parts)
         self.weight = nn.Parameter(torch.empty(outputs, self.parts[tensor.index]))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
-        self.desk: Desk | None = None
+        self.grad_context: WeightGradContext | None = None
 
-    def laid(self) -> Mapping[str, Laid]:
-        laid = {"weight": Laid((Shard("tp", 1, self.parts),))}
+    def sharding(self) -> Mapping[str, ParameterSharding]:
+        sharding = {"weight": ParameterSharding((Shard("tp", 1, self.parts),))}
         # the bias is added to this rank's tokens only
-        return laid if self.bias is None else laid | {"bias": Laid(partial=self.tensor.sequence)}
+        return sharding if self.bias is None else sharding | {"bias": ParameterSharding(partial=self.tensor.sequence)}
 
-    def defer_to(self, desk: Desk) -> None:
-        self.desk = desk
+    def set_weight_grad_context(self, grad_context: WeightGradContext) -> None:
+        self.grad_context = grad_context
 
     def forward(self, x: Tensor) -> Tensor:
-        out = sum_over_ranks(apply_linear(x, self.weight, None, self.desk), self.tensor)
+        out = sum_over_ranks(apply_linear(x, self.weight, None, self.grad_context), self.tensor)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
@@ -136,18 +135,22 @@ def project(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
     return tuple(layer(x) for layer in linears)
 
 
-def column_linear(inputs: int, outputs: int, tensor: TensorParallel | None, what: str = "outputs") -> nn.Module:
-    """A linear layer without bias, cut by columns; plain where `tensor` is None. `what` is the outputs' name in errors."""
+def column_linear(
+    inputs: int, outputs: int, tensor: TensorParallel | None, what: str = "outputs", *, bias: bool = False
+) -> nn.Module:
+    """A linear layer, cut by columns; plain where `tensor` is None. `what` is the outputs' name in errors."""
     if tensor is None:
-        return nn.Linear(inputs, outputs, bias=False)
-    return ColumnLinear(inputs, tensor.split(outputs, what), tensor)
+        return nn.Linear(inputs, outputs, bias=bias)
+    return ColumnLinear(inputs, tensor.split(outputs, what), tensor, bias=bias)
 
 
-def row_linear(inputs: int, outputs: int, tensor: TensorParallel | None, what: str = "inputs") -> nn.Module:
-    """A linear layer without bias, cut by rows; plain where `tensor` is None. `what` is the inputs' name in errors."""
+def row_linear(
+    inputs: int, outputs: int, tensor: TensorParallel | None, what: str = "inputs", *, bias: bool = False
+) -> nn.Module:
+    """A linear layer, cut by rows; plain where `tensor` is None. `what` is the inputs' name in errors."""
     if tensor is None:
-        return nn.Linear(inputs, outputs, bias=False)
-    return RowLinear(tensor.split(inputs, what), outputs, tensor)
+        return nn.Linear(inputs, outputs, bias=bias)
+    return RowLinear(tensor.split(inputs, what), outputs, tensor, bias=bias)
 
 
 def sum_over_ranks(x: Tensor, tensor: TensorParallel) -> Tensor:
@@ -156,8 +159,31 @@ def sum_over_ranks(x: Tensor, tensor: TensorParallel) -> Tensor:
     Without, x is written over: autograd refuses that for a term that another operation's backward needs.
     """
     if tensor.sequence:
-        return _ReduceScatter.apply(x, tensor.axis)  # type: ignore[no-any-return, no-untyped-call]
+        return _ReduceScatter.apply(x, tensor)  # type: ignore[no-any-return, no-untyped-call]
     return _AllReduce.apply(x.contiguous(), tensor)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def enter(x: Tensor, tensor: TensorParallel | None) -> Tensor:
+    """[batch, tokens, width] for layers of which each tensor-parallel rank computes a term: all tokens, on every rank.
+
+    The gradient is the sum of the ranks' own; with sequence parallelism this rank's tokens of it. The counterpart of
+    `sum_over_ranks`: each is the other's backward, any number of times.
+    """
+    return x if tensor is None else _Enter.apply(x, tensor)  # type: ignore[no-untyped-call]
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tensor: TensorParallel) -> Tensor:
+        ctx.tensor = tensor
+        return start_all_gather(x, tensor.axis).wait() if tensor.sequence else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,), tensor = gradients, ctx.tensor
+        if not tensor.sequence:  # summed in place, and another function may hold the gradient that came
+            gradient = gradient.clone(memory_format=torch.contiguous_format)
+        return sum_over_ranks(gradient, tensor), None
 
 
 class _AllReduce(torch.autograd.Function):
@@ -165,39 +191,43 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tensor: TensorParallel) -> Tensor:
+        ctx.tensor = tensor
         ctx.mark_dirty(x)
         return _start_sum(x, tensor).wait()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0], None
+        return enter(gradients[0], ctx.tensor) if torch.is_grad_enabled() else gradients[0], None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return start_reduce_scatter(x, axis).wait()
+    def forward(ctx: Any, x: Tensor, tensor: TensorParallel) -> Tensor:
+        ctx.tensor = tensor
+        return start_reduce_scatter(x, tensor.axis).wait()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return start_all_gather(gradients[0], ctx.axis).wait(), None
+        return enter(gradients[0], ctx.tensor), None
 
 
 def _column(x: Tensor, linears: Sequence[ColumnLinear]) -> tuple[Tensor, ...]:
+    if plain_operations_only():
+        raise UsageError(
+            "a tensor-parallel layer ran inside a transform (torch.func, forward-mode AD, torch.compile), which cannot see its "
+            "communication; keep the layer outside of it, or use tp=1"
+        )
     weights = [layer.weight for layer in linears]
     biases = [layer.bias for layer in linears]
-    desk = linears[0].desk
-    call = _Call(linears[0].tensor, *((desk.ledger, desk.main) if desk is not None else (None, None)))
-    return _Column.apply(x, call, *weights, *biases)  # type: ignore[no-any-return, no-untyped-call]
+    call = _Call(linears[0].tensor, linears[0].grad_context)
+    return _Column.apply(as_autocast(x), call, *weights, *biases)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Call(NamedTuple):
-    """How column layers are called: over which ranks, where they owe weight gradients, and where those are added."""
+    """How column layers are called: over which ranks, and where their weight gradients go."""
 
     tensor: TensorParallel
-    ledger: Ledger | None
-    main: MainGradients | None
+    grad_context: WeightGradContext | None
 
 
 class _Column(torch.autograd.Function):
@@ -207,44 +237,77 @@ class _Column(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, call: _Call, *parameters: Any) -> Any:
         count, tensor = len(parameters) // 2, call.tensor
         weights, biases = parameters[:count], parameters[count:]
-        x = as_autocast(x)
         trains = any(ctx.needs_input_grad[2 : 2 + count])  # frozen weights need no input
         ctx.save_for_backward(x if trains else None, *weights)
         ctx.call, ctx.weights = call, weights
+        ctx.queue = None if call.grad_context is None else call.grad_context.queue
         whole = start_all_gather(x, tensor.axis).wait() if tensor.sequence else x
         return tuple(linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
-        tensor, ledger, main = ctx.call
+        tensor, grad_context = ctx.call
         count = len(weights)
-        wanted = [at for at in range(count) if ctx.needs_input_grad[2 + at]]
-        fetch = partial(start_all_gather, x.detach(), tensor.axis) if tensor.sequence and wanted else None
-        gathering = fetch() if fetch is not None and ledger is None else None
-        reducing = _start_input_gradient(gradients, weights, tensor) if ctx.needs_input_grad[0] else None
-        biases = [as_rows(g).sum(0) if ctx.needs_input_grad[2 + count + at] else None for at, g in enumerate(gradients)]
+        needs_x, _, *needs = ctx.needs_input_grad
+        wanted = [at for at in range(count) if needs[at]]
+        if torch.is_grad_enabled():
+            dx, recorded = _recorded_gradients(x, weights, gradients, tensor, needs_x, wanted)
+            return dx, None, *recorded, *_bias_gradients(gradients, needs[count:])
+        queue: WeightGradQueue | None = ctx.queue
+        taken = [at for at in wanted if grad_context is not None and grad_context.writes_now(ctx.weights[at], queue)]
+        main = None if grad_context is None else grad_context.main
         products: list[Tensor | None] = [None] * count
-        if wanted and ledger is not None:
-            work = partial(_add, [(ctx.weights[at], gradients[at]) for at in wanted], main)
-            ledger.owe(work if fetch is not None else partial(work, x.detach()), fetch)
-        elif wanted:
+        fetch = partial(start_all_gather, x.detach(), tensor.axis) if tensor.sequence and wanted else None
+        late = queue is not None and taken == wanted
+        gathering = fetch() if fetch is not None and not late else None
+        reducing = _start_input_gradient(gradients, weights, tensor) if needs_x else None
+        biases = _bias_gradients(gradients, needs[count:])
+        if queue is not None and taken:
+            work = partial(_add, [(ctx.weights[at], gradients[at]) for at in taken], main)
+            queue.put(work if fetch is not None else partial(work, x.detach()), fetch)
+        if wanted and not late:
             whole = gathering.wait() if gathering is not None else x
             for at in wanted:
-                if main is not None and ctx.weights[at] in main:
+                if at not in taken:
+                    products[at] = multiply(as_rows(gradients[at]).t(), adjoint(as_rows(whole)))
+                elif queue is None:
                     add_weight_gradient(ctx.weights[at], whole, gradients[at], main)
-                else:
-                    products[at] = multiply(as_rows(gradients[at]).t(), as_rows(whole))
         return reducing.wait() if reducing is not None else None, None, *products, *biases
+
+
+def _bias_gradients(gradients: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
+    return [as_rows(gradient).sum(0) if need else None for gradient, need in zip(gradients, needs, strict=True)]
+
+
+def _recorded_gradients(
+    x: Tensor | None,
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    tensor: TensorParallel,
+    needs_x: bool,
+    wanted: Sequence[int],
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """A column layer's dx and dW, which can be differentiated again, communication and all."""
+    dx = None
+    if needs_x:
+        terms = [gradient @ adjoint(w.to(gradient.dtype)) for gradient, w in zip(gradients, weights, strict=True)]
+        dx = sum_over_ranks(torch.stack(terms).sum(0), tensor)
+    products: list[Tensor | None] = [None] * len(weights)
+    if wanted and x is not None:
+        columns = adjoint(as_rows(enter(x, tensor)))
+        for at in wanted:
+            products[at] = as_rows(gradients[at]).t() @ columns
+    return dx, products
 
 
 def _start_input_gradient(
     gradients: Sequence[Tensor], weights: Sequence[Tensor], tensor: TensorParallel
 ) -> Pending | SharedSum:
     """The sum over layers of gradient · weight, and the start of its sum over the ranks."""
-    rows = multiply(as_rows(gradients[0]), weights[0].to(gradients[0].dtype))
+    rows = multiply(as_rows(gradients[0]), adjoint(weights[0].to(gradients[0].dtype)))
     for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
-        add_product(rows, as_rows(gradient), weight.to(gradient.dtype))
+        add_product(rows, as_rows(gradient), adjoint(weight.to(gradient.dtype)))
     dx = rows.view(*gradients[0].shape[:-1], -1)
     return start_reduce_scatter(dx, tensor.axis) if tensor.sequence else _start_sum(dx, tensor)
 

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from pipeloom.errors import UsageError
 from pipeloom.parallel.collectives import start_all_gather, start_all_reduce
-from pipeloom.parallel.laid import Laid, Shard
 from pipeloom.parallel.mesh import Axis
+from pipeloom.parallel.sharding import ParameterSharding, Shard
 from pipeloom.parallel.tensor import ColumnLinear, TensorParallel, sum_over_ranks
 
 IGNORED = -100  # as in torch: a target that does not count
@@ -38,8 +39,8 @@ class VocabularyEmbedding(nn.Module):
         self.parts = tensor.split_unevenly(vocabulary)
         self.weight = nn.Parameter(torch.empty(self.parts[tensor.index], width))
 
-    def laid(self) -> Mapping[str, Laid]:
-        return {"weight": Laid((Shard("tp", 0, self.parts),))}
+    def sharding(self) -> Mapping[str, ParameterSharding]:
+        return {"weight": ParameterSharding((Shard("tp", 0, self.parts),))}
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Raises UsageError for a token outside the vocabulary; on CUDA the device does, when it comes to it."""
@@ -118,8 +119,9 @@ class _CrossEntropy(torch.autograd.Function):
         return losses.masked_fill_(~counts, 0).sum() / counts.sum()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """p - q of each token, written over the exponentials: autograd refuses a second backward."""
+        """p - q of each token, written over the exponentials: autograd refuses to run it twice, or to differentiate it."""
         work, exponentials, local, outside, counts = ctx.saved_tensors
         call: _Call = ctx.call
         scale = gradients[0] / counts.sum() * counts

@@ -1,8 +1,22 @@
 """The runtime: one rank's engine, its transports, and the pipeline that a trainer steps."""
 
-from pipeloom.runtime.layers import Layer
-from pipeloom.runtime.local import LocalPipeline
-from pipeloom.runtime.options import RuntimeOptions
-from pipeloom.runtime.pipeline import Pipeline
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipeloom.runtime.local import LocalPipeline
+    from pipeloom.runtime.options import RuntimeOptions
+    from pipeloom.runtime.pipeline import Pipeline
+    from pipeloom.runtime.stage_modules import Layer
 
 __all__ = ["Layer", "LocalPipeline", "Pipeline", "RuntimeOptions"]
+_HOMES = {"Layer": "stage_modules", "LocalPipeline": "local", "RuntimeOptions": "options", "Pipeline": "pipeline"}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports torch with the first of these names: `runtime.health` watches a worker that has not imported it yet."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

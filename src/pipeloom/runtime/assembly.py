@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from pipeloom.errors import ConfigError
-from pipeloom.ops.deferred import Desk
-from pipeloom.parallel.buckets import Held
+from pipeloom.errors import ConfigError, DistributedError, UsageError, did_you_mean
+from pipeloom.ops import products
+from pipeloom.ops.deferred import StageBackward, WeightGradContext
+from pipeloom.parallel.buckets import BucketParameter
 from pipeloom.parallel.data import AFTER_TIES
-from pipeloom.parallel.laid import Laid, layout_of
-from pipeloom.runtime.deferral import HeadDeferral
-from pipeloom.runtime.layers import LayerSource, build_stage, split_layers
-from pipeloom.runtime.memory import keep_freed_memory
+from pipeloom.parallel.sharding import ParameterSharding, shardings_of
+from pipeloom.runtime.health.status import Status
 from pipeloom.runtime.options import RuntimeOptions
-from pipeloom.runtime.overlap import Lane
-from pipeloom.runtime.rank import Loss, Rank
+from pipeloom.runtime.overlap import CommStream
 from pipeloom.runtime.stage import Stage
-from pipeloom.runtime.ties import Tie, make_ties, replica_ties, share
+from pipeloom.runtime.stage_modules import LayerSource, build_stage, layer_name, split_layers
+from pipeloom.runtime.tied_weights import (
+    SharedParameters,
+    Tie,
+    frozen_names,
+    layer_of,
+    make_ties,
+    merged,
+    replica_ties,
+    share,
+    shared_groups,
+    unknown_names,
+)
 from pipeloom.schedule.model import Schedule
+
+Exchange = Callable[[Any], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -29,36 +42,49 @@ class Assembly:
     """What a rank holds.
 
     Attributes:
-        rank: its stages and engine.
+        rank: this one.
+        stages: its stages, by their numbers.
+        communications: those inside its stages.
+        segmented: the stages of the pipeline with segments, as far as their ranks took part in the exchange.
         modules: layer name -> module, in order of the stages.
         parameters: global name -> parameter; one tied within the rank is there once.
-        buffers: global name -> buffer.
         ties: those with another holder on another rank -> the copy here.
+        replicated_layers: layers that several ranks of the pipeline hold -> those ranks.
         copies: names of parameters here whose first holder is another rank.
+        first_names: name of a shared weight -> the first of its names, for all names of the model but the first.
         held: the parameters with their layout and stages, for their reduction.
-        desks: those that the linear layers here write to.
+        grad_context: where the linear layers here find the queue for their weight gradients.
     """
 
-    rank: Rank
+    rank: int
+    stages: dict[int, Stage]
+    communications: CommStream
+    segmented: frozenset[int]
     modules: dict[str, nn.Module]
     parameters: dict[str, nn.Parameter]
-    buffers: dict[str, Tensor]
     ties: dict[Tie, nn.Parameter]
+    replicated_layers: dict[str, tuple[int, ...]]
     copies: frozenset[str]
-    held: tuple[Held, ...]
-    desks: tuple[Desk, ...]
+    first_names: Mapping[str, str]
+    held: tuple[BucketParameter, ...]
+    grad_context: WeightGradContext
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """Global name -> buffer, as they are now: a forward may replace one."""
+        return {f"{name}.{inner}": b for name, module in self.modules.items() for inner, b in module.named_buffers()}
 
 
-@dataclass(frozen=True)
 class Thread:
-    """What the ranks of one thread share: the layers built so far (replicas of a layer are one module), and the desks.
+    """What the ranks of one thread share: the layers built so far (replicas of a layer are one module), and the grad_context.
 
-    `head`: the desk of the last layer, where its weight gradients may wait.
+    `shared`: which of them share a parameter.
     """
 
-    built: dict[int, nn.Module] = field(default_factory=dict)
-    desk: Desk = field(default_factory=Desk)
-    head: Desk = field(default_factory=Desk)
+    def __init__(self, shared: SharedParameters) -> None:
+        self.shared = shared
+        self.built: dict[int, nn.Module] = {}
+        self.grad_context = WeightGradContext(StageBackward())
 
 
 def assemble(
@@ -67,35 +93,56 @@ def assemble(
     rank: int,
     sizes: Sequence[int] | None,
     tied: Sequence[Sequence[str]],
-    loss: Loss,
     options: RuntimeOptions,
     device: torch.device,
+    status: Status,
+    seed: int,
+    exchange: Exchange,
+    summed: str | None,
     thread: Thread | None = None,
 ) -> Assembly:
-    """Builds the layers that `schedule` places on `rank`; `thread` is given where several ranks share one."""
-    if device.type == "cpu":
-        keep_freed_memory()
-    names = [str(getattr(layer, "name", at)) for at, layer in enumerate(layers)]
+    """Builds the layers that `schedule` places on `rank`; `thread` is given where several ranks share one.
+
+    Args:
+        status: this rank's.
+        seed: of the first weights, the same on every rank.
+        exchange: this rank's value -> those of all ranks of the pipeline, in rank order.
+        summed: what sums every gradient ("data-parallel replicas"); None: nothing does.
+
+    Raises:
+        ConfigError: unknown names, layers that do not fit their stages, gradients that cannot be summed.
+        DistributedError: another rank could not build its layers.
+    """
+    names = [layer_name(layer, at) for at, layer in enumerate(layers)]
+    for name in names:
+        if not name.isprintable():
+            raise ConfigError(f"a layer cannot be called {name[:200]!a}: names are printed, and it cannot be")
     if len(set(names)) != len(names):
         raise ConfigError(f"two layers are called {next(n for n in names if names.count(n) > 1)!r}; names must differ")
+    _check_recompute(options.recompute, names)
     ranges = split_layers(len(layers), schedule.positions, sizes)
-    shop = thread if thread is not None else Thread()
-    shop.desk.in_place = schedule.splits_backward
-    lane = Lane(device, options.trace)
-    deferral = None if options.head_deferral is None else HeadDeferral(options.head_deferral, shop.head)
-    ends = {route[-1] for route in schedule.routes}
-    stages = {
-        s: Stage(
-            s,
-            build_stage(layers, ranges[schedule.position_of[s]], device, shop.built, options.recompute),
-            options.deallocate,
-            shop.desk,
-            schedule.splits_backward,
-            lane,
-            deferral if s in ends else None,
-        )
-        for s in schedule.stages_of[rank]
-    }
+    shared_build = thread if thread is not None else Thread(SharedParameters(layers, names))
+    shared_build.grad_context.in_place = schedule.splits_backward
+    communications = CommStream(device, options.trace, status)
+    writes_weight_gradients = schedule.splits_backward or summed is not None or products.uses_onednn()
+    stages: dict[int, Stage] = {}
+    failure: Exception | None = None
+    try:
+        for s in schedule.stages_of[rank]:
+            which = ranges[schedule.position_of[s]]
+            stages[s] = Stage(
+                s,
+                build_stage(
+                    layers, which, device, shared_build.built, options.recompute, seed, shared_build.shared.learn
+                ),
+                options.deallocate,
+                shared_build.grad_context,
+                writes_weight_gradients,
+                communications,
+                thread is not None,
+            )
+    except Exception as error:
+        failure = error  # the other ranks must not wait for this one
     modules = {n: m for stage in stages.values() for n, m in zip(stage.layers.names, stage.modules, strict=True)}
     owners: dict[str, tuple[int, ...]] = {}
     for route in schedule.routes:
@@ -104,22 +151,97 @@ def assemble(
                 known = owners.get(names[layer], ())
                 place = schedule.placement[stage]
                 owners[names[layer]] = known if place in known else (*known, place)
+    ties = make_ties(tied, owners)
+    facts = exchange(
+        {
+            "failure": None if failure is None else f"{type(failure).__name__}: {failure}",
+            "problems": unknown_names(ties, modules),
+            "sparse": _sparse(modules),
+            "layers": list(modules),
+            "frozen": frozen_names(modules),
+            "shared": shared_build.shared.facts(),
+            "segmented": [s for s, stage in stages.items() if stage.segmented],
+        }
+    )
+    if failure is not None:
+        raise failure
+    _refuse(facts)
+    asked = make_ties(
+        merged([*(tie.names for tie in ties), *shared_groups([each["shared"] for each in facts])]), owners
+    )
+    replicated = {layer: holders for layer, holders in owners.items() if len(holders) > 1}
+    _check_sparse([name for each in facts for name in each["sparse"]], asked, replicated, summed)
+    frozen = {name for each in facts for name in each["frozen"]}
+    reported = dict.fromkeys(
+        layer for each in facts for layer in each["layers"]
+    )  # all, unless the ranks share a thread
     across: dict[Tie, nn.Parameter] = {}
-    copies: set[str] = set()
-    asked = make_ties(tied, owners)
     for tie in (*asked, *replica_ties(modules, owners, asked)):
-        weight, first = share(tie, modules)
-        if weight is not None and first is not None and len(tie.holders) > 1:
+        weight = share(tie, modules)
+        if weight is not None and len(tie.names) > 1 and layer_of(tie.names[0], reported) is not None:
+            weight.requires_grad_(tie.names[0] not in frozen)  # one weight: the first name's holds on every rank
+        if weight is not None and len(tie.holders) > 1:
             across[tie] = weight
-            if tie.holders[0] != rank:
-                copies.add(first)
-    buffers = {f"{name}.{inner}": value for name, module in modules.items() for inner, value in module.named_buffers()}
-    engine = Rank(schedule, rank, stages, loss, options, lane)
-    engine.deferral = deferral if ends & stages.keys() else None
     parameters = unique_parameters(modules)
+    elsewhere = {weight for tie, weight in across.items() if tie.holders[0] != rank}
+    copies = frozenset(name for name, parameter in parameters.items() if parameter in elsewhere)
     held = _held(parameters, modules, stages, across)
-    desks = (shop.desk, shop.head)
-    return Assembly(engine, modules, parameters, buffers, across, frozenset(copies), held, desks)
+    first_names = {name: tie.names[0] for tie in asked for name in tie.names[1:]}
+    segmented = frozenset(s for each in facts for s in each["segmented"])
+    return Assembly(
+        rank,
+        stages,
+        communications,
+        segmented,
+        modules,
+        parameters,
+        across,
+        replicated,
+        copies,
+        first_names,
+        held,
+        shared_build.grad_context,
+    )
+
+
+def _check_recompute(recompute: Literal["none", "full"] | frozenset[str], names: Sequence[str]) -> None:
+    for name in sorted(recompute) if isinstance(recompute, frozenset) else ():
+        if name not in names:
+            raise ConfigError(f"recompute: no layer is called {name!r}{did_you_mean(name, names)}")
+
+
+def _refuse(facts: Sequence[Mapping[str, Any]]) -> None:
+    """Raises, on every rank, what one rank found while it built its layers."""
+    for other, each in enumerate(facts):
+        if each["failure"] is not None:
+            raise DistributedError(f"rank {other} of the pipeline could not build its layers: {each['failure']}")
+    problems = dict.fromkeys(problem for each in facts for problem in each["problems"])
+    if problems:
+        raise ConfigError(list(problems))
+
+
+def _sparse(modules: Mapping[str, nn.Module]) -> list[str]:
+    """The names of the weights here that have sparse gradients."""
+    return [
+        f"{layer}.{path}.weight" if path else f"{layer}.weight"
+        for layer, module in modules.items()
+        for path, part in module.named_modules()
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse and part.weight.requires_grad
+    ]
+
+
+def _check_sparse(
+    sparse: Sequence[str], ties: Sequence[Tie], replicated: Mapping[str, Any], summed: str | None
+) -> None:
+    """Raises ConfigError for sparse gradients that would have to be summed over processes."""
+    for name in sparse:
+        tied = any(name in tie.names and len(tie.holders) > 1 for tie in ties)
+        over = summed or ("the ranks of tied weights" if tied else "")
+        over = over or ("the replicas of two routes" if layer_of(name, replicated) else "")
+        if over:
+            raise ConfigError(
+                f"{name!r} has sparse gradients, which are not summed over {over}: build the embedding with sparse=False"
+            )
 
 
 def _held(
@@ -127,11 +249,11 @@ def _held(
     modules: Mapping[str, nn.Module],
     stages: Mapping[int, Stage],
     across: Mapping[Tie, nn.Parameter],
-) -> tuple[Held, ...]:
+) -> tuple[BucketParameter, ...]:
     """What the reduction of gradients asks of each parameter. One that other pipeline ranks hold too is summed there first."""
-    layouts: dict[nn.Parameter, Laid] = {}
+    layouts: dict[nn.Parameter, ParameterSharding] = {}
     for module in modules.values():
-        inner = layout_of(module)
+        inner = shardings_of(module)
         for name, parameter in module.named_parameters():
             layouts.setdefault(parameter, inner[name])
     adders: dict[nn.Parameter, list[int]] = {}
@@ -141,7 +263,9 @@ def _held(
                 adders.setdefault(parameter, []).append(index)
     for parameter in across.values():
         adders[parameter] = [AFTER_TIES]
-    return tuple(Held(name, p, tuple(dict.fromkeys(adders[p])), layouts[p]) for name, p in parameters.items())
+    return tuple(
+        BucketParameter(name, p, tuple(dict.fromkeys(adders[p])), layouts[p]) for name, p in parameters.items()
+    )
 
 
 def unique_parameters(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
@@ -154,3 +278,12 @@ def unique_parameters(modules: Mapping[str, nn.Module]) -> dict[str, nn.Paramete
                 seen.add(id(parameter))
                 parameters[f"{name}.{inner}"] = parameter
     return parameters
+
+
+def copy_state(into: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    """Copy values by global name into parameters and buffers. Raises UsageError for a name that is missing."""
+    for name, value in into.items():
+        if name not in state:
+            raise UsageError(f"the state holds no {name!r}")
+        with torch.no_grad():
+            value.copy_(state[name])

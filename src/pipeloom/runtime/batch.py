@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import UsageError
-from pipeloom.ops.microbatch import KEYWORD, MicrobatchContext
-from pipeloom.runtime.boundary import signature
+from pipeloom.ops.microbatch import KEYWORD, ContextWithoutShare, MicrobatchContext
+from pipeloom.parallel.mesh import Mesh
+from pipeloom.runtime.health.report import FailureReporter
+from pipeloom.runtime.tensor_spec import signature
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class Microbatches:
         targets: each one's targets (whatever the loss takes).
         keywords: each one's keyword arguments, for every layer that takes them; its MicrobatchContext among them.
         shares: each one's weight over the sum of all weights, so that the sum of `share * mean loss` is the mean over all
-            targets of the step.
+            targets of the step; NaN where targets on the meta device do not say.
         signatures: equal where shapes and dtypes are.
     """
 
@@ -39,6 +43,7 @@ class Microbatches:
 
 
 Weight = Callable[[Any], float | Tensor]
+IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True)
@@ -46,22 +51,61 @@ class Weighing:
     """How micro-batches count, among those of all data-parallel replicas.
 
     Attributes:
-        weight: of a micro-batch's targets; None: how many they are.
+        weight: of a micro-batch's targets; None: how many of them count.
+        ignore_index: a target that does not count in the default weight; None: all targets count.
         total: the sum of this replica's weights -> the sum over all replicas.
         replica: this replica's number.
         step: the step's number, for layers that ask.
     """
 
     weight: Weight | None = None
+    ignore_index: int | None = IGNORE_INDEX
     total: Callable[[float], float] = float
     replica: int = 0
     step: int = 0
 
 
-def number_of_targets(targets: Any) -> float:
-    """The default weight of a micro-batch: how many targets it has."""
-    first = targets[0] if isinstance(targets, (tuple, list)) else targets
-    return float(first.numel())
+def count_targets(targets: Any, ignore_index: int | None = IGNORE_INDEX) -> float:
+    """Return how many of the targets count: the elements of their first tensor that are not `ignore_index`.
+
+    NaN for integers on the meta device, which do not say. Raises UsageError when the targets hold no tensor.
+    """
+    tensor = _first_tensor(targets)
+    if ignore_index is None or not _holds(tensor, ignore_index):
+        return float(tensor.numel())
+    return math.nan if tensor.is_meta else float(torch.ne(tensor, ignore_index).sum())
+
+
+def _count_by_part(targets: Any, sizes: Sequence[int], rows: int, ignore_index: int | None) -> list[float]:
+    """`count_targets` of every micro-batch, with one look at the tensor for all of them."""
+    tensor = _first_tensor(targets)
+    if not tensor.ndim or tensor.shape[0] != rows:
+        return [count_targets(tensor, ignore_index)] * len(sizes)
+    if ignore_index is None or not _holds(tensor, ignore_index):
+        return [float(tensor.numel() // rows * size) for size in sizes]
+    if tensor.is_meta:
+        return [math.nan] * len(sizes)
+    by_row = torch.ne(tensor, ignore_index).reshape(rows, -1).sum(1).tolist()
+    starts = [sum(sizes[:at]) for at in range(len(sizes))]
+    return [float(sum(by_row[start : start + size])) for start, size in zip(starts, sizes, strict=True)]
+
+
+def _holds(tensor: Tensor, index: int) -> bool:
+    """Whether elements of this tensor can be `index`: in an unsigned or small type a comparison would wrap it around."""
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        return False
+    limits = torch.iinfo(tensor.dtype)
+    return limits.min <= index <= limits.max
+
+
+def _first_tensor(targets: Any) -> Tensor:
+    for value in targets if isinstance(targets, (tuple, list)) else (targets,):
+        if isinstance(value, Tensor):
+            return value
+    raise UsageError(
+        f"the targets ({type(targets).__name__}) hold no tensor whose elements could be counted; pass weight= to the "
+        f"pipeline, the weight of a micro-batch's targets"
+    )
 
 
 def split_sizes(rows: int, count: int) -> list[int]:
@@ -79,9 +123,19 @@ def split_batch(
 ) -> Microbatches:
     """Cuts every tensor along its first dimension; other values, and tensors with another first dimension, go to all.
 
-    Raises UsageError when a micro-batch would be empty.
+    Raises UsageError when a micro-batch would be empty, for targets in a dict, for a weight that is negative or not
+    finite, when all weights are 0, and, in training, for a tensor that requires a gradient.
     """
+    if isinstance(targets, Mapping):
+        raise UsageError(
+            "the targets are a dict; give a tensor, or a tuple of tensors, which is what the loss then gets for each "
+            "micro-batch"
+        )
     positional = as_inputs(inputs)
+    if torch.is_grad_enabled():
+        _refuse_graphs(
+            {"the input": positional, "the targets": targets, **{f"keyword {k!r}": v for k, v in keywords.items()}}
+        )
     rows = batch_rows(positional)
     if sum(sizes) != rows:
         raise UsageError(f"the micro-batches hold {sum(sizes)} rows, and the batch {rows}")
@@ -97,16 +151,12 @@ def split_batch(
         dict(zip(keywords, values, strict=True))
         for values in (zip(*each_keywords, strict=True) if keywords else [()] * len(sizes))
     )
-    weigh = weighing.weight if weighing.weight is not None else number_of_targets
-    weights = [
-        float(weigh(part)) if part is not None else float(size) for part, size in zip(each_targets, sizes, strict=True)
-    ]
-    total = weighing.total(sum(weights))
-    if not total > 0:
-        raise UsageError(f"the weights of the micro-batches sum to {total}; at least one must be above 0")
-    shares = tuple(w / total for w in weights)
+    shares = _shares(targets, each_targets, sizes, rows, weighing)
     first = weighing.replica * len(shares)
-    contexts = [{KEYWORD: MicrobatchContext(weighing.step, first + at, share)} for at, share in enumerate(shares)]
+    starts = [weighing.replica * rows + sum(sizes[:at]) for at in range(len(sizes))]
+    contexts = [
+        {KEYWORD: _context(weighing.step, first + at, share, starts[at], sizes[at])} for at, share in enumerate(shares)
+    ]
     return Microbatches(
         each_inputs,
         tuple(each_targets),
@@ -116,8 +166,71 @@ def split_batch(
     )
 
 
+def _shares(
+    targets: Any, parts: Sequence[Any], sizes: Sequence[int], rows: int, weighing: Weighing
+) -> tuple[float, ...]:
+    """Each micro-batch's weight over the sum of all replicas' weights."""
+    if targets is None:  # outputs only: nothing is averaged
+        weights = [float(size) for size in sizes]
+    elif weighing.weight is None:
+        weights = _count_by_part(targets, sizes, rows, weighing.ignore_index)
+    else:
+        weights = [_given_weight(weighing.weight(part), at) for at, part in enumerate(parts)]
+    total = weighing.total(sum(weights))
+    if math.isnan(total):
+        return (math.nan,) * len(weights)
+    if total <= 0:
+        rule = f"ignore_index is {weighing.ignore_index}" if weighing.weight is None else "every weight is 0"
+        raise UsageError(f"none of the batch's targets counts ({rule}), so there is no mean loss")
+    return tuple(weight / total for weight in weights)
+
+
+def _given_weight(weight: float | Tensor, microbatch: int) -> float:
+    """What the caller's `weight` returned, as a number; NaN for a tensor on the meta device."""
+    if isinstance(weight, Tensor) and weight.is_meta:
+        return math.nan
+    number = float(weight)
+    if not 0 <= number < math.inf:
+        raise UsageError(
+            f"weight(targets) is {number} for micro-batch {microbatch}; it must be a finite number of at least 0"
+        )
+    return number
+
+
+def _context(step: int, index: int, share: float, first: int, samples: int) -> MicrobatchContext:
+    if math.isnan(share):
+        return ContextWithoutShare(step, index, first, samples)
+    return MicrobatchContext(step, index, share, first, samples)
+
+
+def require_targets(method: str, targets: Any) -> None:
+    """Raise UsageError where a method that computes a loss got no targets; `predict` computes none."""
+    if method == "predict":
+        return
+    if targets is None:
+        raise UsageError(
+            f"{method} got no targets; predict(inputs) computes outputs only, and a loss that compares with the inputs "
+            f"gets them as targets: {method}(inputs, inputs)"
+        )
+
+
+def _refuse_graphs(arguments: Mapping[str, Any]) -> None:
+    for name, value in arguments.items():
+        values = value if isinstance(value, (tuple, list)) else (value,)
+        if any(isinstance(each, Tensor) and each.requires_grad for each in values):
+            raise UsageError(
+                f"{name} requires a gradient, and a step computes those of the pipeline's own parameters only: detach it, or "
+                "make the module that computed it a layer of the pipeline"
+            )
+
+
 def as_inputs(inputs: Any) -> tuple[Any, ...]:
-    """The positional inputs of the first stage, one or several."""
+    """The positional inputs of the first stage, one or several. Raises UsageError for a dict."""
+    if isinstance(inputs, Mapping):
+        raise UsageError(
+            "the inputs are a dict; give its tensors in the order of the first layer's arguments, as (a, b), and what "
+            "layers take by name as keyword arguments"
+        )
     return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
 
 
@@ -127,6 +240,11 @@ def chosen_sizes(inputs: Any, count: int, configured: Sequence[int] | None) -> t
     if configured is not None and len(configured) == count and sum(configured) == rows:
         return tuple(configured)
     return tuple(split_sizes(rows, count))
+
+
+def forward_count(microbatches: int, inputs: Any) -> int:
+    """Return the number of micro-batches of a forward pass: the schedule's, or fewer where the batch has fewer rows."""
+    return min(microbatches, batch_rows(as_inputs(inputs)))
 
 
 def batch_rows(inputs: Sequence[Any]) -> int:
@@ -139,7 +257,8 @@ def batch_rows(inputs: Sequence[Any]) -> int:
 
 def _cut(value: Any, sizes: Sequence[int], rows: int) -> list[Any]:
     if isinstance(value, Tensor) and value.ndim and value.shape[0] == rows:
-        return list(torch.split(value, list(sizes)))
+        # `data`: parts of one tensor count their changes together, and a layer may change its own micro-batch in place
+        return [part.data for part in torch.split(value, list(sizes))]
     return [value] * len(sizes)
 
 
@@ -157,3 +276,14 @@ def join(outputs: Sequence[Any]) -> Any:
     if isinstance(first, (tuple, list)):
         return tuple(join(items) for items in zip(*outputs, strict=True))
     return first
+
+
+def sum_over_replicas(weight: float, mesh: Mesh, device: torch.device, alarm: FailureReporter) -> float:
+    """The sum of a number over the data-parallel replicas, the same on each. Collective over them."""
+    if mesh.dp.group is None:
+        return weight
+    has_gloo = "gloo" in str(dist.get_backend_config(mesh.dp.group))
+    with alarm.waiting("the other replicas' numbers of targets"):
+        total = torch.tensor([weight], dtype=torch.float64, device="cpu" if has_gloo else device)
+        dist.all_reduce(total, group=mesh.dp.group)
+    return float(total.item())

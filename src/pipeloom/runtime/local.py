@@ -2,41 +2,71 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipeloom.errors import ScheduleError
-from pipeloom.runtime.assembly import Assembly, Thread, assemble, unique_parameters
+from pipeloom.errors import ScheduleError, UsageError
+from pipeloom.parallel.grad_norm import clip, global_norm, square_norm
+from pipeloom.parallel.mesh import Mesh, PipelineMesh
+from pipeloom.parallel.sharding import ParameterSharding
+from pipeloom.runtime.assembly import Assembly, Thread, assemble, copy_state, unique_parameters
 from pipeloom.runtime.batch import (
+    IGNORE_INDEX,
     Microbatches,
     Weighing,
     Weight,
-    as_inputs,
-    batch_rows,
     chosen_sizes,
+    forward_count,
     join,
+    require_targets,
     split_batch,
 )
-from pipeloom.runtime.layers import LayerSource
+from pipeloom.runtime.executor import Executor, StepHooks, StepResult
+from pipeloom.runtime.grad_sync import checked_max_norm
+from pipeloom.runtime.health.fault_injection import Faults
+from pipeloom.runtime.health.status import Status
+from pipeloom.runtime.loss import Loss, PendingLoss
+from pipeloom.runtime.measured_timeline import timeline_of
 from pipeloom.runtime.options import RuntimeOptions
-from pipeloom.runtime.rank import Loss
-from pipeloom.runtime.ties import share
-from pipeloom.runtime.transport import InProcessTransport, Mailroom
-from pipeloom.runtime.work import StepResult
+from pipeloom.runtime.p2p.base import Communicator, InProcessBatches, InProcessTransport, Mailroom
+from pipeloom.runtime.program import Programs, RankProgram, as_executed, require_same_stages
+from pipeloom.runtime.stage_modules import KnownKeywords, LayerSource, layer_name, require_arguments
+from pipeloom.runtime.stats import RankStats
+from pipeloom.runtime.tensor_spec import ShapeCache
+from pipeloom.runtime.tied_weights import SharedParameters, Tie, merged, share, shared_groups
 from pipeloom.schedule.check import check
 from pipeloom.schedule.model import Schedule
+from pipeloom.schedule.timeline import Timeline
 
 
 class LocalPipeline:
-    """As `Pipeline`, with every rank here: the same lowering, engine and channels, over memory instead of a network.
+    """As `Pipeline`, with every rank here: the same lowering, executor and channels, over memory instead of a network.
 
-    Attribute `next_step`: the number of the next step, for layers that draw random numbers.
+    It has the methods of `Pipeline`; what that says of its rank, this says of all of them: `stats` and `peak_activations`
+    have one entry per rank. What is about other processes does nothing here.
 
-    `check_first=False` runs a schedule unproved (for tests of the engine); one that deadlocks then raises ScheduleError.
+    Args:
+        check_first: False runs a schedule unproved (for tests of the executor); one that deadlocks then raises ScheduleError.
+
+    Attributes:
+        schedule: the one that runs: with the pairs of stages without segments taken apart.
+        options: as given.
+        mesh: one process.
+        device: where the stages are.
+        layouts: global name -> how the parameter is laid over the mesh: whole.
+        next_step: the number of the next step, for layers that draw random numbers.
+        rank, ranks, group, control, run_control, distributed, sync: as of a pipeline of one process.
     """
+
+    rank = 0
+    ranks = 1
+    group = control = run_control = sync = None
+    distributed = False
 
     def __init__(
         self,
@@ -45,84 +75,218 @@ class LocalPipeline:
         *,
         loss: Loss,
         weight: Weight | None = None,
+        ignore_index: int | None = IGNORE_INDEX,
         stages: Sequence[int] | None = None,
         tied: Sequence[Sequence[str]] = (),
         options: RuntimeOptions = RuntimeOptions(),
         check_first: bool = True,
     ) -> None:
+        require_arguments(layers, schedule, loss)
         if check_first:
             check(schedule)
         self.schedule = schedule
         self.options = options
         self._weight = weight
+        self._ignore_index = ignore_index
         self.next_step = 0
-        device = options.device if options.device is not None else torch.device("cpu")
-        thread = Thread()
+        self.mesh = Mesh.of_pipeline(PipelineMesh((0,), 0, None))
+        device = self.device = options.device if options.device is not None else torch.device("cpu")
+        shared = SharedParameters(layers, [layer_name(layer, at) for at, layer in enumerate(layers)])
+        thread = Thread(shared)
+        seed = torch.initial_seed() if options.seed is None else options.seed
+        self._statuses = [Status(rank) for rank in range(schedule.ranks)]
         self._assemblies: list[Assembly] = [
-            assemble(layers, schedule, rank, stages, tied, loss, options, device, thread)
-            for rank in range(schedule.ranks)
+            assemble(
+                layers, schedule, rank, stages, tied, options, device, status, seed, lambda mine: [mine], None, thread
+            )
+            for rank, status in enumerate(self._statuses)
         ]
         modules = {name: module for assembly in self._assemblies for name, module in assembly.modules.items()}
         for tie in {tie for assembly in self._assemblies for tie in assembly.ties}:
             share(tie, modules)
+        for names in merged([*tied, *shared_groups([shared.facts()])]):
+            share(Tie(names, ()), modules)
+        self._keywords = KnownKeywords.of(modules.values())
         self._parameters = unique_parameters(modules)
-        self._results: list[StepResult] = []
+        self._modules = modules
+        self.layouts: dict[str, ParameterSharding] = {
+            each.name: each.sharding for a in self._assemblies for each in a.held
+        }
+        self._loss = loss
+        self._splits_backward = schedule.splits_backward
+        self._specs = [ShapeCache(schedule, options.shapes) for _ in self._assemblies]
+        self._hooks = [StepHooks(status, Faults(options.fault, rank)) for rank, status in enumerate(self._statuses)]
+        self._follow(schedule)
 
-    def step(self, inputs: Any, targets: Any, **keywords: Any) -> Tensor:
+    def _follow(self, schedule: Schedule) -> None:
+        """Run `schedule` from the next step on."""
+        segmented = frozenset(stage for assembly in self._assemblies for stage in assembly.segmented)
+        schedule = as_executed(schedule, segmented, self.options)
+        self._programs = [Programs(schedule, rank, self.options) for rank in range(schedule.ranks)]
+        for programs, assembly in zip(self._programs, self._assemblies, strict=True):
+            for index, stage in assembly.stages.items():
+                stage.require_order(schedule.name, programs.step.stages[index])
+        self.schedule = schedule
+        self._results = [StepResult() for _ in self._programs]
+
+    # -- running ---------------------------------------------------------------------------------------------------------
+
+    def step(self, inputs: Any, targets: Any = None, **keywords: Any) -> Tensor:
         """Forward and backward of the whole schedule; returns the mean loss."""
-        self._run(None, self._split(inputs, targets, keywords, self.schedule.microbatches))
+        self._keywords.require("step", keywords)
+        require_targets("step", targets)
+        return self.forward_backward(inputs, targets, **keywords).wait()
+
+    def forward_backward(self, inputs: Any, targets: Any = None, **keywords: Any) -> PendingLoss:
+        """As `step`; the loss is there when it returns."""
+        batch = self._split("forward_backward", inputs, targets, keywords, self.schedule.microbatches)
+        self._results = self._run([programs.step for programs in self._programs], batch)
         self.next_step += 1
-        return self._loss()
+        loss = _sum_of_losses(self._results)
+        return PendingLoss(lambda: loss)
 
     @torch.no_grad()
-    def evaluate(self, inputs: Any, targets: Any, **keywords: Any) -> Tensor:
+    def evaluate(self, inputs: Any, targets: Any = None, **keywords: Any) -> Tensor:
         """The mean loss, forward only."""
-        count = min(self.schedule.microbatches, batch_rows(as_inputs(inputs)))
-        self._run(count, self._split(inputs, targets, keywords, count))
-        return self._loss()
+        batch = self._split("evaluate", inputs, targets, keywords, forward_count(self.schedule.microbatches, inputs))
+        return _sum_of_losses(self._run([programs.forwards(batch.count) for programs in self._programs], batch))
 
     @torch.no_grad()
     def predict(self, inputs: Any, **keywords: Any) -> Any:
         """The outputs of the last stage for the whole batch."""
-        count = min(self.schedule.microbatches, batch_rows(as_inputs(inputs)))
-        self._run(count, self._split(inputs, None, keywords, count), keep_outputs=True)
-        outputs = {mb: output for result in self._results for mb, output in result.outputs.items()}
-        return join([outputs[mb] for mb in range(count)])
+        batch = self._split("predict", inputs, None, keywords, forward_count(self.schedule.microbatches, inputs))
+        results = self._run([programs.forwards(batch.count) for programs in self._programs], batch, keep_outputs=True)
+        outputs = {mb: output for result in results for mb, output in result.outputs.items()}
+        return join([outputs[mb] for mb in range(batch.count)])
 
-    def _run(self, forwards: int | None, batch: Microbatches, keep_outputs: bool = False) -> None:
-        """A training step, or the forwards of so many micro-batches."""
-        mailroom = Mailroom()
-        runs = {}
-        for rank, assembly in enumerate(self._assemblies):
-            transport, program = InProcessTransport(mailroom), assembly.rank.program(forwards)
-            runs[rank] = assembly.rank.run(program, batch, transport, keep_outputs=keep_outputs)
-        results: dict[int, StepResult] = {}
-        waits: dict[int, Any] = {}
-        while runs:
-            before = [a.rank.status.done for a in self._assemblies], len(runs)
-            for rank in list(runs):
-                try:
-                    waits[rank] = next(runs[rank])
-                except StopIteration as done:
-                    results[rank] = done.value
-                    del runs[rank]
-            if runs and before == ([a.rank.status.done for a in self._assemblies], len(runs)):
-                stuck = "; ".join(f"rank {rank} waits for {waits[rank].words}" for rank in runs)
+    def _run(
+        self, programs: Sequence[RankProgram], batch: Microbatches, keep_outputs: bool = False
+    ) -> list[StepResult]:
+        """Every rank's program, a rank running as far as the messages that it waits for have been sent."""
+        mailroom, communicator = Mailroom(), Communicator(self.schedule.ranks)
+        executors = [
+            Executor(
+                program,
+                assembly.stages,
+                InProcessTransport(mailroom)
+                if program.batches is None
+                else InProcessBatches(communicator, rank, program.batches),
+                hooks,
+                loss=self._loss,
+                specs=specs,
+                communications=assembly.communications,
+                checksums=self.options.checksum,
+            )
+            for rank, (program, assembly, hooks, specs) in enumerate(
+                zip(programs, self._assemblies, self._hooks, self._specs, strict=True)
+            )
+        ]
+        for executor in executors:
+            executor.begin(batch, keep_outputs)
+        while any(executor.unfinished for executor in executors):
+            progress = False
+            for executor in executors:
+                while executor.unfinished and executor.missing() is None:
+                    executor.execute_next()
+                    progress = True
+            if not progress:
+                awaited = [(rank, each.missing()) for rank, each in enumerate(executors) if each.unfinished]
+                stuck = "; ".join(f"rank {rank} waits for {m.words}" for rank, m in awaited if m is not None)
                 raise ScheduleError(f"the schedule deadlocks: {stuck}")
-        self._results = [results[rank] for rank in range(self.schedule.ranks)]
+        return [executor.finish() for executor in executors]
 
-    def _loss(self) -> Tensor:
-        shares = [result.loss for result in self._results if result.loss is not None]
-        return torch.stack(shares).sum()
-
-    def _split(self, inputs: Any, targets: Any, keywords: Mapping[str, Any], count: int) -> Microbatches:
+    def _split(self, method: str, inputs: Any, targets: Any, keywords: Mapping[str, Any], count: int) -> Microbatches:
+        self._keywords.require(method, keywords)
+        require_targets(method, targets)
         sizes = chosen_sizes(inputs, count, self.options.microbatch_sizes)
-        return split_batch(inputs, targets, keywords, sizes, Weighing(self._weight, step=self.next_step))
+        weighing = Weighing(self._weight, self._ignore_index, step=self.next_step)
+        return split_batch(inputs, targets, keywords, sizes, weighing)
+
+    def adopt(self, schedule: Schedule) -> None:
+        """Run `schedule` from the next step on, over the same stages and weights; errors as of `Pipeline.adopt`."""
+        check(schedule, transport="batched" if self.options.transport == "batched" else "individual")
+        require_same_stages(schedule, self.schedule, self._splits_backward)
+        self._follow(schedule)
+
+    # -- the last step ---------------------------------------------------------------------------------------------------
+
+    @property
+    def stats(self) -> tuple[RankStats, ...]:
+        """What each rank runs, and figures of its last step; rank by rank."""
+        return tuple(
+            RankStats.of(self.schedule, rank, programs.step, result)
+            for rank, (programs, result) in enumerate(zip(self._programs, self._results, strict=True))
+        )
 
     @property
     def peak_activations(self) -> tuple[int, ...]:
         """rank -> the most stage-micro-batches alive at once in the last step, counted."""
         return tuple(result.peak_alive for result in self._results)
+
+    @property
+    def exposed(self) -> float | None:
+        """As of `Pipeline`, all ranks together."""
+        seconds = [result.exposed for result in self._results if result.exposed is not None]
+        return sum(seconds) if seconds else None
+
+    def timeline(self) -> Timeline:
+        """The last step as measured, in seconds; in one thread, so only one rank computes at a time."""
+        if not any(result.starts for result in self._results):
+            raise UsageError("no step has run yet")
+        return timeline_of(self.schedule, [(r.starts, r.ends, list(r.turns.items()), 0.0) for r in self._results])
+
+    def waiting(self, what: str, phase: str | None = None) -> AbstractContextManager[None]:
+        """Nothing: there is no other process to wait for."""
+        return contextlib.nullcontext()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Nothing: there are no replicas."""
+        return contextlib.nullcontext()
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    # -- what it holds ---------------------------------------------------------------------------------------------------
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        """Layer name -> module, of all ranks."""
+        return self._modules
+
+    @property
+    def layer_names(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the layers of each stage."""
+        stages = {index: stage for assembly in self._assemblies for index, stage in assembly.stages.items()}
+        return tuple(stage.layers.names for _, stage in sorted(stages.items()))
+
+    def stored_name(self, name: str) -> str:
+        """The name under which checkpoints hold this parameter: of a weight with several names the first."""
+        first_names = {n: first for assembly in self._assemblies for n, first in assembly.first_names.items()}
+        return first_names.get(name, name)
+
+    def owns(self, name: str) -> bool:
+        """Whether norms and checkpoints count what this process holds under this name: always."""
+        return True
+
+    def counts(self, name: str) -> bool:
+        """Whether this process adds its gradient of this name to a global norm: always."""
+        return True
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Global name -> parameter or buffer."""
+        buffers = {name: buffer for assembly in self._assemblies for name, buffer in assembly.buffers.items()}
+        return {**dict(self.named_parameters()), **buffers}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Copy values by global name. Raises UsageError for a name that is missing."""
+        copy_state(self.state_dict(), state)
+
+    def train(self, mode: bool = True) -> None:
+        for module in self._modules.values():
+            module.train(mode)
+
+    def eval(self) -> None:
+        self.train(False)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(global name, parameter) of all ranks."""
@@ -131,7 +295,26 @@ class LocalPipeline:
     def parameters(self) -> Iterator[nn.Parameter]:
         yield from self._parameters.values()
 
+    def grad_norm(self) -> Tensor:
+        """The 2-norm of all gradients, each weight once: a 0-dim tensor in fp32, or fp64 where gradients are."""
+        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        wide = any(gradient.dtype in (torch.float64, torch.complex128) for gradient in gradients)
+        norm = global_norm([square_norm(gradients)])
+        return torch.tensor(norm, dtype=torch.float64 if wide else torch.float32, device=self.device)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales all gradients in place so that `grad_norm` is at most `max_norm`; returns the norm before."""
+        most = checked_max_norm(max_norm)
+        norm = self.grad_norm()
+        clip([parameter.grad for parameter in self.parameters() if parameter.grad is not None], norm.item(), most)
+        return norm
+
     def zero_grad(self) -> None:
         """Sets every gradient to None."""
         for parameter in self.parameters():
             parameter.grad = None
+
+
+def _sum_of_losses(results: Sequence[StepResult]) -> Tensor:
+    return torch.stack([result.loss for result in results if result.loss is not None]).sum()

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from pipeloom.errors import ConfigError
+from pipeloom.limits import MOST_SECONDS
+from pipeloom.parallel.mesh import Mesh
+from pipeloom.runtime.health.watchdog import Watchdog
+
+START_SECONDS = 60.0  # for all ranks to build their stages
+
+NOTHING_TO_TURN_OFF = (
+    "overlap_p2p is False, and the shared-memory transport posts no receives: a message is in the receiver's memory as soon "
+    'as it is sent, whatever the receiver computes; use transport "individual" to compare'
+)
 
 
 @dataclass(frozen=True)
@@ -16,46 +26,69 @@ class RuntimeOptions:
     """Options of a `Pipeline`.
 
     Attributes:
-        transport: `"individual"`: torch.distributed, one message a call; `"batched"`: what falls between two actions is one
-            call; `"shared"`: shared memory, for CPU ranks of one machine; `"auto"`: shared where all ranks can, else individual.
-        overlap_p2p: post the receives of coming actions before the present one computes (individual transport; a batch
-            holds what its two neighbours need and nothing later, or it would hold up the sends behind it).
-        receive_depth: receives that each channel keeps open (more where the schedule needs more).
+        transport: `"individual"`: torch.distributed, one message a call; `"batched"`: what falls between two actions is one or
+            two calls, all on one communicator; `"shared"`: shared memory, for CPU ranks of one machine; `"auto"`: shared
+            where all ranks can, else individual.
+        overlap_p2p: post the receives of coming actions before the present one computes. None: yes (the batched transport
+            does so with `shapes="once"`); shared memory has no receives to post, so False is refused there.
+        receive_depth: receives that each channel keeps open (more where the schedule needs more); shared memory has none.
         shapes: `"once"`: a boundary's shapes are sent with its first message for each shape of the step's inputs and
-            remembered; `"each"`: with every message, for outputs whose shape depends on the data.
+            remembered; `"each"`: with every message, for outputs whose shape depends on the data. Messages through shared
+            memory bring theirs in either case.
         deallocate: drop a stage's output once it is sent; its graph stays.
         device: where stages live; None: the current CUDA device under NCCL, else the CPU.
-        timeout: seconds that a rank may wait for one message before the watchdog reports a stall.
+        timeout: seconds that a rank may make no progress before the watchdog ends the run; None: 20 times the slowest step,
+            at least 30 and at most 300 seconds, and more in the first step and outside of steps (`health.status.Limits`).
         monitor: run the watchdog thread (several processes only).
-        notice: asked by the watchdog now and then; a text says that some process is dead, and ends the run.
+        watchdog: one that runs already, to be used by this pipeline too; None: the pipeline starts its own.
         microbatch_sizes: rows of each micro-batch; None: as even as possible, larger ones first.
         recompute: layers whose forward runs again in the backward instead of keeping what it computed: `"none"`, `"full"`
             (all), or names of layers.
-        head_deferral: how many micro-batches' weight gradients of the last layer (its linear layers, and those that are
-            `Deferring`) wait for the cool-down: the last so many of a step; 0: all; None: none.
         main_gradients: bf16 parameters' gradients are added up in fp32 (`Pipeline.sync`), and `.grad` stays None. Always so
             where they are summed over replicas.
         shard_gradients: of the sum over the replicas each gets its slice only (ZeRO stage 1), and `.grad` stays None.
-        fault: a fault to make on purpose (any object with `kind` and its values, see runtime/faults.py).
+        checksum: messages carry a checksum of their values, and each is verified when it arrives; for finding faults: it costs
+            a pass over every message on both ends.
+        fault: a fault to make on purpose (any object with `kind` and its values, see runtime/health/fault_injection.py).
+        seed: each layer factory (and each `reset_parameters` of a layer on the meta device) runs with the random state of torch,
+            Python and NumPy derived from `seed` and the layer's name, so that the first weights are the same in every layout.
+            The caller's random state is restored. None: `torch.initial_seed()` of rank 0.
+        init: what happens before the first step, after construction and after a load, where weights and buffers that several
+            processes hold in full are not equal: `"broadcast"`: all take the values of the first, and a line says so; `"check"`:
+            DistributedError; `"none"`: they are not compared.
         trace: measure with CUDA events on a GPU (on a CPU every step is measured).
     """
 
     transport: Literal["auto", "individual", "batched", "shared"] = "auto"
-    overlap_p2p: bool = True
+    overlap_p2p: bool | None = None
     receive_depth: int = 2
     shapes: Literal["once", "each"] = "once"
     deallocate: bool = True
     device: torch.device | None = None
-    timeout: float = 300.0
+    timeout: float | None = None
     monitor: bool = True
-    notice: Callable[[], str | None] | None = None
+    watchdog: Watchdog | None = None
     microbatch_sizes: tuple[int, ...] | None = None
     recompute: Literal["none", "full"] | frozenset[str] = "none"
-    head_deferral: int | None = None
     main_gradients: bool = False
     shard_gradients: bool = False
+    checksum: bool = False
     fault: Any = None
+    seed: int | None = None
+    init: Literal["broadcast", "check", "none"] = "broadcast"
     trace: bool = False
+
+    @property
+    def start_seconds(self) -> float:
+        """How long a rank waits for another one at start-up: longer than a watchdog that runs already, which knows more."""
+        if self.watchdog is not None:
+            return self.sum_seconds
+        return START_SECONDS if self.timeout is None else min(START_SECONDS, self.timeout)
+
+    @property
+    def sum_seconds(self) -> float:
+        """How long a rank waits in a sum: the watchdog is earlier, and knows better which rank is late and why."""
+        return (300.0 if self.timeout is None else self.timeout) + 60.0
 
     def without_fault(self) -> RuntimeOptions:
         """The same with no fault that one rank makes: one that exchanges inputs stays."""
@@ -67,13 +100,29 @@ class RuntimeOptions:
             problems.append(f"transport is {self.transport!r}; it must be 'auto', 'individual', 'batched' or 'shared'")
         if self.shapes not in ("once", "each"):
             problems.append(f"shapes is {self.shapes!r}; it must be 'once' or 'each'")
+        if self.transport == "shared" and self.overlap_p2p is False:
+            problems.append(NOTHING_TO_TURN_OFF)
         if self.receive_depth < 1:
             problems.append(f"receive_depth is {self.receive_depth}; it must be at least 1")
-        if not self.timeout > 0:
+        if self.timeout is not None and not self.timeout > 0:
             problems.append(f"timeout is {self.timeout}; it must be above 0 seconds")
+        if self.timeout is not None and self.timeout > MOST_SECONDS:
+            problems.append(f"timeout is {self.timeout:g}; it must be at most {MOST_SECONDS:g} seconds, or None")
         if not isinstance(self.recompute, frozenset) and self.recompute not in ("none", "full"):
             problems.append(f"recompute is {self.recompute!r}; it must be 'none', 'full' or a frozenset of layer names")
-        if self.head_deferral is not None and self.head_deferral < 0:
-            problems.append(f"head_deferral is {self.head_deferral}; it must be at least 0 (all), or None")
+        if self.init not in ("broadcast", "check", "none"):
+            problems.append(f"init is {self.init!r}; it must be 'broadcast', 'check' or 'none'")
+        if self.seed is not None and not isinstance(self.seed, int):
+            problems.append(f"seed is {self.seed!r}; it must be a whole number, or None")
         if problems:
             raise ConfigError(problems)
+
+
+def device_of(options: RuntimeOptions, mesh: Mesh) -> torch.device:
+    """The device of the stages: as asked, else the current GPU under NCCL, else the CPU."""
+    if options.device is not None:
+        return torch.device(options.device)
+    group = mesh.everyone.group
+    if group is not None and "nccl" in str(dist.get_backend_config(group)) and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,8 +1,8 @@
-"""Overlap: walks that stop where they would wait for a communication, so that another one computes meanwhile.
+"""Overlap: a stage cut at its communications, so that another action computes while one is under way.
 
-A walk is an action cut at its communications: a generator that yields once a communication is under way, and waits for it
-when it is resumed. An action alone is walked through; a pair's two walks take turns, the backward first. With blocks of
-attention, dispatch, experts and combine that gives, for each pair of layers,
+A segmented stage's forward and backward are coroutines: generators that yield once a communication is under way, and wait
+for it when they are resumed. An action alone runs to its end; the two of an overlapped pair are interleaved, the backward
+first. With blocks of attention, dispatch, experts and combine that gives, for each pair of layers,
 
     computation      F.attention, B.experts, W.experts, F.experts, B.attention, W.attention
     communication    B.combine, F.dispatch, B.dispatch, F.combine
@@ -12,48 +12,131 @@ where every computation stands behind the communication that it needs and in fro
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from pipeloom.ops.segments import Pending, Values
-from pipeloom.runtime.status import Status
+from pipeloom.ops.recompute import recomputed
+from pipeloom.ops.segments import Communication, Compute, Pending, Values, is_segmented
+from pipeloom.runtime.health.status import Status
+from pipeloom.runtime.stage_modules import StageModules
+from pipeloom.runtime.tensor_spec import as_values
 
 Result = TypeVar("Result")
-Walk = Generator[None, None, Result]
+Coroutine = Generator[None, None, Result]
 
 
-def walk_through(walk: Walk[Result]) -> Result:
-    """Runs one walk to its end; returns what it returns."""
+# -- a stage cut at its communications -----------------------------------------------------------------------------------
+
+
+class Computation(NamedTuple):
+    """One computation of a group; `layer`: the name of the layer that it ends, None inside a layer."""
+
+    call: Callable[[Values], Any]
+    layer: str | None
+
+
+@dataclass(frozen=True)
+class ComputeGroup:
+    """Computations without a communication in between, across layers too, and the communication that follows."""
+
+    computations: tuple[Computation, ...]
+    after: Communication | None
+
+    def compute(self, values: Values) -> Any:
+        """The values after the last computation; what a layer returns stays as it is if the group ends with it."""
+        result: Any = values
+        for at, computation in enumerate(self.computations):
+            before = self.computations[at - 1].layer if at else None
+            result = computation.call(result if before is None else as_values(result, f"layer {before!r}"))
+        return result
+
+
+def split_at_communications(layers: StageModules, keywords: Mapping[str, Any]) -> list[ComputeGroup]:
+    """The stage for one micro-batch: at least one group, the last one without a communication behind it.
+
+    A segmented layer that has hooks of its own runs as a whole: they belong to its call, which its segments are not.
+    """
+    groups: list[ComputeGroup] = []
+    computations: list[Computation] = []
+    for at, (module, name) in enumerate(zip(layers.modules, layers.names, strict=True)):
+        accepted = layers.accepted(at, keywords)
+        again = name in layers.recomputed
+        if not is_segmented(module) or _has_hooks(module):
+            forward = partial(_forward, module, accepted)
+            computations.append(Computation(partial(_recomputed, forward, module) if again else forward, name))
+            continue
+        for segment in module.segments(**accepted):  # type: ignore[operator]
+            if isinstance(segment, Compute):
+                run = partial(_recomputed, segment.run, module) if again else segment.run
+                computations.append(Computation(run, None))
+            else:
+                groups.append(ComputeGroup(tuple(computations), segment))
+                computations = []
+        computations.append(Computation(_unwrapped, name))
+    return [*groups, ComputeGroup(tuple(computations), None)]
+
+
+def _has_hooks(module: Any) -> bool:
+    """Whether `module(...)` does more than its forward."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def _forward(module: Any, keywords: Mapping[str, Any], values: Values) -> Any:
+    return module(*values, **keywords)
+
+
+def _recomputed(run: Callable[[Values], Any], module: Any, values: Values) -> Any:
+    return recomputed(lambda *given: run(given), values, module)
+
+
+def _unwrapped(values: Values) -> Any:
+    """What a layer of these outputs returns: one value as it is, several as a tuple."""
+    return values[0] if len(values) == 1 else values
+
+
+# -- coroutines ----------------------------------------------------------------------------------------------------------
+
+
+def run_to_end(coroutine: Coroutine[Result]) -> Result:
+    """Run one coroutine to its end; return its result."""
     while True:
         try:
-            next(walk)
+            next(coroutine)
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
 
 
-def take_turns(walks: Sequence[Walk[Any]]) -> tuple[list[Any], list[float]]:
-    """Runs walks in turns, each to its next stop, the first one first; returns their results, and each one's own seconds."""
-    results: list[Any] = [None] * len(walks)
-    seconds = [0.0] * len(walks)
-    going = list(range(len(walks)))
+def interleave(coroutines: Sequence[Coroutine[Any]]) -> tuple[list[Any], list[float]]:
+    """Run coroutines in turns, each to its next stop, the first one first; return their results, and the seconds of each."""
+    results: list[Any] = [None] * len(coroutines)
+    seconds = [0.0] * len(coroutines)
+    running = list(range(len(coroutines)))
     now = time.perf_counter()
-    while going:
-        for at in tuple(going):
+    while running:
+        for at in tuple(running):
             try:
-                next(walks[at])
+                next(coroutines[at])
             except StopIteration as end:
                 results[at] = end.value
-                going.remove(at)
+                running.remove(at)
             before, now = now, time.perf_counter()
             seconds[at] += now - before
     return results, seconds
 
 
-class Lane:
+# -- communications beside computation -----------------------------------------------------------------------------------
+
+
+class CommStream:
     """The resource on which one rank's communications run beside its computation.
 
     On a CPU a communication is asynchronous by itself, and `wait` blocks. On a GPU it is issued on a stream of its own behind an
@@ -64,9 +147,13 @@ class Lane:
     pipelines and run the same program, so the order is the same on all of them.
     """
 
-    def __init__(self, device: torch.device, timed: bool = False) -> None:
-        """`timed`: measure the exposed time on a GPU too, which waits for the device when it is read."""
-        self.status: Status | None = None  # told what the rank waits for
+    def __init__(self, device: torch.device, timed: bool = False, status: Status | None = None) -> None:
+        """
+        Args:
+            timed: measure the exposed time on a GPU too, which waits for the device when it is read.
+            status: where it says what the rank waits for.
+        """
+        self._status = status
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._timed = timed
         self._seconds = 0.0
@@ -79,24 +166,29 @@ class Lane:
 
     def wait(self, pending: Pending, name: str) -> Values:
         """The results of the communication called `name`; the time that computation stands still for it is counted."""
-        with torch.no_grad():
-            if self._stream is None:
-                begun = time.perf_counter()
-                if self.status is not None:
-                    self.status.wait_inside(f"the {name} of its expert group")
-                values = pending.wait()
-                if self.status is not None:
-                    self.status.wait_inside(None)
-                self._seconds += time.perf_counter() - begun
-                return values
-            if not self._timed:
-                return pending.wait()
+        with torch.no_grad(), self.standing_still(name):
+            return pending.wait()
+
+    @contextlib.contextmanager
+    def standing_still(self, name: str) -> Iterator[None]:
+        """Counts the time inside as exposed: computation waits for the communication called `name`."""
+        if self._stream is None:
+            begun = time.perf_counter()
+            if self._status is not None:
+                self._status.wait_inside(f"the {name} of its expert group")
+            yield
+            if self._status is not None:
+                self._status.wait_inside(None)
+            self._seconds += time.perf_counter() - begun
+        elif not self._timed:
+            yield
+        else:
             stopped, resumed = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            stopped.record()
-            values = pending.wait()
-            resumed.record()
+            computing = torch.cuda.current_stream(self._stream.device)
+            stopped.record(computing)
+            yield
+            resumed.record(computing)
             self._events.append((stopped, resumed))
-            return values
 
     def exposed(self) -> float | None:
         """Seconds for which computation stood still for communications since the last call; None: not measured."""

@@ -2,74 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipeloom.errors import ConfigError, DistributedError, UsageError
 from pipeloom.parallel.data import GradientSync
+from pipeloom.parallel.exchange import all_gather_json, all_gather_tree
 from pipeloom.parallel.mesh import Mesh, PipelineMesh
-from pipeloom.runtime import handshake
-from pipeloom.runtime.alarm import Alarm
-from pipeloom.runtime.assembly import assemble
+from pipeloom.parallel.sharding import ParameterSharding
+from pipeloom.runtime import replicas
+from pipeloom.runtime.assembly import assemble, copy_state
 from pipeloom.runtime.batch import (
+    IGNORE_INDEX,
     Microbatches,
     Weighing,
     Weight,
-    as_inputs,
-    batch_rows,
     chosen_sizes,
+    forward_count,
     join,
+    require_targets,
     split_batch,
+    sum_over_replicas,
 )
-from pipeloom.runtime.connections import Connections
-from pipeloom.runtime.gradients import Gradients
-from pipeloom.runtime.holdings import Holdings
-from pipeloom.runtime.layers import LayerSource
-from pipeloom.runtime.losses import LossSpread, PendingLoss
-from pipeloom.runtime.lowering import RankProgram
-from pipeloom.runtime.names import Names
-from pipeloom.runtime.options import RuntimeOptions
-from pipeloom.runtime.rank import Loss, Rank
-from pipeloom.runtime.status import Status
-from pipeloom.runtime.trace import clock_offset, gather_timeline
-from pipeloom.runtime.where import device_of, mesh_of, sum_over_replicas
-from pipeloom.runtime.work import StepResult
-from pipeloom.schedule.channels import Message
+from pipeloom.runtime.executor import Executor, StepHooks, StepResult
+from pipeloom.runtime.grad_sync import Gradients, checked_max_norm, summed_over
+from pipeloom.runtime.health import handshake
+from pipeloom.runtime.health.fault_injection import Faults
+from pipeloom.runtime.health.names import Names
+from pipeloom.runtime.health.report import FailureReporter
+from pipeloom.runtime.health.status import Limits, Status
+from pipeloom.runtime.health.store import RunStore, run_store
+from pipeloom.runtime.health.watchdog import Watchdog, start_watchdog
+from pipeloom.runtime.loss import Loss, LossBroadcast, PendingLoss
+from pipeloom.runtime.measured_timeline import clock_offset, gather_timeline
+from pipeloom.runtime.options import RuntimeOptions, device_of
+from pipeloom.runtime.p2p.connect import Connections
+from pipeloom.runtime.program import Programs, RankProgram, as_executed, require_same_stages
+from pipeloom.runtime.stage_modules import KnownKeywords, LayerSource, layer_name, require_arguments
+from pipeloom.runtime.stats import RankStats
+from pipeloom.runtime.tensor_spec import ShapeCache
 from pipeloom.schedule.check import check
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.timeline import Timeline
 
-_STAGES_DEPEND_ON: dict[str, Callable[[Schedule], Any]] = {
-    "placement": lambda schedule: schedule.placement,
-    "micro-batches": lambda schedule: schedule.microbatches,
-    "routes": lambda schedule: (schedule.routes, schedule.route_of),
-}
 
-
-class Pipeline(Holdings):
+class Pipeline:
     """One process's part of a pipeline; every process of the mesh makes one, with the same arguments.
 
     Args:
         layers: the model, in order: factories (with a `name`, their parameters' prefix), or modules on the meta device. A
             rank builds its own stages' layers only.
         schedule: what to run; it is checked first.
-        loss: `loss(output, targets)`, the mean over one micro-batch's targets.
+        loss: `loss(output, targets)`, the mean over one micro-batch's targets, as cross entropy is with its default
+            `reduction="mean"`. A step's loss is the mean of these, weighted by `weight`: of a loss with `reduction="sum"`
+            it is the mean of the micro-batches' sums (for m equal ones the batch's sum / m), not their sum.
         mesh: a Mesh of pipelines side by side (data and tensor parallel); or one pipeline's processes: a PipelineMesh, a
             torch DeviceMesh with an axis `pp` (other axes are the caller's), or None for all processes.
-        weight: `weight(targets)` of a micro-batch in the step's mean; default: the number of targets.
+        weight: `weight(targets)` of a micro-batch in the step's mean, at least 0: over how much its loss is a mean. Default:
+            the number of targets (elements of their first tensor) other than `ignore_index`. A micro-batch of weight 0 is
+            not given to the loss; its gradient is zero.
+        ignore_index: the target that the loss skips, as in torch's cross entropy; None: every target counts. Only the
+            default weight looks at it.
         stages: layers of each stage position; default: spread evenly.
         tied: groups of parameter names that are one weight.
         options: see RuntimeOptions.
 
     Attributes:
+        schedule: the one that runs: with the pairs of stages without segments taken apart.
+        options: as given.
         mesh: the processes of the run; a plain pipeline is a mesh too.
+        device: where the stages are.
+        layouts: global name -> how the parameter is laid over the mesh.
         next_step: the number of the next step, which layers that draw random numbers ask for; set it to resume, or to
             repeat a step.
 
@@ -85,95 +96,220 @@ class Pipeline(Holdings):
         loss: Loss,
         mesh: Mesh | PipelineMesh | DeviceMesh | None = None,
         weight: Weight | None = None,
+        ignore_index: int | None = IGNORE_INDEX,
         stages: Sequence[int] | None = None,
         tied: Sequence[Sequence[str]] = (),
         options: RuntimeOptions = RuntimeOptions(),
     ) -> None:
+        require_arguments(layers, schedule, loss)
         check(schedule, transport="batched" if options.transport == "batched" else "individual")
         self.schedule = schedule
         self.options = options
-        self.mesh = mesh_of(mesh)
+        self.mesh = Mesh.resolve(mesh)
         self._line = self.mesh.pipeline
         self.device = device_of(options, self.mesh)
         self.next_step = 0
         self._weight = weight
+        self._ignore_index = ignore_index
         self._result = StepResult()
-        if self.ranks != schedule.ranks:
-            raise ConfigError(f"the schedule has {schedule.ranks} ranks, and the pipeline {self.ranks} processes")
-        prefix = ""
+        _require_processes(schedule.ranks, self.ranks)
+        prefix, seed = "", torch.initial_seed() if options.seed is None else options.seed
+        self._alarm = FailureReporter(Status(self.rank, Names(self.mesh)))
+        if options.watchdog is not None:
+            self._watched_by(options.watchdog)
         if self.distributed:
-            names = [str(getattr(layer, "name", at)) for at, layer in enumerate(layers)]
-            facts = handshake.facts(schedule, names, stages, tied, options, self.mesh)
-            prefix = handshake.shake_hands(self.mesh.everyone, facts, options.timeout)
+            names = [layer_name(layer, at) for at, layer in enumerate(layers)]
+            facts = handshake.facts(schedule, names, stages, tied, ignore_index, options, self.mesh)
+            store = run_store(options.start_seconds)
+            with self._alarm.waiting("the other ranks at start-up"):
+                prefix, seed = handshake.shake_hands(store, self.mesh.everyone, facts, seed, options.start_seconds)
+                if options.monitor and options.watchdog is None:
+                    self._watched_by(self._started_watchdog(store, prefix))
+        with self._alarm.reporting():
+            self._build(layers, stages, tied, loss, prefix, seed)
+
+    def _build(self, layers: Sequence[LayerSource], stages: Any, tied: Any, loss: Loss, prefix: str, seed: int) -> None:
+        """Builds this rank's stages and connects them; the other ranks are told of a failure."""
+        schedule, options, status = self.schedule, self.options, self._alarm.status
         first = self.mesh.place.dp == self.mesh.place.tp == 0  # a fault is made in one pipeline
         assembled = assemble(
-            layers, schedule, self.rank, stages, tied, loss, options if first else options.without_fault(), self.device
+            layers,
+            schedule,
+            self.rank,
+            stages,
+            tied,
+            options,
+            self.device,
+            status,
+            seed,
+            self._exchange,
+            summed_over(self.mesh, options),
         )
-        super().__init__(assembled, self.mesh, options)
-        self._rank: Rank = assembled.rank
-        self._rank.status = Status(self.rank, Names(self.mesh))
-        self._alarm = Alarm(self._rank.status)
-        self._losses = LossSpread(self.mesh, schedule, self.device, self._alarm)
-        self._connections = Connections(self.mesh, self._rank, self.device, options)
+        self._assembly = assembled
+        self._compared = False  # whether replicas are known to hold the same values
+        self.layouts: dict[str, ParameterSharding] = {each.name: each.sharding for each in assembled.held}
+        self._loss = loss
+        self._status = status
+        self._splits_backward = schedule.splits_backward
+        self._specs = ShapeCache(schedule, options.shapes)
+        self._follow(schedule)
+        self._losses = LossBroadcast(self.mesh, schedule, self.device, self._alarm)
+        self._connections = Connections(self.mesh, self._specs, self.device, options)
         self._gradients = Gradients(self._assembly, self.mesh, options, self._alarm)
+        faults = Faults(options.fault if first else options.without_fault().fault, self.rank)
+        sync = self._gradients.sync
+        self._hooks = (
+            StepHooks(status, faults)
+            if sync is None
+            else StepHooks(status, faults, sync.last_backward, sync.stage_done)
+        )
+        self._keywords = KnownKeywords.of(assembled.modules.values())
         if self.distributed:
-            self._connections.open(prefix)
+            status.wait_between("the other ranks at start-up")
+            self._connections.open(prefix, self._programs.step)
+            self._keywords = handshake.shared_keywords(
+                run_store(options.start_seconds), self.mesh, prefix, self._keywords, options.start_seconds
+            )
             self._gradients.start_equal(self._connections.sums)
-            if options.monitor:
-                self._connections.watch(prefix, self._alarm)
+            status.leave()
+        status.phase = "first step"
+
+    def _started_watchdog(self, store: RunStore, prefix: str) -> Watchdog:
+        everyone, options = self.mesh.everyone, self.options
+        limits = Limits(options.timeout)
+        return start_watchdog(
+            store, prefix, everyone.index, everyone.size, self._alarm.status, limits, options.start_seconds
+        )
+
+    def _watched_by(self, watchdog: Watchdog) -> None:
+        watchdog.status = self._alarm.status
+        self._alarm.watchdog = watchdog
+
+    def _exchange(self, value: Any) -> list[Any]:
+        """The values of all ranks of this pipeline, in rank order."""
+        if self.group is None:
+            return [value]
+        with self._alarm.waiting("the other ranks at start-up"):
+            return all_gather_json(value, self.group)
 
     # -- running ---------------------------------------------------------------------------------------------------------
 
-    def step(self, inputs: Any, targets: Any, **keywords: Any) -> Tensor:
+    def step(self, inputs: Any, targets: Any = None, **keywords: Any) -> Tensor:
         """Forward and backward of the whole schedule; gradients add to `.grad` of this rank's parameters.
 
         Every rank of a data-parallel replica passes the same batch, each replica its own (a rank with neither a first nor
         a last stage may pass tensors on the meta device). Tensors are cut along dimension 0; keyword arguments go to every
         layer that takes them.
 
+        Args:
+            inputs: a tensor, or a tuple of what the first layer takes.
+            targets: a tensor or a tuple; `loss` gets each micro-batch's part.
+
         Returns:
-            the mean loss over all targets of all replicas' batches, a 0-dim fp32 tensor, the same on every rank.
+            the mean loss over all targets that count of all replicas' batches, a 0-dim fp32 tensor, the same on every rank.
+
+        Inputs, targets and keyword arguments are data: none may require a gradient. A layer may change its inputs in place
+        wherever it may in one process, whether a stage begins there or not; not under `recompute`.
+
+        Raises:
+            UsageError: a keyword argument that no layer of any rank takes; inputs, targets or weights that cannot be split; a
+                tensor among them that requires a gradient.
         """
+        self._keywords.require("step", keywords)
+        require_targets("step", targets)
         return self.forward_backward(inputs, targets, **keywords).wait()
 
-    def forward_backward(self, inputs: Any, targets: Any, **keywords: Any) -> PendingLoss:
+    def forward_backward(self, inputs: Any, targets: Any = None, **keywords: Any) -> PendingLoss:
         """As `step`, but returns when this rank is done: the loss is still on its way from a rank that may not be."""
-        self._rank.status.step = self.next_step
-        self._rank.faults.at_step(self.next_step)
-        batch = self._split(inputs, targets, keywords, self.schedule.microbatches)
+        status, begun = self._status, time.monotonic()
+        status.step = self.next_step
+        self._hooks.faults.at_step(self.next_step)
+        self._compare_replicas()
+        batch = self._split("forward_backward", inputs, targets, keywords, self.schedule.microbatches)
         self._gradients.begin()
-        self._result = self._run(self._rank.program(), batch)
+        executor = self._executor(self._programs.step)
+        with self._alarm.reporting():
+            self._result = executor.run(batch)
         self._gradients.finish(self._connections.sums)
         self.next_step += 1
+        if status.phase == "step":
+            status.slowest = max(status.slowest, time.monotonic() - begun)
+        status.phase = "step"
         return self._losses.start(self._result.loss)
 
     @torch.no_grad()
-    def evaluate(self, inputs: Any, targets: Any, **keywords: Any) -> Tensor:
+    def evaluate(self, inputs: Any, targets: Any = None, **keywords: Any) -> Tensor:
         """The mean loss, forward only. A batch of fewer rows than micro-batches is cut into one micro-batch a row.
 
         Where layers exchange tokens between replicas (experts), all replicas' batches must have as many micro-batches.
         """
-        batch = self._split(inputs, targets, keywords, self._forward_count(inputs))
-        return self._losses.start(self._run(self._rank.program(batch.count), batch).loss).wait()
+        with self._status.during("evaluation"):
+            self._compare_replicas()
+            batch = self._split(
+                "evaluate", inputs, targets, keywords, forward_count(self.schedule.microbatches, inputs)
+            )
+            executor = self._executor(self._programs.forwards(batch.count))
+            with self._alarm.reporting():
+                result = executor.run(batch)
+            return self._losses.start(result.loss).wait()
 
     @torch.no_grad()
     def predict(self, inputs: Any, **keywords: Any) -> Any:
         """The outputs of the last stage for the whole batch, on the rank that holds it; None on the others."""
-        batch = self._split(inputs, None, keywords, self._forward_count(inputs))
-        outputs = self._run(self._rank.program(batch.count), batch, keep_outputs=True).outputs
+        with self._status.during("evaluation"):
+            batch = self._split("predict", inputs, None, keywords, forward_count(self.schedule.microbatches, inputs))
+            executor = self._executor(self._programs.forwards(batch.count))
+            with self._alarm.reporting():
+                outputs = executor.run(batch, keep_outputs=True).outputs
         if len(self.schedule.routes) > 1 and self.group is not None:
-            gathered: list[Any] = [None] * self.ranks
-            with self._alarm.telling():
-                dist.all_gather_object(gathered, outputs, group=self.group)
-            outputs = {mb: output for part in gathered for mb, output in part.items()} if outputs else {}
+            with self._alarm.reporting():
+                gathered = all_gather_tree(list(outputs.items()), self.group, self.device)
+            outputs = {mb: output for part in gathered for mb, output in part} if outputs else {}
         return join([outputs[mb] for mb in sorted(outputs)]) if len(outputs) == batch.count else None
 
-    def _run(self, program: RankProgram, batch: Microbatches, keep_outputs: bool = False) -> StepResult:
-        transport = self._connections.transport(program)
-        with self._alarm.telling():
-            return drive(self._rank.run(program, batch, transport, keep_outputs=keep_outputs))
+    def _compare_replicas(self) -> None:
+        """Before the first step or evaluation after construction or a load: what several processes hold must be equal."""
+        if self._compared:
+            return
+        if self.distributed and self.options.init != "none":
+            with self._alarm.waiting(
+                "the comparison of replicated weights, after construction or a load by every rank"
+            ):
+                mine = replicas.replicated(self._assembly, self.mesh)
+                differences = replicas.compare(mine, self.mesh)
+                if differences and self.options.init == "check":
+                    raise DistributedError(
+                        f"replicas do not start equal: {replicas.words(differences, self.mesh)}; "
+                        f'init = "broadcast" gives all of them the first one\'s values'
+                    )
+                if differences:
+                    replicas.make_equal(mine, differences, self.mesh, self.rank, self._connections.sums)
+                    self._gradients.weights_changed()
+                    replicas.say(differences, self.mesh)
+        self._compared = True
 
-    # -- what it holds ---------------------------------------------------------------------------------------------------
+    def _executor(self, program: RankProgram) -> Executor:
+        return Executor(
+            program,
+            self._assembly.stages,
+            self._connections.transport(program),
+            self._hooks,
+            loss=self._loss,
+            specs=self._specs,
+            communications=self._assembly.communications,
+            checksums=self.options.checksum,
+        )
+
+    def _follow(self, schedule: Schedule) -> None:
+        """Run `schedule` from the next step on."""
+        schedule = as_executed(schedule, self._assembly.segmented, self.options)
+        programs = Programs(schedule, self.rank, self.options)
+        for index, stage in self._assembly.stages.items():
+            stage.require_order(schedule.name, programs.step.stages[index])
+        self.schedule = schedule
+        self._programs = programs
+
+    # -- what it is part of, and the last step ---------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
@@ -212,7 +348,8 @@ class Pipeline(Holdings):
 
     @property
     def exposed(self) -> float | None:
-        """Seconds for which this rank's computation stood still for expert all-to-alls in the last step.
+        """Seconds for which this rank's computation stood still for expert all-to-alls in the last step: for tokens and
+        gradients, and for the counts of them that are exchanged first.
 
         None: not measured (on a GPU without `trace`).
         """
@@ -223,6 +360,19 @@ class Pipeline(Holdings):
         """The reduction of gradients over the mesh; None where there is none, and `.grad` is all there is."""
         return self._gradients.sync
 
+    @property
+    def stats(self) -> RankStats:
+        """What this rank runs and holds, and figures of its last step."""
+        shared = self._connections.shared
+        return RankStats.of(
+            self.schedule,
+            self.rank,
+            self._programs.step,
+            self._result,
+            receive_buffers=self._connections.pool.made,
+            send_segments=None if shared is None else sum(len(box.segments) for box in shared.outboxes.values()),
+        )
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Steps inside add to this process's gradients only; the next step outside sums all of that over the replicas."""
         return self._gradients.no_sync()
@@ -231,6 +381,36 @@ class Pipeline(Holdings):
         """Sets every gradient to None."""
         self._gradients.zero(self._assembly.parameters)
 
+    def grad_norm(self) -> Tensor:
+        """The 2-norm of all gradients of the last step, over all ranks; every rank calls it alike.
+
+        Each weight counts once, whoever holds a part or a copy of it: tensor-parallel and expert-parallel parts, data-parallel
+        replicas, tied weights and the replicas of two routes. A norm over `parameters()` is that of this rank's alone.
+
+        Returns:
+            a 0-dim tensor, the same on every rank: fp32, or fp64 where gradients are. 0 without gradients.
+
+        Raises:
+            UsageError: the last step ran under `no_sync`, so the gradients are not summed yet.
+        """
+        return self._gradients.norm(self.counts, self.mesh.everyone, self.device)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales all gradients in place so that `grad_norm` is at most `max_norm`; every rank calls it alike.
+
+        As `torch.nn.utils.clip_grad_norm_` in one process.
+
+        Args:
+            max_norm: 0 or above.
+
+        Returns:
+            the norm before, as `grad_norm`.
+        """
+        most = checked_max_norm(max_norm)
+        norm = self.grad_norm()
+        self._gradients.clip(norm.item(), most)
+        return norm
+
     def adopt(self, schedule: Schedule) -> None:
         """Runs `schedule` from the next step on, over the same stages, weights and connections; every rank calls it alike.
 
@@ -238,47 +418,126 @@ class Pipeline(Holdings):
         was at the start), ScheduleError where it cannot run.
         """
         check(schedule, transport="batched" if self.options.transport == "batched" else "individual")
-        for words, of in _STAGES_DEPEND_ON.items():
-            if of(schedule) != of(self.schedule):
-                raise ConfigError(f"the pipeline cannot change its {words} from {of(self.schedule)} to {of(schedule)}")
-        if schedule.splits_backward and not all(stage.splits for stage in self._rank.stages.values()):
-            raise ConfigError("the pipeline was made for a schedule that splits no backward, and this one does")
-        self.schedule = schedule
-        self._rank.follow(schedule)
+        require_same_stages(schedule, self.schedule, self._splits_backward)
+        self._follow(schedule)
         self._result = StepResult()
 
     def timeline(self) -> Timeline:
         """This pipeline's last step as measured, in seconds, with the ranks' clocks aligned; collective over its ranks."""
         if not self._result.starts:
             raise UsageError("no step has run yet")
-        offset = clock_offset(self._line, self._connections.sums)
-        return gather_timeline(self._rank.schedule, self._line, self._result, offset)
+        with self.waiting("the other ranks' timelines"):
+            offset = clock_offset(self._line, self._connections.control)
+            return gather_timeline(self.schedule, self._line, self._result, offset)
+
+    def waiting(self, what: str, phase: str | None = None) -> AbstractContextManager[None]:
+        """For a communication between the run's ranks that is no step: the watchdog sees that this rank waits for `what`, and
+        the others are told of a failure in it.
+
+        Args:
+            phase: "save" or "load", which may take longer than a step; None: the present one.
+        """
+        return self._alarm.waiting(what, phase)
 
     def close(self) -> None:
         """Ends the watchdog. Call it on every rank before the process group is destroyed."""
         self._losses.close()
-        if self._alarm.monitor is not None:
-            self._alarm.monitor.close()
-            self._alarm.monitor = None
+        self._status.leave()
+        if self._alarm.watchdog is not None and self.options.watchdog is None:
+            self._alarm.watchdog.close()
+            self._alarm.watchdog = None
         self._connections.close()
+
+    # -- what it holds ---------------------------------------------------------------------------------------------------
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        """Layer name -> module, of this rank's stages."""
+        return self._assembly.modules
+
+    @property
+    def layer_names(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the layers of each stage here, in order of the stages."""
+        return tuple(stage.layers.names for _, stage in sorted(self._assembly.stages.items()))
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(global name, parameter) of this rank's stages; a weight tied within the rank once, under its first name."""
+        yield from self._assembly.parameters.items()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        yield from self._assembly.parameters.values()
+
+    def stored_name(self, name: str) -> str:
+        """The name under which checkpoints hold this parameter: of a weight with several names the first, on every layout."""
+        return self._assembly.first_names.get(name, name)
+
+    def owns(self, name: str) -> bool:
+        """Whether norms and checkpoints count what this process holds under this name.
+
+        Of a tied weight, of replicas, and of what tensor-parallel ranks hold in full, one process of the mesh does.
+        """
+        place, sharding = self.mesh.place, self.layouts[name]
+        replica = place.dp if sharding.over("ep") is None else place.edp
+        first = replica == 0 and (place.tp == 0 or sharding.over("tp") is not None)
+        return first and name not in self._assembly.copies
+
+    def counts(self, name: str) -> bool:
+        """Whether this process adds its gradient of this name to a global norm; of sharded gradients each replica its slice."""
+        if not self.options.shard_gradients:
+            return self.owns(name)
+        sharded = self.layouts[name].over("tp") is not None
+        return (sharded or self.mesh.place.tp == 0) and name not in self._assembly.copies
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Global name -> parameter or buffer of this rank's stages."""
+        return {**dict(self.named_parameters()), **self._assembly.buffers}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Copies values by global name; every rank of the run calls it.
+
+        Before the next step replicas are compared as `RuntimeOptions.init` says. Raises UsageError when a name of this rank's is
+        missing.
+        """
+        self._compared = False
+        copy_state(self.state_dict(), state)
+
+    def train(self, mode: bool = True) -> None:
+        for stage in self._assembly.stages.values():
+            for module in stage.modules:
+                module.train(mode)
+
+    def eval(self) -> None:
+        self.train(False)
 
     # -- a batch -----------------------------------------------------------------------------------------------------------
 
-    def _forward_count(self, inputs: Any) -> int:
-        return min(self.schedule.microbatches, batch_rows(as_inputs(inputs)))
-
-    def _split(self, inputs: Any, targets: Any, keywords: Mapping[str, Any], count: int) -> Microbatches:
+    def _split(self, method: str, inputs: Any, targets: Any, keywords: Mapping[str, Any], count: int) -> Microbatches:
+        self._keywords.require(method, keywords)
+        require_targets(method, targets)
         sizes = chosen_sizes(inputs, count, self.options.microbatch_sizes)
         total = partial(sum_over_replicas, mesh=self.mesh, device=self.device, alarm=self._alarm)
-        weighing = Weighing(self._weight, float if targets is None else total, self.mesh.place.dp, self.next_step)
+        weighing = Weighing(
+            self._weight,
+            self._ignore_index,
+            float if targets is None else total,
+            self.mesh.place.dp,
+            self.next_step,
+        )
         return split_batch(inputs, targets, keywords, sizes, weighing)
 
 
-def drive(run: Generator[Message, None, StepResult]) -> StepResult:
-    """Runs one rank's engine to its end, on a transport that waits by itself."""
-    while True:
-        try:
-            message = next(run)
-        except StopIteration as done:
-            return done.value  # type: ignore[no-any-return]
-        raise DistributedError(f"{message.words} never comes: there is no other rank in this process")
+def _require_processes(wanted: int, processes: int) -> None:
+    """Raise ConfigError where the schedule has another number of ranks than the pipeline has processes."""
+    if wanted == processes:
+        return
+    ranks = f"the schedule has {wanted} rank{'s' * (wanted > 1)}"
+    if not dist.is_initialized():
+        raise ConfigError(
+            f"{ranks}, and this process is alone, because torch.distributed is not initialized: start it with torchrun "
+            f'--nproc-per-node {wanted} and call torch.distributed.init_process_group("gloo") before Pipeline, or run all '
+            "ranks in this process with LocalPipeline"
+        )
+    raise ConfigError(
+        f"{ranks}, and the pipeline {processes} process{'es' * (processes > 1)}: make a schedule of {processes}, or "
+        f"start {wanted} processes for each pipeline"
+    )

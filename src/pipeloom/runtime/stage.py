@@ -1,12 +1,14 @@
-"""A stage at work: forward and backward of one micro-batch, and what stays alive in between.
+"""A stage: its layers, the forward and backward of one micro-batch through them, and what stays alive in between.
 
-F, B and I are walks (runtime/overlap.py): they stop where they would wait for a communication inside the stage. A stage
-whose layers declare none is one piece, and its walks never stop.
+A stage whose layers declare no segments runs them one after the other, and its backward is one call of autograd's. A
+segmented stage is cut at its communications (runtime/overlap.py); its forward and backward are coroutines, which
+`forward`, `backward` and `input_grad` run to their end and an overlapped pair interleaves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,25 +17,34 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from pipeloom.ops import products
-from pipeloom.ops.deferred import Desk, Ledger, defer_weight_gradients
+from pipeloom.errors import ConfigError, UsageError
+from pipeloom.ops.buffer_state import BufferState, batch_statistics
+from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients
+from pipeloom.ops.recompute import recomputed
 from pipeloom.ops.segments import Communication, carries, is_segmented, saved_of
-from pipeloom.runtime.boundary import Boundary, Values, as_values
-from pipeloom.runtime.deferral import HeadDeferral
-from pipeloom.runtime.layers import StageModules
-from pipeloom.runtime.overlap import Lane, Walk
-from pipeloom.runtime.pieces import Piece, pieces_of
+from pipeloom.runtime.overlap import CommStream, ComputeGroup, Coroutine, run_to_end, split_at_communications
+from pipeloom.runtime.program import StageProgram
+from pipeloom.runtime.stage_modules import StageModules
+from pipeloom.runtime.tensor_spec import Boundary, Values, as_values
+
+_PROBES = 64  # forwards of a stage; a layer that changes its input in place does so in the first
+
+ShareOfLoss = Callable[[Any], Tensor]
+"""The output of a route's last stage -> the micro-batch's share of the step's loss, 0-dim."""
+
+Gradients = tuple[Values, Values]
+"""The gradients of a stage's inputs that carry one (None where none arrived), and the receive buffers that are free now."""
 
 
 @dataclass
-class Cut:
-    """What a piece of one micro-batch's forward leaves for its backward.
+class SavedGroup:
+    """What the forward of one group of computations leaves for its backward.
 
     Attributes:
-        inputs: what it was given; those that carry a gradient are leaves.
+        inputs: of the group; those that carry a gradient are leaves.
         roots: where its backward starts: its outputs' places in the graph (their storage may be gone), or the loss.
         after: the communication behind it.
-        saved: what the backward of that is told.
+        saved: what the backward of that is given.
     """
 
     inputs: tuple[Any, ...]
@@ -47,17 +58,15 @@ class InFlight:
     """What one micro-batch keeps alive on a stage between F and the end of its backward.
 
     Attributes:
-        ledger: the weight gradients that wait for W; None where autograd computes them in I.
-        head: those of the output layer, where they may wait for the cool-down.
-        cuts: the pieces whose backward is to come, in order.
-        kept: outputs that were asked to be kept.
+        queue: the weight gradients that wait for W, or for a communication that they hide; None: autograd computes them.
+        groups: those whose backward is to come, in order; one, where the stage is not segmented.
+        outputs: kept where the options do not deallocate them.
         received: buffers to give back afterwards.
     """
 
-    ledger: Ledger | None
-    head: Ledger | None = None
-    cuts: list[Cut] = field(default_factory=list)
-    kept: Values = ()
+    queue: WeightGradQueue | None
+    groups: list[SavedGroup] = field(default_factory=list)
+    outputs: Values = ()
     received: Values = ()
 
 
@@ -65,11 +74,13 @@ class Stage:
     """One stage on its rank: its layers, and the micro-batches that are alive on it.
 
     Args:
-        desk: where linear layers learn of their ledger; shared by the stages of a thread.
-        splits: whether the schedule splits backwards, so that W waits. Where it does not, weight gradients are put off only
-            behind a communication of the same backward, which they then hide.
-        lane: the rank's communications.
-        deferral: keeps the last layer's weight gradients for the cool-down; None: they are as all others.
+        layers: built.
+        deallocate: drop an output's storage once it is sent; its graph stays.
+        grad_context: where linear layers find the queue for their weight gradients; shared by the stages of a thread.
+        writes_weight_gradients: whether linear layers write their weight gradients past autograd: because a backward is split,
+            a main gradient receives them, or their products do not go through torch.
+        communications: the rank's.
+        shared: whether the replicas of a layer are one module.
     """
 
     def __init__(
@@ -77,43 +88,96 @@ class Stage:
         index: int,
         layers: StageModules,
         deallocate: bool,
-        desk: Desk,
-        splits: bool,
-        lane: Lane,
-        deferral: HeadDeferral | None = None,
+        grad_context: WeightGradContext,
+        writes_weight_gradients: bool,
+        communications: CommStream,
+        shared: bool = False,
     ) -> None:
         self.index = index
         self.layers = layers
-        self.deallocate = deallocate
         self.segmented = any(map(is_segmented, layers.modules))
-        self.alive: dict[int, InFlight] = {}
-        deferral = deferral if layers.modules else None
-        self.deferral = deferral
-        self._owing: dict[int, InFlight] = {}
-        self._desk = desk
-        self.splits = splits
-        self.whole: frozenset[int] = frozenset()  # micro-batches whose backward is one B though others are split
-        self._lane = lane
-        usual = layers.modules if deferral is None else layers.modules[:-1]
-        if splits or self.segmented or products.machine_prefers_onednn():  # else plain layers stay as they are
-            for module in usual:
-                defer_weight_gradients(module, desk)
-        if deferral is not None:
-            defer_weight_gradients(layers.modules[-1], deferral.desk)
-
-    def add_in_place(self) -> None:
-        """From now on linear layers add their weight gradients to the desks' main gradients."""
-        for module in self.layers.modules[: -1 if self.deferral is not None else None]:
-            defer_weight_gradients(module, self._desk)
+        self.writes_weight_gradients = writes_weight_gradients
+        self._deallocate = deallocate
+        self._grad_context = grad_context
+        self._communications = communications
+        self._shared = shared
+        self._alive: dict[int, InFlight] = {}
+        self._awaiting_w: dict[int, WeightGradQueue] = {}
+        self._probes: float = _PROBES
+        if writes_weight_gradients or self.segmented:  # else plain layers stay as they are
+            for module in layers.modules:
+                defer_weight_gradients(module, grad_context)
 
     @property
-    def one_backward(self) -> bool:
-        """Whether B is one call of autograd's, after which all gradients are there."""
-        return not (self.splits or self.segmented or self.deferral is not None)
+    def modules(self) -> tuple[nn.Module, ...]:
+        return self.layers.modules
+
+    # -- forward ---------------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        microbatch: int,
+        values: Values,
+        specs: Boundary | None,
+        keywords: Mapping[str, Any],
+        program: StageProgram,
+        loss: ShareOfLoss | None = None,
+    ) -> Values:
+        """F: the outputs, attached to the graph; of a route's last stage the loss alone, detached.
+
+        Args:
+            values: the inputs; fresh tensors that nothing else writes to.
+            specs: of the inputs, which say which of them carry a gradient; None: they are the user's, none does.
+            keywords: the micro-batch's keyword arguments; each layer gets those that it takes.
+            program: what the schedule says about this stage.
+            loss: given for a route's last stage.
+        """
+        if self.segmented:
+            return run_to_end(self.forward_in_segments(microbatch, values, specs, keywords, program, loss))
+        layers = self.layers
+        flight, inputs, buffers = self._begin_forward(values, specs, program, microbatch in program.split)
+        self._grad_context.queue = flight.queue
+        result: Any
+        result, versions = self._changeable(inputs)
+        try:
+            for at, module in enumerate(layers.modules):
+                arguments = as_values(result, f"layer {layers.names[at - 1]!r}") if at else result
+                accepted = layers.accepted(at, keywords)
+                if layers.names[at] in layers.recomputed:
+                    result = recomputed(partial(module, **accepted), arguments, module)
+                else:
+                    result = module(*arguments, **accepted)
+                del arguments  # a layer's output lives no longer than autograd needs it
+        except RuntimeError as error:
+            self._explain(error, inputs)
+            raise
+        self._note_changes(inputs, versions)
+        self._refuse_changes(buffers)
+        return self._finish_forward(microbatch, flight, inputs, result, values if specs is not None else (), loss)
+
+    def forward_in_segments(
+        self,
+        microbatch: int,
+        values: Values,
+        specs: Boundary | None,
+        keywords: Mapping[str, Any],
+        program: StageProgram,
+        loss: ShareOfLoss | None = None,
+    ) -> Coroutine[Values]:
+        """As `forward`, stopping where it would wait for a communication."""
+        groups = split_at_communications(self.layers, keywords)
+        # A backward that has communications computes weight gradients behind them even where it is one B.
+        queues = len(groups) > 1 or microbatch in program.split
+        flight, inputs, buffers = self._begin_forward(values, specs, program, queues)
+        for group in groups[:-1]:
+            inputs = yield from self._compute_and_communicate(group, inputs, flight)
+        result = self._compute(groups[-1], inputs, flight)
+        self._refuse_changes(buffers)
+        return self._finish_forward(microbatch, flight, inputs, result, values if specs is not None else (), loss)
 
     def compute(self, values: Values, keywords: Mapping[str, Any]) -> Any:
         """The layers one after the other; the last one's result as it is. No gradient, nothing stays alive."""
-        self._write_to(None)
+        self._grad_context.queue = None
         result: Any = values
         for at, module in enumerate(self.layers.modules):
             if at:
@@ -121,165 +185,243 @@ class Stage:
             result = module(*values, **self.layers.accepted(at, keywords))
         return result
 
-    def forward(
-        self, microbatch: int, values: Values, carried: Boundary | None, keywords: Mapping[str, Any]
-    ) -> Walk[Values]:
-        """F of a stage that is not its route's last: the outputs, attached to the graph.
-
-        Args:
-            values: the inputs; fresh tensors that nothing else writes to.
-            carried: the specs that say which inputs carry a gradient; None: they come from the user, none does.
-        """
-        flight, result = yield from self._walk(microbatch, values, carried, keywords)
-        outputs = as_values(result, f"stage {self.index}")
-        if torch.is_grad_enabled():
-            flight.cuts[-1].roots = _roots(outputs)
-            flight.kept = () if self.deallocate else outputs
-            flight.received = values if carried is not None else ()
-            self.alive[microbatch] = flight
-        return outputs
-
-    def forward_to_loss(
-        self,
-        microbatch: int,
-        values: Values,
-        carried: Boundary | None,
-        keywords: Mapping[str, Any],
-        loss: Callable[[Any], Tensor],
-    ) -> Walk[Tensor]:
-        """F of a route's last stage: `loss(output)`, a micro-batch's share of the step's loss."""
-        flight, output = yield from self._walk(microbatch, values, carried, keywords)
-        share = loss(output)
-        if torch.is_grad_enabled():
-            flight.cuts[-1].roots = (share,) if share.requires_grad else ()
-            flight.received = values if carried is not None else ()
-            self.alive[microbatch] = flight
-        return share.detach()
-
-    def backward(self, microbatch: int, gradients: Values) -> Walk[tuple[Values, Values]]:
-        """B: gradients of the inputs that carry one, and the receive buffers that are free now.
-
-        Args:
-            gradients: one for each output that carries one; empty for the last stage, whose root is the loss itself.
-        """
-        flight = self.alive.pop(microbatch)
-        result = yield from self._walk_back(flight, gradients, pays=True)
-        self._put_off(flight)
-        return result
-
-    def input_gradient(self, microbatch: int, gradients: Values) -> Walk[tuple[Values, Values]]:
-        """I: as B, but what the ledger owes waits for W. Everything else of the micro-batch is freed."""
-        flight = self.alive.pop(microbatch)
-        result = yield from self._walk_back(flight, gradients, pays=False)
-        if flight.ledger is not None:
-            self._owing[microbatch] = flight
-        return result
-
-    def stops(self, microbatch: int) -> bool:
-        """Whether the backward of this micro-batch has communications inside at which another action may compute."""
-        return any(cut.after is not None and not cut.after.quick for cut in self.alive[microbatch].cuts)
-
-    def weight_gradient(self, microbatch: int) -> None:
-        """W: the weight gradients that I left."""
-        flight = self._owing.pop(microbatch, None)
-        if flight is not None and flight.ledger is not None:
-            flight.ledger.pay()
-            self._put_off(flight)
-
-    def _put_off(self, flight: InFlight) -> None:
-        if self.deferral is not None and flight.head is not None:
-            self.deferral.hold(flight.head)
-
-    def _write_to(self, flight: InFlight | None) -> None:
-        """Linear layers that run now, for the first time or again, write down what they owe with this micro-batch."""
-        self._desk.ledger = None if flight is None else flight.ledger
-        if self.deferral is not None:
-            self.deferral.desk.ledger = None if flight is None else flight.head
-
-    def _walk(
-        self, microbatch: int, values: Values, carried: Boundary | None, keywords: Mapping[str, Any]
-    ) -> Walk[tuple[InFlight, Any]]:
-        """All pieces; the last one's result, and what has been left for the backward, without the last roots."""
-        inputs: tuple[Any, ...] = _leaves(values, carried)
-        pieces = pieces_of(self.layers, keywords)
-        training = torch.is_grad_enabled()
-        owes = len(pieces) > 1 or (self.splits and microbatch not in self.whole)
-        flight = InFlight(Ledger() if training and owes else None)
-        if training and self.deferral is not None:
-            flight.head = Ledger()
-        for piece in pieces[:-1]:
-            inputs = yield from self._compute_and_communicate(piece, inputs, flight, training)
-        self._write_to(flight)
-        result = pieces[-1].compute(inputs)
-        if training:
-            flight.cuts.append(Cut(inputs))
-        return flight, result
+    def _begin_forward(
+        self, values: Values, specs: Boundary | None, program: StageProgram, queues: bool
+    ) -> tuple[InFlight, tuple[Any, ...], list[tuple[str, BufferState]]]:
+        """What the forward will leave, its inputs as leaves, and the buffers that it may not change; `queues`: for W."""
+        if not torch.is_grad_enabled():
+            return InFlight(None), values, []
+        self._probes -= 1
+        return (
+            InFlight(WeightGradQueue() if queues else None),
+            _leaves(values, specs),
+            [] if program.in_order else self._buffers(),
+        )
 
     def _compute_and_communicate(
-        self, piece: Piece, inputs: tuple[Any, ...], flight: InFlight, training: bool
-    ) -> Walk[tuple[Any, ...]]:
-        """A piece and the communication behind it; the next piece's inputs."""
-        assert piece.after is not None
-        self._write_to(flight)
-        outputs = piece.compute(inputs)
+        self, group: ComputeGroup, inputs: tuple[Any, ...], flight: InFlight
+    ) -> Coroutine[tuple[Any, ...]]:
+        """A group and the communication behind it; the next group's inputs."""
+        assert group.after is not None
+        training = torch.is_grad_enabled()
+        outputs = self._compute(group, inputs, flight)
         which = [training and carries(value) for value in outputs]
         if training:
-            flight.cuts.append(Cut(inputs, _roots(outputs), piece.after, saved_of(outputs)))
+            flight.groups.append(SavedGroup(inputs, _roots(outputs), group.after, saved_of(outputs)))
         given = tuple(value.detach() if isinstance(value, Tensor) else value for value in outputs)
-        pending = self._lane.start(partial(piece.after.start, given), given)
+        pending = self._communications.start(partial(group.after.start, given), given)
         del inputs, outputs, given  # while it is under way, only the graph and the communication itself hold tensors
-        if not piece.after.quick:
+        if not group.after.quick:
             yield
-        found = self._lane.wait(pending, piece.after.name)
-        return tuple(v.detach().requires_grad_() if leaf else v for v, leaf in zip(found, which, strict=True))
+        results = self._communications.wait(pending, group.after.name)
+        return tuple(v.detach().requires_grad_() if leaf else v for v, leaf in zip(results, which, strict=True))
 
-    def _walk_back(self, flight: InFlight, gradients: Values, pays: bool) -> Walk[tuple[Values, Values]]:
-        """The pieces from the last to the first, with a stop between two.
+    def _compute(self, group: ComputeGroup, inputs: tuple[Any, ...], flight: InFlight) -> Any:
+        """The group's computations. Another micro-batch may have run since the last ones, so the queue is set anew."""
+        self._grad_context.queue = flight.queue
+        changeable, versions = self._changeable(inputs)
+        try:
+            result = group.compute(changeable)
+        except RuntimeError as error:
+            self._explain(error, inputs)
+            raise
+        self._note_changes(inputs, versions)
+        return result
 
-        `pays`: a piece's weight gradients are computed as soon as the communication that waited for it is under way.
+    def _finish_forward(
+        self,
+        microbatch: int,
+        flight: InFlight,
+        inputs: tuple[Any, ...],
+        result: Any,
+        received: Values,
+        loss: ShareOfLoss | None,
+    ) -> Values:
+        """The forward's outputs, with what the backward needs kept for it."""
+        if loss is None:
+            outputs = as_values(result, f"stage {self.index}")
+            roots: tuple[GradientEdge | Tensor, ...] = _roots(outputs)
+        else:
+            share = loss(result)
+            outputs, roots = (share.detach(),), ((share,) if share.requires_grad else ())
+        if torch.is_grad_enabled():
+            flight.groups.append(SavedGroup(inputs, roots))
+            flight.outputs = () if self._deallocate or loss is not None else outputs
+            flight.received = received
+            self._alive[microbatch] = flight
+        return outputs
+
+    # -- inputs that layers change in place ------------------------------------------------------------------------------
+
+    def _changeable(self, inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+        """The inputs as layers may change them in place, as in one process, where no cut makes them leaves; their versions.
+
+        That takes an operation more for each input, so it ends after some forwards in which no layer changed one.
         """
+        if self._probes < 0 or not torch.is_grad_enabled():
+            return inputs, ()
+        versions = tuple(value._version for value in inputs if carries(value))
+        return tuple(_Given.apply(v) if carries(v) else v for v in inputs), versions  # type: ignore[no-untyped-call]
+
+    def _note_changes(self, inputs: tuple[Any, ...], versions: tuple[int, ...]) -> None:
+        """Keeps inputs changeable for good where a layer has changed one."""
+        if versions and versions != tuple(value._version for value in inputs if carries(value)):
+            self._probes = math.inf
+
+    def _explain(self, error: RuntimeError, inputs: tuple[Any, ...]) -> None:
+        """Where a layer changes its input for the first time after the probes: this step fails, the next one allows it."""
+        if self._probes < 0 and "leaf Variable that requires grad" in str(error) and any(map(carries, inputs)):
+            self._probes = math.inf
+            error.add_note("(a layer changes its input in place, and did not before: the next step allows it)")
+
+    # -- buffers that a forward changes ----------------------------------------------------------------------------------
+
+    def require_order(self, schedule_name: str, program: StageProgram) -> None:
+        """Raise ConfigError where micro-batches do not all come through in order, and a layer's statistics depend on that."""
+        for layer, module in zip(self.layers.names, self.layers.modules, strict=True):
+            norm = None if program.in_order else batch_statistics(module)
+            if norm is not None:
+                raise ConfigError(
+                    f"layer {layer!r} has running statistics ({norm}), and under schedule {schedule_name!r} stage "
+                    f"{self.index} does not get every micro-batch in order, so they would not be those of one process; choose "
+                    "a schedule with one route, put the layer in eval mode, or build it with track_running_stats=False"
+                )
+
+    def _buffers(self) -> list[tuple[str, BufferState]]:
+        named = zip(self.layers.names, self.layers.modules, strict=True)
+        return [(layer, BufferState(module)) for layer, module in named if any(True for _ in module.buffers())]
+
+    def _refuse_changes(self, buffers: Sequence[tuple[str, BufferState]]) -> None:
+        """Raises UsageError where a forward has changed a buffer, and its value depends on the order of the micro-batches.
+
+        Integers count, which does not depend on the order, where all replicas of the layer are one module.
+        """
+        for layer, before in buffers:
+            for name in before.changed(integers=not self._shared):
+                raise UsageError(
+                    f"the forward of layer {layer!r} changes its buffer {name!r}, and under this schedule stage {self.index} "
+                    "does not get every micro-batch in order, so the buffer would not be that of one process; choose a "
+                    "schedule with one route"
+                )
+
+    # -- backward --------------------------------------------------------------------------------------------------------
+
+    def backward(self, microbatch: int, gradients: Values) -> Gradients:
+        """B: the input gradients; weight gradients are in place afterwards.
+
+        Args:
+            gradients: one for each output that carries one, None where the next stage has none; empty for the last stage,
+                whose root is the loss itself.
+        """
+        if self.segmented:
+            return run_to_end(self.backward_in_segments(microbatch, gradients, keeps_weights=False))
+        return self._backward(self._alive.pop(microbatch), gradients)
+
+    def input_grad(self, microbatch: int, gradients: Values) -> Gradients:
+        """I: as B, but the queued weight gradients wait for W. Everything else of the micro-batch is freed."""
+        if self.segmented:
+            return run_to_end(self.backward_in_segments(microbatch, gradients, keeps_weights=True))
+        flight = self._alive.pop(microbatch)
+        self._keep_weights(microbatch, flight)
+        return self._backward(flight, gradients)
+
+    def weight_grad(self, microbatch: int) -> None:
+        """W: the weight gradients that I left."""
+        queue = self._awaiting_w.pop(microbatch, None)
+        if queue is not None:
+            queue.flush()
+
+    def communicates_in_backward(self, microbatch: int) -> bool:
+        """Whether the backward of this micro-batch has communications inside at which another action may compute."""
+        return any(group.after is not None and not group.after.quick for group in self._alive[microbatch].groups)
+
+    def backward_in_segments(self, microbatch: int, gradients: Values, keeps_weights: bool) -> Coroutine[Gradients]:
+        """As `backward`, or as `input_grad` (`keeps_weights`), stopping where it would wait for a communication.
+
+        The groups run from the last to the first. In a B a group's weight gradients are computed as soon as the
+        communication that waited for it is under way.
+        """
+        flight = self._alive.pop(microbatch)
+        if keeps_weights:
+            self._keep_weights(microbatch, flight)
         seeds: list[Tensor | None] = list(gradients)
-        while True:
-            cut = flight.cuts.pop()
-            self._write_to(flight)  # for layers that are recomputed now
-            if cut.roots:
-                torch.autograd.backward(cut.roots, seeds or [None] * len(cut.roots))  # type: ignore[arg-type]
-            found = tuple(_gradient(value) if carries(value) else None for value in cut.inputs)
-            which = [at for at, value in enumerate(cut.inputs) if carries(value)]
-            before, pending = flight.cuts[-1] if flight.cuts else None, None
-            if before is not None and before.after is not None and which:
-                pending = self._lane.start(partial(before.after.start_backward, found, before.saved), found)
-            del cut
-            if pays and flight.ledger is not None:
-                flight.ledger.pay()
-            if before is None or before.after is None:
-                return tuple(found[at] for at in which), flight.received
-            del found
-            if not before.after.quick:
+        while len(flight.groups) > 1:
+            group, before = flight.groups.pop(), flight.groups[-1].after
+            assert before is not None
+            self._run_autograd(flight, group, seeds)
+            # A communication moves whole tensors, so zeros stand for a gradient that nothing has computed.
+            results = tuple(_gradient(value, fill=True) if carries(value) else None for value in group.inputs)
+            which = [at for at, value in enumerate(group.inputs) if carries(value)]
+            saved, pending, seeds = flight.groups[-1].saved, None, []
+            if which:
+                pending = self._communications.start(partial(before.start_backward, results, saved), (*results, *saved))
+            del group, results, saved
+            if flight.queue is not None and not keeps_weights:
+                flight.queue.flush()
+            if not before.quick:
                 yield
             if pending is not None:
-                results = self._lane.wait(pending, f"{before.after.name}'s backward")
-                seeds = [results[at] for at in which]
+                arrived = self._communications.wait(pending, f"{before.name}'s backward")
+                seeds = [arrived[at] for at in which]
+        found = self._backward(flight, seeds)
+        if flight.queue is not None and not keeps_weights:
+            flight.queue.flush()
+        return found
 
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        return self.layers.modules
+    def _backward(self, flight: InFlight, gradients: Sequence[Tensor | None]) -> Gradients:
+        """The backward of the first group: of an unsegmented stage the only one."""
+        group = flight.groups.pop()
+        self._run_autograd(flight, group, gradients)
+        return tuple(_gradient(v, fill=False) for v in group.inputs if carries(v)), flight.received
+
+    def _keep_weights(self, microbatch: int, flight: InFlight) -> None:
+        if flight.queue is not None:
+            self._awaiting_w[microbatch] = flight.queue
+
+    def _run_autograd(self, flight: InFlight, group: SavedGroup, seeds: Sequence[Tensor | None]) -> None:
+        """Autograd's backward of a group; without `seeds` its root is the loss. A root whose seed is None has no gradient."""
+        self._grad_context.queue = flight.queue  # for layers that are recomputed now
+        roots: Sequence[GradientEdge | Tensor] = group.roots
+        if not seeds:
+            seeds = [None] * len(roots)
+        elif any(seed is None for seed in seeds):
+            reached = [(root, seed) for root, seed in zip(roots, seeds, strict=True) if seed is not None]
+            roots, seeds = [root for root, _ in reached], [seed for _, seed in reached]
+        if not roots:
+            return
+        if self._grad_context.stage_backward is not None and self._grad_context.writes:
+            self._grad_context.stage_backward.run(roots, seeds)
+        else:
+            torch.autograd.backward(roots, seeds)  # type: ignore[arg-type]
+
+
+class _Given(torch.autograd.Function):
+    """The same memory, as an operation's result: it counts changes with its input, and is no leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0]
 
 
 def _roots(outputs: tuple[Any, ...]) -> tuple[GradientEdge, ...]:
     return tuple(get_gradient_edge(value) for value in outputs if carries(value))
 
 
-def _leaves(values: Values, carried: Boundary | None) -> Values:
-    if carried is None or not torch.is_grad_enabled():
+def _leaves(values: Values, specs: Boundary | None) -> Values:
+    """Inputs that carry a gradient as leaves of the stage's own graph; the user's carry none."""
+    if specs is None:
         return values
     return tuple(
         value.detach().requires_grad_() if value is not None and spec is not None and spec.carries else value
-        for value, spec in zip(values, carried, strict=True)
+        for value, spec in zip(values, specs, strict=True)
     )
 
 
-def _gradient(leaf: Tensor) -> Tensor:
-    """The leaf's gradient, zeros where nothing used it; taken from it."""
+def _gradient(leaf: Tensor, fill: bool) -> Tensor | None:
+    """The leaf's gradient, taken from it; None where nothing used it, or zeros if `fill`."""
     gradient, leaf.grad = leaf.grad, None
-    return gradient if gradient is not None else torch.zeros_like(leaf)
+    return torch.zeros_like(leaf) if gradient is None and fill else gradient

@@ -1,6 +1,6 @@
 """Schedules as data: actions, the Schedule, its text forms, check, costs, simulation and bounds. Needs no torch."""
 
-from pipeloom.schedule.actions import Action, Pair
+from pipeloom.schedule.actions import Action, Kind, Pair, register_kind
 from pipeloom.schedule.bounds import lower_bound
 from pipeloom.schedule.check import check
 from pipeloom.schedule.costs import Costs
@@ -9,4 +9,16 @@ from pipeloom.schedule.period import period
 from pipeloom.schedule.simulate import simulate
 from pipeloom.schedule.timeline import Timeline
 
-__all__ = ["Action", "Costs", "Pair", "Schedule", "Timeline", "check", "lower_bound", "period", "simulate"]
+__all__ = [
+    "Action",
+    "Costs",
+    "Kind",
+    "Pair",
+    "Schedule",
+    "Timeline",
+    "check",
+    "lower_bound",
+    "period",
+    "register_kind",
+    "simulate",
+]

@@ -9,6 +9,8 @@ from pipeloom.schedule.channels import neighbours
 from pipeloom.schedule.costs import Costs, PairTimes, StageCosts
 from pipeloom.schedule.model import Schedule
 
+ROUNDING = 1e-9  # what a peak may exceed a memory by and still fit: peaks are sums of floats
+
 
 def lower_bound(schedule: Schedule, costs: Costs | None = None, *, split_backward: bool = True) -> float:
     """A makespan that no schedule with this placement, these routes, m and costs can beat.
@@ -17,12 +19,13 @@ def lower_bound(schedule: Schedule, costs: Costs | None = None, *, split_backwar
 
     * head: the rank's work (F + I + W of all its stages and micro-batches, less what pairs could save) after the
       least, over its stages, of the forward prefix of the stage's route and its hops: before that, nothing can start
-      there. Holds for loops, V placements and two routes alike.
+      there. Holds for loops, V placements and two routes alike. What comes down to a rank first is not paired on its way if the
+      rank is on every route in use (a backward would have come down before); elsewhere, where pairs gain, head is 0.
     * with `split_backward=False` and one route (no schedule with I and W apart is considered): the suffix too. After a
       rank's last backward, of stage s, the backwards of stages s-1 .. 0 and their hops still follow.
 
     Micro-batches may differ (`Costs.microbatch`), and come in any order: the least of a route's factors stands for the one that
-    a rank waits for. Memory does not enter. Source: SPEC section 3, "work" and "head".
+    a rank waits for. Memory does not enter. docs/bounds.md: work, head, tail.
     """
     chosen = costs if costs is not None else Costs()
     factors = chosen.factors(schedule.microbatches)
@@ -40,14 +43,17 @@ def lower_bound(schedule: Schedule, costs: Costs | None = None, *, split_backwar
                 out, back = chosen.hop(there, here, least), chosen.hop(here, there, least)
                 prefix[stage] = prefix[previous] + least * spread.forward[previous] + out
                 suffix[stage] = suffix[previous] + least * spread.backward[previous] + back
-    uses = {stage: sums[route] for route, stages in enumerate(schedule.routes) for stage in stages}
+    route_of = {stage: index for index, route in enumerate(schedule.routes) for stage in route}
+    uses = {stage: sums[route] for stage, route in route_of.items()}
+    in_use = set(schedule.route_of)
+    gainless = chosen.pair is None and chosen.pair_split is None and not any(chosen.per_stage("all_to_all", len(uses)))
     best = 0.0
     for stages in schedule.stages_of:
         busy = [stage for stage in stages if uses[stage]]
         if not busy:
             continue
         work = _least_work(chosen, schedule.stages, [(stage, uses[stage]) for stage in busy])
-        head = min(prefix[stage] for stage in busy)
+        head = min(prefix[stage] for stage in busy) if gainless or not in_use - {route_of[s] for s in busy} else 0.0
         tail = min(suffix[stage] for stage in busy) if not split_backward and len(schedule.routes) == 1 else 0.0
         best = max(best, work + head + tail)
     return round(best, 9)
@@ -58,15 +64,19 @@ def _least_work(costs: Costs, stages: int, uses: list[tuple[int, float]]) -> flo
 
     `uses`: (stage, how many micro-batches; where they differ, the sum of their factors).
     With all-to-all, computation alone and communication alone are bounds, too; they are what pairs can reach.
+    Out of its domain, and 0: micro-batches that differ where `pair_split` alone is given beside all-to-all.
     """
     times = PairTimes.of(costs, stages)
     spread, share = times.spread, times.share
     whole = {s: min(spread.backward[s], spread.input_grad[s] + spread.weight_grad[s]) for s, _ in uses}
     if times.given is None and times.given_split is None:
-        talk = sum(c * share[s] * (spread.forward[s] + spread.input_grad[s]) for s, c in uses)
+        back = {s: min(share[s] * spread.input_grad[s], whole[s]) for s, _ in uses}  # a B given may be shorter
+        talk = sum(c * (share[s] * spread.forward[s] + back[s]) for s, c in uses)
         busy = {s: (1 - share[s]) * spread.input_grad[s] + spread.weight_grad[s] for s, _ in uses}
         compute = sum(c * ((1 - share[s]) * spread.forward[s] + min(whole[s], busy[s])) for s, c in uses)
         return max(compute, talk)
+    if times.given is None and costs.uneven and any(share[s] for s, _ in uses):
+        return 0.0
     least = 0.0
     for stage, count in uses:
         gain = max(spread.forward[stage] + whole[other] - times.least(stage, other) for other, _ in uses)
@@ -87,7 +97,9 @@ def work_bound(placement: Sequence[int], microbatches: int, costs: Costs, object
 def memory_bound(
     placement: Sequence[int], microbatches: int, costs: Costs, memory: float, objective: str = "makespan"
 ) -> float:
-    """A makespan (or largest span) that no schedule of one route within `memory` on every rank can beat; 0 where pairs gain.
+    """A makespan (or largest span) that no schedule of one route within `memory` on every rank can beat.
+
+    Its domain: costs without all-to-all and without given pairs; elsewhere 0. A B cheaper than I + W: see `Costs.least_split`.
 
     For each rank, with chain(s) the time from the start of F of stage s to the end of its I, through the last stage:
 
@@ -98,13 +110,12 @@ def memory_bound(
       these areas is at most memory * span.
 
     Makespan adds the least time before the rank can start. Where micro-batches differ, the smallest stands for the one that is
-    waited for, and of the forwards before the first backward parts may fit. Source: SPEC section 3.
+    waited for, and of the forwards before the first backward parts may fit. docs/bounds.md.
     """
-    if any(given is not None for given in (costs.pair, costs.pair_split, costs.backward)):
-        return 0.0
-    if any(costs.per_stage("all_to_all", len(placement))):
+    if costs.pair is not None or costs.pair_split is not None or any(costs.per_stage("all_to_all", len(placement))):
         return 0.0
     count = len(placement)
+    costs = costs.least_split(count)
     spread = StageCosts.of(costs, count)
     activation, held = costs.per_stage("activation", count), costs.per_stage("held", count)
     factors = costs.factors(microbatches)
@@ -116,7 +127,7 @@ def memory_bound(
         own = [s for s in range(count) if placement[s] == rank]
         work = whole * sum(spread.forward[s] + spread.backward[s] for s in own)
         loads = [(spread.forward[s], activation[s]) for s in own]
-        filled = _forwards_that_fit(loads, whole, memory, even=smallest == 1 == max(factors))
+        filled = _forwards_that_fit(loads, whole, memory + ROUNDING, even=smallest == 1 == max(factors))
         area = sum(
             factor * activation[s] * (chains[factor][s] + factor * held[s] * spread.weight_grad[s])
             for factor in factors
@@ -157,7 +168,7 @@ def _forwards_that_fit(stages: list[tuple[float, float]], microbatches: float, m
     for forward, activation in sorted(stages, key=lambda stage: stage[1] / stage[0] if stage[0] else math.inf):
         fitting = min(microbatches, left / activation) if activation else microbatches
         if alike:
-            fitting = math.floor(fitting + 1e-9)
+            fitting = math.floor(fitting + ROUNDING)
         total += fitting * forward
         left -= fitting * activation if activation else 0.0
     return total

@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from pipeloom.schedule.actions import Action, Cell
+from pipeloom.schedule.actions import INPUT_GRADIENT, OUTPUT, Action, Cell, kind_of
 from pipeloom.schedule.model import Schedule, parts
 
 MessageKind = Literal["activation", "gradient"]
@@ -25,17 +25,26 @@ class Channel(NamedTuple):
 
 
 class Message(NamedTuple):
-    """The output (or input gradient) of `stage` for `microbatch`, the `number`-th message of its channel."""
+    """What stage `producer` computed and stage `consumer` waits for, of one micro-batch.
+
+    Attributes:
+        channel: what it travels on.
+        producer, consumer: the stages; neighbours in their route.
+        name: what it is: the producer's output, or its input gradient.
+        microbatch: whose it is.
+        number: its position among the messages of its channel, from 0.
+    """
 
     channel: Channel
-    stage: int
+    producer: int
+    consumer: int
+    name: str
     microbatch: int
     number: int
 
     @property
     def words(self) -> str:
-        what = "output" if self.channel.kind == "activation" else "input gradient"
-        return f"the {what} of stage {self.stage} micro-batch {self.microbatch}"
+        return f"the {self.name} of stage {self.producer} micro-batch {self.microbatch}"
 
 
 @dataclass(frozen=True)
@@ -54,22 +63,23 @@ def traffic(schedule: Schedule) -> tuple[tuple[Entry, ...], ...]:
     count: dict[Channel, int] = defaultdict(int)
 
     def sends(rank: int, action: Action) -> tuple[Message, ...]:
-        if action.kind == "W":
+        kind = message_kind(action)
+        if kind is None:
             return ()
-        kind: MessageKind = "activation" if action.kind == "F" else "gradient"
         to = (after if kind == "activation" else before)[action.stage]
         if to is None or schedule.placement[to] == rank:
             return ()
         channel = Channel(rank, schedule.placement[to], kind)
-        message = Message(channel, action.stage, action.microbatch, count[channel])
+        name = OUTPUT if kind == "activation" else INPUT_GRADIENT
+        message = Message(channel, action.stage, to, name, action.microbatch, count[channel])
         count[channel] += 1
         made[kind, action.stage, action.microbatch] = message
         return (message,)
 
     def receives(rank: int, action: Action) -> tuple[Message, ...]:
-        if action.kind == "W":
+        kind = message_kind(action)
+        if kind is None:
             return ()
-        kind: MessageKind = "activation" if action.kind == "F" else "gradient"
         origin = (before if kind == "activation" else after)[action.stage]
         if origin is None or schedule.placement[origin] == rank:
             return ()
@@ -83,6 +93,12 @@ def traffic(schedule: Schedule) -> tuple[tuple[Entry, ...], ...]:
         )
         for rank, program in enumerate(schedule.programs)
     )
+
+
+def message_kind(action: Action) -> MessageKind | None:
+    """What the action takes from one neighbouring stage and gives to the other; None where it stays within its stage."""
+    produces = kind_of(action.kind).produces
+    return "activation" if OUTPUT in produces else "gradient" if INPUT_GRADIENT in produces else None
 
 
 def neighbours(schedule: Schedule) -> tuple[list[int | None], list[int | None]]:

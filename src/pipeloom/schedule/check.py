@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from functools import reduce
+from itertools import combinations
+from operator import or_
 from typing import Literal
 
 from pipeloom.errors import ScheduleError
-from pipeloom.schedule.actions import KIND_WORDS, Action, Cell
-from pipeloom.schedule.batches import check_batches
+from pipeloom.schedule.actions import EVENTS, INPUT_GRADIENT, OUTPUT, WEIGHT_GRADIENT, Action, Cell, kind_of, kinds
+from pipeloom.schedule.batched_p2p import check_batches
 from pipeloom.schedule.channels import neighbours, smallest_depths, traffic
 from pipeloom.schedule.graph import Graph, reach
 from pipeloom.schedule.model import Schedule, parts
@@ -27,7 +30,7 @@ def check(
     data dependencies and program order. Sends do not block, and each channel keeps at least `smallest_depths` receives open,
     so the individual transport adds no cycle of its own; a smaller `receive_depth` given here is refused by name. The
     batched transport does add order (a batch ends when all its messages have met, and batches of a rank follow one
-    another), which is walked too.
+    another). Its batches are formed so that they meet, whatever the schedule; they are walked all the same.
 
     Time is linear in the number of actions.
     """
@@ -44,19 +47,16 @@ def check(
 
 def _check_actions(schedule: Schedule) -> None:
     """Complete, once each, on the placed rank. The quick way says only yes or no; `_diagnose` then finds the sentence."""
-    stride, m = schedule.kind_stride, schedule.microbatches
-    limit = 4 * stride
-    seen = bytearray(limit)
+    stride, m, numbers = schedule.kind_stride, schedule.microbatches, range(len(kinds()))
+    seen = bytearray(schedule.no_action)
     total = 0
     misplaced = False
-    for rank, program in enumerate(schedule.codes):
-        codes: list[int] | tuple[int, ...] = program
-        if schedule.has_pairs:
-            codes = [c for code in program for c in ((code,) if code < limit else (code // limit - 1, code % limit))]
+    for rank in range(schedule.ranks):
+        codes = schedule.action_codes(rank)
         total += len(codes)
         for code in codes:
             seen[code] = 1
-        held = {stage + kind * schedule.stages for stage in schedule.stages_of[rank] for kind in range(4)}
+        held = {stage + number * schedule.stages for stage in schedule.stages_of[rank] for number in numbers}
         misplaced = misplaced or not held.issuperset({code // m for code in codes})
     wanted = bytearray(stride)
     for mb, route in enumerate(schedule.route_of):
@@ -64,11 +64,14 @@ def _check_actions(schedule: Schedule) -> None:
             wanted[stage * m + mb] = 1
     if len(schedule.routes) == 1:
         wanted = bytearray(b"\x01") * stride
-    forward, fused, inputs, weights = (seen[at : at + stride] for at in range(0, limit, stride))
-    backward = (int.from_bytes(fused, "little") ^ int.from_bytes(inputs, "little")).to_bytes(stride, "little")
-    once = total == sum(seen)
-    both = int.from_bytes(fused, "little") & int.from_bytes(inputs, "little")
-    if misplaced or not once or both or forward != wanted or backward != wanted or inputs != weights:
+    due = int.from_bytes(wanted, "little")
+    done = [int.from_bytes(seen[number * stride : (number + 1) * stride], "little") for number in numbers]
+    complete = total == sum(seen) and not any(bits & ~due for bits in done)
+    for event in EVENTS:
+        producers = [bits for kind, bits in zip(kinds(), done, strict=True) if event in kind.produces]
+        both = any(a & b for a, b in combinations(producers, 2))
+        complete = complete and not both and reduce(or_, producers) == due
+    if misplaced or not complete:
         _diagnose(schedule)
 
 
@@ -84,7 +87,7 @@ def _diagnose(schedule: Schedule) -> None:
                         f"rank {schedule.placement[action.stage]}"
                     )
                 if action in place:
-                    raise ScheduleError(f"rank {rank}, action {at}: {action} is there twice")
+                    raise ScheduleError(f"rank {rank}, action {at}: {action} appears twice")
                 place[action] = rank
                 if action.stage not in schedule.routes[schedule.route_of[action.microbatch]]:
                     raise ScheduleError(
@@ -97,20 +100,24 @@ def _diagnose(schedule: Schedule) -> None:
 
 
 def _diagnose_stage(schedule: Schedule, place: dict[Action, int], stage: int, microbatch: int) -> None:
-    has = {kind for kind in KIND_WORDS if Action(kind, stage, microbatch) in place}  # type: ignore[arg-type]
+    there = [kind for kind in kinds() if Action(kind.letter, stage, microbatch) in place]
     where = f"stage {stage} micro-batch {microbatch} (rank {schedule.placement[stage]})"
-    if "F" not in has:
-        raise ScheduleError(f"{where} has no forward: {stage}F{microbatch} is missing")
-    if "B" in has and has & {"I", "W"}:
-        extra = " and ".join(f"{stage}{kind}{microbatch}" for kind in "IW" if kind in has)
-        raise ScheduleError(f"{where} has its backward twice: {stage}B{microbatch} and {extra}")
-    if has == {"F"}:
-        raise ScheduleError(
-            f"{where} has no backward: {stage}B{microbatch} (or {stage}I{microbatch} and {stage}W{microbatch}) is missing"
-        )
-    for kind in "IW":
-        if "B" not in has and kind not in has:
-            raise ScheduleError(f"{where} has no {KIND_WORDS[kind]}: {stage}{kind}{microbatch} is missing")
+
+    def cell(letter: str) -> str:
+        return str(Action(letter, stage, microbatch))
+
+    backward = [kind for kind in there if kind.is_backward]
+    produced = [event for kind in there for event in kind.produces]
+    if OUTPUT not in produced:
+        raise ScheduleError(f"{where} has no forward: {cell('F')} is missing")
+    if len(set(produced)) < len(produced):
+        extra = " and ".join(cell(kind.letter) for kind in backward[1:])
+        raise ScheduleError(f"{where} has its backward twice: {cell(backward[0].letter)} and {extra}")
+    if not backward:
+        raise ScheduleError(f"{where} has no backward: {cell('B')} (or {cell('I')} and {cell('W')}) is missing")
+    for event, letter in ((INPUT_GRADIENT, "I"), (WEIGHT_GRADIENT, "W")):
+        if event not in produced:
+            raise ScheduleError(f"{where} has no {event}: {cell(letter)} is missing")
 
 
 def _explain(schedule: Schedule, reached: list[int]) -> str:
@@ -133,17 +140,17 @@ def _explain(schedule: Schedule, reached: list[int]) -> str:
 
 def _need(schedule: Schedule, place: dict[Action, tuple[int, int]], action: Action) -> Action | None:
     """The action whose result `action` waits for, among those still to come (None if it has happened, or none)."""
-    before, after = neighbours(schedule)
-    stage, mb = action.stage, action.microbatch
-    previous, following = before[stage], after[stage]
-    if action.kind == "F":
-        options = [Action("F", previous, mb)] if previous is not None else []
-    elif action.kind == "W":
-        options = [Action("I", stage, mb)]
-    elif following is None:
-        options = [Action("F", stage, mb)]
-    else:
-        options = [Action("B", following, mb), Action("I", following, mb)]
+    need, stage = kind_of(action.kind).waits_for, action.stage
+    if need is None:
+        return None
+    source, event = stage, need.event
+    if need.step:
+        before, after = neighbours(schedule)
+        other = (before if need.step < 0 else after)[stage]
+        if other is None and need.at_end is None:
+            return None
+        source, event = (other, event) if other is not None else (stage, need.at_end or event)
+    options = [Action(kind.letter, source, action.microbatch) for kind in kinds() if event in kind.produces]
     return next((option for option in options if option in place), None)
 
 
@@ -177,7 +184,7 @@ def _cycle_words(
         owner, position = place[need]
         lines.append(
             f"  rank {rank} is at {cell.words} (action {at[rank]}), which waits for {need.words} on rank {owner} "
-            f"(action {position}, where it has come to action {at[owner]})"
+            f"(its action {position}; that rank has reached action {at[owner]})"
         )
     return "\n".join(lines)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from numbers import Real
 from typing import Any
 
-from pipeloom.errors import UsageError
+from pipeloom.errors import ArgumentError
+from pipeloom.schedule.actions import kinds
 from pipeloom.schedule.model import Schedule
 
 PerStage = float | tuple[float, ...]
@@ -26,7 +28,8 @@ class Costs:
         p2p: latency of a hop between two ranks; a number, or `p2p[source][destination]`. A hop within a rank is free.
         message: size of a boundary's tensors, in the unit that `bandwidth` counts.
         bandwidth: of a link; a message takes p2p + message / bandwidth.
-        activation: memory that one micro-batch's F allocates on the stage.
+        activation: memory that one micro-batch's F allocates on the stage. A pair whose halves run in turns frees segment by
+            segment while it allocates, and holds no more than before or after it (`PairTimes.overlaps`).
         held: the share of it that stays from I until W (B frees all of it).
         all_to_all: the share of F and of I that is communication (expert all-to-all); a pair overlaps it with computation.
         pair: time of a pair F|B: a number, one a stage of the forward, or `pair[stage of forward][stage of backward]`; None: as
@@ -37,7 +40,7 @@ class Costs:
             empty: 1 for all. A given pair's gain is multiplied by the smaller of its two factors.
 
     Raises:
-        UsageError: a negative or not finite value.
+        UsageError: a negative or not finite value, or none of the shape that its field takes.
     """
 
     forward: PerStage = 1.0
@@ -57,22 +60,21 @@ class Costs:
     def __post_init__(self) -> None:
         for spec in fields(self):
             value = getattr(self, spec.name)
-            if value is None:
+            if value is None and spec.default is None:
                 continue
-            if isinstance(value, list):
-                value = tuple(tuple(row) if isinstance(row, list) else row for row in value)
-                object.__setattr__(self, spec.name, value)
+            value = _plain_tuples(value)
+            if _depth(value) not in _DEPTHS.get(spec.name, (0, 1)):
+                raise ArgumentError(spec.name, f" is {value!r:.200}; it must be {_SHAPES.get(spec.name, _PER_STAGE)}")
+            object.__setattr__(self, spec.name, value)
             for number in _numbers(value):
                 finite = math.isfinite(number) or (spec.name == "bandwidth" and number == math.inf)
                 if not finite or number < 0:
-                    option = spec.name.replace("_", "-")
-                    raise UsageError(f"{option} is {number}; a cost is a finite number of at least 0")
+                    raise ArgumentError(spec.name, f" is {number}; a cost is a finite number of at least 0")
         if self.bandwidth == 0:
-            raise UsageError("bandwidth is 0; it must be above 0")
+            raise ArgumentError("bandwidth", " is 0; it must be above 0")
         for name in ("held", "all_to_all"):
             if any(share > 1 for share in _numbers(getattr(self, name))):
-                option = name.replace("_", "-")
-                raise UsageError(f"{option} is {getattr(self, name)}; it is a share between 0 and 1")
+                raise ArgumentError(name, f" is {getattr(self, name)}; it is a share between 0 and 1")
 
     def scaled(self, factor: float) -> Costs:
         """These costs with F, I, W, B, the pairs and the activation multiplied by `factor` (numbers and tuples alike)."""
@@ -97,9 +99,8 @@ class Costs:
         if not isinstance(value, tuple):
             return (float(value),) * stages
         if len(value) != stages:
-            option = name.replace("_", "-")
-            raise UsageError(
-                f"{option} has {len(value)} values and the schedule {stages} stages: give one number or {stages}"
+            raise ArgumentError(
+                name, f" has {len(value)} values and the schedule {stages} stages: give one number or {stages}"
             )
         return tuple(map(float, value))
 
@@ -110,8 +111,7 @@ class Costs:
             return None
         if isinstance(value, tuple) and value and isinstance(value[0], tuple):
             if len(value) != stages or any(len(row) != stages for row in value):
-                option = name.replace("_", "-")
-                raise UsageError(f"{option} is not a {stages} x {stages} matrix, and the schedule has {stages} stages")
+                raise ArgumentError(name, f" is not a {stages} x {stages} matrix, and the schedule has {stages} stages")
             return value
         return tuple((one,) * stages for one in self.per_stage(name, stages))
 
@@ -120,11 +120,26 @@ class Costs:
         if not self.microbatch:
             return (1.0,) * microbatches
         if len(self.microbatch) != microbatches:
-            raise UsageError(
-                f"microbatch-costs has {len(self.microbatch)} values and the schedule {microbatches} micro-batches: "
-                f"give {microbatches}"
+            raise ArgumentError(
+                "microbatch",
+                f" has {len(self.microbatch)} values and the schedule {microbatches} micro-batches: "
+                f"give {microbatches}",
             )
         return tuple(map(float, self.microbatch))
+
+    def least_split(self, stages: int) -> Costs:
+        """Costs without `backward` under which no schedule without pairs takes longer than under these.
+
+        Where a B is cheaper than I + W, I and W take what both a B and the two apart would leave them: I' = min(I, B) and
+        W' = min(W, B - I'). Any schedule with a B written as I' and W' ends no later and holds no more, so that a bound for
+        these costs holds for the given ones; where no B is cheaper, they are the given ones.
+        """
+        if self.backward is None:
+            return self
+        whole, first, second = (self.per_stage(name, stages) for name in ("backward", "input_grad", "weight_grad"))
+        least = tuple(map(min, whole, first))
+        rest = tuple(min(w, b - i) for b, i, w in zip(whole, least, second, strict=True))
+        return replace(self, backward=None, input_grad=least, weight_grad=rest)
 
     @property
     def uneven(self) -> bool:
@@ -144,7 +159,7 @@ class Costs:
     def check_links(self, ranks: int) -> None:
         """Raises UsageError when `p2p` is a matrix of another size."""
         if isinstance(self.p2p, tuple) and (len(self.p2p) != ranks or any(len(row) != ranks for row in self.p2p)):
-            raise UsageError(f"p2p is not a {ranks} x {ranks} matrix, and the schedule has {ranks} ranks")
+            raise ArgumentError("p2p", f" is not a {ranks} x {ranks} matrix, and the schedule has {ranks} ranks")
 
 
 @dataclass(frozen=True)
@@ -222,6 +237,19 @@ class PairTimes:
         compute = (1 - x) * spread.forward[forward] + (1 - y) * spread.input_grad[backward]
         return max(compute + (0.0 if split else weight), talk)
 
+    def overlaps(self, forward: int, backward: int, split: bool) -> bool:
+        """Whether the two halves run in turns, segment by segment, so that the pair frees memory while it allocates.
+
+        They do where both stages communicate, or where the pair is given a time that is less than its halves'. Any other pair
+        is its forward and then its backward: it holds the whole of both.
+        """
+        if self.share[forward] > 0 and self.share[backward] > 0:
+            return True
+        if self.given is None and (self.given_split is None or not split):
+            return False
+        alone = (self.spread.input_grad if split else self.spread.backward)[backward]
+        return self._even(forward, backward, split) < self.spread.forward[forward] + alone
+
     def least(self, forward: int, backward: int) -> float:
         """Of a pair with these stages and the backward's W, in the pair or after it, whichever is shorter."""
         apart = self.time(forward, backward, True) + self.spread.weight_grad[backward]
@@ -229,18 +257,53 @@ class PairTimes:
 
 
 def durations(schedule: Schedule, costs: Costs) -> list[float]:
-    """code -> time of that action (no pairs), length 4 S m."""
+    """code -> time of that action (no pairs), one entry for each action that a code can stand for."""
     spread = StageCosts.of(costs, schedule.stages)
     factors = costs.factors(schedule.microbatches)
     times: list[float] = []
-    for values in (spread.forward, spread.backward, spread.input_grad, spread.weight_grad):
+    for kind in kinds():
+        time = kind.duration
+        values = getattr(spread, time) if isinstance(time, str) else (time,) * schedule.stages
         for value in values:
             times.extend([value * factor for factor in factors] if costs.microbatch else [value] * len(factors))
     return times
 
 
-def _numbers(value: float | Sequence[float] | Sequence[Sequence[float]]) -> Iterator[float]:
-    if isinstance(value, (int, float)):
+_PER_STAGE = "a number, or a tuple with one number for each stage"
+_SHAPES = {
+    "p2p": "a number, or a matrix p2p[source][destination]",
+    "message": "a number",
+    "bandwidth": "a number",
+    "pair": f"{_PER_STAGE}, or a matrix pair[stage of forward][stage of backward]",
+    "pair_split": f"{_PER_STAGE}, or a matrix pair_split[stage of forward][stage of backward]",
+    "microbatch": "a tuple with one number for each micro-batch",
+}
+_DEPTHS = {
+    "p2p": (0, 2),
+    "message": (0,),
+    "bandwidth": (0,),
+    "pair": (0, 1, 2),
+    "pair_split": (0, 1, 2),
+    "microbatch": (1,),
+}
+
+
+def _plain_tuples(value: Any) -> Any:
+    """`value` with tuples for its lists."""
+    return tuple(map(_plain_tuples, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _depth(value: Any) -> int | None:
+    """0 for a number, 1 for a tuple of numbers, 2 for a tuple of such tuples; None for anything else."""
+    if isinstance(value, tuple):
+        depths = {_depth(item) for item in value}
+        inner = depths.pop() if len(depths) == 1 else 0
+        return None if depths or inner is None else inner + 1
+    return 0 if isinstance(value, Real) and not isinstance(value, bool) else None
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, Real):
         yield float(value)
     else:
         for item in value:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipeloom.schedule.graph import Graph, split_pairs
+from pipeloom.schedule.graph import Graph
 
 if TYPE_CHECKING:
     from pipeloom.schedule.timeline import Timeline
@@ -15,20 +15,20 @@ def critical_path(timeline: Timeline) -> tuple[tuple[int, int], ...]:
     schedule = timeline.schedule
     graph = Graph.of(schedule)
     factors = timeline.costs.factors(schedule.microbatches)
-    entries = [split_pairs(program, schedule) for program in schedule.codes]
+    entries = [schedule.split_entries(rank) for rank in range(schedule.ranks)]
     maker: dict[int, tuple[int, int]] = {}
-    limit = 4 * schedule.kind_stride
+    none = schedule.no_action
     for rank, (firsts, seconds) in enumerate(entries):
         for codes in (firsts, seconds):
             for at, code in enumerate(codes):
-                if code != limit:
+                if code != none:
                     maker[graph.event[code] if graph.event is not None else code] = rank, at
     _, rank, at = max((ends[-1], rank, len(ends) - 1) for rank, ends in enumerate(timeline.ends) if ends)
     path = [(rank, at)]
     while True:
         candidates = []
         for code in (entries[rank][0][at], entries[rank][1][at]):
-            made = maker.get(graph.needs[code]) if code != limit else None
+            made = maker.get(graph.needs[code]) if code != none else None
             if made is not None:
                 source, position = made
                 arrival = timeline.ends[source][position]

@@ -11,11 +11,13 @@ import re
 from collections import Counter, defaultdict
 from typing import NamedTuple
 
-from pipeloom.errors import ScheduleError
+from pipeloom.errors import ScheduleError, UsageError
+from pipeloom.limits import MOST_CELLS, MOST_RANKS
 from pipeloom.schedule.actions import Action, Cell, parse_cell
 from pipeloom.schedule.model import Schedule, parts
 
 _REDUCE = re.compile(r"\d+REDUCE_GRAD")
+_ACTION = re.compile(r"\(?\d+[FBIW]\d")  # the beginning of one: what follows may make it an invalid one
 _COMMUNICATION = re.compile(r"\d+(SEND|RECV|UNSHARD|RESHARD)")
 
 
@@ -34,7 +36,7 @@ def to_csv(schedule: Schedule) -> str:
     if len(schedule.routes) > 1:
         raise ScheduleError(
             f"{schedule.name} has {len(schedule.routes)} routes, and the CSV form cannot say which micro-batch takes "
-            "which; write it as JSON (--json)"
+            "which; write it as JSON"
         )
     return "".join(",".join(map(str, program)) + "\n" for program in schedule.programs)
 
@@ -50,16 +52,17 @@ def from_csv(text: str, name: str = "csv", source: str | None = None) -> Schedul
         source: the file, for messages.
 
     Raises:
+        UsageError: the text is no schedule: not one of its cells is an action.
         ScheduleError: with file:line:column, for a cell that is no action (torch's sends and receives among them) and
             for a stage or micro-batch that only some rows know.
     """
     where = source or name
+    _require_size(text, where)
+    _require_actions(text, where)
     rows, places = _read(text, where)
     every = [
         (action, places[r][i]) for r, row in enumerate(rows) for i, cell in enumerate(row) for action in parts(cell)
     ]
-    if not every:
-        raise ScheduleError(f"{where}: it holds no action")
     stages = len({action.stage for action, _ in every})
     microbatches = _microbatches([action for action, _ in every])
     for action, place in every:
@@ -78,6 +81,32 @@ def from_csv(text: str, name: str = "csv", source: str | None = None) -> Schedul
         raise ScheduleError(f"{where}: {error}") from None
 
 
+def _require_size(text: str, where: str) -> None:
+    """Raise UsageError for a text of more rows or cells than a schedule may have, before it is taken apart."""
+    lines, cells = text.rstrip().count("\n") + 1, text.count(",") + text.count("\n")
+    if lines > MOST_RANKS:
+        raise UsageError(f"{where} has {lines:,} lines; a schedule has one for each rank, and at most {MOST_RANKS:,}")
+    if cells > 16 * MOST_CELLS:  # idle cells are cells too
+        raise UsageError(f"{where} has {cells:,} cells; a schedule has at most {16 * MOST_CELLS:,}")
+
+
+def _require_actions(text: str, where: str) -> None:
+    """Raises UsageError when no cell looks like an action or a communication of torch's."""
+    words = [word for line in text.removeprefix("\ufeff").splitlines() for word in map(_word, line.split(",")) if word]
+    if not words:
+        raise UsageError(f"{where}: the file contains no actions")
+    if not any(_ACTION.match(word) or _COMMUNICATION.match(word) for word in words):
+        raise UsageError(
+            f"{where} is no schedule: none of its cells is an action, such as 0F0, 3B2, 3I2, 3W2 or "
+            f"(0F5;3B1)OVERLAP_F_B; the first cell is {words[0]!r:.60}"
+        )
+
+
+def _word(piece: str) -> str:
+    """A cell without the spaces and quotes around it."""
+    return piece.strip().strip('"').strip()
+
+
 def _read(text: str, where: str) -> tuple[list[list[Cell]], list[list[_Place]]]:
     """Each rank's cells and where they stand."""
     rows: list[list[Cell]] = []
@@ -87,7 +116,7 @@ def _read(text: str, where: str) -> tuple[list[list[Cell]], list[list[_Place]]]:
         row_places: list[_Place] = []
         column = 1
         for piece in content.split(","):
-            word = piece.strip().strip('"').strip()
+            word = _word(piece)
             if word and not _REDUCE.fullmatch(word):
                 place = _Place(line, column + len(piece) - len(piece.lstrip()))
                 row.append(_cell(word, f"{where}:{place.line}:{place.column}"))
@@ -111,7 +140,7 @@ def _cell(word: str, where: str) -> Cell:
 
 
 def _microbatches(actions: list[Action]) -> int:
-    """m: how many micro-batches go forward through most of the stages; of two that are equally common, the larger."""
+    """m: how many micro-batches go forward through most of the stages; ties go to the larger."""
     seen: dict[int, set[int]] = defaultdict(set)
     forwards = [action for action in actions if action.kind == "F"]
     for action in forwards or actions:

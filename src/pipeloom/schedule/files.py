@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeloom.errors import UsageError
-from pipeloom.schedule.csv_form import from_csv
-from pipeloom.schedule.json_form import from_json
+from pipeloom.errors import UsageError, printable, shortened
+from pipeloom.limits import SCHEDULE_BYTES, read_file
+from pipeloom.schedule.csv_form import from_csv, to_csv
+from pipeloom.schedule.json_form import from_json, to_json
 from pipeloom.schedule.model import Schedule
 
 SUFFIXES = (".csv", ".json")
@@ -27,11 +28,28 @@ def load(path: str | Path) -> Schedule:
     """
     where = Path(path)
     try:
-        text = where.read_bytes().decode("utf-8")
+        text = read_file(where, SCHEDULE_BYTES, "a schedule").decode("utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not a text file (byte {error.start} is not UTF-8)") from None
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"cannot read {shortened(str(path))}: {reason}") from None
     if text.lstrip("\ufeff \t\r\n").startswith("{") or where.suffix.lower() == ".json":
         return from_json(text, source=str(path))
-    return from_csv(text, name=where.stem, source=str(path))
+    return from_csv(text, name=printable(where.stem), source=str(path))
+
+
+def save(schedule: Schedule, path: str | Path) -> None:
+    """Write the schedule to a file that `load` reads, as its ending says. Raises as `Schedule.save`."""
+    where = Path(path)
+    forms = {".csv": to_csv, ".json": to_json}
+    if where.suffix.lower() not in forms:
+        raise UsageError(
+            f"{shortened(str(path))} has the ending {where.suffix!r:.200}; nearest: {where.with_suffix('.json').name} or "
+            f"{where.with_suffix('.csv').name}"
+        )
+    text = forms[where.suffix.lower()](schedule)
+    try:
+        where.write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot write {shortened(str(path))}: {getattr(error, 'strerror', None) or error}") from None

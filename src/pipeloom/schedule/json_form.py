@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 from pipeloom.errors import ScheduleError, UsageError
+from pipeloom.limits import MOST_NESTED, depth
 from pipeloom.schedule.model import Schedule
 
 FORMAT = "pipeloom.schedule/1"
@@ -45,13 +46,21 @@ def from_json(text: str, source: str = "json") -> Schedule:
         ScheduleError: a cell that is no action, or a rank, stage, route or micro-batch out of range.
     """
     try:
-        found = json.loads(text.removeprefix("\ufeff"))
+        found = json.loads(text.removeprefix("\ufeff"), parse_int=_integer)
     except json.JSONDecodeError as error:
         raise UsageError(f"{source}:{error.lineno}:{error.colno}: this is not JSON: {error.msg}") from None
+    except RecursionError:
+        raise UsageError(
+            f"{source}: lists and objects lie too deep in each other; at most {MOST_NESTED} levels"
+        ) from None
+    except ValueError as error:
+        raise UsageError(f"{source}: {error}") from None
+    if depth(found) > MOST_NESTED:
+        raise UsageError(f"{source}: lists and objects lie too deep in each other; at most {MOST_NESTED} levels")
     if not isinstance(found, dict):
         raise UsageError(f"{source}: a schedule is a JSON object, and this is a {type(found).__name__}")
     if found.get("format") != FORMAT:
-        raise UsageError(f"{source}: format is {found.get('format')!r}; this version reads {FORMAT!r}")
+        raise UsageError(f"{source}: format is {found.get('format')!r:.200}; this version reads {FORMAT!r:.200}")
     programs = _programs(found, source)
     ranks = _whole(found, "ranks", source, default=len(programs))
     if ranks != len(programs):
@@ -80,9 +89,15 @@ def from_json(text: str, source: str = "json") -> Schedule:
         raise ScheduleError(f"{source}: {error}") from None
 
 
+def _integer(digits: str) -> int:
+    if len(digits) > 20:
+        raise ValueError(f"{digits[:20]}… is a number of {len(digits):,} digits; whole numbers here have at most 20")
+    return int(digits)
+
+
 def _key(found: dict[str, Any], key: str, source: str) -> Any:
     if key not in found:
-        raise UsageError(f"{source}: the key {key!r} is missing")
+        raise UsageError(f"{source}: the key {key!r:.200} is missing")
     return found[key]
 
 

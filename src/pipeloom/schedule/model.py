@@ -2,22 +2,34 @@
 
 Inside, a program is a tuple of integers, so that half a million actions are checked and simulated in about a second:
 
-    code of an action = (kind * S + stage) * m + microbatch      kind: F 0, B 1, I 2, W 3
-    code of a pair    = (code of F + 1) * 4 S m + code of B or I
+    code of an action = (kind * S + stage) * m + microbatch      kind: its number in the table of kinds (F 0, B 1, I 2, W 3)
+    code of a pair    = (code of F + 1) * 16 S m + code of B or I
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from pipeloom.errors import ScheduleError
-from pipeloom.schedule.actions import KINDS, Action, Cell, Pair, parse_cell
+from pipeloom.errors import ScheduleError, echo
+from pipeloom.limits import require_schedule
+from pipeloom.schedule.actions import (
+    INPUT_GRADIENT,
+    MOST_KINDS,
+    WEIGHT_GRADIENT,
+    Action,
+    Cell,
+    Pair,
+    kind_number,
+    kind_of,
+    kinds,
+    parse_cell,
+)
 
 Program = tuple[int, ...]
-_KIND_INDEX = {kind: index for index, kind in enumerate(KINDS)}
 
 
 @dataclass(frozen=True, repr=False)
@@ -43,6 +55,13 @@ class Schedule:
     routes: tuple[tuple[int, ...], ...]
     route_of: tuple[int, ...]
     options: tuple[tuple[str, Any], ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if not self.name.isprintable():
+            raise ScheduleError(
+                f"a schedule cannot be called {self.name[:200]!a}: its name is printed and drawn, and these characters "
+                f"cannot be; nearest: {''.join(c for c in self.name[:200] if c.isprintable())!r:.200}"
+            )
 
     @classmethod
     def of(
@@ -147,18 +166,46 @@ class Schedule:
         return max((max(program) for program in self.codes if program), default=0)
 
     @property
+    def pair_stride(self) -> int:
+        """The smallest code of a pair less that of its backward, and the distance between two forwards' pairs."""
+        return MOST_KINDS * self.kind_stride
+
+    @property
+    def no_action(self) -> int:
+        """The index behind the last action in tables by code: it stands where an entry has no second action."""
+        return len(kinds()) * self.kind_stride
+
+    @property
     def has_pairs(self) -> bool:
-        return self.largest_code >= 4 * self.kind_stride
+        return self.largest_code >= self.pair_stride
+
+    def split_entries(self, rank: int) -> tuple[Sequence[int], Sequence[int]]:
+        """The first code of every entry of a rank, and the second: a pair's backward, or `no_action`."""
+        program, limit, none = self.codes[rank], self.pair_stride, self.no_action
+        if not self.has_pairs:
+            return program, [none] * len(program)
+        firsts = [code if code < limit else code // limit - 1 for code in program]
+        return firsts, [none if code < limit else code % limit for code in program]
+
+    def action_codes(self, rank: int) -> Sequence[int]:
+        """A rank's program with every pair written as its forward, then its backward."""
+        if not self.has_pairs:
+            return self.codes[rank]
+        limit = self.pair_stride
+        return [
+            c for code in self.codes[rank] for c in ((code,) if code < limit else (code // limit - 1, code % limit))
+        ]
 
     @property
     def has_split(self) -> bool:
-        """Whether it has an I, a W or a pair."""
+        """Whether it has an action that is neither F nor B, or a pair."""
         return self.largest_code >= 2 * self.kind_stride
 
     @cached_property
     def splits_backward(self) -> bool:
         """Whether any backward is written as I and W."""
-        return any(action.kind == "W" for program in self.programs for cell in program for action in parts(cell))
+        apart = {number for number, kind in enumerate(kinds()) if kind.produces == (WEIGHT_GRADIENT,)}
+        return any(code // self.kind_stride in apart for rank in range(self.ranks) for code in self.action_codes(rank))
 
     @cached_property
     def actions(self) -> int:
@@ -170,27 +217,9 @@ class Schedule:
         """rank -> its actions and pairs, in order."""
         return tuple(tuple(map(self.decode, program)) for program in self.codes)
 
-    def unpaired(self, stages: Collection[int] | None = None) -> Schedule:
-        """The same with the pairs of these stages alone (None: all) as a forward and then a backward.
-
-        A pair starts when both its inputs are there, so where nothing overlaps inside it this is never slower.
-        """
-        if not self.has_pairs:
-            return self
-        limit = 4 * self.kind_stride
-        apart = set(range(self.stages) if stages is None else stages)
-
-        def cells(code: int) -> tuple[int, ...]:
-            forward, backward = divmod(code, limit)
-            both = {self._decode_action(forward - 1).stage, self._decode_action(backward).stage} if forward else None
-            return (code,) if both is None or not both <= apart else (forward - 1, backward)
-
-        codes = tuple(tuple(part for code in program for part in cells(code)) for program in self.codes)
-        return self if codes == self.codes else replace(self, codes=codes)
-
     def decode(self, code: int) -> Cell:
         """The action or pair that `code` stands for."""
-        limit = 4 * self.kind_stride
+        limit = self.pair_stride
         if code >= limit:
             forward, backward = divmod(code, limit)
             return Pair(self._decode_action(forward - 1), self._decode_action(backward))
@@ -199,7 +228,28 @@ class Schedule:
     def _decode_action(self, code: int) -> Action:
         rest, microbatch = divmod(code, self.microbatches)
         kind, stage = divmod(rest, self.stages)
-        return Action(KINDS[kind], stage, microbatch)
+        return Action(kinds()[kind].letter, stage, microbatch)
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a file that `pipeloom.load` reads: `.csv` as torch's CSV, `.json` with all that it says.
+
+        Raises UsageError for another ending or a file that cannot be written, ScheduleError for two routes as CSV.
+        """
+        from pipeloom.schedule.files import save  # that module reads this one
+
+        save(self, path)
+
+    def _repr_svg_(self) -> str | None:
+        """For notebooks: the drawing with unit costs."""
+        from pipeloom.draw.notebook import svg_of
+
+        return svg_of(self)
+
+    def _repr_html_(self) -> str | None:
+        """For notebooks: the page with unit costs."""
+        from pipeloom.draw.notebook import html_of
+
+        return html_of(self)
 
     def __repr__(self) -> str:
         shown = "".join(f", {key}={value!r}" for key, value in self.options if key != "chunks")
@@ -237,12 +287,13 @@ def _encode(cell: Cell | str, stages: int, microbatches: int, rank: int, at: int
                 f"rank {rank}, action {at}: {action} names micro-batch {action.microbatch} of {microbatches} "
                 f"(0..{microbatches - 1})"
             )
-        codes.append((_KIND_INDEX[action.kind] * stages + action.stage) * microbatches + action.microbatch)
+        codes.append((kind_number(action.kind) * stages + action.stage) * microbatches + action.microbatch)
     if len(codes) == 1:
         return codes[0]
-    if parts(value)[0].kind != "F" or parts(value)[1].kind not in "BI":
+    first, second = (kind_of(action.kind) for action in parts(value))
+    if not first.is_forward or INPUT_GRADIENT not in second.produces:
         raise ScheduleError(f"rank {rank}, action {at}: {value} is not a forward with a backward (F|B or F|I)")
-    return (codes[0] + 1) * 4 * stages * microbatches + codes[1]
+    return (codes[0] + 1) * MOST_KINDS * stages * microbatches + codes[1]
 
 
 def _check_sizes(ranks: int, microbatches: int, placement: Sequence[int]) -> None:
@@ -250,12 +301,13 @@ def _check_sizes(ranks: int, microbatches: int, placement: Sequence[int]) -> Non
         raise ScheduleError(
             f"a schedule needs at least one rank, stage and micro-batch; got {ranks}, {len(placement)}, {microbatches}"
         )
+    require_schedule(ranks, microbatches, len(placement))
     for stage, rank in enumerate(placement):
         if not 0 <= rank < ranks:
             raise ScheduleError(f"stage {stage} is placed on rank {rank} of {ranks} (0..{ranks - 1})")
     empty = set(range(ranks)) - set(placement)
     if empty:
-        raise ScheduleError(f"rank {min(empty)} holds no stage: placement {list(placement)}")
+        raise ScheduleError(f"rank {min(empty)} holds no stage: placement {echo(list(placement))}")
 
 
 def _check_routes(
@@ -263,11 +315,12 @@ def _check_routes(
 ) -> None:
     if sorted(stage for route in routes for stage in route) != list(range(stages)):
         raise ScheduleError(
-            f"the routes {[list(r) for r in routes]} do not hold each of the {stages} stages exactly once"
+            f"the routes {echo([list(r) for r in routes])} do not hold each of the {stages} stages exactly once"
         )
     if len({len(route) for route in routes}) != 1:
-        raise ScheduleError(f"the routes are of different lengths: {[len(route) for route in routes]}")
+        raise ScheduleError(f"the routes are of different lengths: {echo([len(route) for route in routes])}")
     if len(route_of) != microbatches or not all(0 <= route < len(routes) for route in route_of):
         raise ScheduleError(
-            f"route_of must give each of the {microbatches} micro-batches a route 0..{len(routes) - 1}; got {list(route_of)}"
+            f"route_of must give each of the {microbatches} micro-batches a route 0..{len(routes) - 1}; "
+            f"got {echo(list(route_of))}"
         )

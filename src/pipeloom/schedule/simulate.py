@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from pipeloom.errors import ScheduleError
+from pipeloom.schedule.actions import WEIGHT_GRADIENT, kinds
 from pipeloom.schedule.channels import neighbours
 from pipeloom.schedule.check import check
 from pipeloom.schedule.costs import Costs, PairTimes, durations
@@ -47,7 +49,8 @@ def weights_of(schedule: Schedule, costs: Costs) -> Weights:
     pairs: dict[int, float] = {}
     if schedule.has_pairs:
         times, stages, m = PairTimes.of(costs, schedule.stages), schedule.stages, schedule.microbatches
-        limit, split_from = 4 * schedule.kind_stride, 2 * schedule.kind_stride
+        limit, stride = schedule.pair_stride, schedule.kind_stride
+        splits = [WEIGHT_GRADIENT not in kind.produces for kind in kinds()]
         table: dict[tuple[int, int, bool, tuple[float, float]], float] = {}
         factors = costs.factors(m)
         for program in schedule.codes:
@@ -55,7 +58,8 @@ def weights_of(schedule: Schedule, costs: Costs) -> Weights:
                 if code >= limit:
                     forward, backward = divmod(code, limit)
                     sizes = factors[(forward - 1) % m], factors[backward % m]
-                    key = (forward - 1) // m, backward // m % stages, backward >= split_from, sizes
+                    split = splits[backward // stride]
+                    key = (forward - 1) // m, backward // m % stages, split, sizes
                     if key not in table:
                         table[key] = times.time(*key)
                     pairs[code] = table[key]
@@ -78,9 +82,11 @@ def _hops(schedule: Schedule, costs: Costs) -> list[float] | None:
         return hops
 
     factors = costs.factors(schedule.microbatches)
-    by_size = costs.uneven and costs.message > 0
+    by_size = bool(costs.microbatch) and costs.message > 0
 
     forward, backward = column(before), column(after)
     if not any(forward) and not any(backward):
         return None
-    return [*forward, *backward, *backward, *[0.0] * schedule.kind_stride, 0.0]
+    hops = {-1: forward, 0: [0.0] * schedule.kind_stride, 1: backward}
+    steps = [kind.waits_for.step if kind.waits_for is not None else 0 for kind in kinds()]
+    return [*chain.from_iterable(hops[step] for step in steps), 0.0]

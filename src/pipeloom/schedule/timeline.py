@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
-from pipeloom.schedule.actions import Action
-from pipeloom.schedule.costs import Costs
+from pipeloom.schedule.actions import WEIGHT_GRADIENT, kind_of, kinds
+from pipeloom.schedule.costs import Costs, PairTimes
 from pipeloom.schedule.critical import critical_path
+from pipeloom.schedule.idle import CAUSES, Cause, Gap, gaps
 from pipeloom.schedule.model import Schedule, parts
 
 
@@ -47,12 +49,20 @@ class Timeline:
     @cached_property
     def makespan(self) -> float:
         """Start of the first action to end of the last."""
+        if not any(self.starts):
+            return 0.0
         return max(e[-1] for e in self.ends if e) - min(s[0] for s in self.starts if s)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """rank -> time in which it computes."""
-        return tuple(_plain(sum(ends) - sum(starts)) for starts, ends in zip(self.starts, self.ends, strict=True))
+        totals = [sum(ends) - sum(starts) for starts, ends in zip(self.starts, self.ends, strict=True)]
+        silent = {kind.letter for kind in kinds() if kind.resource == "communication"}
+        for rank, program in enumerate(self.schedule.programs if silent else ()):
+            for cell, start, end in zip(program, self.starts[rank], self.ends[rank], strict=True):
+                if all(action.kind in silent for action in parts(cell)):
+                    totals[rank] -= end - start
+        return tuple(map(_plain, totals))
 
     @cached_property
     def idle(self) -> tuple[float, ...]:
@@ -94,8 +104,8 @@ class Timeline:
         starts, ends = self.starts[rank], self.ends[rank]
         origin = min(s[0] for s in self.starts if s)
         program = self.schedule.programs[rank]
-        backward = [at for at, cell in enumerate(program) if any(a.kind != "F" for a in parts(cell))]
-        forward = [at for at, cell in enumerate(program) if any(a.kind == "F" for a in parts(cell))]
+        backward = [at for at, cell in enumerate(program) if any(kind_of(a.kind).is_backward for a in parts(cell))]
+        forward = [at for at, cell in enumerate(program) if any(kind_of(a.kind).is_forward for a in parts(cell))]
         first = starts[backward[0]] if backward else origin + self.makespan
         last = max(ends[forward[-1]] if forward else origin, first)
         gaps = [(origin, starts[0]), *zip(ends, starts[1:], strict=False), (ends[-1], origin + self.makespan)]
@@ -106,13 +116,38 @@ class Timeline:
         return Idle(within(origin, first), within(first, last), within(last, origin + self.makespan))
 
     @cached_property
+    def gaps(self) -> tuple[tuple[Gap, ...], ...]:
+        """rank -> the intervals in which it idles, each with its cause (`pipeloom.schedule.idle`)."""
+        return gaps(self)
+
+    @cached_property
+    def idle_by_cause(self) -> tuple[dict[Cause, float], ...]:
+        """rank -> cause -> idle time. An action that only communicates counts as a message."""
+        rows = []
+        for rank, idle in enumerate(self.idle):
+            row = dict.fromkeys(CAUSES, 0.0)
+            for gap in self.gaps[rank]:
+                row[gap.cause] += gap.end - gap.start
+            row = {cause: _plain(time) for cause, time in row.items()}
+            row["message"] = _plain(row["message"] + max(0.0, _plain(idle - sum(row.values()))))
+            rows.append(row)
+        return tuple(rows)
+
+    @cached_property
+    def memory_changes(self) -> list[float]:
+        """code -> what the action adds to its rank's memory."""
+        return _memory_changes(self.schedule, self.costs)
+
+    @cached_property
     def peak_activations(self) -> tuple[int, ...]:
-        """rank -> the most stage-micro-batches alive at once: F allocates; B, or W where the backward is split, frees."""
-        stride = self.schedule.kind_stride
-        delta = [1] * stride + [-1] * stride + [0] * stride + [-1] * stride
+        """rank -> the most stage-micro-batches alive at once: F allocates; B, or W where the backward is split, frees.
+
+        Both micro-batches of a pair count, whatever the pair frees on its way: `peak_memory` knows what that is worth.
+        """
+        delta = [round(sum(kind.memory)) for kind in kinds() for _ in range(self.schedule.kind_stride)]
         return tuple(
-            max(accumulate(map(delta.__getitem__, _singles(self.schedule, r))), default=0)
-            for r in range(self.schedule.ranks)
+            max(accumulate(map(delta.__getitem__, self.schedule.action_codes(rank))), default=0)
+            for rank in range(self.schedule.ranks)
         )
 
     @cached_property
@@ -123,22 +158,39 @@ class Timeline:
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
         """rank -> the largest value of its memory curve."""
-        change = _memory_changes(self.schedule, self.costs)
+        change = self.memory_changes
         return tuple(
-            _plain(max(accumulate(map(change.__getitem__, _singles(self.schedule, rank))), default=0.0))
+            _plain(max(accumulate(chain.from_iterable(self._steps(rank, change))), default=0.0))
             for rank in range(self.schedule.ranks)
         )
 
     def _curve(self, rank: int) -> tuple[tuple[float, float], ...]:
-        activation = self.costs.per_stage("activation", self.schedule.stages)
-        held = self.costs.per_stage("held", self.schedule.stages)
-        factors = self.costs.factors(self.schedule.microbatches)
+        change = self.memory_changes
         level, points = 0.0, []
-        for cell, start, end in zip(self.schedule.programs[rank], self.starts[rank], self.ends[rank], strict=True):
-            for action in parts(cell):
-                level += factors[action.microbatch] * _change(action, activation[action.stage], held[action.stage])
-                points.append((start if action.kind == "F" else end, _plain(level)))
+        for steps, start, end in zip(self._steps(rank, change), self.starts[rank], self.ends[rank], strict=True):
+            for at, step in enumerate(steps):
+                level += step
+                points.append((start if not at and (len(steps) > 1 or step > 0) else end, _plain(level)))
         return tuple(points)
+
+    def _steps(self, rank: int, change: list[float]) -> Iterator[tuple[float, ...]]:
+        """By entry of the rank's program: by how much its memory rises when it starts, if it does, and changes at its end."""
+        schedule = self.schedule
+        limit, stride, m = schedule.pair_stride, schedule.kind_stride, schedule.microbatches
+        splits = [WEIGHT_GRADIENT not in kind.produces for kind in kinds()]
+        times = PairTimes.of(self.costs, schedule.stages) if schedule.has_pairs else None
+        overlaps: dict[tuple[int, int, bool], bool] = {}
+        for code in schedule.codes[rank]:
+            if code < limit or times is None:
+                yield (change[code],)
+                continue
+            forward, backward = divmod(code, limit)
+            allocated, freed = change[forward - 1], change[backward]
+            key = (forward - 1) // m, backward // m % schedule.stages, splits[backward // stride]
+            if key not in overlaps:
+                overlaps[key] = times.overlaps(*key)
+            rise = max(0.0, allocated + freed) if overlaps[key] else allocated
+            yield rise, allocated + freed - rise
 
     @cached_property
     def critical_path(self) -> tuple[tuple[int, int], ...]:
@@ -149,35 +201,34 @@ class Timeline:
         """
         return critical_path(self)
 
+    def _repr_svg_(self) -> str | None:
+        """For notebooks: the drawing."""
+        from pipeloom.draw.notebook import svg_of
+
+        return svg_of(self)
+
+    def _repr_html_(self) -> str | None:
+        """For notebooks: the page."""
+        from pipeloom.draw.notebook import html_of
+
+        return html_of(self)
+
     def __repr__(self) -> str:
         return f"Timeline({self.schedule!r}, {self.source}, makespan={self.makespan:g}, bubble_ratio={self.bubble_ratio:.4f})"
 
 
-def _change(action: Action, activation: float, held: float) -> float:
-    """What `action` adds to its rank's memory."""
-    return {"F": 1.0, "B": -1.0, "I": held - 1.0, "W": -held}[action.kind] * activation
-
-
 def _memory_changes(schedule: Schedule, costs: Costs) -> list[float]:
+    """code -> what the action adds to its rank's memory."""
     activation = costs.per_stage("activation", schedule.stages)
     held = costs.per_stage("held", schedule.stages)
     factors = costs.factors(schedule.microbatches)
     changes: list[float] = []
-    for kind in ("F", "B", "I", "W"):
+    for kind in kinds():
+        constant, share = kind.memory
         for stage in range(schedule.stages):
-            change = _change(Action(kind, stage, 0), activation[stage], held[stage])
+            change = (constant + share * held[stage]) * activation[stage]
             changes += [change * factor for factor in factors]
     return changes
-
-
-def _singles(schedule: Schedule, rank: int) -> list[int] | tuple[int, ...]:
-    """A rank's program with every pair written as its forward, then its backward."""
-    if not schedule.has_pairs:
-        return schedule.codes[rank]
-    limit = 4 * schedule.kind_stride
-    return [
-        c for code in schedule.codes[rank] for c in ((code,) if code < limit else (code // limit - 1, code % limit))
-    ]
 
 
 def _plain(value: float) -> float:

@@ -1,15 +1,33 @@
-"""What a search may still spend: moves, seconds, or both."""
+"""The moves and seconds that a search may still spend."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
-POOL = 4
-WORK = 8_000_000
-PROOF_SECONDS = 120.0
+
+@dataclass(frozen=True)
+class BudgetParameters:
+    """How a search divides its moves and its time."""
+
+    # Warm starts that tabu search improves in turns: more of them diversify, fewer get more moves each.
+    starts: int = 4
+    # Nodes evaluated where neither moves nor seconds are given: about ten seconds.
+    work: int = 8_000_000
+    # The fewest moves without a limit: large instances get a few at least.
+    fewest_moves: int = 100
+    # Seconds of a proof without a time limit.
+    proof_seconds: float = 120.0
+    # The share of the time for warm starts and tabu search where a proof follows: a good incumbent shortens the proof.
+    search_share_before_proof: float = 0.25
+    # The shortest turn of one start, in seconds: below that, switching costs more than it balances.
+    shortest_turn: float = 0.05
+
+
+BUDGET = BudgetParameters()
 
 
 class Worker(Protocol):
@@ -23,11 +41,11 @@ class Budget:
 
     def __init__(self, size: int, time_limit: float | None, iterations: int | None, prove: bool) -> None:
         self.begin = time.monotonic()
-        self.proof_end = self.begin + (time_limit if time_limit is not None else PROOF_SECONDS) if prove else 0.0
-        share = 0.25 if prove else 1.0  # of the time, for the starts and the local search
+        self.proof_end = self.begin + (time_limit if time_limit is not None else BUDGET.proof_seconds) if prove else 0.0
+        share = BUDGET.search_share_before_proof if prove else 1.0  # of the time, for the starts and the local search
         self.deadline = math.inf if time_limit is None else self.begin + share * time_limit
         self.timed = iterations is None and time_limit is not None
-        usual = 10**9 if self.timed else max(100, int(share * WORK) // size)
+        usual = 10**9 if self.timed else max(BUDGET.fewest_moves, int(share * BUDGET.work) // size)
         self.allowed = iterations if iterations is not None else usual
         self.used = 0
         self.slice_end = math.inf
@@ -45,9 +63,11 @@ class Budget:
     def slice(self, starts: int) -> int:
         """The moves of one start's next turn; where only time counts, its end is set instead."""
         if self.timed:
-            self.slice_end = time.monotonic() + max(0.05, (self.deadline - self.begin) / (4 * POOL))
+            self.slice_end = time.monotonic() + max(
+                BUDGET.shortest_turn, (self.deadline - self.begin) / (4 * BUDGET.starts)
+            )
             return 10**9
-        return min(self.allowed - self.used, max(1, self.allowed // (4 * POOL)))
+        return min(self.allowed - self.used, max(1, self.allowed // (4 * BUDGET.starts)))
 
     def in_time(self) -> bool:
         now = time.monotonic()

@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from pipeloom.errors import CapacityError, UsageError, did_you_mean
+from pipeloom.errors import ArgumentError, CapacityError, UsageError, did_you_mean
+from pipeloom.limits import MOST_SEARCHED_CELLS, MOST_SECONDS, MOST_STEPS, require_at_most
 from pipeloom.schedule import Costs, Schedule, Timeline, simulate
 from pipeloom.schedule.families.layout import require_sizes
+from pipeloom.schedule.placement import NAMED, named, require_placement
+from pipeloom.solver.bounds import pairs_gain
 from pipeloom.solver.budget import Budget
-from pipeloom.solver.engine import Run, value_of
-from pipeloom.solver.orders import orders_of
-from pipeloom.solver.pairs import PairRun
-from pipeloom.solver.placements import placements_of
-from pipeloom.solver.problem import EPS, Objective, Problem
-from pipeloom.solver.prove import require_solver
-from pipeloom.solver.quest import Progress
+from pipeloom.solver.driver import SearchDriver
+from pipeloom.solver.exact import require_solver
+from pipeloom.solver.incumbent import Progress, value_of
+from pipeloom.solver.instance import TOLERANCE, Instance, Objective
 
 OBJECTIVES = ("makespan", "span")
 
@@ -58,6 +58,14 @@ class SearchResult:
         """value / lower bound - 1."""
         return self.value / self.lower_bound - 1 if self.lower_bound else 0.0
 
+    def _repr_svg_(self) -> str | None:
+        """For notebooks: the drawing of its timeline."""
+        return self.timeline._repr_svg_()
+
+    def _repr_html_(self) -> str | None:
+        """For notebooks: the page of its timeline."""
+        return self.timeline._repr_html_()
+
     def __repr__(self) -> str:
         return f"SearchResult({self.objective} {self.value:g}, bound {self.lower_bound:g}, {self.schedule!r})"
 
@@ -96,7 +104,8 @@ def search(
             and a proof the result depends on the arguments alone.
         seed: of the random choices.
         prove: let a constraint solver (the extra `opt`) look for a proof or for something better, for what is left of the time
-            limit after a quarter of it, or for two minutes. Not for micro-batches that differ.
+            limit after a quarter of it, or for two minutes. Not for micro-batches that differ. The solver knows no pairs:
+            where pairs gain, only the bounds by formula are left, and the result is proved only if it reaches them.
         pairs: search over overlapped pairs F|B and F|I as well (they gain with `Costs.all_to_all` or a given pair).
         overlap_p2p: whether a message travels while its receiver computes, as in `simulate`.
         progress: called now and then.
@@ -105,70 +114,104 @@ def search(
         UsageError: sizes, placement, objective or limits that make no sense.
         CapacityError: the memory does not hold one micro-batch, or no start fits it.
     """
-    require_sizes(ranks=ranks, microbatches=microbatches)
+    require_sizes(MOST_SEARCHED_CELLS, ranks=ranks, microbatches=microbatches, chunks=1 if chunks is None else chunks)
+    if time_limit is not None:
+        require_at_most("time_limit", _limit("time_limit", time_limit), MOST_SECONDS)
+    if iterations is not None:
+        require_at_most("iterations", iterations, MOST_STEPS)
     chosen = costs if costs is not None else Costs()
     if objective not in OBJECTIVES:
-        raise UsageError(f"objective is {objective!r}{did_you_mean(str(objective), OBJECTIVES)}")
-    room = math.inf if memory is None else _limit("memory", memory)
-    problems = [
-        Problem(place, microbatches, chosen, room, objective, order, overlap_p2p)
+        raise UsageError(f"objective is {objective!r:.200}{did_you_mean(str(objective), OBJECTIVES)}")
+    memory_limit = math.inf if memory is None else _limit("memory", memory)
+    instances = [
+        Instance(place, microbatches, chosen, memory_limit, objective, order, overlap_p2p)
         for place in placements_of(ranks, chunks, placement)
-        for order in orders_of(chosen.factors(microbatches))
+        for order in microbatch_orders(chosen.factors(microbatches))
     ]
-    for problem in problems:
-        require_room(problem)
-    if time_limit is not None:
-        _limit("time-limit", time_limit)
+    for instance in instances:
+        require_room(instance)
     if iterations is not None and (isinstance(iterations, bool) or iterations < 0):
-        raise UsageError(f"iterations is {iterations!r}; it must be a whole number of at least 0")
+        raise UsageError(f"iterations is {iterations!r:.200}; it must be a whole number of at least 0")
     _require_plain(chosen, prove, pairs, overlap_p2p)
     if prove:
         require_solver()
-    budget = Budget(problems[0].nodes, time_limit, iterations, prove)
-    run = (PairRun if pairs else Run)(problems, budget, Random(seed), progress)
-    run.go()
-    assert run.best is not None
-    value, origin, schedule, used = run.best
+    budget = Budget(instances[0].nodes, time_limit, iterations, prove)
+    with_pairs = pairs and any(map(pairs_gain, instances))
+    driver = SearchDriver(instances, budget, Random(seed), progress, with_pairs)
+    driver.run()
+    incumbent, best = driver.incumbent, driver.incumbent.best
+    assert best is not None
     return SearchResult(
-        schedule=schedule,
-        timeline=simulate(schedule, used, overlap_p2p=overlap_p2p),
+        schedule=best.schedule,
+        timeline=simulate(best.schedule, best.instance.costs, overlap_p2p=overlap_p2p),
         objective=objective,
-        lower_bound=min(run.bound, value),
-        proved=run.proved,
-        origin=origin,
-        iterations=run.budget.used,
-        seconds=run.budget.seconds,
-        interrupted=run.interrupted,
+        lower_bound=min(incumbent.bound, best.value),
+        proved=incumbent.proved,
+        origin=best.origin,
+        iterations=budget.used,
+        seconds=budget.seconds,
+        interrupted=driver.interrupted,
     )
 
 
-def require_room(problem: Problem) -> None:
+def placements_of(ranks: int, chunks: int | None, placement: str | Sequence[int] | None) -> list[tuple[int, ...]]:
+    """The placements (stage -> rank) to search, without repetition.
+
+    Raises UsageError for an unknown name, and for ranks that do not hold `chunks` stages each.
+    """
+    if chunks is not None:
+        require_sizes(chunks=chunks)
+    if placement is None:
+        return list(dict.fromkeys(named(name, ranks, chunks or 1) for name in NAMED))
+    if isinstance(placement, str):
+        return [named(placement, ranks, chunks or (1 if placement == "linear" else 2))]
+    return [require_placement(placement, ranks, chunks)]
+
+
+def microbatch_orders(factors: Sequence[float]) -> list[tuple[int, ...]]:
+    """Orders (position -> micro-batch) worth a search: as given (empty), short first, long first, short at both ends.
+
+    Micro-batches of different lengths go first in, first out through every stage, once their order is chosen. Only the first
+    order where all factors are equal. Short micro-batches at the ends make the warm-up and the cool-down short.
+    """
+    numbers = range(len(factors))
+    rising = sorted(numbers, key=factors.__getitem__)
+    ends = [*rising[::2], *reversed(rising[1::2])]
+    orders: dict[tuple[float, ...], tuple[int, ...]] = {tuple(factors): ()}
+    for order in (ends, rising, rising[::-1]):
+        orders.setdefault(tuple(factors[at] for at in order), tuple(order))
+    return list(orders.values())
+
+
+def require_room(instance: Instance) -> None:
     """Raises CapacityError where not even one micro-batch at a time fits, UsageError for costs of another size."""
-    activation = problem.costs.per_stage("activation", problem.stages)
-    problem.costs.check_links(problem.ranks)
-    largest = max(problem.factors)
-    for rank in range(problem.ranks):
-        least = largest * sum(a for a, home in zip(activation, problem.placement, strict=True) if home == rank)
-        if least > problem.room + EPS:
+    activation = instance.costs.per_stage("activation", instance.stages)
+    instance.costs.check_links(instance.ranks)
+    largest = max(instance.factors)
+    for rank in range(instance.ranks):
+        least = largest * sum(a for a, home in zip(activation, instance.placement, strict=True) if home == rank)
+        if least > instance.memory_limit + TOLERANCE:
             raise CapacityError(
-                f"memory is {problem.room:g}; one micro-batch in all stages of rank {rank} takes {least:g}"
+                f"memory is {instance.memory_limit:g}; one micro-batch in all stages of rank {rank} takes {least:g}"
             )
 
 
 def _require_plain(costs: Costs, prove: bool, pairs: bool, overlap_p2p: bool) -> None:
     """Refuses what a proof or the search over pairs does not know."""
     if prove and costs.uneven:
-        raise UsageError("prove is for equal micro-batches; with microbatch-costs leave it out: the bound is printed")
+        raise ArgumentError(
+            "prove", " is for equal micro-batches, and costs.microbatch has others: leave one of them out"
+        )
     if pairs and prove:
-        raise UsageError("prove knows no pairs; leave out pairs or prove")
+        raise ArgumentError("prove", " knows no pairs: leave out pairs or prove")
     if pairs and (costs.uneven or not overlap_p2p):
-        other = "microbatch-costs" if costs.uneven else "no-overlap-p2p"
-        raise UsageError(
-            f"pairs are searched for equal micro-batches and overlapped messages; leave out pairs or {other}"
+        other = "costs.microbatch" if costs.uneven else "overlap_p2p=False"
+        raise ArgumentError(
+            "pairs", f" are searched for equal micro-batches and overlapped messages; leave out pairs or {other}"
         )
 
 
 def _limit(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise UsageError(f"{name} is {value!r}; it must be a number above 0")
+        raise ArgumentError(name, f" is {value!r:.200}; it must be a number above 0")
     return value

@@ -1,147 +1,153 @@
-"""Tabu search: the best move of a neighbourhood, again and again, never straight back; what the moves are is left open."""
+"""Tabu search (Glover 1989): make the best move of a neighbourhood that is not forbidden, again and again.
+
+After a move, what it broke, an order of two operations or a pair, is forbidden for a number of moves, its tenure (Nowicki and
+Smutnicki 1996).
+"""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from random import Random
-from typing import Any, Generic, TypeVar
 
-from pipeloom.solver.problem import EPS, Words
+from pipeloom.solver.evaluate import evaluate
+from pipeloom.solver.instance import TOLERANCE, Instance, Sequences
+from pipeloom.solver.neighbourhood import (
+    Move,
+    NeighbourhoodParameters,
+    SequenceState,
+    critical_blocks,
+    estimate,
+    neighbours,
+    random_move,
+)
 
-TENURE = (15, 25)
-CALL_EVERY = 16
-
-CarryOn = Callable[[Words, float, int], bool]
-Order = tuple[int, ...]
-M = TypeVar("M")
+CarryOn = Callable[[Sequences, float, int], bool]
 
 
-class Tabu(ABC, Generic[M]):
-    """A walk through rows (a rank's nodes or blocks, in order), from `rows` on; it can be walked in several stretches.
+@dataclass(frozen=True)
+class TabuParameters:
+    """The constants of tabu search."""
 
-    After `patience` moves without progress it goes back to the best and makes `kicks` random moves there.
+    neighbourhood: NeighbourhoodParameters
+    # Moves for which what a move broke stays forbidden: the least, and the range of the random rest. Shorter, the search cycles;
+    # longer, it cannot undo a poor move. The random part breaks cycles that a fixed tenure leaves.
+    tenure: int = 15
+    tenure_range: int = 25
+    # Moves without progress before a restart from the best: more search deeper around one solution, fewer diversify.
+    patience: int = 2000
+    # Random moves after a restart: after too few it returns to the same local optimum, after too many the quality is lost.
+    perturbations: int = 6
+    # Draws per random move of a restart: a tight memory limit refuses most of them.
+    draws: int = 20
+    # Moves between two polls of the clock and of the progress callback: fewer stop sooner, more cost less.
+    poll_interval: int = 16
+    # With pairs: the share of random moves that slide the forwards of a range against its backwards, which no single move does.
+    slide_share: float = 0.3
+
+
+WITHOUT_PAIRS = TabuParameters(NeighbourhoodParameters())
+# A move costs several times as much with pairs, so the search restarts earlier and perturbs less.
+WITH_PAIRS = TabuParameters(
+    NeighbourhoodParameters(pairs=True, reach=8, sampled_positions=24), patience=600, perturbations=4
+)
+
+
+class TabuSearch:
+    """A walk through sequences that fit the memory limit, from `sequences` on; it can be walked in several parts.
+
+    After `patience` moves without progress it goes back to the best and makes `perturbations` random moves there.
 
     Attributes:
-        best: the best rows so far.
+        best: the best sequences so far.
         value: their makespan or largest span.
 
     Raises:
-        ValueError: the rows have a cycle.
+        ValueError: the sequences have a cycle.
     """
 
-    patience: int
-    kicks: int
-
-    def __init__(self, rows: Words, random: Random) -> None:
-        self.random = random
-        self._enter(rows)
-        found = self._measure(None)
-        if found is None:
+    def __init__(
+        self, instance: Instance, sequences: Sequences, random: Random, parameters: TabuParameters = WITHOUT_PAIRS
+    ) -> None:
+        self.instance, self.random, self.parameters = instance, random, parameters
+        self.state = SequenceState(instance, sequences)
+        evaluation = evaluate(instance, sequences)
+        if evaluation is None:
             raise ValueError("what the search starts from has a cycle")
-        self.found = found
-        self.best, self.value = [list(row) for row in rows], found.value
-        self.tabu: dict[Order, int] = {}
-        self.step = self.quiet = 0
+        self.evaluation = evaluation
+        self.best, self.value = [list(sequence) for sequence in sequences], evaluation.value
+        self.tabu: dict[tuple[int, ...], int] = {}
+        self.step = self.stalled = 0
 
-    @abstractmethod
-    def _enter(self, rows: Words) -> None:
-        """Makes these the present rows."""
-
-    @abstractmethod
-    def _rows(self) -> Words:
-        """The present rows."""
-
-    @abstractmethod
-    def _measure(self, move: M | None) -> Any:
-        """Times and `value` of the present rows, after `move` from those of `found` if one is given; None: a cycle."""
-
-    @abstractmethod
-    def _apply(self, move: M) -> Callable[[], object]:
-        """Makes a move; returns what takes it back."""
-
-    @abstractmethod
-    def _moves(self) -> list[M]:
-        """The neighbourhood."""
-
-    @abstractmethod
-    def _estimator(self) -> Callable[[M], float]:
-        """What says how long the rows may be after a move."""
-
-    @abstractmethod
-    def _orders(self, move: M) -> tuple[Order, Order]:
-        """(the order that the move makes, the one that it breaks)."""
-
-    @abstractmethod
-    def _random_move(self) -> M | None:
-        """Any move that the memory allows; None when the draw was no such move."""
-
-    def walk(self, moves: int, goal: float = 0.0, carry_on: CarryOn = lambda rows, value, done: True) -> None:
+    def walk(self, moves: int, goal: float = 0.0, carry_on: CarryOn = lambda sequences, value, done: True) -> None:
         """Walks until `moves` are made, the value is `goal`, or `carry_on(best, value, moves made)` says no."""
         done = 0
         while done < moves:
-            if done % CALL_EVERY == 0 and not (self.value > goal + EPS and carry_on(self.best, self.value, done)):
+            if done % self.parameters.poll_interval == 0 and not (
+                self.value > goal + TOLERANCE and carry_on(self.best, self.value, done)
+            ):
                 break
-            self._once()
+            self._iterate()
             done += 1
         carry_on(self.best, self.value, done)
 
-    def _once(self) -> None:
+    def _iterate(self) -> None:
         self.step += 1
-        self.quiet += 1
-        move = self._choose() if self.quiet <= self.patience else None
+        self.stalled += 1
+        move = self._choose() if self.stalled <= self.parameters.patience else None
         if move is None:
-            self._again()
+            self._restart()
             return
-        makes, breaks = self._orders(move)
-        undo = self._apply(move)
-        after = self._measure(move)
-        # what was lost is forbidden for a while; where the move turned out to make a cycle, the move itself
-        self.tabu[breaks if after is not None else makes] = self.step + TENURE[0] + self.random.randrange(TENURE[1])
+        back = self.state.apply(move)
+        after = evaluate(self.instance, self.state.sequences, (self.evaluation, move.rank, move.low))
+        # What was lost is forbidden for the tenure; where the move turned out to make a cycle, the move itself.
+        tenure = self.parameters.tenure + self.random.randrange(self.parameters.tenure_range)
+        self.tabu[move.breaks if after is not None else move.makes] = self.step + tenure
         if after is None:
-            undo()
+            self.state.apply(back)
             return
-        self.found = after
-        if after.value < self.value - EPS:
-            self.best, self.value, self.quiet = [list(row) for row in self._rows()], after.value, 0
+        self.evaluation = after
+        if after.value < self.value - TOLERANCE:
+            self.best, self.value, self.stalled = [list(sequence) for sequence in self.state.sequences], after.value, 0
 
-    def _choose(self) -> M | None:
+    def _choose(self) -> Move | None:
         """The move with the least estimate that is allowed, or that promises a new best; any one if all are forbidden."""
-        moves = self._moves()
+        blocks = critical_blocks(self.state, self.evaluation, self.random)
+        moves = list(neighbours(self.state, blocks, self.random, self.parameters.neighbourhood))
         if not moves:
             return None
         self.random.shuffle(moves)
-        estimate = self._estimator()
+        tail = self.evaluation.tails(self.instance)
         chosen, least = None, math.inf
         for move in moves:
-            length = estimate(move)
+            length = estimate(self.state, self.evaluation, tail, move)
             if length >= least:
                 continue
-            if length >= self.value - EPS and self.tabu.get(self._orders(move)[0], 0) > self.step:
+            if length >= self.value - TOLERANCE and self.tabu.get(move.makes, 0) > self.step:
                 continue
             chosen, least = move, length
         return chosen or moves[0]
 
-    def _again(self) -> None:
-        """Back to the best, and a few random moves from there that keep the rows free of cycles."""
-        self._enter(self.best)
+    def _restart(self) -> None:
+        """Back to the best, and a few random moves from there that keep the sequences free of cycles."""
+        self.state = SequenceState(self.instance, self.best)
         self.tabu.clear()
-        self.quiet = 0
-        found = self._measure(None)
-        left = self.kicks
-        for _ in range(20 * self.kicks):
-            move = self._random_move()
+        self.stalled = 0
+        evaluation = evaluate(self.instance, self.best)
+        left = self.parameters.perturbations
+        for _ in range(self.parameters.draws * self.parameters.perturbations):
+            move = random_move(self.state, self.random, self.parameters.neighbourhood, self.parameters.slide_share)
             if move is None:
                 continue
-            undo = self._apply(move)
-            after = self._measure(None)
+            back = self.state.apply(move)
+            after = evaluate(self.instance, self.state.sequences)
             if after is None:
-                undo()
+                self.state.apply(back)
                 continue
-            found = after
+            evaluation = after
             left -= 1
             if not left:
                 break
-        assert found is not None  # the best rows have no cycle
-        self.found = found
+        assert evaluation is not None  # the best sequences have no cycle
+        self.evaluation = evaluation

@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from pipeloom.config import Config, Layout
-from pipeloom.models import layers, names, tied, token_loss
+from pipeloom.config.keys import naming_keys
+from pipeloom.models import cross_entropy, hf, layers, names, tied, token_loss
+from pipeloom.ops.layer import Layer
 from pipeloom.parallel.mesh import Mesh, PipelineMesh
-from pipeloom.parallel.shared_sum import SharedSums
+from pipeloom.parallel.shared_memory_sum import SharedMemoryAllReduce
 from pipeloom.parallel.tensor import TensorParallel
 from pipeloom.runtime import Pipeline, RuntimeOptions
+from pipeloom.runtime.health.watchdog import Watchdog
 from pipeloom.train.experts import spread_of
-from pipeloom.train.failures import death_notice
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 def build_pipeline(
-    layout: Layout, device: torch.device, mesh: Mesh | PipelineMesh | None = None, dtype: torch.dtype | None = None
+    layout: Layout,
+    device: torch.device,
+    mesh: Mesh | PipelineMesh | None = None,
+    dtype: torch.dtype | None = None,
+    watchdog: Watchdog | None = None,
 ) -> Pipeline:
     """This process's part of the layout's pipelines, its own stages built on `device`.
 
     Args:
         mesh: the processes; None: all, as the layout spreads them.
         dtype: of parameters and computation; None: as configured.
+        watchdog: of this worker; None: the pipeline starts its own.
     """
     config = layout.config
     if mesh is None and layout.mesh.world > layout.mesh.pp:
@@ -37,38 +46,72 @@ def build_pipeline(
     options = RuntimeOptions(
         transport=config.schedule.transport,
         overlap_p2p=config.schedule.overlap_p2p,
-        timeout=config.train.timeout,
-        notice=death_notice,
+        timeout=config.train.seconds,
+        watchdog=watchdog,
         microbatch_sizes=layout.microbatch_sizes,
         recompute=_recomputed(config),
-        head_deferral=config.schedule.head_deferral,
         main_gradients=kind.itemsize < 4,
         shard_gradients=config.optimizer.zero1,
+        checksum=config.debug.checksum,
         fault=layout.fault,
         device=device,
         trace=True,
     )
-    return Pipeline(
-        layers(config.model, config.train.seed, kind, device, tensor, spread_of(config, mesh)),
-        layout.schedule,
-        loss=_loss(config, tensor),
-        mesh=mesh,
-        stages=layout.stage_layers,
-        tied=tied(config.model),
-        options=options,
-    )
+    with naming_keys():
+        return Pipeline(
+            _layers(config, kind, device, tensor, mesh),
+            layout.schedule,
+            loss=_loss(config, tensor),
+            mesh=mesh,
+            stages=layout.stage_layers,
+            tied=ties(config),
+            options=options,
+        )
+
+
+def _layers(
+    config: Config,
+    dtype: torch.dtype,
+    device: torch.device,
+    tensor: TensorParallel | None,
+    mesh: Mesh | PipelineMesh | None,
+) -> list[Layer]:
+    if config.model.source:
+        return foreign(config.model.source, dtype)
+    return layers(config.model.shape(), config.train.seed, dtype, device, tensor, spread_of(config, mesh))
+
+
+def ties(config: Config) -> tuple[tuple[str, ...], ...]:
+    """Groups of names of parameters that are one weight."""
+    if config.model.source:
+        return foreign(config.model.source, DTYPES[config.train.dtype]).tied
+    return tied(config.model.shape())
+
+
+@cache
+def foreign(source: str, dtype: torch.dtype) -> hf.Layers:
+    """The layers of the model in a Hugging Face directory."""
+    return hf.layers(Path(source).expanduser(), dtype=dtype)
 
 
 def _tensor_parallel(mesh: Mesh, config: Config, device: torch.device) -> TensorParallel:
     shares = device.type == "cpu" and config.schedule.transport in ("auto", "shared")
-    sums = SharedSums.over(mesh.tp, mesh.everyone.size, config.train.timeout) if shares else None
+    sums = (
+        SharedMemoryAllReduce.over(mesh.tp, mesh.everyone.size, (config.train.seconds or 300.0) + 60.0)
+        if shares
+        else None
+    )
     return TensorParallel(mesh.tp, config.parallel.sp, sums)
 
 
 def _loss(config: Config, tensor: TensorParallel | None) -> Callable[[Tensor, Tensor], Tensor]:
     """What training minimises; an evaluation is told the cross entropy itself, without smoothing."""
-    smoothed = token_loss(config.model, config.train.label_smoothing, tensor)
-    plain = token_loss(config.model, 0.0, tensor)
+    if config.model.source:
+        return lambda logits, targets: cross_entropy(
+            logits, targets, config.train.label_smoothing if torch.is_grad_enabled() else 0.0
+        )
+    smoothed = token_loss(config.model.shape(), config.train.label_smoothing, tensor)
+    plain = token_loss(config.model.shape(), 0.0, tensor)
     return lambda logits, targets: (smoothed if torch.is_grad_enabled() else plain)(logits, targets)
 
 
@@ -78,4 +121,7 @@ def _recomputed(config: Config) -> Literal["none"] | frozenset[str]:
     if chosen == "none":
         return "none"
     blocks = range(config.model.num_hidden_layers) if chosen == "full" else chosen
+    if config.model.source:
+        trunk = foreign(config.model.source, DTYPES[config.train.dtype])[1:]
+        return frozenset(trunk[number].name for number in blocks)
     return frozenset(names.block(number) for number in blocks)

@@ -17,7 +17,8 @@ def gather(pipeline: Pipeline, values: Sequence[float]) -> list[list[float]]:
     everyone = pipeline.mesh.everyone
     rows = [torch.empty_like(own) for _ in range(everyone.size)] if everyone.group is not None else [own]
     if everyone.group is not None:
-        dist.all_gather(rows, own, group=everyone.group)
+        with pipeline.waiting("the other ranks' numbers"):
+            dist.all_gather(rows, own, group=everyone.group)
     return [row.tolist() for row in rows]
 
 
@@ -31,18 +32,9 @@ def sums(pipeline: Pipeline, values: Sequence[float]) -> list[float]:
     return _reduce(pipeline, values, dist.ReduceOp.SUM, pipeline.group)
 
 
-def gather_objects(pipeline: Pipeline, value: Any) -> list[Any] | None:
-    """What every rank of the run gives, in order of their numbers, on the first one; None on the others."""
-    everyone = pipeline.mesh.everyone
-    if everyone.group is None:
-        return [value]
-    found: list[Any] | None = [None] * everyone.size if everyone.index == 0 else None
-    dist.gather_object(value, found, dst=everyone.ranks[0], group=everyone.group)
-    return found
-
-
 def _reduce(pipeline: Pipeline, values: Sequence[float], operation: dist.ReduceOp.RedOpType, group: Any) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64, device=pipeline.device)
     if group is not None:
-        dist.all_reduce(tensor, operation, group=group)
+        with pipeline.waiting("the other ranks' numbers"):
+            dist.all_reduce(tensor, operation, group=group)
     return [float(value) for value in tensor.tolist()]

@@ -41,16 +41,15 @@ class OptimizerCopy:
         self._state: dict[Any, dict[str, Any]] = {}
 
     def take(self, optimizer: Optimizer) -> None:
-        if optimizer.adam is None:
-            return
-        self._state = {master: dict(state) for master, state in optimizer.adam.state.items()}
+        states = {} if optimizer.adam is None else optimizer.adam.state
+        self._state = {master: dict(state) for master, state in states.items()}
         values = [value for state in self._state.values() for value in state.values() if isinstance(value, Tensor)]
-        self._copies.take([*optimizer.changing(), *values])
+        self._copies.take([*optimizer.changing(), *values])  # a rank that steps nothing holds what others step, too
 
     def restore(self, optimizer: Optimizer) -> None:
+        self._copies.restore()
         if optimizer.adam is None:
             return
-        self._copies.restore()
         optimizer.adam.state.clear()  # a parameter's first gradient may have made state that was not there
         optimizer.adam.state.update({master: dict(state) for master, state in self._state.items()})
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeloom.errors import ConfigError
+from pipeloom.errors import ConfigError, UsageError, shortened
+from pipeloom.limits import CORPUS_BYTES, CORPUS_FILES, read_file
 
 STDLIB = "stdlib"
 HELD_OUT_EVERY = 20
@@ -46,9 +48,17 @@ def read_corpus(source: str) -> Corpus:
         name = str(root)
     texts = [text for text in _read(files, source) if text]
     if not texts:
-        raise ConfigError(f'data.source = "{source}": {root} holds no text to train on')
+        raise ConfigError(f'data.source = "{shortened(source)}": {shortened(str(root))} holds no text to train on')
     train, held_out = split(texts)
     return Corpus(train, held_out, len(texts), name)
+
+
+def require_length(tokens: int, seq_len: int, what: str) -> None:
+    """Raise ConfigError when a text of so many tokens has no window of `seq_len` tokens and the one after them."""
+    if tokens > seq_len:
+        return
+    advice = f"use at most {tokens - 1}, or a larger data.source" if tokens > 1 else "use a larger data.source"
+    raise ConfigError(f"train.seq_len = {seq_len}: the {what} has {tokens} token{'s' * (tokens != 1)}; {advice}")
 
 
 def stdlib_files(root: Path) -> list[Path]:
@@ -62,7 +72,13 @@ def text_files(root: Path) -> list[Path]:
     """`root` itself, or the files below it that are not hidden, sorted."""
     if not root.is_dir():
         return [root]
-    found = sorted(path.relative_to(root) for path in root.rglob("*") if path.is_file())
+    found: list[Path] = []
+    for folder, _, names in os.walk(root):
+        inside = Path(folder)
+        found += (path.relative_to(root) for name in names if (path := inside / name).is_file())
+        if len(found) > CORPUS_FILES:
+            raise ConfigError(f'data.source = "{shortened(str(root))}": it holds more than {CORPUS_FILES:,} files')
+    found.sort()
     return [root / inner for inner in found if not any(part.startswith(".") for part in inner.parts)]
 
 
@@ -79,8 +95,18 @@ def split(texts: list[bytes]) -> tuple[bytes, bytes]:
 
 def _read(files: Iterable[Path], source: str) -> list[bytes]:
     """The contents of the files that are text: those without a zero byte."""
+    shown, left = f'data.source = "{shortened(source)}"', CORPUS_BYTES
+    contents: list[bytes] = []
     try:
-        contents = [path.read_bytes() for path in files]
+        for path in files:
+            if os.path.getsize(path) > left:
+                raise ConfigError(
+                    f"{shown}: it has more than {CORPUS_BYTES / 2**30:g} GiB, which every worker would hold"
+                )
+            contents.append(read_file(path, left, "a text"))
+            left -= len(contents[-1])
+    except UsageError as error:
+        raise ConfigError(f"{shown}: {error}") from None
     except OSError as error:
-        raise ConfigError(f'data.source = "{source}": cannot read {error.filename}: {error.strerror}') from None
+        raise ConfigError(f"{shown}: cannot read {error.filename}: {error.strerror}") from None
     return [content for content in contents if b"\0" not in content]

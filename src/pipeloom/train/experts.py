@@ -10,8 +10,8 @@ import torch.distributed as dist
 from pipeloom.config import Config
 from pipeloom.models import names
 from pipeloom.models.gate import balance, gates_of, take_loads
+from pipeloom.parallel.dispatch_plan import ExpertParallel
 from pipeloom.parallel.mesh import Mesh, PipelineMesh
-from pipeloom.parallel.trip import ExpertParallel
 from pipeloom.runtime import Pipeline
 
 
@@ -25,9 +25,8 @@ def spread_of(config: Config, mesh: Mesh | PipelineMesh | None) -> ExpertParalle
 
 
 def shows_all_to_all(config: Config) -> bool:
-    """Whether the runtime sees the experts' all-to-alls: those that overlap inside a micro-batch are autograd's."""
-    parallel = config.parallel
-    return parallel.ep > 1 and parallel.ep_chunks == parallel.ep_blocks == 1
+    """Whether experts exchange tokens, so that computation may stand still for it."""
+    return config.parallel.ep > 1
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class ExpertLoads:
 
     def __init__(self, config: Config, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
-        self._experts = config.model.num_experts
+        self._experts = 0 if config.model.source else config.model.num_experts  # others' gates count no tokens
         self._biased = config.model.router == "sigmoid"
         blocks = [names.block(number) for number in range(config.model.num_hidden_layers)] if self._experts else []
         self._blocks = len(blocks)
@@ -71,7 +70,8 @@ class ExpertLoads:
             if mesh.place.tp == 0:  # the others saw the same tokens
                 table[at] = loads
         if mesh.everyone.group is not None:
-            dist.all_reduce(table, group=mesh.everyone.group)
+            with self._pipeline.waiting("the other ranks' loads of the experts"):
+                dist.all_reduce(table, group=mesh.everyone.group)
         counts = table[:, :-1]
         if self._biased:
             for at, gate in self._gates:

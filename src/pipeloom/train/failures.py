@@ -1,25 +1,31 @@
-"""Notes that the launcher and its workers leave for each other in a folder: who failed, when, why, who is dead."""
+"""Notes that workers leave for their launcher in a folder, and for people in the run's: who failed, when, why."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 
-from pipeloom.errors import DistributedError
+from pipeloom.errors import DistributedError, Interrupted, Preempted
 
 FAILURES = "PIPELOOM_FAILURES"
-_DEAD = "dead"
+_STORE_SECONDS = 2.0  # for a store on a machine that answers at all
+STORE = "PIPELOOM_STORE"  # the file through which the workers of one machine meet
+EXIT_FILE = "exit.json"
+OBEYED = (Preempted.exit_code, Interrupted.exit_code)  # how a worker ends that was told to stop
 # a process that dies so was hit by something outside; SIGABRT and SIGTERM are how it ends because of others
 _FROM_OUTSIDE = tuple(-n for n in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE))
 
 
 @dataclass(frozen=True)
-class Failure:
+class WorkerFailure:
     """Why a worker ended.
 
     Attributes:
@@ -27,59 +33,80 @@ class Failure:
         at: seconds of the machine's clock.
         exit_code: of the worker.
         text: what it wrote to stderr about it.
+        blames: the ranks whose fault it is, as far as this one knows; empty: its own.
     """
 
     rank: int
     at: float
     exit_code: int
     text: str
+    blames: tuple[int, ...] = ()
 
 
-def record_failure(rank: int, exit_code: int, text: str) -> None:
+def record_failure(rank: int, exit_code: int, text: str, blames: Sequence[int] = ()) -> None:
     """Leaves a note that this worker fails now; does nothing without a launcher of ours."""
     folder = os.environ.get(FAILURES)
     if folder is None or not Path(folder).is_dir():
         return
     note = Path(folder) / f"rank{rank}.json"
     fresh = note.with_suffix(".part")
-    fresh.write_text(json.dumps(asdict(Failure(rank, time.time(), exit_code, text))), encoding="utf-8")
-    fresh.replace(note)
+    facts = asdict(WorkerFailure(rank, time.time(), exit_code, text, tuple(blames)))
+    with contextlib.suppress(OSError):  # without room for the note the exit code says it
+        fresh.write_text(json.dumps(facts), encoding="utf-8")
+        fresh.replace(note)
 
 
-def read_failures(folder: Path) -> dict[int, Failure]:
-    """rank -> its note."""
-    notes = [Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("rank*.json")]
-    return {note.rank: note for note in notes}
+def read_failures(folder: Path) -> dict[int, WorkerFailure]:
+    """rank -> its note; a worker that was told to stop has not failed."""
+    notes = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("rank*.json")]
+    failed = [note for note in notes if note["exit_code"] not in OBEYED]
+    return {note["rank"]: WorkerFailure(**{**note, "blames": tuple(note["blames"])}) for note in failed}
 
 
-def first_failure(codes: Mapping[int, int], failures: Mapping[int, Failure]) -> int:
-    """The rank that failed first: one killed from outside, else the earliest note, else the first that was seen to end.
+def first_failure(codes: Mapping[int, int], failures: Mapping[int, WorkerFailure]) -> int:
+    """The rank that failed first: one killed from outside, else the earliest note's, else whom the earliest note blames,
+    else the first that was seen to end.
 
-    `codes` gives the return codes in the order in which the workers were seen to end. A worker that stops because of
-    another does so as a DistributedError, so a note of any other kind comes before those.
+    `codes` gives the return codes in the order in which the workers were seen to end by themselves. A worker that stops
+    because of another does so as a DistributedError, so a note of any other kind comes before those.
     """
-    bad = [rank for rank, code in codes.items() if code not in (0, 75)]
+    bad = [rank for rank, code in codes.items() if code not in (0, *OBEYED)]
     for rank in bad:
         if codes[rank] in _FROM_OUTSIDE:
             return rank
-    noted = [failures[rank] for rank in bad if rank in failures]
-    if noted:
-        return min(noted, key=lambda note: (note.exit_code == DistributedError.exit_code, note.at)).rank
-    return bad[0]
+    notes = sorted(failures.values(), key=lambda note: (note.exit_code == DistributedError.exit_code, note.at))
+    for note in notes:
+        if note.exit_code != DistributedError.exit_code or note.rank in note.blames:
+            return note.rank
+        if note.blames:
+            return note.blames[0]
+    return notes[0].rank if notes else (bad or list(codes))[0]
 
 
-def tell_peers(folder: Path, text: str) -> None:
-    """Leaves word for the workers that one of them is dead."""
-    with (folder / _DEAD).open("a", encoding="utf-8") as file:
-        file.write(text + "\n")
+def write_exit(folder: str | None, exit_code: int, reason: str = "", blames: Sequence[int] = ()) -> None:
+    """Writes how a run ended into its folder, where that is on this machine; the first of its ranks to do so decides."""
+    if folder is None or not Path(folder).is_dir():
+        return
+    facts = {"exit_code": exit_code, "reason": reason, "ranks": list(blames)}
+    with contextlib.suppress(OSError), (Path(folder) / EXIT_FILE).open("x", encoding="utf-8") as file:
+        file.write(json.dumps(facts) + "\n")
 
 
-def death_notice() -> str | None:
-    """What the launcher says about workers that died, or None; for a worker's monitor to ask now and then."""
-    folder = os.environ.get(FAILURES)
-    if folder is None:
-        return None
+def first_to_say(text: str) -> bool:
+    """Whether this process is to print why it ends: the first of torchrun's workers that would print this text.
+
+    Every worker of torchrun's reads the same configuration and refuses it in the same words. Our own launcher leaves out
+    what it has shown already, so that its workers all say what they have to.
+    """
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if FAILURES in os.environ or "TORCHELASTIC_RUN_ID" not in os.environ or address is None or not port.isdigit():
+        return True
+    from torch._C._distributed_c10d import TCPStore
+
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    key = f"pipeloom/said/{start}/{hashlib.sha256(text.encode()).hexdigest()}"
     try:
-        return (Path(folder) / _DEAD).read_text(encoding="utf-8").strip() or None
-    except OSError:
-        return None
+        store = TCPStore(address, int(port), is_master=False, timeout=timedelta(seconds=_STORE_SECONDS))
+        return bool(store.add(key, 1) == 1)
+    except RuntimeError:  # torchrun's store, or rank 0's, is not there: better twice than never
+        return True

@@ -1,13 +1,16 @@
 """Starts the workers of one machine, watches them, and ends with the exit code of the one that failed first.
 
-The parent needs no torch. It opens the rendezvous port itself and hands the open socket to rank 0, so that no other
-program can take the port in between.
+The parent needs no torch, and nothing listens: the workers meet through a file in a folder of mode 0700, and the socket
+pairs of their control plane are made here, before they start. gloo alone listens, on the loopback interface of a network
+that the workers have for themselves (`private_network`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -16,16 +19,20 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeloom.errors import DistributedError, Preempted, UsageError
-from pipeloom.train.failures import FAILURES, Failure, first_failure, read_failures, tell_peers
+from pipeloom.errors import DistributedError, Preempted, UsageError, printable
+from pipeloom.runtime.health.links import LINKS, neighbours
+from pipeloom.runtime.health.watchdog import NOTICE
+from pipeloom.train.failures import FAILURES, OBEYED, STORE, WorkerFailure, first_failure, read_failures
+from pipeloom.train.private_network import NETWORK, Network, private_network, wanted
 
 INTERRUPTED = 130
 _PR_SET_PDEATHSIG = 1
 _KEPT_LINES = 400
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass
@@ -33,12 +40,12 @@ class Patience:
     """Seconds that the launcher waits.
 
     Attributes:
-        reports: for the other workers to end by themselves, once one has failed.
-        term: between SIGTERM and SIGKILL.
+        reports: for the other workers to end by themselves, once one has failed and they are told to.
+        term: between SIGTERM and SIGKILL, after Ctrl-C.
         poll: between two looks at the workers.
     """
 
-    reports: float = 10.0
+    reports: float = 3.0
     term: float = 3.0
     poll: float = 0.03
 
@@ -53,27 +60,40 @@ class _Worker:
 
 @dataclass
 class _Signals:
-    """What the parent was told while it waits."""
+    """What the parent was told while it waits. The first signal decides how the run ends; a second one makes it quick.
+
+    Attributes:
+        interrupts: SIGINTs, where the first signal was one.
+        terminations: SIGTERMs and SIGHUPs, where the first signal was one of them.
+        saves: SIGUSR1s that have not been passed on yet.
+    """
 
     interrupts: int = 0
     terminations: int = 0
+    saves: int = 0
 
     def install(self) -> Callable[[], None]:
-        """Counts SIGINT, SIGTERM and SIGHUP from now on; returns what puts the old handlers back."""
+        """Count SIGINT, SIGTERM and SIGHUP from now on; return what puts the old handlers back.
+
+        After a signal the process ignores them instead: it is about to end, with an exit code that a second must not change.
+        """
         if threading.current_thread() is not threading.main_thread():
             return lambda: None
 
         def handle(number: int, frame: object) -> None:
-            if number == signal.SIGINT:
+            if number == signal.SIGUSR1:
+                self.saves += 1
+            elif self.interrupts or (number == signal.SIGINT and not self.terminations):
                 self.interrupts += 1
             else:
                 self.terminations += 1
 
-        old = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        old = {number: signal.signal(number, handle) for number in (*_ENDING, signal.SIGUSR1)}
 
         def restore() -> None:
             for number, handler in old.items():
-                signal.signal(number, handler)
+                told = self.interrupts or self.terminations
+                signal.signal(number, signal.SIG_IGN if told and number in _ENDING else handler)
 
         return restore
 
@@ -84,71 +104,127 @@ def launch(
     *,
     environment: Mapping[str, str] | None = None,
     patience: Patience | None = None,
+    obedient: bool = False,
 ) -> int:
     """Runs `world_size` copies of `command`, each with torchrun's variables in its environment; returns the exit code.
 
     Rank 0 writes to this process's stdout and stderr. What the others write is shown, with their rank in front, if a
     worker fails. The exit code is 0, that of the first worker that failed (6 for one that died by a signal), 75 after a
-    SIGTERM that the workers obeyed, or 130 after SIGINT. No worker outlives this call, nor this process.
+    SIGTERM that the workers obeyed, or 130 after SIGINT. A second signal ends them at once. SIGUSR1 is passed on. No worker
+    outlives this call, nor this process.
 
-    Raises DistributedError when MASTER_PORT is set and in use.
+    Several workers have a network of their own, with a loopback interface and nothing else; PIPELOOM_NETWORK=host in
+    `environment` leaves them in the machine's. `obedient`: they end by themselves after SIGINT too, once they have saved;
+    others are given `patience.term` seconds. Raises ConfigError for another value of it.
     """
     patience = patience or Patience()
     base = dict(os.environ if environment is None else environment)
-    listener = _listen(base.get("MASTER_PORT"))
     signals = _Signals()
     restore = signals.install()
     workers: list[_Worker] = []
-    with tempfile.TemporaryDirectory(prefix="pipeloom-") as folder:
+    with _private_folder() as folder:
         try:
-            with listener:
-                port = listener.getsockname()[1]
+            with _SocketPairs(world_size) as pairs, _network(world_size, base) as network:
                 for rank in range(world_size):
-                    workers.append(_start(command, rank, world_size, base, (port, listener.fileno()), folder))
+                    workers.append(_start(command, rank, world_size, base, pairs.take(rank), folder, network))
             for worker in workers:
                 _read_output(worker)
-            return _watch(workers, signals, patience, Path(folder))
+            return _watch(workers, signals, patience, Path(folder), obedient)
         finally:
             _end(workers, 0.0)
             restore()
 
 
-def _listen(wanted: str | None) -> socket.socket:
-    if wanted is not None and not (wanted.isdigit() and int(wanted) < 65536):
-        raise UsageError(f"MASTER_PORT is {wanted!r}; it must be a port number between 1 and 65535, or not be set")
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def _private_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder of mode 0700; UsageError where there is no room for one."""
     try:
-        listener.bind(("127.0.0.1", int(wanted or 0)))
-        listener.listen(1024)
+        return tempfile.TemporaryDirectory(prefix="pipeloom-", ignore_cleanup_errors=True)
     except OSError as error:
-        listener.close()
-        raise DistributedError(
-            f"port {wanted} (MASTER_PORT) cannot be used: {error.strerror}; choose another, or unset it for a free one"
-        ) from None
-    return listener
+        raise UsageError(f"cannot make a temporary folder (TMPDIR): {error.strerror or error}") from None
+
+
+class _SocketPairs:
+    """A socket pair for each two workers that are neighbours on the control plane."""
+
+    def __init__(self, world: int) -> None:
+        self._ends: dict[int, dict[int, socket.socket]] = {rank: {} for rank in range(world)}
+        pairs = [(rank, peer) for rank in range(world) for peer in neighbours(rank, world) if rank < peer]
+        _allow_descriptors(2 * len(pairs) + 4 * world + 64)
+        for rank, peer in pairs:
+            self._ends[rank][peer], self._ends[peer][rank] = socket.socketpair()
+        self._taken: list[socket.socket] = []
+
+    def take(self, rank: int) -> dict[int, int]:
+        """neighbour -> descriptor, for the worker of this rank; those of the one before are closed here."""
+        self._close(self._taken)
+        ends = self._ends.pop(rank)
+        self._taken = list(ends.values())
+        return {peer: end.fileno() for peer, end in ends.items()}
+
+    def __enter__(self) -> _SocketPairs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """After this the workers alone have the sockets, so that the end of one is seen by its neighbours."""
+        self._close([*self._taken, *(end for ends in self._ends.values() for end in ends.values())])
+
+    @staticmethod
+    def _close(ends: Sequence[socket.socket]) -> None:
+        for end in ends:
+            end.close()
+
+
+@contextlib.contextmanager
+def _network(world: int, environment: Mapping[str, str]) -> Iterator[Network]:
+    """Where the workers find each other: a network of their own, else, as a line says, that of the machine."""
+    with contextlib.ExitStack() as made:
+        network = Network()
+        if wanted(environment.get(NETWORK, "")) and world > 1:
+            try:
+                network = made.enter_context(private_network())
+            except OSError as error:
+                print(
+                    "pipeloom: other users of this machine can connect to the workers, because the system refuses them a "
+                    f"network of their own ({printable(str(error.strerror))}); see docs/security.md",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        yield network
+
+
+def _allow_descriptors(count: int) -> None:
+    """Raises this process's soft limit of open files to `count`, as far as the system lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < count:
+        wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _start(
-    command: Sequence[str], rank: int, world: int, base: Mapping[str, str], meeting: tuple[int, int], folder: str
+    command: Sequence[str],
+    rank: int,
+    world: int,
+    base: Mapping[str, str],
+    links: Mapping[int, int],
+    folder: str,
+    network: Network,
 ) -> _Worker:
-    port, descriptor = meeting
     environment = {
         **base,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
         FAILURES: folder,
+        STORE: str(Path(folder) / "store"),
+        LINKS: ",".join(f"{peer}:{descriptor}" for peer, descriptor in links.items()),
     }
     environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a lost peer prints pages of C++ frames
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback is not None:
-        environment.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    if rank == 0:
-        environment["PIPELOOM_MASTER_FD"] = str(descriptor)
+        environment["GLOO_SOCKET_IFNAME"] = loopback  # whatever the user's own is for: these workers are on one machine
+    environment["TORCH_GLOO_LAZY_INIT"] = "0"  # all connect at the start; then gloo's sockets are closed to strangers
     process = subprocess.Popen(
         list(command),
         env=environment,
@@ -157,24 +233,26 @@ def _start(
         stderr=None if rank == 0 else subprocess.STDOUT,
         text=True,
         errors="replace",
-        pass_fds=(descriptor,) if rank == 0 else (),
-        preexec_fn=_bind_to_parent(os.getpid()),
+        pass_fds=tuple(links.values()),
+        preexec_fn=_before_exec(os.getpid(), network),
     )
     return _Worker(rank, process)
 
 
-def _bind_to_parent(parent: int) -> Callable[[], None]:
-    """What a worker does before its program starts: die with the parent, and leave Ctrl-C to it."""
+def _before_exec(parent: int, network: Network) -> Callable[[], None]:
+    """What a worker does before its program starts: enter the network, die with the parent, and leave Ctrl-C to it."""
     library = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
-    def bind() -> None:
+    def prepare() -> None:
+        network.enter()  # first: changed credentials would undo the next
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # until the worker has its handler
         if library is not None:
             library.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != parent:
                 os._exit(DistributedError.exit_code)
 
-    return bind
+    return prepare
 
 
 def _read_output(worker: _Worker) -> None:
@@ -184,75 +262,100 @@ def _read_output(worker: _Worker) -> None:
 
     def read() -> None:
         for line in stream:
-            worker.lines.append(line.rstrip("\n"))
+            if line.startswith(NOTICE):
+                print(printable(line.rstrip("\n")), file=sys.stderr, flush=True)
+            else:
+                worker.lines.append(line.rstrip("\n"))
 
     worker.reader = threading.Thread(target=read, name=f"output of rank {worker.rank}", daemon=True)
     worker.reader.start()
 
 
-def _watch(workers: list[_Worker], signals: _Signals, patience: Patience, folder: Path) -> int:
+def _watch(workers: list[_Worker], signals: _Signals, patience: Patience, folder: Path, obedient: bool) -> int:
     """Waits for the workers' end, whichever way it comes; returns the exit code."""
     ended: list[_Worker] = []
     forwarded = False
     while len(ended) < len(workers):
-        if signals.interrupts:
+        told = INTERRUPTED if signals.interrupts else Preempted.exit_code
+        if max(signals.interrupts, signals.terminations) > 1:
+            _end(workers, 0.0)
+            return told
+        if signals.interrupts and not obedient:
             _end(workers, patience.term)
             return INTERRUPTED
-        if signals.terminations > 1:
-            _end(workers, 0.0)
-            return Preempted.exit_code
-        if signals.terminations and not forwarded:
+        if signals.saves:
+            signals.saves = 0
+            _signal(workers[:1], signal.SIGUSR1)  # one asks for all: two would be noticed after different steps
+        if (signals.interrupts or signals.terminations) and not forwarded:
             forwarded = True
-            _signal(workers, signal.SIGTERM)
+            if signals.interrupts:
+                _signal(workers, signal.SIGINT)
+            _signal(workers, signal.SIGTERM)  # a worker that does not listen to SIGINT yet ends by it
         for worker in workers:
             if worker not in ended and worker.process.poll() is not None:
                 ended.append(worker)
-        obeyed = (0, Preempted.exit_code, *((-signal.SIGTERM,) if forwarded else ()))
-        if any(worker.process.returncode not in obeyed for worker in ended):
-            return _fail(workers, ended, signals, patience, folder)
+        obeyed = (0, *OBEYED, *((-signal.SIGTERM,) if forwarded else ()))
+        if any(worker.process.returncode not in obeyed for worker in ended) or read_failures(folder):
+            return _fail(workers, signals, patience, folder)
         time.sleep(patience.poll)
-    return Preempted.exit_code if any(worker.process.returncode for worker in ended) else 0
+    if not any(worker.process.returncode for worker in ended):
+        return 0
+    return INTERRUPTED if signals.interrupts else Preempted.exit_code
 
 
-def _fail(workers: list[_Worker], ended: list[_Worker], signals: _Signals, patience: Patience, folder: Path) -> int:
-    """Lets the others report, ends them, says who was first; returns that one's exit code."""
-    dead = [worker for worker in ended if (worker.process.returncode or 0) < 0]
-    for worker in dead:
-        tell_peers(folder, f"rank {worker.rank} (process {worker.process.pid}) was {_fate(worker.process.returncode)}")
-    reaped = {worker.rank: worker.process.returncode for worker in ended}
+def _fail(workers: list[_Worker], signals: _Signals, patience: Patience, folder: Path) -> int:
+    """Lets the others report, ends them, says who was first; returns that one's exit code.
+
+    The control plane has told the others by now. SIGTERM ends those that are not that far yet; who has not ended after
+    `patience.reports` seconds, because it is frozen or never gives way, is killed.
+    """
+    codes: dict[int, int] = {}
     until = time.monotonic() + patience.reports
-    while time.monotonic() < until and not signals.interrupts and len(reaped) < len(workers):
+    told = False
+    while True:
         for worker in workers:
-            if worker.rank not in reaped and worker.process.poll() is not None:
-                reaped[worker.rank] = worker.process.returncode
+            if worker.rank not in codes and (code := worker.process.poll()) is not None:
+                codes[worker.rank] = code
+        failures = read_failures(folder)
+        blamed = {rank for note in failures.values() for rank in note.blames} - failures.keys()
+        left = {worker.rank for worker in workers} - codes.keys()
+        if left <= blamed or time.monotonic() > until or signals.interrupts:
+            break
+        if not told:
+            told = True
+            _signal(workers, signal.SIGTERM)
         time.sleep(patience.poll)
-    _end(workers, patience.term)
+    _end(workers, 0.0)
     for worker in workers:
         if worker.reader is not None:
             worker.reader.join(timeout=1.0)
     failures = read_failures(folder)
-    rank = first_failure(reaped, failures)
+    own = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM}
+    rank = first_failure(own or codes or {0: 1}, failures)
     _show(workers, rank, failures)
-    code = reaped[rank]
+    code = codes.get(rank)
     others = len(workers) - 1
     stopped = f"; the other {others} were stopped" if others > 1 else "; the other one was stopped" if others else ""
     process = workers[rank].process.pid
-    print(
-        f"pipeloom: rank {rank} (process {process}) failed first: {_fate(code)}{stopped}", file=sys.stderr, flush=True
-    )
-    return code if code > 0 else DistributedError.exit_code
+    fate = "it was stuck, and was killed" if code is None else _fate(code)
+    print(f"pipeloom: rank {rank} (process {process}) failed first: {fate}{stopped}", file=sys.stderr, flush=True)
+    return code if code is not None and code > 0 else DistributedError.exit_code
 
 
-def _show(workers: list[_Worker], first: int, failures: Mapping[int, Failure]) -> None:
+def _show(workers: list[_Worker], first: int, failures: Mapping[int, WorkerFailure]) -> None:
     """What the workers wrote, the first to fail before the others, each text once. Rank 0 has written its own."""
     shown = {failures[0].text.strip()} if 0 in failures else set()
     for worker in sorted(workers, key=lambda worker: (worker.rank != first, worker.rank)):
         text = "\n".join(worker.lines).strip()
+        reason = failures[worker.rank].text.strip() if worker.rank in failures else ""
+        if reason in shown:
+            text = text.removesuffix(reason).strip()
         if text and text not in shown:
             shown.add(text)
+            shown.add(reason)
             head = f"[rank {worker.rank}] "
             lines = (line if line.startswith(head) else head + line for line in text.splitlines())
-            print("\n".join(lines), file=sys.stderr, flush=True)
+            print(printable("\n".join(lines)), file=sys.stderr, flush=True)
 
 
 def _fate(code: int) -> str:

@@ -5,27 +5,44 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.config import Config, Layout
-from pipeloom.errors import PipeloomError, Preempted
+from pipeloom.config.volume import volumes
+from pipeloom.errors import CheckpointError, Interrupted, PipeloomError, Preempted
+from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime import Pipeline
+from pipeloom.runtime.batch import count_targets
 from pipeloom.schedule import Timeline
-from pipeloom.train.batches import Batch, Batches, spread
-from pipeloom.train.build import build_pipeline
+from pipeloom.schedule.json_form import to_dict
+from pipeloom.train.agreement import fingerprint, require_agreement
+from pipeloom.train.bad_steps import BadSteps
+from pipeloom.train.build import build_pipeline, ties
+from pipeloom.train.checkpoint.load import Loaded, load
+from pipeloom.train.checkpoint.resume import Start, digests, find_start
+from pipeloom.train.checkpoint.run import RunCheckpoints
 from pipeloom.train.collect import gather, maxima
 from pipeloom.train.corpus import read_corpus
+from pipeloom.train.data import Batch, Batches, spread
 from pipeloom.train.experts import ExpertLoads, Loads, shows_all_to_all
-from pipeloom.train.held import table, what_ranks_hold
 from pipeloom.train.metrics import StepMetrics, memory_in_use, model_flops_utilization, shared_cores, simulated
-from pipeloom.train.optimizer import Optimizer, global_norm
+from pipeloom.train.norm import NormRow, norm_of
+from pipeloom.train.optimizer import Optimizer
+from pipeloom.train.rank_summary import table, what_ranks_hold
 from pipeloom.train.rate import learning_rate
+from pipeloom.train.replica_check import ReplicaCheck
 from pipeloom.train.report import Report
+from pipeloom.train.requests import INTERRUPT, SAVE, STOP, together
+from pipeloom.train.restarts import note_run, restarted_run
 from pipeloom.train.sample import generate
-from pipeloom.train.searched import Measuring, settle
+from pipeloom.train.schedule_search import MeasureThenSearch, resolve_before_start
 from pipeloom.train.speculative import Outcome, SpeculativeOptimizer
 from pipeloom.train.tokenizer import ByteTokenizer
 
@@ -33,13 +50,15 @@ if TYPE_CHECKING:
     from pipeloom.train.worker import WorkerContext
 
 HELD_OUT_BATCHES = 16
+TRACES = 9  # logged steps whose median is drawn at the end; a trace takes 50 KB for a tiny model, and megabytes for a large one
 
 
 def run(layout: Layout, context: WorkerContext) -> None:
     """Trains `layout` on this worker; every worker of the run calls it. Rank 0 reports.
 
     Raises:
-        Preempted: a worker was told to stop; the step under way was finished first.
+        Preempted, Interrupted: a worker was told to stop; the step under way was finished, and a checkpoint saved.
+        CheckpointError: the checkpoint to resume is not there or damaged, or the last one could not be written.
         ConfigError: a corpus or a folder that cannot be used.
     """
     config = layout.config
@@ -48,24 +67,32 @@ def run(layout: Layout, context: WorkerContext) -> None:
     text, held_out = tokenizer.encode(corpus.train), tokenizer.encode(corpus.held_out)
     test = spread(held_out, config.train.global_batch_size, config.train.seq_len, HELD_OUT_BATCHES)
     Batches(text, config, layout.mesh.dp)  # a text that is too short is refused before the start
-    with _reporting(config, context) as report:
-        layout = settle(layout, context, report)
-        pipeline = build_pipeline(layout, context.device)
-        trainer = Trainer(config, pipeline, context, report)
+    require_agreement([layout], context, corpus)
+    facts = digests(config, f"{fingerprint(corpus.train)}; {fingerprint(corpus.held_out)}")
+    start = find_start(config, facts, context, restarted_run())
+    with _reporting(config, context, start, facts) as report:
+        layout = resolve_before_start(layout, context, report)
+        pipeline = build_pipeline(layout, context.device, watchdog=context.watchdog)
+        context.close_to_strangers()
+        trainer = Trainer(config, pipeline, context, report, facts)
         if layout.search is not None:
-            trainer.measuring = Measuring(layout, pipeline, context, report)
+            trainer.measuring = MeasureThenSearch(layout, pipeline, context, report)
         held = what_ranks_hold(pipeline, trainer.optimizer)
         if report is not None and held is not None:
             report.say("\n".join(table(held)))
+            report.record("messages", volumes=[asdict(volume) for volume in volumes(layout)])
             report.say(f"corpus: {corpus.name}, {corpus.files} files, {len(text):,} bytes, {len(held_out):,} held out")
-        before = trainer.held_out_loss(test)
+        trainer.begin(start, _run_folder(report, context))
+        if "before" not in trainer.held_out:
+            trainer.held_out["before"] = trainer.held_out_loss(test)
+        before = trainer.held_out["before"]
         if report is not None:
             report.say(f"held-out loss before training: {before:.4f} nats a byte")
         trainer.train(text)
         after = trainer.held_out_loss(test)
         written = generate(pipeline, tokenizer, config.train.seq_len, config.train.seed)
         if report is not None:
-            count = sum(batch.targets.numel() for batch in test)
+            count = int(sum(count_targets(batch.targets) for batch in test))
             report.record("held-out", before=before, after=after, bytes=count)
             crowded = shared_cores(layout.world_size, context.device)
             _conclude(report, trainer.traces, (before, after, count), written, crowded)
@@ -76,99 +103,248 @@ class Trainer:
     """One rank's optimizer and the traces of its pipeline, from step to step.
 
     `measuring`, where a schedule is searched for costs that the first steps show, looks at each of them.
+
+    Attributes:
+        made: steps made, those that were skipped among them.
+        batch: number of the next batch; ahead of `made` after a rollback, which leaves batches out.
+        checkpoints: of this run, once `begin` was called; None: nothing is saved.
+        held_out: losses on the held-out text that are known: "before".
     """
 
-    def __init__(self, config: Config, pipeline: Pipeline, context: WorkerContext, report: Report | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        pipeline: Pipeline,
+        context: WorkerContext,
+        report: Report | None,
+        facts: Mapping[str, str] | None = None,
+    ) -> None:
         self.config = config
         self.pipeline = pipeline
-        self.traces: list[Timeline] = []
-        self.measuring: Measuring | None = None
+        self.traces: deque[Timeline] = deque(maxlen=TRACES)
+        self.measuring: MeasureThenSearch | None = None
+        self.made, self.batch = 0, 0
+        self.checkpoints: RunCheckpoints | None = None
+        self.held_out: dict[str, float] = {}
         self._context = context
         self._report = report
+        self._facts = dict(facts or {})
         named = list(pipeline.named_parameters())
         self.optimizer = Optimizer(named, config.optimizer, pipeline.sync, pipeline.counts)
-        self._seconds: list[float] = []
+        self.replicas = ReplicaCheck(pipeline, self.optimizer, config.train.check_every, ties(config))
+        self._row = NormRow(pipeline, self.optimizer)
+        self._bad_steps = BadSteps(config.train.on_nan, config.train.on_spike)
+        self._rollbacks = 0
+        self._run_folder = Path()
+        self._seconds, self._timed = 0.0, 0  # of the steps since the last log line
         self._experts = ExpertLoads(config, pipeline)
         self._speculative: SpeculativeOptimizer | None = None
         if not config.optimizer.barrier:
             self._speculative = SpeculativeOptimizer(pipeline, self.optimizer)
 
+    def begin(self, start: Start, folder: Path) -> None:
+        """Takes over the state of the checkpoint that the run begins with, if any, and saves from now on; collective."""
+        saved = None
+        if start.path is not None:
+            begun = time.perf_counter()
+            self._adopt(load(start.path, self.pipeline, self.optimizer))
+            saved = self.made, self.batch
+            self._say(f"resumed after step {self.made} from {start.path} ({time.perf_counter() - begun:.1f} s)")
+            if self._report is not None:
+                self._report.record("resume", step=self.made, batch=self.batch, path=str(start.path))
+        self._run_folder = folder
+        section = self.config.checkpoint
+        where = Path(section.dir).expanduser().absolute() if section.dir else folder
+        path = start.path if start.path is not None and start.path.parent == where else None
+        self.checkpoints = RunCheckpoints(
+            self.config, self.pipeline, self.optimizer, where, self._extra, self._report, path, saved if path else None
+        )
+        self.checkpoints.require_room()
+
+    def _adopt(self, loaded: Loaded) -> None:
+        """What a checkpoint says beside tensors. Raises CheckpointError for one that no trainer has written."""
+        extra = loaded.extra if isinstance(loaded.extra, dict) else {}
+        self.made = self.pipeline.next_step = loaded.step
+        try:
+            self.batch = int(extra.get("batch", loaded.step))
+            self._rollbacks = int(extra.get("rollbacks", 0))
+            self.held_out = {key: float(value) for key, value in extra.get("held_out", {}).items()}
+            self._bad_steps.norms = [float(norm) for norm in extra.get("norms", [])]
+        except (TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{loaded.path}: it is not a trainer's checkpoint: {error}") from None
+
+    def _extra(self) -> dict[str, Any]:
+        """What is stored beside tensors."""
+        return {
+            **self._facts,
+            "batch": self.batch,
+            "rollbacks": self._rollbacks,
+            "held_out": self.held_out,
+            "norms": self._bad_steps.norms,
+            "run": str(self._run_folder),
+            "config": self.config.model_dump(mode="json"),
+            "schedule": to_dict(self.pipeline.schedule),
+        }
+
     def train(self, text: Tensor) -> None:
-        """All steps. Raises Preempted after a step in which a worker was told to stop."""
+        """All steps that are left. Raises Preempted or Interrupted after a step in which a worker was told to stop."""
         options = self.config.train
         place, shape = self.pipeline.mesh.place, self.pipeline.mesh.shape
         batches = Batches(text, self.config, shape.dp)
         self.pipeline.train()
-        final = 0
-        for step in range(options.steps):
+        if options.on_nan == "rollback" or options.on_spike == "rollback":
+            self._save()  # something to go back to
+        final = self.made
+        while self.made < options.steps:
             start = time.perf_counter()
-            batch = batches.of_step(step).part(place.dp, shape.dp)
-            rate = learning_rate(step, options.steps, self.config.optimizer, shape.dp)
-            logs = step + 1 == options.steps or (step + 1) % self.config.log.every == 0
-            outcomes = self._final_steps(batch, rate, logs or self.measuring is not None)
-            self._seconds.append(time.perf_counter() - start)
+            batch = batches.of_step(self.batch).part(place.dp, shape.dp)
+            rate = learning_rate(self.made, options.steps, self.config.optimizer, shape.dp)
+            made = self.made + 1
+            logs = made == options.steps or made % self.config.log.every == 0
+            due = self.checkpoints is not None and self.checkpoints.due(made)
+            settle = logs or due or self.measuring is not None
+            outcomes = [self.step(batch, rate)] if self._speculative is None else self.final_steps(batch, rate, settle)
+            self._seconds += time.perf_counter() - start
+            self._timed += 1
             loads = self._experts.after_step(logs)
+            self.made, self.batch = made, self.batch + 1
             for outcome in outcomes:
                 final += 1
                 self._record(final, outcome)
-            stop = any(outcome.stop for outcome in outcomes)
-            if logs or stop:
-                self._log(step + 1, outcomes[-1], loads)
-            if self.measuring is not None and not stop and self.measuring.after_step():
+            if any(outcome.bad and self._bad_steps.action(outcome.bad) == "rollback" for outcome in outcomes):
+                self._roll_back()
+                final = self.made
+                continue
+            self.replicas.after_step(made)
+            flags = together(outcome.flags for outcome in outcomes)
+            if logs or flags & (STOP | INTERRUPT):
+                self._log(made, outcomes[-1], loads)
+            if flags & (STOP | INTERRUPT):
+                self._end(flags)
+            if due or flags & SAVE:
+                self._save()
+                self._saved_as_asked(flags)
+            if self.measuring is not None and self.measuring.after_step():
                 self.measuring = None
                 self.traces.clear()  # of another schedule
-            if stop:
-                self.pipeline.close()
-                raise Preempted(f"stopped after step {step + 1} of {options.steps}, as asked")
         if self._report is not None:
             self._report.end_progress()
+        if self.checkpoints is not None:
+            self.checkpoints.require(self.made, self.batch)
+            self.checkpoints.finish()
 
-    def _final_steps(self, batch: Batch, rate: float, settle: bool) -> list[Outcome]:
-        """Makes one step, and returns those that are final after it: with a barrier this step.
+    def _save(self) -> None:
+        if self.checkpoints is not None:
+            self.checkpoints.save(self.made, self.batch)
+
+    def _saved_as_asked(self, flags: int) -> None:
+        if flags & SAVE:
+            self._context.requests.save = False
+            self._save_file.unlink(missing_ok=True)
+
+    @property
+    def _save_file(self) -> Path:
+        """A file that people make in the run's folder to ask for a checkpoint."""
+        return self._run_folder / "save"
+
+    def _flags(self) -> int:
+        """What this rank was asked for."""
+        asked = self._report is not None and self._run_folder.is_absolute() and self._save_file.exists()
+        return self._context.flags | SAVE * asked
+
+    def _end(self, flags: int) -> NoReturn:
+        """Saves and ends the run, as asked."""
+        where = "no step has run, so nothing is saved"
+        if self.checkpoints is not None and self.made:
+            self.checkpoints.require(self.made, self.batch)
+            self.checkpoints.finish()
+            where = f"saved as {self.checkpoints.path}"
+        self.pipeline.close()
+        kind = Interrupted if flags & INTERRUPT else Preempted
+        raise kind(f"stopped after step {self.made} of {self.config.train.steps}, as asked; {where}")
+
+    def _roll_back(self) -> None:
+        """Goes back to the newest checkpoint, and on with the batch after the bad one."""
+        options, bad, batch = self.config.train, self.made, self.batch
+        self._rollbacks += 1
+        used = self._rollbacks
+        if used > options.rollbacks:
+            raise PipeloomError(
+                f"step {bad}: it is bad again after {options.rollbacks} rollback{'s' * (options.rollbacks != 1)} "
+                f"(train.rollbacks): use a smaller optimizer.lr than {self.config.optimizer.lr}"
+            )
+        if self.checkpoints is None:
+            raise PipeloomError(f"step {bad}: there is no checkpoint to go back to")
+        self._adopt(self.checkpoints.back())
+        left_out = f"batches {self.batch} to {batch - 1} are left out"
+        self.batch, self._rollbacks = batch, used
+        self._say(f"step {bad}: rolled back to step {self.made}; {left_out} (rollback {used} of {options.rollbacks})")
+        if self._report is not None:
+            self._report.record("rollback", step=bad, to=self.made, batch=batch)
+
+    def _say(self, text: str) -> None:
+        if self._report is not None:
+            self._report.say(text)
+
+    def final_steps(self, batch: Batch, rate: float, settle: bool) -> list[Outcome]:
+        """Make one step, and return those that are final after it: with a barrier this step.
 
         Without one the step before it, and this one too if `settle` asks or training ends here.
         """
         if self._speculative is None:
-            loss, norm, stop = self.step(batch, rate)
-            return [Outcome(loss, norm, rate, stop)]
+            return [self.step(batch, rate)]
         device = self.pipeline.device
         tokens, targets = batch.tokens.to(device), batch.targets.to(device)
-        outcomes = [self._speculative.step(tokens, targets, rate, self._context.stop_requested)]
-        if settle or any(each is not None and (each.stop or not math.isfinite(each.norm)) for each in outcomes):
+        outcomes = [self._speculative.step(tokens, targets, rate, self._flags())]
+        if settle or any(each is not None and (each.flags or not math.isfinite(each.norm)) for each in outcomes):
             outcomes.append(self._speculative.settle())
-        return [outcome for outcome in outcomes if outcome is not None]
+        found = [outcome for outcome in outcomes if outcome is not None]
+        return [replace(each, bad="" if math.isfinite(each.norm) else "nan") for each in found]
 
     def _record(self, step: int, outcome: Outcome) -> None:
-        """Writes a final step down. Raises PipeloomError when training has diverged."""
+        """Writes a final step down. Raises PipeloomError when training has diverged, and is to stop then."""
         loss, norm = outcome.loss, outcome.norm
         if self._report is not None:
             self._report.record("step", step=step, loss=loss, grad_norm=norm, lr=outcome.rate)
             self._report.advance()
-        if not math.isfinite(norm):
+        if not outcome.bad:
+            return
+        action = self._bad_steps.action(outcome.bad)
+        what = f"step {step}: the loss is {loss} and the gradient norm {norm}"
+        if action == "stop":
             raise PipeloomError(
-                f"step {step}: the loss is {loss} and the gradient norm {norm}; training diverged: "
-                f"use a smaller optimizer.lr than {self.config.optimizer.lr}, or a longer optimizer.warmup_steps"
+                f"{what}; training diverged: use a smaller optimizer.lr than {self.config.optimizer.lr}, or a longer "
+                f'optimizer.warmup_steps; or train.on_{outcome.bad} = "skip" or "rollback"'
             )
+        if action == "skip":
+            self._say(f"{what}; skipped")
+            if self._report is not None:
+                self._report.record("skip", step=step, kind=outcome.bad)
 
-    def step(self, batch: Batch, rate: float) -> tuple[float, float, bool]:
-        """One optimizer step: (loss, global gradient norm before clipping, whether any worker was told to stop)."""
+    def step(self, batch: Batch, rate: float) -> Outcome:
+        """One optimizer step, unless its gradient is bad: then the weights stay as they are."""
         device = self.pipeline.device
         loss = self.pipeline.step(batch.tokens.to(device), batch.targets.to(device))
-        rows = gather(self.pipeline, [self.optimizer.square_norm(), float(self._context.stop_requested)])
-        norm = global_norm([row[0] for row in rows])
-        self.optimizer.step(norm, rate)
-        return loss.item(), norm, any(row[1] for row in rows)
+        rows = gather(self.pipeline, self._row.make(float(self._flags())))
+        norm = norm_of(rows, 1)
+        bad = self._bad_steps.judge(norm)
+        self.optimizer.step(math.nan if bad else norm, rate)
+        return Outcome(loss.item(), norm, rate, together(row[0] for row in rows), bad=bad)
 
     def held_out_loss(self, batches: list[Batch]) -> float:
         """The mean over all targets of the batches, nats; the same on every rank. Replicas share a batch that they divide."""
-        device, total, count = self.pipeline.device, 0.0, 0
+        device, total, count = self.pipeline.device, 0.0, 0.0
         place, replicas = self.pipeline.mesh.place, self.pipeline.mesh.shape.dp
         self.pipeline.eval()
         for batch in batches:
             own = batch if len(batch.tokens) % replicas else batch.part(place.dp, replicas)
             loss = self.pipeline.evaluate(own.tokens.to(device), own.targets.to(device))
-            total += loss.item() * batch.targets.numel()
-            count += batch.targets.numel()
+            targets = count_targets(batch.targets)
+            total += loss.item() * targets
+            count += targets
+            flags = together(row[0] for row in gather(self.pipeline, [float(self._flags())]))
+            if flags & (STOP | INTERRUPT):
+                self._end(flags)
         return total / count
 
     def _log(self, step: int, outcome: Outcome, loads: Loads | None) -> None:
@@ -177,8 +353,8 @@ class Trainer:
         measured = pipeline.timeline()
         self.traces.append(measured)
         memory, exposed = maxima(pipeline, [memory_in_use(pipeline.device), pipeline.exposed or 0.0])
-        seconds = sum(self._seconds) / len(self._seconds)
-        self._seconds = []
+        seconds = self._seconds / self._timed
+        self._seconds, self._timed = 0.0, 0
         if self._report is None:
             return
         self._report.step(
@@ -201,35 +377,51 @@ class Trainer:
 
 
 @contextlib.contextmanager
-def _reporting(config: Config, context: WorkerContext) -> Iterator[Report | None]:
+def _reporting(
+    config: Config, context: WorkerContext, start: Start, facts: Mapping[str, str]
+) -> Iterator[Report | None]:
     """The run's report on rank 0, None on the others."""
     if context.rank != 0:
         yield None
         return
-    with Report(config) as report:
+    with Report(config, start.folder, facts) as report:
+        for note in start.notes:
+            report.say(note)
+        note_run(report.folder.root.absolute())
+        if context.watchdog is not None:
+            context.watchdog.share_folder(str(report.folder.root.absolute()))
         yield report
 
 
-def typical(traces: list[Timeline]) -> Timeline:
-    """The trace with the median makespan; the first one, in which things still warm up, only when it is alone."""
-    settled = sorted(traces[1:] or traces, key=lambda timeline: timeline.makespan)
+def _run_folder(report: Report | None, context: WorkerContext) -> Path:
+    """The run's folder, the same on every worker; collective."""
+    own = "" if report is None else str(report.folder.root.absolute())
+    if context.world_size == 1:
+        return Path(own)
+    with context.waiting("rank 0 to say where the run's folder is", "start-up"):
+        return Path(str(all_gather_json(own, dist.group.WORLD)[0]))
+
+
+def typical(traces: Sequence[Timeline]) -> Timeline:
+    """Return the trace with the median makespan, excluding the first trace (warm-up) unless it is the only one."""
+    settled = sorted(list(traces)[1:] or traces, key=lambda timeline: timeline.makespan)
     return settled[len(settled) // 2]
 
 
 def _conclude(
-    report: Report, traces: list[Timeline], losses: tuple[float, float, int], written: str, crowded: str
+    report: Report, traces: Sequence[Timeline], losses: tuple[float, float, int], written: str, crowded: str
 ) -> None:
     """The end of the run on the terminal: losses, bubble, a sample, where the files are."""
     before, after, count = losses
     measured = typical(traces)
     prediction = simulated(measured)
-    report.draw(measured)
+    report.draw(measured, traces)
     ranks = measured.schedule.ranks
     report.say(f"\nheld-out loss: {after:.4f} nats a byte (before training {before:.4f}; {count:,} bytes)")
     report.say(
         f"bubble rate, Σ idle / (p · makespan): measured {measured.bubble_rate:.4f}, simulated with the measured stage "
         f"costs {prediction.bubble_rate:.4f}"
-        + (f" ({crowded}: they take turns, so idle ranks wait for cores too)" if crowded else "")
+        + (f" ({crowded}: CPU cores are oversubscribed, so idle time includes waiting for a core)" if crowded else "")
     )
     report.say(f"step: measured {measured.makespan:.3f} s, simulated {prediction.makespan:.3f} s")
     report.record(
@@ -243,6 +435,4 @@ def _conclude(
     )
     report.record("sample", text=written)
     report.say("sample:\n" + "\n".join(f"  | {line}" for line in written.split("\n")))
-    report.say(f"log:    {report.folder.log}")
-    report.say(f"trace:  {report.folder.trace}  (open it in ui.perfetto.dev)")
-    report.say(f"svg:    {report.folder.svg}  (measured above simulated)")
+    report.say_files()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from pipeloom.parallel.buckets import Slot
 from pipeloom.parallel.data import GradientSync
 from pipeloom.parallel.zero import FlatParameters
 
@@ -39,6 +40,11 @@ class Piece:
         return tensor.reshape(-1)[self.at : self.at + self.stop - self.start]
 
 
+Replaced = dict[
+    nn.Parameter, list[tuple[nn.Parameter, slice]]
+]  # master -> those that took its place, and its elements in them
+
+
 class Masters(Protocol):
     """What is stepped, and how its gradients come and its values go."""
 
@@ -54,8 +60,19 @@ class Masters(Protocol):
     def undecayed(self) -> Sequence[nn.Parameter]:
         """Those without."""
 
-    def arrange(self) -> None:
-        """Puts the reduced gradients into the masters' `.grad`."""
+    def arrange(self) -> Replaced:
+        """Puts the reduced gradients into the masters' `.grad`; returns what took the place of a master.
+
+        A gradient that no micro-batch made is None, so that the optimizer leaves its parameter alone. Where a master holds
+        other parameters too, it is replaced by one for each of them.
+        """
+
+    def separate(self, steps: Mapping[str, float]) -> Replaced:
+        """Gives parameters masters of their own where those of one master have made different numbers of steps.
+
+        Args:
+            steps: name -> steps, of every trained parameter here.
+        """
 
     def publish(self) -> None:
         """Makes the parameters, here and on the ranks that share them, what the masters are now."""
@@ -80,8 +97,11 @@ class Parameters:
         self.decayed = [p for p in self._parameters if p.ndim >= 2]
         self.undecayed = [p for p in self._parameters if p.ndim < 2]
 
-    def arrange(self) -> None:
-        pass
+    def arrange(self) -> Replaced:
+        return {}
+
+    def separate(self, steps: Mapping[str, float]) -> Replaced:
+        return {}
 
     def publish(self) -> None:
         pass
@@ -107,25 +127,63 @@ class Buckets:
 
     def __init__(self, sync: GradientSync) -> None:
         self._sync = sync
+        sync.changed.append(self.read)
         self._flats = [FlatParameters(bucket, sync.sharded) for bucket in sync.buckets]
+        self._decays: dict[nn.Parameter, bool] = {}
         self._masters: list[tuple[FlatParameters, slice, nn.Parameter]] = []
-        self.decayed: list[nn.Parameter] = []
-        self.undecayed: list[nn.Parameter] = []
-        self.pieces: list[Piece] = []
         for flat in self._flats:
             for decays, run, master in flat.masters():
-                (self.decayed if decays else self.undecayed).append(master)
+                self._decays[master] = decays
                 self._masters.append((flat, run, master))
-                for slot in flat.bucket.slots:
-                    first, last = max(slot.start, run.start), min(slot.stop, run.stop)
-                    if first < last:
-                        begin, end = first - slot.start, last - slot.start
-                        shape = slot.held.parameter.shape
-                        self.pieces.append(Piece(slot.held.name, shape, begin, end, master, first - run.start))
 
-    def arrange(self) -> None:
+    @property
+    def decayed(self) -> list[nn.Parameter]:
+        return [master for master, decays in self._decays.items() if decays]
+
+    @property
+    def undecayed(self) -> list[nn.Parameter]:
+        return [master for master, decays in self._decays.items() if not decays]
+
+    @property
+    def pieces(self) -> list[Piece]:
+        found = []
         for flat, run, master in self._masters:
-            master.grad = flat.gradient(run)
+            for slot, first, last in _inside(flat, run):
+                begin, end = first - slot.start, last - slot.start
+                found.append(Piece(slot.held.name, slot.held.parameter.shape, begin, end, master, first - run.start))
+        return found
+
+    def arrange(self) -> Replaced:
+        replaced: Replaced = {}
+        if self._sync.absent:
+            replaced = self._part(lambda slot: slot.held.parameter in self._sync.absent)
+        for flat, run, master in self._masters:
+            absent = self._sync.absent and any(
+                slot.held.parameter in self._sync.absent for slot, *_ in _inside(flat, run)
+            )
+            master.grad = None if absent else flat.gradient(run)
+        return replaced
+
+    def separate(self, steps: Mapping[str, float]) -> Replaced:
+        return self._part(lambda slot: steps[slot.held.name])
+
+    def _part(self, trait: Callable[[Slot], object]) -> Replaced:
+        """Gives each parameter a master of its own where the parameters of one master differ in a trait."""
+        replaced: Replaced = {}
+        masters, self._masters = self._masters, []
+        for flat, run, master in masters:
+            inside = _inside(flat, run)
+            if len({trait(slot) for slot, *_ in inside}) < 2:
+                self._masters.append((flat, run, master))
+                continue
+            decays, replaced[master] = self._decays.pop(master), []
+            for _, first, last in inside:
+                elements = slice(first - run.start, last - run.start)
+                own = nn.Parameter(master.detach()[elements])  # the same memory
+                self._decays[own] = decays
+                self._masters.append((flat, slice(first, last), own))
+                replaced[master].append((own, elements))
+        return replaced
 
     def publish(self) -> None:
         for flat, run, master in self._masters:
@@ -143,14 +201,21 @@ class Buckets:
     def hold(self) -> Callable[[], None]:
         # the next step writes to the same buffers, so this takes a copy
         copies = [bucket.part.clone() for bucket in self._sync.buckets]
+        absent = set(self._sync.absent)
 
         def put_back() -> None:
             for bucket, copy in zip(self._sync.buckets, copies, strict=True):
                 bucket.part.copy_(copy)
-            self._sync.put_back()
+            self._sync.put_back(absent)
 
         return put_back
 
     def changing(self) -> list[Tensor]:
         narrow = [master.detach() for flat, _, master in self._masters if master.dtype != flat.flat.dtype]
         return [*(flat.flat for flat in self._flats), *narrow]
+
+
+def _inside(flat: FlatParameters, run: slice) -> list[tuple[Slot, int, int]]:
+    """The parameters with elements in `run`: (slot, first element, the one after the last), counted in the buffer."""
+    found = [(slot, max(slot.start, run.start), min(slot.stop, run.stop)) for slot in flat.bucket.slots]
+    return [(slot, first, last) for slot, first, last in found if first < last]

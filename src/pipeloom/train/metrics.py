@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import sys
 from dataclasses import asdict, dataclass
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from pipeloom.config import Config, training_flops
+from pipeloom.cores import usable_cores
 from pipeloom.schedule import Timeline, simulate
 
 # dense bf16 operations a second, from the makers' data sheets
@@ -102,10 +102,7 @@ def model_flops_utilization(config: Config, seconds: float, device: torch.device
 
 def shared_cores(ranks: int, device: torch.device) -> str:
     """`"4 ranks on 2 cores"` where ranks share cores and take turns, which their times show; else `""`."""
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:
-        cores = os.cpu_count() or 1
+    cores = usable_cores()
     if device.type != "cpu" or ranks <= cores:
         return ""
     return f"{ranks} ranks on {cores} core{'s' * (cores > 1)}"

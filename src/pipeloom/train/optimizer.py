@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from pipeloom.config.sections import OptimizerSection
 from pipeloom.errors import CheckpointError
 from pipeloom.parallel.data import GradientSync
-from pipeloom.train.masters import Buckets, Counts, Masters, Parameters
+from pipeloom.parallel.grad_norm import clip, exact_sum, squares
+from pipeloom.train.masters import Buckets, Counts, Masters, Parameters, Replaced
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -43,7 +44,8 @@ class Optimizer:
         self._parameters = [parameter for _, parameter in named]
         self._sync = sync
         self.clip_norm = options.clip_norm
-        self._counted = [piece for piece in self.masters.pieces if counts(piece.name)]
+        self._counts = counts
+        self._pieces = list(self.masters.pieces)
         groups = [
             {"params": list(self.masters.decayed), "weight_decay": options.weight_decay},
             {"params": list(self.masters.undecayed), "weight_decay": 0.0},
@@ -53,10 +55,20 @@ class Optimizer:
             torch.optim.AdamW(filled, lr=options.lr, betas=options.betas, eps=1e-8, fused=True) if filled else None
         )
 
+    @property
+    def counted(self) -> int:
+        """The most squares that `squares` returns."""
+        return sum(self._counts(piece.name) for piece in self._pieces)
+
+    def squares(self) -> list[float]:
+        """The sum of the squares of each gradient that this process counts; call it after the pipeline's step."""
+        self._arrange()
+        counted = [piece for piece in self._pieces if self._counts(piece.name)]
+        return squares([piece.of(piece.master.grad) for piece in counted if piece.master.grad is not None])
+
     def square_norm(self) -> float:
-        """The sum of the squares of the gradients that this process counts; call it after the pipeline's step."""
-        self.masters.arrange()
-        return square_norm([p.of(p.master.grad) for p in self._counted if p.master.grad is not None])
+        """The sum of `squares`."""
+        return exact_sum(self.squares())
 
     def step(self, norm: float | None, rate: float) -> None:
         """Clips, steps or skips, and drops the gradients.
@@ -65,14 +77,15 @@ class Optimizer:
             norm: the global gradient norm; a step whose norm is not finite is skipped; None: neither clips nor skips.
             rate: the learning rate.
         """
-        self.masters.arrange()
-        if self.adam is not None and (norm is None or math.isfinite(norm)):
-            if norm is not None:
-                clip([master.grad for master in self._all if master.grad is not None], norm, self.clip_norm)
-            for group in self.adam.param_groups:
-                group["lr"] = rate
-            self.adam.step()
-            self.masters.publish()
+        self._arrange()
+        if norm is None or math.isfinite(norm):
+            if self.adam is not None:
+                if norm is not None and self.clip_norm > 0:
+                    clip([master.grad for master in self._all if master.grad is not None], norm, self.clip_norm)
+                for group in self.adam.param_groups:
+                    group["lr"] = rate
+                self.adam.step()
+            self.masters.publish()  # collective: a rank whose slices hold no parameter has nothing to step, and takes part
         self.zero_grad()
 
     def zero_grad(self) -> None:
@@ -121,7 +134,7 @@ class Optimizer:
     def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Takes over a state; of each parameter it must hold the elements that are stepped here, and may hold more.
 
-        Raises CheckpointError for elements that are missing.
+        A parameter with `step` 0 has no moments: it had no gradient yet. Raises CheckpointError for elements that are missing.
         """
         for piece in self.masters.pieces:
             state = states.get(piece.name)
@@ -129,6 +142,11 @@ class Optimizer:
                 raise CheckpointError(
                     f"the optimizer's state of {piece.name!r} does not hold its elements {piece.start} to {piece.stop}"
                 )
+        if self.adam is not None:
+            self.adam.state.clear()
+        self._adopt(self.masters.separate({piece.name: states[piece.name]["step"] for piece in self.masters.pieces}))
+        for piece in self.masters.pieces:
+            state = states[piece.name]
             own = slice(piece.start - state["start"], piece.stop - state["start"])
             piece.of(piece.master).copy_(state["master"][own])
             if self.adam is None or not state["step"]:
@@ -142,53 +160,24 @@ class Optimizer:
                 piece.of(mine[key]).copy_(state[key][own])
         self.masters.publish()
 
+    def _arrange(self) -> None:
+        """Gradients into the masters; state and places among the groups for those that took the place of others."""
+        self._adopt(self.masters.arrange())
+
+    def _adopt(self, replaced: Replaced) -> None:
+        if not replaced or self.adam is None:
+            return
+        for group in self.adam.param_groups:
+            group["params"] = [new for old in group["params"] for new, _ in replaced.get(old, [(old, None)])]
+        for old, parts in replaced.items():
+            state = self.adam.state.pop(old, None)
+            for new, elements in parts if state else ():
+                self.adam.state[new] = {
+                    "step": state["step"].clone(),
+                    **{key: state[key][elements] for key in _MOMENTS},
+                }
+        self._pieces = list(self.masters.pieces)
+
     @property
     def _all(self) -> list[nn.Parameter]:
         return [*self.masters.decayed, *self.masters.undecayed]
-
-
-def merge_states(states: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """One state from those of ranks that stepped slices of the same parameters: `load_state_dict` takes any part of it.
-
-    Raises CheckpointError when slices leave a gap.
-    """
-    pieces: dict[str, list[Mapping[str, Any]]] = {}
-    for state in states:
-        for name, piece in state.items():
-            pieces.setdefault(name, []).append(piece)
-    merged: dict[str, dict[str, Any]] = {}
-    for name, parts in pieces.items():
-        parts.sort(key=lambda part: part["start"])
-        distinct = [part for at, part in enumerate(parts) if at == 0 or part["start"] != parts[at - 1]["start"]]
-        for before, after in zip(distinct, distinct[1:], strict=False):
-            if before["stop"] != after["start"]:
-                raise CheckpointError(f"the optimizer's state of {name!r} has a gap at element {before['stop']}")
-        merged[name] = {
-            **distinct[0],
-            "stop": distinct[-1]["stop"],
-            **{key: torch.cat([part[key] for part in distinct]) for key in ("master", *_MOMENTS) if key in distinct[0]},
-        }
-    return merged
-
-
-def square_norm(gradients: Sequence[Tensor]) -> float:
-    """The sum of the squares of all elements, summed over tensors in fp64."""
-    if not gradients:
-        return 0.0
-    wide = max((gradient.dtype for gradient in gradients), key=lambda dtype: dtype.itemsize)
-    norms = torch._foreach_norm(list(gradients), 2, dtype=wide if wide.itemsize > 4 else torch.float32)
-    return float(torch.stack(norms).double().square().sum())
-
-
-def global_norm(squares: Sequence[float]) -> float:
-    """The norm over all ranks from each rank's `square_norm`, in rank order: added in that order, so that all get the same."""
-    total = 0.0
-    for square in squares:
-        total += square
-    return math.sqrt(total)
-
-
-def clip(gradients: Sequence[Tensor], norm: float, most: float) -> None:
-    """Scales the gradients by most / norm where the global `norm` is above `most`; `most` 0 never clips."""
-    if gradients and most > 0 and norm > most:
-        torch._foreach_mul_(list(gradients), most / norm)

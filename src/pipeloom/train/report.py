@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pipeloom import draw
 from pipeloom.config import Config, to_toml
-from pipeloom.errors import ConfigError
-from pipeloom.schedule import Timeline
+from pipeloom.errors import ConfigError, printable
+from pipeloom.schedule import Timeline, timeline_form
+from pipeloom.train.checkpoint.resume import RUN_FILE
+from pipeloom.train.failures import EXIT_FILE
 from pipeloom.train.metrics import StepMetrics, simulated
 
 
@@ -38,31 +43,69 @@ class RunFolder:
     def svg(self) -> Path:
         return self.root / "timeline.svg"
 
+    @property
+    def page(self) -> Path:
+        return self.root / "timeline.html"
+
+    @property
+    def timelines(self) -> Path:
+        return self.root / "timelines.json"
+
 
 def make_folder(config: Config) -> RunFolder:
-    """A fresh folder in `log.dir`, called after the time and the schedule; raises ConfigError where it cannot be."""
+    """A fresh folder in `log.dir`, of mode 0700, called after the time and the schedule; ConfigError where it cannot be."""
     name = re.sub(r"[^\w.-]+", "-", config.schedule.name).strip("-.")
     stem = Path(config.log.dir).expanduser() / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
     for number in range(1, 1000):
         root = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
         try:
-            root.mkdir(parents=True)
+            root.mkdir(0o700, parents=True)
         except FileExistsError:
             continue
         except OSError as error:
             raise ConfigError(f'log.dir = "{config.log.dir}": cannot make a folder there: {error.strerror}') from None
-        (root / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        try:
+            (root / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f'log.dir = "{config.log.dir}": cannot write into {root}: {error.strerror}') from None
         return RunFolder(root)
     raise ConfigError(f'log.dir = "{config.log.dir}": {stem} and 998 more exist already')
 
 
-class Report:
-    """The terminal and the folder of a run, for rank 0; use it in a `with` block."""
+def reopen(root: Path, config: Config) -> RunFolder:
+    """The folder of a run that goes on; what said how it ended is gone. Raises ConfigError where it cannot be written."""
+    try:
+        (root / EXIT_FILE).unlink(missing_ok=True)
+        (root / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write into {root}: {error.strerror}") from None
+    return RunFolder(root)
 
-    def __init__(self, config: Config) -> None:
-        self.folder = make_folder(config)
+
+class Report:
+    """The terminal and the folder of a run, for rank 0; use it in a `with` block.
+
+    Training goes on when a file cannot be written, because the disc is full or somebody has deleted the folder: one line says
+    so, once for each file, and the terminal has the figures.
+    """
+
+    def __init__(self, config: Config, folder: Path | None = None, facts: Mapping[str, Any] | None = None) -> None:
+        """Args: folder: of a run to go on in; None: a new one. facts: for `run.json` of a new one."""
+        self.folder = make_folder(config) if folder is None else reopen(folder, config)
+        if folder is None and facts is not None:
+            with contextlib.suppress(OSError):
+                text = json.dumps({**facts, "started": time.time()})
+                (self.folder.root / RUN_FILE).write_text(text, encoding="utf-8")
         self._steps = config.train.steps
-        self._log: IO[str] = self.folder.log.open("w", encoding="utf-8")
+        self._html = config.log.html
+        try:
+            self._log = os.open(self.folder.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise ConfigError(
+                f'log.dir = "{config.log.dir}": cannot write {self.folder.log}: {error.strerror}'
+            ) from None
+        self._torn = False  # whether the last line was written in part
+        self._unwritten: set[Path] = set()
         self._console = Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
         self._progress: Progress | None = None
         if self._console.is_terminal:
@@ -75,16 +118,28 @@ class Report:
 
     def __exit__(self, *_: object) -> None:
         self.end_progress()
-        self._log.close()
+        os.close(self._log)
 
     def say(self, text: str) -> None:
-        self._console.print(text)
+        self._console.print(printable(text))
         self._console.file.flush()
 
     def record(self, event: str, **figures: Any) -> None:
         """One line of the log: floats in full, so that equal runs have equal lines."""
-        self._log.write(json.dumps({"event": event, **figures}) + "\n")
-        self._log.flush()
+        line = json.dumps({"event": event, **figures}) + "\n"
+        data = ("\n" * self._torn + line).encode()
+        try:
+            written = os.write(self._log, data)  # without a buffer, which would grow while the disc is full
+        except OSError as error:
+            self._cannot_write(self.folder.log, error)
+            return
+        if written:
+            self._torn = written < len(data)
+
+    def _cannot_write(self, path: Path, error: OSError) -> None:
+        if path not in self._unwritten:
+            self._unwritten.add(path)
+            self.say(f"cannot write {path}: {error.strerror or error}; training goes on without it")
 
     def step(self, metrics: StepMetrics) -> None:
         self.say(metrics.line(self._steps))
@@ -105,7 +160,35 @@ class Report:
             self._progress.stop()
             self._progress = None
 
-    def draw(self, measured: Timeline) -> None:
-        """Writes the trace of a measured step, and its drawing with the simulated one below it."""
-        self.folder.trace.write_text(json.dumps(draw.trace(measured)), encoding="utf-8")
-        self.folder.svg.write_text(draw.svg([measured, simulated(measured)]), encoding="utf-8")
+    def draw(self, measured: Timeline, steps: Sequence[Timeline]) -> None:
+        """Write the traced `steps`, and of the `measured` one its trace and its drawings, with the simulated one below it."""
+        both = [measured, simulated(measured)]
+        page = Path(self._html).expanduser() if self._html else self.folder.page
+        texts: tuple[tuple[Path, Callable[[], str]], ...] = (
+            (self.folder.trace, lambda: json.dumps(draw.trace(measured))),
+            (self.folder.timelines, lambda: json.dumps(timeline_form.to_dict(steps))),
+            (self.folder.svg, lambda: draw.svg(both)),
+            (page, lambda: draw.html(both, f"{self.folder.root.name}: measured and simulated")),
+        )
+        for path, text in texts:
+            try:
+                path.write_text(text(), encoding="utf-8")
+            except OSError as error:
+                with contextlib.suppress(OSError):
+                    path.unlink()  # half a drawing opens as nothing
+                self._cannot_write(path, error)
+
+    def say_files(self) -> None:
+        """Say where the files are, and which of them are gone or not whole."""
+        page = Path(self._html).expanduser() if self._html else self.folder.page
+        for words, path, note in (
+            ("log:    ", self.folder.log, ""),
+            ("trace:  ", self.folder.trace, "  (open it in ui.perfetto.dev)"),
+            ("svg:    ", self.folder.svg, "  (measured above simulated)"),
+            ("page:   ", page, "  (the same, to look closer)"),
+        ):
+            if not path.exists():
+                note = "  (not written)" if path in self._unwritten and path.parent.exists() else "  (gone)"
+            elif path in self._unwritten:
+                note = "  (incomplete)"
+            self.say(f"{words}{path}{note}")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.models import names
-from pipeloom.models.weights import stable_seed
+from pipeloom.models.init import stable_seed
 from pipeloom.parallel.tensor import TensorParallel
 from pipeloom.parallel.vocabulary import whole_logits
 from pipeloom.runtime import Pipeline

@@ -17,10 +17,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeloom.runtime import Pipeline
-from pipeloom.runtime.losses import PendingLoss
+from pipeloom.runtime.loss import PendingLoss
 from pipeloom.train.copies import OptimizerCopy, Surroundings
-from pipeloom.train.exchange import Exchange
-from pipeloom.train.optimizer import Optimizer, global_norm
+from pipeloom.train.gather_numbers import Exchange
+from pipeloom.train.norm import NormRow, norm_of, own_square
+from pipeloom.train.optimizer import Optimizer
+from pipeloom.train.requests import together
+
+_FLAGS = 2  # in front of a row: whether the rank speculates, and what it was asked for
 
 
 @dataclass(frozen=True)
@@ -31,15 +35,17 @@ class Outcome:
         loss: nats, the mean over the batch's targets.
         norm: the global gradient norm before clipping; not finite: the step was skipped.
         rate: the learning rate.
-        stop: whether any rank was told to stop.
+        flags: what any rank was asked for, as bits of `train.requests`.
         rolled_back: whether any rank had to take its step back.
+        bad: "nan" for a norm that is not finite, "spike" for one far above the last ones; "": neither.
     """
 
     loss: float
     norm: float
     rate: float
-    stop: bool
+    flags: int = 0
     rolled_back: bool = False
+    bad: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,14 +77,15 @@ class SpeculativeOptimizer:
         self._calm = False
         self._before_step = OptimizerCopy()
         self._before_forward = Surroundings(pipeline)
+        self._row = NormRow(pipeline, optimizer)
 
-    def step(self, inputs: Any, targets: Any, rate: float, stop: bool = False) -> Outcome | None:
+    def step(self, inputs: Any, targets: Any, rate: float, flags: int = 0) -> Outcome | None:
         """Forward, backward and optimizer step; returns the step before this one, which is final now (None at first).
 
         Args:
             inputs, targets: the batch, as for `Pipeline.step`.
             rate: the learning rate.
-            stop: whether this rank was told to stop: every rank's outcome of this step says so.
+            flags: what this rank was asked for: every rank's outcome of this step says so.
         """
         self._before_forward.take()
         loss = self._pipeline.forward_backward(inputs, targets)
@@ -88,18 +95,19 @@ class SpeculativeOptimizer:
             self._before_forward.restore()
             self._pipeline.next_step -= 1  # the same step again: what is drawn in it is the same
             loss = self._pipeline.forward_backward(inputs, targets)
-        self._advance(loss, rate, stop)
+        self._advance(loss, rate, flags)
         return before
 
     def settle(self) -> Outcome | None:
         """Confirms the last step; call it before weights are used for anything but the next step. None: nothing to confirm."""
         return self._confirm()[0]
 
-    def _advance(self, loss: PendingLoss, rate: float, stop: bool) -> None:
+    def _advance(self, loss: PendingLoss, rate: float, flags: int) -> None:
         """Steps now if this rank sees no reason to wait, else when everyone's numbers are here."""
-        own = self._optimizer.square_norm()
-        speculate = self._calm and self._harmless(math.sqrt(own))
-        exchange = Exchange(self._pipeline, (own, float(speculate), float(stop)))
+        row = self._row.make(0.0, float(flags))
+        speculate = self._calm and self._harmless(math.sqrt(own_square(row, _FLAGS)))
+        row[0] = float(speculate)
+        exchange = Exchange(self._pipeline, row)
         bring_back = None
         if speculate:
             self.speculations += 1
@@ -121,7 +129,7 @@ class SpeculativeOptimizer:
         norm = _norm(step.exchange)
         self._calm = self._harmless(norm)
         rows = step.exchange.wait()
-        wrong = not self._calm and any(row[1] for row in rows)
+        wrong = not self._calm and any(row[0] for row in rows)
         if wrong:
             self.rollbacks += 1
             self._pipeline.zero_grad()
@@ -130,8 +138,8 @@ class SpeculativeOptimizer:
                 step.bring_back()
                 self._optimizer.step(norm, step.rate)
         step.exchange.finish()
-        stop = any(row[2] for row in rows)
-        return Outcome(step.loss.wait().item(), norm, step.rate, stop, wrong), wrong
+        flags = together(row[1] for row in rows)
+        return Outcome(step.loss.wait().item(), norm, step.rate, flags, wrong), wrong
 
     def _harmless(self, norm: float) -> bool:
         """Whether a norm asks for neither clipping nor skipping."""
@@ -140,4 +148,4 @@ class SpeculativeOptimizer:
 
 
 def _norm(exchange: Exchange) -> float:
-    return global_norm([row[0] for row in exchange.wait()])
+    return norm_of(exchange.wait(), _FLAGS)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,16 +14,33 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeloom.config import Layout
-from pipeloom.config.mesh import MeshShape
+from pipeloom.mesh_shape import MeshShape, Place
 from pipeloom.models import cross_entropy, layers, tied
-from pipeloom.models.weights import stable_seed
-from pipeloom.ops.deferred import Desk, defer_weight_gradients
+from pipeloom.models.init import stable_seed
+from pipeloom.ops.deferred import WeightGradContext, defer_weight_gradients
 from pipeloom.ops.microbatch import KEYWORD, MicrobatchContext
+from pipeloom.parallel.exchange import gather_tree
 from pipeloom.parallel.mesh import Mesh
-from pipeloom.train.batches import Batch
+from pipeloom.parallel.sharding import from_plain, to_plain
+from pipeloom.runtime import LocalPipeline
+from pipeloom.runtime.batch import (
+    IGNORE_INDEX,
+    Weighing,
+    Weight,
+    as_inputs,
+    batch_rows,
+    count_targets,
+    split_batch,
+    split_sizes,
+)
+from pipeloom.runtime.health.watchdog import Watchdog
+from pipeloom.runtime.stage_modules import LayerSource, layer_name
+from pipeloom.schedule.model import Schedule
+from pipeloom.train.agreement import require_agreement
 from pipeloom.train.build import build_pipeline
-from pipeloom.train.joined import Holding, whole
-from pipeloom.train.searched import estimated
+from pipeloom.train.data import Batch
+from pipeloom.train.rank_tensors import RankTensors, whole
+from pipeloom.train.schedule_search import estimated
 
 if TYPE_CHECKING:
     from pipeloom.train.worker import WorkerContext
@@ -34,7 +53,7 @@ class Result:
     """How far a layout is from one process.
 
     Attributes:
-        loss_error: |a - b| / |b|, b that of one process.
+        loss_error: |a - b| / |b|, b that of one process; infinite for a loss that is not a number.
         errors: global parameter name -> max |a - b| / max |b|; infinite for a gradient that one of the two has not.
         passed: whether all of these are within the tolerance.
     """
@@ -61,6 +80,7 @@ def run(layouts: Sequence[Layout], context: WorkerContext, tolerance: float) -> 
     Yields:
         for each layout its result on rank 0, None on the others.
     """
+    require_agreement(layouts, context)
     meshes: dict[MeshShape, Mesh | None] = {}
     references: dict[tuple[object, ...], Step] = {}
     for asked in layouts:
@@ -70,69 +90,135 @@ def run(layouts: Sequence[Layout], context: WorkerContext, tolerance: float) -> 
             meshes[layout.mesh] = Mesh.of(layout.mesh, range(layout.mesh.world))
         mesh = meshes[layout.mesh]
         if mesh is not None:
-            found = pipeline_step(layout, context.device, mesh)
+            context.close_to_strangers()
+            found = pipeline_step(layout, context.device, mesh, context.watchdog)
             if context.rank == 0:
                 key = _what_one_process_sees(layout)
                 if key not in references:
                     references[key] = serial_step(layout, context.device)
-                result = compare(found, references[key], tied(layout.config.model), tolerance)
+                result = compare(found, references[key], tied(layout.config.model.shape()), tolerance)
         if context.world_size > 1:
-            dist.barrier()
+            with context.waiting("the other workers to finish with a layout", "evaluation"):
+                dist.barrier()
         yield result
 
 
+def verify_layers(
+    layers: Sequence[LayerSource],
+    schedule: Schedule,
+    loss: Callable[[Any, Any], Tensor],
+    inputs: Any,
+    targets: Any,
+    *,
+    tied: Sequence[Sequence[str]] = (),
+    weight: Weight | None = None,
+    tolerance: float = 1e-5,
+    **keywords: Any,
+) -> Result:
+    """Compare one step of one's own model under a schedule with the layers called one after the other in plain torch.
+
+    All ranks are in this process. Arguments are those of `Pipeline` and its `step`. Layers that draw random numbers, such as
+    dropout of torch's own, differ by them: set them to 0.
+
+    Raises UsageError and ConfigError as a pipeline does.
+    """
+    plain = [copy.deepcopy(layer) if isinstance(layer, nn.Module) else layer() for layer in layers]
+    names = [layer_name(layer, at) for at, layer in enumerate(layers)]
+    pipeline = LocalPipeline(layers, schedule, loss=loss, tied=tied, weight=weight)
+    modules = dict(zip(names, plain, strict=True))
+    for group in tied:
+        _share(modules, group)
+    own = {f"{name}.{inner}": p for name, module in modules.items() for inner, p in module.named_parameters()}
+    buffers = {f"{name}.{inner}": b for name, module in modules.items() for inner, b in module.named_buffers()}
+    with torch.no_grad():
+        for name, parameter in pipeline.named_parameters():
+            own[name].copy_(parameter)
+        for name, module in pipeline.modules.items():
+            for inner, buffer in module.named_buffers():
+                buffers[f"{name}.{inner}"].copy_(buffer)
+    sizes = split_sizes(batch_rows(as_inputs(inputs)), schedule.microbatches)
+    parts = split_batch(inputs, targets, keywords, sizes, Weighing(weight))
+    total = 0.0
+    for values, target, given, share in zip(parts.inputs, parts.targets, parts.keywords, parts.shares, strict=True):
+        x: Any = values
+        for module in plain:
+            takes = signature(module.forward).parameters
+            named = {key: value for key, value in given.items() if key in takes}
+            x = module(*x, **named) if isinstance(x, tuple) else module(x, **named)
+        if share:
+            value = loss(x, target) * share
+            value.backward()  # type: ignore[no-untyped-call]
+            total += value.item()
+    found = pipeline.step(inputs, targets, **keywords).item()
+    step = Step(found, {name: p.grad for name, p in pipeline.named_parameters()})
+    return compare([step], Step(total, {name: own[name].grad for name in own}), tied, tolerance)
+
+
 def make_batch(layout: Layout) -> Batch:
-    """Random tokens and random targets for all replicas, the same in every process."""
+    """Random tokens and random targets for all replicas, the same in every process; one target in eight is ignored."""
     config = layout.config
     rows, vocabulary = sum(layout.microbatch_sizes) * layout.mesh.dp, config.model.vocab_size
     generator = torch.Generator().manual_seed(stable_seed("verify", config.train.seed))
-    both = torch.randint(0, vocabulary, (2, rows, config.train.seq_len), generator=generator)
-    return Batch(both[0], both[1])
+    tokens, targets = torch.randint(0, vocabulary, (2, rows, config.train.seq_len), generator=generator)
+    ignored = torch.randint(0, 8, targets.shape, generator=generator) == 0
+    ignored[0, 0] = False  # at least one counts
+    return Batch(tokens, targets.masked_fill(ignored, IGNORE_INDEX))
 
 
-def pipeline_step(layout: Layout, device: torch.device, mesh: Mesh) -> list[Step]:
+def pipeline_step(layout: Layout, device: torch.device, mesh: Mesh, watchdog: Watchdog | None = None) -> list[Step]:
     """One step through the pipelines; every rank of `mesh` calls it.
 
     Returns:
         each rank's outcome on rank 0, [] on the others; of a parameter in parts, the rank with the first part has it all.
     """
     batch = make_batch(layout).part(mesh.place.dp, layout.mesh.dp)
-    pipeline = build_pipeline(_unsharded(layout), device, mesh, _dtype(layout))
+    pipeline = build_pipeline(layout, device, mesh, _dtype(layout), watchdog)
     loss = pipeline.step(batch.tokens.to(device), batch.targets.to(device)).item()
-    gradients = {name: None if p.grad is None else p.grad.cpu() for name, p in pipeline.named_parameters()}
-    mine = loss, Holding(mesh.place, gradients, pipeline.layouts)
-    everyone: list[Any] | None = [None] * mesh.everyone.size if mesh.everyone.index == 0 else None
-    if mesh.everyone.group is None:
-        everyone = [mine]
-    else:
-        dist.gather_object(mine, everyone, dst=mesh.everyone.ranks[0], group=mesh.everyone.group)
+    found = {name: p.grad for name, p in pipeline.named_parameters()}
+    if layout.config.optimizer.zero1 and pipeline.sync is not None:  # each replica has its slices only
+        with pipeline.waiting("the other replicas' slices of the gradients"):
+            found |= pipeline.sync.whole_gradients()
+    gradients = {name: None if gradient is None else gradient.cpu() for name, gradient in found.items()}
+    layouts = {name: to_plain(pipeline.layouts[name]) for name in gradients}
+    mine = (loss, list(mesh.place), gradients, layouts)
+    group = mesh.everyone.group
+    with pipeline.waiting("the other ranks' gradients"):
+        everyone = [mine] if group is None else gather_tree(mine, group, mesh.everyone.ranks[0])
     pipeline.close()
     if everyone is None:
         return []
-    joined = whole([holding for _, holding in everyone])
-    return [Step(loss, gradients) for (loss, _), gradients in zip(everyone, joined, strict=True)]
+    joined = whole(
+        [
+            RankTensors(Place(*place), held, {name: from_plain(sharding) for name, sharding in layouts.items()})
+            for _, place, held, layouts in everyone
+        ]
+    )
+    return [Step(loss, gradients) for (loss, *_), gradients in zip(everyone, joined, strict=True)]
 
 
 def serial_step(layout: Layout, device: torch.device) -> Step:
     """The same step in one process: the whole model, one micro-batch after the other, replica after replica."""
     config = layout.config
-    built = [(layer.name, layer()) for layer in layers(config.model, config.train.seed, _dtype(layout), device)]
+    built = [(layer.name, layer()) for layer in layers(config.model.shape(), config.train.seed, _dtype(layout), device)]
     modules = [module for _, module in built]
-    desk = Desk()
+    grad_context = WeightGradContext()
     for module in modules:
-        defer_weight_gradients(module, desk)  # it multiplies as a pipeline's layers do
-    for names in tied(config.model):
+        defer_weight_gradients(module, grad_context)  # it multiplies as a pipeline's layers do
+    for names in tied(config.model.shape()):
         _share(dict(built), names)
     batch = make_batch(layout)
     sizes = list(layout.microbatch_sizes) * layout.mesh.dp
     parts = zip(torch.split(batch.tokens, sizes), torch.split(batch.targets, sizes), strict=True)
-    loss = 0.0
+    loss, total, first = 0.0, count_targets(batch.targets), 0
     for number, (tokens, targets) in enumerate(parts):
-        share = targets.numel() / batch.targets.numel()
-        context = MicrobatchContext(0, number, share)
+        share = count_targets(targets) / total
+        context = MicrobatchContext(0, number, share, first, len(tokens))
+        first += len(tokens)
         x = tokens.to(device)
         for module in modules:
             x = module(x, **({KEYWORD: context} if KEYWORD in signature(module.forward).parameters else {}))
+        if share == 0:  # a mean over no target is NaN
+            continue
         part = cross_entropy(x, targets.to(device), config.train.label_smoothing) * share
         part.backward()  # type: ignore[no-untyped-call]
         loss += part.item()
@@ -157,7 +243,8 @@ def compare(found: Sequence[Step], reference: Step, ties: Sequence[Sequence[str]
     for names in ties:  # a rank that holds several of a group's names lists the first one only
         if any(name in seen for name in names):
             errors = {name: error for name, error in errors.items() if name not in names or name in seen}
-    loss_error = max(abs(step.loss - reference.loss) / abs(reference.loss) for step in found)
+    differences = [abs(step.loss - reference.loss) / abs(reference.loss) for step in found]
+    loss_error = math.inf if any(map(math.isnan, differences)) else max(differences)  # max would pass over a NaN
     passed = all(error <= tolerance for error in (loss_error, *errors.values()))
     return Result(loss_error, errors, passed)
 
@@ -172,12 +259,6 @@ def relative_error(a: Tensor | None, b: Tensor | None) -> float:
     if size == 0:
         return 0.0 if difference == 0 else float("inf")
     return difference / size
-
-
-def _unsharded(layout: Layout) -> Layout:
-    """The layout with whole gradients on every replica: how the optimizer shares its state changes none of them."""
-    optimizer = layout.config.optimizer.model_copy(update={"zero1": False})
-    return replace(layout, config=layout.config.model_copy(update={"optimizer": optimizer}))
 
 
 def _dtype(layout: Layout) -> torch.dtype:

@@ -5,27 +5,45 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import re
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from pipeloom.config import Layout
-from pipeloom.errors import ConfigError, DistributedError, PipeloomError, Preempted
-from pipeloom.train.failures import FAILURES, death_notice, record_failure
+from pipeloom.cores import usable_cores
+from pipeloom.errors import (
+    ConfigError,
+    DistributedError,
+    Interrupted,
+    PipeloomError,
+    Preempted,
+    from_machine,
+    printable,
+    sentence,
+)
+from pipeloom.runtime.health.links import Link, inherited, meet, read_secret
+from pipeloom.runtime.health.report import lost_peer
+from pipeloom.runtime.health.status import Limits, Status
+from pipeloom.runtime.health.store import RunStore, within
+from pipeloom.runtime.health.watchdog import Failure, Watchdog
+from pipeloom.train.failures import FAILURES, STORE, first_to_say, record_failure, write_exit
+from pipeloom.train.listeners import allow_descriptors, refuse_connections
+from pipeloom.train.preflight import require_devices
+from pipeloom.train.requests import Requests
 
 if TYPE_CHECKING:
     import torch
     from torch._C._distributed_c10d import Store
 
 INTERRUPTED = 130
-_LOST = re.compile(r"[Cc]onnection (closed|reset)|gloo/transport|remote process exited|Timed out waiting")
+_MEET_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -38,7 +56,8 @@ class WorkerContext:
         local_rank: among the workers of this machine.
         device: where this worker computes.
         store: key-value store that all workers share.
-        stop: set by SIGTERM.
+        requests: what signals have asked for.
+        watchdog: of this worker; None where it is the only one.
     """
 
     rank: int
@@ -46,17 +65,45 @@ class WorkerContext:
     local_rank: int
     device: torch.device
     store: Store
-    stop: threading.Event = field(default_factory=threading.Event)
+    requests: Requests = field(default_factory=Requests)
+    watchdog: Watchdog | None = None
+
+    @contextlib.contextmanager
+    def waiting(self, what: str, phase: str) -> Iterator[None]:
+        """For a communication outside of steps: the watchdog sees that this worker waits for `what`, with that phase's limit."""
+        if self.watchdog is None:
+            yield
+            return
+        status = self.watchdog.status
+        with status.during(phase):
+            status.wait_between(what)
+            yield
+            status.leave()
+
+    def close_to_strangers(self) -> None:
+        """Closes gloo's listening sockets to everybody, once process groups have been made; with a launcher of ours."""
+        if STORE in os.environ:
+            refuse_connections()
 
     @property
     def stop_requested(self) -> bool:
         """Whether this worker was told to stop after the present step. Other workers may not know yet."""
-        return self.stop.is_set()
+        return self.requests.ends
+
+    @property
+    def flags(self) -> int:
+        """What this worker was asked for, as bits of `train.requests`."""
+        return self.requests.flags
 
 
 def is_worker() -> bool:
     """Whether somebody (torchrun, or `pipeloom train` itself) started this process as one of several workers."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launched_here() -> bool:
+    """Whether `pipeloom` itself started this worker, and not torchrun."""
+    return FAILURES in os.environ
 
 
 def world_size_given() -> int | None:
@@ -69,22 +116,59 @@ def world_size_given() -> int | None:
 def main(layout: Layout, body: Callable[[WorkerContext], None]) -> int:
     """Starts this worker, runs `body`, and returns the exit code: 0, that of a PipeloomError, 130, or 1 for a bug.
 
-    What went wrong is written to stderr; PipeloomErrors as their sentence, others with their traceback.
+    What went wrong is told to the other workers, and written to stderr; PipeloomErrors as their sentence, others with their
+    traceback.
     """
-    stop = _stop_on_sigterm()
+    requests = Requests()
+    requests.watch_save()
+    rank = int(os.environ.get("RANK", 0))
+    watching = _inherited_watchdog(layout)
     try:
-        context = start(layout, stop)
+        context = start(layout, requests, watching)
         body(context)
-        finish()
+        finish(context.watchdog)
+        _record_end(context.watchdog, 0, "")
         return 0
     except BaseException as error:
-        code, text = describe(error)
-        rank = int(os.environ.get("RANK", 0))
-        if code == Preempted.exit_code and rank != 0:
+        if isinstance(error, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one does not change how this worker ends
+        watchdog = watching[0] if watching else None
+        code, text, blames = _explain(error, watchdog, rank)
+        _record_end(watchdog, code, text, blames)
+        if isinstance(error, Preempted | Interrupted) and rank != 0:
             return code
-        record_failure(rank, code, text)
-        print(text, file=sys.stderr, flush=True)
+        record_failure(rank, code, text, blames)
+        if text and first_to_say(text):
+            print(printable(text), file=sys.stderr, flush=True)
         return code
+
+
+def _explain(error: BaseException, watchdog: Watchdog | None, rank: int) -> tuple[int, str, tuple[int, ...]]:
+    """(exit code, what to write to stderr, the ranks to blame) for the error that ended this worker; the others are told."""
+    code, text = describe(error)
+    if watchdog is None:
+        return code, text, (rank,)
+    if code == 0 or isinstance(error, Preempted | Interrupted):
+        watchdog.close()
+        return code, text, ()
+    if lost_peer(error):
+        cause = watchdog.cause(1.5)
+        code = DistributedError.exit_code
+        text = watchdog.status.signed(
+            text if cause is None else f"{text}; stopped, because {cause.shown_on(watchdog.output)}"
+        )
+        failure = cause or watchdog.failed(text)
+    else:
+        trace = text if code == 1 and "\n" in text else ""
+        what = text.splitlines()[-1] if trace else text or describe_end(code)
+        failure = watchdog.failed(f"rank {rank} failed: {what}", (rank,), trace)
+    blames = (rank,) if failure.origin == rank and not failure.blames else failure.blames
+    return code, text, blames if code == DistributedError.exit_code else (rank,)
+
+
+def describe_end(code: int) -> str:
+    """Words for a worker that ended itself without any."""
+    return f"it ended with exit code {code}"
 
 
 def leave(code: int) -> NoReturn:
@@ -96,43 +180,119 @@ def leave(code: int) -> NoReturn:
     sys.exit(0)
 
 
-def start(layout: Layout, stop: threading.Event | None = None) -> WorkerContext:
+def start(layout: Layout, requests: Requests | None = None, watching: list[Watchdog] | None = None) -> WorkerContext:
     """Joins the workers and prepares torch for `layout`: threads, device, seeds, determinism.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them. Raises
     ConfigError for a device that is not there, DistributedError when the workers cannot meet.
+
+    Args:
+        requests: takes note of signals.
+        watching: the watchdog that runs already; empty: gets the one that is started here, over the workers' store.
     """
     import torch
     import torch.distributed as dist
 
     faulthandler.enable()
     _die_with_parent()
+    requests = requests or Requests()
+    watching = [] if watching is None else watching
+    watchdog = watching[0] if watching else None
     train = layout.config.train
     rank, world = _number("RANK", 0), _number("WORLD_SIZE", 1)
     local_rank, local_world = _number("LOCAL_RANK", rank), _number("LOCAL_WORLD_SIZE", world)
-    torch.set_num_threads(max(1, _cores() // local_world))
+    torch.set_num_threads(max(1, usable_cores() // local_world))
     torch.manual_seed(train.seed)
     if train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     device = _device(train.device, local_rank, local_world)
-    timeout = timedelta(seconds=train.timeout)
-    store = _meet(rank, world, timeout)
+    if train.tune_cpu and device.type == "cpu":
+        from pipeloom.train.tuning import tune_process
+
+        tune_process()
+    seconds = min(train.seconds or _MEET_SECONDS, 1e6)
+    if watchdog is not None:
+        watchdog.status.wait_between("the other workers at start-up")
+        _obey_signals(requests, watchdog)
+    store = _meet(rank, world, timedelta(seconds=seconds))
+    if watchdog is None and world > 1:
+        watchdog = _meeting_watchdog(layout, store, rank, world, seconds)
+        watching.append(watchdog)
+        _obey_signals(requests, watchdog)
+    elif watchdog is None:
+        _obey_signals(requests, None)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+        # the watchdog ends a wait that is too long, and knows why: torch's own limit is a later one
+        later = timedelta(seconds=seconds + 600.0)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=later)
     except RuntimeError as error:
+        if watchdog is not None and lost_peer(error) and watchdog.cause(1.5) is not None:
+            raise
         raise DistributedError(f"rank {rank} could not join the other workers: {_first_line(error)}") from error
-    return WorkerContext(rank, world, local_rank, device, store, stop or threading.Event())
+    if watchdog is not None:
+        watchdog.status.leave()
+    context = WorkerContext(rank, world, local_rank, device, store, requests, watchdog)
+    context.close_to_strangers()
+    return context
 
 
-def finish() -> None:
+def _inherited_watchdog(layout: Layout) -> list[Watchdog]:
+    """This worker's watchdog over the sockets that the launcher made; none without our launcher."""
+    rank, world = _number("RANK", 0), _number("WORLD_SIZE", 1)
+    links = inherited(rank)
+    return [] if links is None else [_watch(links, layout, rank, world)]
+
+
+def _meeting_watchdog(layout: Layout, store: Store, rank: int, world: int, seconds: float) -> Watchdog:
+    """The same where somebody else started the workers."""
+    secret = read_secret()
+    if secret is None and rank == 0:
+        print(
+            "no PIPELOOM_SECRET: whoever reaches the store of this run can pose as one of its ranks (docs/security.md)",
+            flush=True,
+        )
+    patience = min(seconds, _MEET_SECONDS)
+    own = RunStore(store, secret or b"", patience)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    links = meet(own, f"pipeloom/workers {attempt}", rank, world, secret or b"", patience)
+    return _watch(links, layout, rank, world)
+
+
+def _watch(links: Sequence[Link], layout: Layout, rank: int, world: int) -> Watchdog:
+    def record(failure: Failure, code: int, words: str) -> None:
+        record_failure(rank, code, words, failure.blames)
+        write_exit(watchdog.folder, code, failure.text, failure.blames)
+
+    watchdog = Watchdog(
+        links, Status(rank), world, Limits(layout.config.train.seconds), record, output=os.environ.get(FAILURES)
+    )
+    watchdog.start()
+    return watchdog
+
+
+def _record_end(watchdog: Watchdog | None, code: int, text: str, blames: Sequence[int] = ()) -> None:
+    """Writes exit.json, and leaves the other workers in peace."""
+    if watchdog is None:
+        return
+    if code or watchdog.number == 0:
+        write_exit(watchdog.folder, code, text, blames)
+    if not code:
+        watchdog.close()
+
+
+def finish(watchdog: Watchdog | None = None) -> None:
     """Leaves the process group, when all workers have come here; a peer that is gone already is no failure."""
     import torch.distributed as dist
 
     if dist.is_initialized():
+        if watchdog is not None:
+            watchdog.status.wait_between("the other workers at the end")
         with contextlib.suppress(RuntimeError):
             dist.barrier()
+        if watchdog is not None:
+            watchdog.close()
         dist.destroy_process_group()
 
 
@@ -141,23 +301,28 @@ def describe(error: BaseException) -> tuple[int, str]:
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, "interrupted"
     if isinstance(error, PipeloomError):
-        return error.exit_code, str(error)
+        return error.exit_code, sentence(str(error))
+    if (known := from_machine(error)) is not None:
+        return known
     if isinstance(error, SystemExit):
-        return (error.code if isinstance(error.code, int) else int(error.code is not None)), ""
-    if isinstance(error, RuntimeError) and _LOST.search(str(error)):
-        where = next(
-            frame for frame in reversed(traceback.extract_tb(error.__traceback__)) if "torch" not in frame.filename
-        )
-        reason = death_notice() or _first_line(error).rpartition("] ")[2].partition(". ")[0]
-        return DistributedError.exit_code, f"lost another worker in {where.name} (line {where.lineno}): {reason}"
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0, ""
+        return 1, str(error.code)
+    if lost_peer(error):
+        frames = traceback.extract_tb(error.__traceback__)
+        torch = str(Path(sys.modules["torch"].__file__ or "").parent) if "torch" in sys.modules else "torch"
+        ours = [frame for frame in frames if not frame.filename.startswith(torch)] or list(frames)
+        where = f" in {ours[-1].name} (line {ours[-1].lineno})" if ours else ""
+        reason = _first_line(error).rpartition("] ")[2].partition(". ")[0]
+        return DistributedError.exit_code, f"lost another worker{where}: {reason}"
     return 1, "".join(traceback.format_exception(error)).rstrip()
 
 
-def _stop_on_sigterm() -> threading.Event:
-    stop = threading.Event()
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
-    return stop
+def _obey_signals(requests: Requests, watchdog: Watchdog | None) -> None:
+    """From now on SIGTERM and SIGINT ask for a stop after the step; until torch is there they end the process."""
+    requests.watch_end()
+    if watchdog is not None and threading.current_thread() is threading.main_thread():
+        watchdog.guard_signals()
 
 
 def _die_with_parent() -> None:
@@ -177,46 +342,57 @@ def _die_with_parent() -> None:
 def _device(name: str, local_rank: int, local_world: int) -> torch.device:
     import torch
 
-    found = torch.cuda.device_count() if name != "cpu" and torch.cuda.is_available() else 0
-    if name == "cpu" or (name == "auto" and found < local_world):
+    if require_devices(name, local_world) < local_world:
         return torch.device("cpu")
-    if found < local_world:
-        there = f"{found} CUDA device{'s' * (found != 1)}" if found else "no CUDA device"
-        raise ConfigError(
-            f'train.device = "cuda": this machine has {there} for {local_world} worker{"s" * (local_world > 1)}; '
-            f'use "cpu"' + (f", or parallel.pp = {found}" if found else "")
-        )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
 
 
 def _meet(rank: int, world: int, timeout: timedelta) -> Store:
-    """The store at MASTER_ADDR and MASTER_PORT; rank 0 serves it, on the socket that our launcher opened."""
+    """The store of the workers: a file of our launcher's, or that at MASTER_ADDR and MASTER_PORT."""
     import torch.distributed as dist
-    from torch._C._distributed_c10d import TCPStore
+    from torch._C._distributed_c10d import FileStore, HashStore
     from torch.distributed.rendezvous import rendezvous
 
+    path = os.environ.get(STORE)
+    if path is not None:
+        allow_descriptors()
+        return _gather_at(FileStore(path, world), rank, world, timeout.total_seconds() + 60.0)
     host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), _number("MASTER_PORT", 0)
-    descriptor = os.environ.pop("PIPELOOM_MASTER_FD", None)
-    try:
-        if FAILURES in os.environ or port == 0:
-            served = {"master_listen_fd": int(descriptor)} if descriptor is not None else {}
-            return TCPStore(host, port, world, rank == 0, timeout, **served)  # type: ignore[arg-type]
+    if world == 1 and port == 0:
+        return HashStore()
+
+    def join() -> Store:
         store: Store = next(iter(rendezvous("env://", rank, world, timeout=timeout)))[0]
         store.set_timeout(timeout)
         return store
+
+    try:
+        return within(timeout.total_seconds() + 5.0, join, f"rank {rank} did not reach port {port} of {host}")
     except dist.DistNetworkError as error:
         reason = "it is in use" if "EADDRINUSE" in str(error) else _first_line(error)
         raise DistributedError(
-            f"rank {rank} cannot meet the others on port {port} of {host} (MASTER_PORT, MASTER_ADDR): {reason}"
+            f"rank {rank} could not reach the rendezvous at {host}:{port} (MASTER_ADDR, MASTER_PORT): {reason}"
         ) from error
     except dist.DistError as error:
-        died = death_notice()
         raise DistributedError(
             f"rank {rank} waited {timeout.total_seconds():g} s for the {world} workers on port {port} of {host}: "
-            f"{died or _first_line(error)}"
+            f"{_first_line(error)}"
         ) from error
+
+
+def _gather_at(store: Store, rank: int, world: int, seconds: float) -> Store:
+    """Waits for all workers, so that gloo's sockets listen for the moment only in which they connect."""
+    store.set(f"here/{rank}", "yes")
+    keys = [f"here/{other}" for other in range(world)]
+    until = time.monotonic() + seconds
+    while not store.check(keys):
+        if time.monotonic() > until:
+            absent = next(other for other, key in enumerate(keys) if not store.check([key]))
+            raise DistributedError(f"rank {rank}: rank {absent} has not come to the start within {seconds:g} s")
+        time.sleep(0.02)
+    return store
 
 
 def _number(name: str, default: int) -> int:
@@ -224,15 +400,8 @@ def _number(name: str, default: int) -> int:
     if text is None:
         return default
     if not text.isdigit():
-        raise ConfigError(f"{name} is {text!r} in the environment; it must be a whole number")
+        raise ConfigError(f"{name} is {text!r:.200} in the environment; it must be a whole number")
     return int(text)
-
-
-def _cores() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:
-        return os.cpu_count() or 1
 
 
 def _first_line(error: BaseException) -> str:

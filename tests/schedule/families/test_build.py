@@ -7,7 +7,7 @@ import pytest
 from pipeloom import schedules
 from pipeloom.errors import UsageError
 from pipeloom.schedule import Schedule
-from pipeloom.schedule.families import FAMILIES, build
+from pipeloom.schedule.families import ALIASES, FAMILIES, build, canonical_name
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -66,3 +66,66 @@ def mine(ranks: int, microbatches: int, letters: str = "FB") -> Schedule:
 def test_a_function_of_the_user() -> None:
     assert build(f"{__name__}:mine", 2, 3) == mine(2, 3)
     assert build(f"{__name__}:mine", 2, 3, None, {"letters": "FIW"}) == mine(2, 3, "FIW")
+
+
+NAMES = {
+    "1F1B": "1f1b",
+    "Schedule1F1B": "1f1b",
+    "PipeDream-Flush": "1f1b",
+    "GPipe": "gpipe",
+    "ScheduleGPipe": "gpipe",
+    "AFAB": "gpipe",
+    "F-then-B": "gpipe",
+    "vpp": "interleaved",
+    "VPP": "interleaved",
+    "Interleaved1F1B": "interleaved",
+    "ScheduleInterleaved1F1B": "interleaved",
+    "LoopedBFS": "looped-bfs",
+    "ScheduleLoopedBFS": "looped-bfs",
+    "looped_bfs": "looped-bfs",
+    "InterleavedZeroBubble": "interleaved-zb",
+    "ScheduleInterleavedZeroBubble": "interleaved-zb",
+    "ZBVZeroBubble": "zbv",
+    "ScheduleZBVZeroBubble": "zbv",
+    "zb-v": "zbv",
+    "DualPipeV": "dualpipev",
+    "ScheduleDualPipeV": "dualpipev",
+    "DualPipe": "dualpipe",
+    "ZBH1": "zb-h1",
+    "zb_h2": "zb-h2",
+    "V-Half": "v-half",
+    "VMin": "v-min",
+}
+
+
+@pytest.mark.parametrize(("alias", "name"), NAMES.items())
+def test_other_names_of_a_family(alias: str, name: str) -> None:
+    for spelling in (alias, alias.lower(), alias.upper()):
+        assert canonical_name(spelling) == name
+        assert build(spelling, 4, 8) == build(name, 4, 8)
+
+
+def test_every_class_of_torch_has_a_family() -> None:
+    module = pytest.importorskip("torch.distributed.pipelining.schedules")
+    bases = {"PipelineScheduleSingle", "PipelineScheduleMulti"}
+    own = [kind for name, kind in vars(module).items() if name.startswith("Schedule") and isinstance(kind, type)]
+    classes = {kind.__name__ for kind in own} - bases
+    assert len(classes) >= 7
+    assert {name for name in classes if canonical_name(name) not in FAMILIES} == set()
+
+
+def test_names_that_hide_no_other() -> None:
+    assert set(ALIASES.values()) <= set(FAMILIES)
+    assert all(canonical_name(name) == name for name in FAMILIES)
+    assert all(canonical_name(alias) == name for alias, name in ALIASES.items())
+    assert canonical_name("my.module:F") == "my.module:F"
+    assert canonical_name("Table.csv") == "Table.csv"
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("1F1C", "'1f1b'"), ("GPIPEE", "'gpipe'"), ("ZBVZeroBuble", "'zbv'"), ("ScheduleDualPipe5", "'dualpipe'")],
+)
+def test_near_misses_name_the_family(name: str, nearest: str) -> None:
+    with pytest.raises(UsageError, match=f"there is no schedule '{name}'; did you mean .*{nearest}"):
+        build(name, 4, 8)

@@ -10,6 +10,8 @@ from pipeloom import schedules
 from pipeloom.errors import ScheduleError, UsageError
 from pipeloom.schedule import Costs, Schedule, check, simulate
 from pipeloom.schedule.families.interleaved import chunk_order, round_sizes
+from pipeloom.schedule.families.layout import warmup_then_alternate
+from pipeloom.schedule.placement import loop
 
 EQUAL = Costs(forward=1, input_grad=0.5, weight_grad=0.5)  # f = B = 1
 DOUBLE = Costs(forward=1, input_grad=1, weight_grad=1)  # f = 1, B = 2
@@ -43,6 +45,26 @@ def test_paper_rounds_cost_bubbles() -> None:
     assert figures(schedule, EQUAL)[:2] == (48, {12})
     assert figures(schedule, DOUBLE)[:2] == (74, {20})
     assert figures(schedules.interleaved(4, 5, chunks=2, rounds="paper"), EQUAL)[1] == {11}
+
+
+@pytest.mark.parametrize(
+    ("more", "makespan", "idle", "peaks"), [(0, 48, 12, (11, 9, 7, 5)), (1, 47, 11, (12, 10, 8, 6))]
+)
+def test_paper_rounds_of_the_source_warm_up_longer(
+    more: int, makespan: float, idle: float, peaks: tuple[int, ...]
+) -> None:
+    """Why the source of these rounds says 11 idle slots where ours has 12: one more warm-up forward on every rank."""
+    p, v, m = 4, 2, 9
+    order = chunk_order(round_sizes(p, m, "paper"), v)
+    programs = []
+    for r in range(p):
+        forwards = [f"{c * p + r}F{mb}" for mb, c in order]
+        backwards = [f"{(v - 1 - c) * p + r}B{mb}" for mb, c in order]
+        programs.append(list(warmup_then_alternate(forwards, backwards, 2 * (p - r - 1) + (v - 1) * p + more)))
+    schedule = Schedule.of(programs, placement=loop(p, v), microbatches=m, name="paper")
+    assert figures(schedule, EQUAL) == (makespan, {idle}, peaks)
+    if not more:
+        assert schedule.codes == schedules.interleaved(p, m, v, "paper").codes
 
 
 @pytest.mark.parametrize(("p", "v", "m"), [(4, 3, 5), (5, 2, 7)])

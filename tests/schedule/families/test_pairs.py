@@ -9,6 +9,7 @@ from pipeloom.errors import ScheduleError, UsageError
 from pipeloom.schedule import Costs, Pair, check, simulate
 from pipeloom.schedule.families.one_f_one_b_overlap import paired_one_f_one_b
 from pipeloom.schedule.model import parts
+from pipeloom.schedule.transforms import unpair
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 6])
@@ -37,7 +38,7 @@ def test_apart_pairs_are_never_slower(name: str, costs: Costs) -> None:
     """A block of two waits for both inputs; one action after the other does not."""
     for p, m in ((2, 8), (4, 12), (8, 32)):
         paired = schedules.build(name, p, m)
-        apart = paired.unpaired()
+        apart = unpair(paired)
         check(apart)
         assert paired.has_pairs
         assert not apart.has_pairs
@@ -47,13 +48,13 @@ def test_apart_pairs_are_never_slower(name: str, costs: Costs) -> None:
         assert after.makespan <= before.makespan + 1e-9
         assert after.peak_activations == before.peak_activations
     assert simulate(schedules.dualpipev(2, 8)).makespan == 50
-    assert simulate(schedules.dualpipev(2, 8).unpaired()).makespan == 49
+    assert simulate(unpair(schedules.dualpipev(2, 8))).makespan == 49
 
 
 def test_pairs_apart_of_some_stages() -> None:
     schedule = schedules.dualpipev(2, 8)
-    assert schedule.unpaired([0]) is schedule  # its pairs are with stage 3
-    some = schedule.unpaired([0, 3])
+    assert unpair(schedule, [0]) is schedule  # its pairs are with stage 3
+    some = unpair(schedule, [0, 3])
     assert not any(isinstance(cell, Pair) for cell in some.programs[0])
     assert some.programs[1] == schedule.programs[1]
 
@@ -106,6 +107,14 @@ def test_dualpipev_formula(p: int, b: float, w: float, pair: float) -> None:
         timeline = simulate(schedule, costs)
         assert max(timeline.idle) == pytest.approx((p - 1) * (pair + b + w - 3 * w))
         assert timeline.peak_activations == (2 * p + 1,) * p
+
+
+def test_the_formulas_are_those_of_the_rank_that_idles_most() -> None:
+    """Where pairs gain, ranks idle less at dualpipe's ends and at dualpipev's beginning, as the docs say."""
+    gain = Costs(pair=2.5)
+    assert set(simulate(schedules.dualpipe(8, 24)).idle) == {6}
+    assert simulate(schedules.dualpipe(8, 24), gain).idle == (3.5, 4, 4.5, 4.5, 4.5, 4.5, 4, 3.5)
+    assert simulate(schedules.dualpipev(4, 12), gain).idle == (3.5, 4, 4.5, 4.5)
 
 
 def test_dualpipe_has_two_routes_over_replicas() -> None:

@@ -9,7 +9,7 @@ import pytest
 from pipeloom import schedules
 from pipeloom.schedule import Costs, Schedule, check, simulate
 from pipeloom.schedule.families import building_block
-from pipeloom.schedule.families.building_block import Block
+from pipeloom.schedule.families.building_block import BuildingBlock
 
 Case = tuple[Callable[..., Schedule], Callable[[int], float], Callable[[int], int]]
 # family, bubble of the makespan at unit costs and m = 3p in full-rank units, stage-micro-batches that it may hold
@@ -66,7 +66,7 @@ def test_planning_with_costs_helps() -> None:
 
 
 def test_block_that_collides_is_refused() -> None:
-    assert Block((1, 1, 1, 1), (0, 0, 0)).offsets(3) is None
-    assert Block((1, 1, 1, 1), (0, 2, 0)).offsets(3) is not None
+    assert BuildingBlock((1, 1, 1, 1), (0, 0, 0)).offsets(3) is None
+    assert BuildingBlock((1, 1, 1, 1), (0, 2, 0)).offsets(3) is not None
     placement = [0, 1, 2, 3, 3, 2, 1, 0]
-    assert building_block.words_of(Block((1, 1, 1, 1), (0, 0, 0)), placement, 8, room=3) is None
+    assert building_block.words_of(BuildingBlock((1, 1, 1, 1), (0, 0, 0)), placement, 8, room=3) is None

@@ -24,9 +24,22 @@ def test_handcrafted_spans(p: int, f: float, b: float, w: float) -> None:
         if w <= min(f, b):
             timeline = simulate(schedules.zb_h1(p, m), Costs(f, b, w))
             assert max(timeline.spans) - work == pytest.approx((p - 1) * (f + b - w)), m
-        if m >= 2 * p - 1 and 2 * w <= f + b:
+        if m >= 2 * p - 1 and 2 * w <= f + b and w <= f:
             timeline = simulate(schedules.zb_h2(p, m), Costs(f, b, w))
             assert max(timeline.spans) - work == pytest.approx((p - 1) * (f + b - 2 * w)), m
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+@pytest.mark.parametrize(("f", "b", "w"), [(1, 4, 2), (2, 6, 3), (1, 5, 3)])
+def test_zb_h2_s_span_bubble_needs_a_short_weight_gradient(p: int, f: float, b: float, w: float) -> None:
+    """With f < w <= (f + b) / 2 the formula does not hold, and the docs say so."""
+    m = 3 * p
+    idle = max(simulate(schedules.zb_h2(p, m), Costs(f, b, w)).spans) - m * (f + b + w)
+    assert 2 * w <= f + b
+    assert idle > (p - 1) * (f + b - 2 * w)
+    docs = (Path(__file__).parents[3] / "docs" / "schedules.md").read_text(encoding="utf-8")
+    assert "2w ≤ f+b and w ≤ f" in docs
+    assert "w <= f" in str(schedules.zb_h2.__doc__)
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
@@ -97,6 +110,17 @@ def test_split_interleaved_gains() -> None:
     timeline = simulate(schedules.interleaved_zb(8, 24), Costs(0.5, 0.5, 0.5))
     assert timeline.makespan <= 75.5  # interleaved: 82.5; at most 23 stage-micro-batches, as interleaved
     assert max(timeline.peak_activations) <= 23
+
+
+def test_split_interleaved_fits_the_memory_given() -> None:
+    free = simulate(schedules.interleaved_zb(4, 8, costs=UNEVEN), UNEVEN)
+    tight = simulate(schedules.interleaved_zb(4, 8, costs=UNEVEN, memory=8), UNEVEN)
+    assert max(free.peak_activations) > 8 >= max(tight.peak_activations)
+    assert free.makespan <= tight.makespan
+    with pytest.raises(CapacityError, match="memory is 7; interleaved-zb needs at least 8"):
+        schedules.interleaved_zb(4, 8, memory=7)
+    with pytest.raises(UsageError, match="memory is 0"):
+        schedules.interleaved_zb(4, 8, memory=0)
 
 
 def test_split_interleaved_is_as_good_as_torch_s_table() -> None:

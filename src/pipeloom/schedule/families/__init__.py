@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import importlib
 import inspect
-import os
+import re
 import sys
+import traceback
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
-from pipeloom.errors import UsageError, did_you_mean
+from pipeloom.errors import PipeloomError, ScheduleError, UsageError, did_you_mean
 from pipeloom.schedule.costs import Costs
 from pipeloom.schedule.families.chimera import chimera
-from pipeloom.schedule.families.cooldown import COOLDOWNS, split_cooldown
 from pipeloom.schedule.families.dualpipe import dualpipe
 from pipeloom.schedule.families.dualpipev import dualpipev
 from pipeloom.schedule.families.gpipe import gpipe
@@ -29,9 +32,14 @@ from pipeloom.schedule.families.zb_auto import zb_auto
 from pipeloom.schedule.families.zb_h1 import zb_h1
 from pipeloom.schedule.families.zb_h2 import zb_h2
 from pipeloom.schedule.families.zbv import zbv
+from pipeloom.schedule.functions import importable_from
 from pipeloom.schedule.model import Schedule
+from pipeloom.schedule.transforms import split_cooldown
 
 Family = Callable[..., Schedule]
+Result = TypeVar("Result")
+
+COOLDOWNS = ("whole", "split")
 
 FAMILIES: dict[str, Family] = {
     "gpipe": gpipe,
@@ -53,7 +61,72 @@ FAMILIES: dict[str, Family] = {
     "chimera": chimera,
 }
 
-__all__ = ["FAMILIES", "Family", "build"]
+# Name of a placement -> the families made for it that a searched schedule is compared with, in order of preference.
+BASELINES: dict[str, tuple[str, ...]] = {
+    "linear": ("1f1b",),
+    "loop": ("interleaved", "interleaved-zb"),
+    "vee": ("zbv", "v-half", "v-min"),
+}
+# The same -> all families of one route that are made for it: what a search starts from.
+ONE_ROUTE: dict[str, tuple[str, ...]] = {
+    "linear": (*BASELINES["linear"], "zb-h1", "zb-h2", "zb-auto", "gpipe", "1f1b-overlap"),
+    "loop": (*BASELINES["loop"], "looped-bfs", "interleaved-overlap"),
+    "vee": (*BASELINES["vee"], "dualpipev", "hanayo"),
+}
+
+# Other names of the families, as `_plain` writes them. A leading "Schedule" (torch's classes) is dropped before the look-up.
+ALIASES: dict[str, str] = {
+    "afab": "gpipe",
+    "allforwardallbackward": "gpipe",
+    "fthenb": "gpipe",
+    "pipedreamflush": "1f1b",
+    "dapple": "1f1b",
+    "interleaved1f1b": "interleaved",
+    "vpp": "interleaved",
+    "virtualpipeline": "interleaved",
+    "bfs": "looped-bfs",
+    "breadthfirst": "looped-bfs",
+    "interleavedzerobubble": "interleaved-zb",
+    "zbvpp": "interleaved-zb",
+    "zbvzerobubble": "zbv",
+}
+
+__all__ = [
+    "ALIASES",
+    "BASELINES",
+    "FAMILIES",
+    "ONE_ROUTE",
+    "Family",
+    "build",
+    "canonical_name",
+    "unknown_name",
+]
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_-]", "", name).lower()
+
+
+_CANONICAL = {_plain(name): name for name in FAMILIES} | ALIASES
+
+
+def canonical_name(name: str) -> str:
+    """The name in `FAMILIES` of the family that `name` means, else `name` itself.
+
+    Upper and lower case, spaces, hyphens and underscores make no difference; torch's class names and the other names in
+    `ALIASES` are known too: `ZB_H1`, `Schedule1F1B`, `ZBVZeroBubble`, `vpp`.
+    """
+    plain = _plain(name)
+    return _CANONICAL.get(plain) or _CANONICAL.get(plain.removeprefix("schedule"), name)
+
+
+def unknown_name(name: str) -> UsageError:
+    """The error that `name` is no family, with the nearest ones."""
+    plain = _plain(name).removeprefix("schedule")
+    near = (_CANONICAL[word] for word in difflib.get_close_matches(plain, _CANONICAL, n=6, cutoff=0.55))
+    nearest = " or ".join(map(repr, list(dict.fromkeys(near))[:3]))
+    hint = f"; did you mean {nearest}?" if nearest else did_you_mean(name, FAMILIES)
+    return UsageError(f"there is no schedule {name!r:.200}{hint}")
 
 
 def build(
@@ -63,32 +136,49 @@ def build(
     chunks: int | None = None,
     options: Mapping[str, Any] | None = None,
     costs: Costs | None = None,
+    folder: str | Path | None = None,
 ) -> Schedule:
-    """The schedule called `name`: a family, or `module:function` (called as a family is).
+    """The schedule called `name`: a family, by any of its names (`canonical_name`), or `module:function` (called as a family is).
 
     `chunks` None takes the family's own default; `costs` (of a stage) go to the families that plan with them. The option
     `cooldown="split"` is every family's, see `split_cooldown`. Raises UsageError for an unknown name, an option that the
-    family does not take, or a value that it refuses, with the nearest valid ones.
+    family does not take, or a value that it refuses, with the nearest valid ones. An exception in a user's function is a
+    UsageError with its file and line, or a ScheduleError where the function raised one. The user's module is imported from
+    `folder` (None: the working directory), after everything that is installed.
     """
-    family = _find(name)
+    name = canonical_name(name)
+    with contextlib.nullcontext() if name in FAMILIES else importable_from(folder):
+        return _build(name, ranks, microbatches, chunks, options, costs, Path(folder or "."))
+
+
+def _build(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int | None,
+    options: Mapping[str, Any] | None,
+    costs: Costs | None,
+    folder: Path,
+) -> Schedule:
+    family = _find(name, folder)
     try:
         parameters = inspect.signature(family).parameters
     except ValueError as error:
-        raise UsageError(f"schedule {name!r}: {error}") from None
+        raise UsageError(f"schedule {name!r:.200}: {error}") from None
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     arguments: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches, **(options or {})}
     cooldown = "whole" if "cooldown" in parameters else arguments.pop("cooldown", "whole")
     if cooldown not in COOLDOWNS:
-        raise UsageError(f"cooldown is {cooldown!r}{did_you_mean(str(cooldown), COOLDOWNS)}")
+        raise UsageError(f"cooldown is {cooldown!r:.200}{did_you_mean(str(cooldown), COOLDOWNS)}")
     if chunks is not None and ("chunks" in parameters or open_ended):
         arguments["chunks"] = chunks
     for key in arguments:
         if (key not in parameters and not open_ended) or key == "costs":
             known = [p for p in (*parameters, "cooldown") if p not in ("ranks", "microbatches", "chunks", "costs")]
-            raise UsageError(f"schedule {name} has no option {key!r}{did_you_mean(key, known)}")
+            raise UsageError(f"schedule {name} has no option {key!r:.200}{did_you_mean(key, known)}")
     if costs is not None and "costs" in parameters:
         arguments["costs"] = costs
-    made = family(**arguments)
+    made = family(**arguments) if name in FAMILIES else _from_user(name, lambda: family(**arguments))
     if not isinstance(made, Schedule):
         raise UsageError(f"{name} returned {type(made).__name__}, not a Schedule")
     if chunks is not None and made.chunks != chunks:
@@ -98,18 +188,62 @@ def build(
     return split_cooldown(made, costs) if cooldown == "split" else made
 
 
-def _find(name: str) -> Family:
+def _find(name: str, folder: Path) -> Family:
     if name in FAMILIES:
         return FAMILIES[name]
     if ":" in name:
         module_name, _, function = name.partition(":")
-        if "" not in sys.path and os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())  # a command's own path does not hold the folder that it was started in
         try:
-            found = getattr(importlib.import_module(module_name), function)
-        except (ImportError, AttributeError) as error:
-            raise UsageError(f"schedule {name!r}: {error}") from None
+            module = _from_user(name, lambda: importlib.import_module(module_name))
+        except UsageError as error:
+            if isinstance(error.__cause__, ModuleNotFoundError) and error.__cause__.name == module_name:
+                raise UsageError(f"{error} among what is installed, nor in {folder.absolute()}") from None
+            raise
+        try:
+            found = getattr(module, function)
+        except AttributeError as error:
+            raise UsageError(f"schedule {name!r:.200}: {error}") from None
         if not callable(found):
-            raise UsageError(f"schedule {name!r} is not a function")
+            raise UsageError(f"schedule {name!r:.200} is not a function")
         return found  # type: ignore[no-any-return]
-    raise UsageError(f"there is no schedule {name!r}{did_you_mean(name, FAMILIES)}")
+    raise unknown_name(name)
+
+
+def _from_user(name: str, run: Callable[[], Result]) -> Result:
+    """The result of `run`, which executes code of the user's module of the schedule `name`.
+
+    Raises UsageError (ScheduleError where the user's code raised one) that names the file and line for any exception.
+    """
+    try:
+        return run()
+    except Exception as error:
+        where, what = _origin(error, name), f"{type(error).__name__}: {error}".rstrip(": ")
+        if isinstance(error, SyntaxError):
+            what = f"{type(error).__name__}: {error.msg}"
+        if where is None:  # not a line of the user's: no such module, or a call that the function does not take
+            raise UsageError(f"schedule {name!r:.200}: {error}") from error
+        kind = ScheduleError if isinstance(error, ScheduleError) else UsageError
+        text = str(error) if isinstance(error, PipeloomError) else f"schedule {name!r:.200} raised {what}"
+        raise kind(f"{where}: {text}") from error
+
+
+def _origin(error: Exception, name: str) -> str | None:
+    """`file:line` of the user's code that raised the error: its innermost line in the module of `name`.
+
+    Where no line of that module ran, the innermost line of any file outside Pipeloom and the import system; else None.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{_short_path(error.filename)}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    here = str(Path(__file__).parents[2])
+    outside = [f for f in frames if not f.filename.startswith((here, "<frozen ")) and f.filename != importlib.__file__]
+    spec = sys.modules.get(name.partition(":")[0])
+    file = getattr(spec, "__file__", None)
+    own = [frame for frame in outside if frame.filename == file] or outside
+    return f"{_short_path(own[-1].filename)}:{own[-1].lineno}" if own else None
+
+
+def _short_path(file: str) -> str:
+    """`file` relative to the working directory where it lies below it."""
+    path, here = Path(file), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else file

@@ -109,8 +109,14 @@ class Alternation:
                 clock, memory = clock + step, memory + self.activation[at]
             first_grad = max(clock, arrival) + self.time["I"][at]
         for at in range(1, last + 1):
-            # A rank runs at most as many as its predecessor, which otherwise could not feed it in the rounds.
-            wanted[at] = min(wanted[at], max(0, wanted[at - 1] - 1))
+            # In the rounds a rank needs a predecessor that is one forward ahead of it; where the warm-up of both holds all
+            # forwards, no forward is left for the rounds.
+            behind = (
+                min(wanted[at - 1], self.microbatches - 1)
+                if wanted[at] + 1 == self.microbatches
+                else wanted[at - 1] - 1
+            )
+            wanted[at] = min(wanted[at], max(0, behind))
         for at, count in enumerate(wanted):
             for _ in range(count):
                 self._put("F", at)

@@ -2,22 +2,27 @@
 
 Pipeline Parallelism with Controllable Memory (Qi et al., arXiv 2405.15362): with F = I = W = 1 slot a stage, a micro-batch takes
 6 slots a rank on a V placement. Its F and I sit at fixed offsets; the next micro-batch follows 6 slots later. How far a stage's F
-lies from its I is how long it holds memory, so that the offsets set the peak. Then everything moves to earlier free slots as
-far as data and the peak allow.
+lies from its I is how long it holds memory, so that the offsets set the peak. Then actions move to earlier free slots as far as
+data and the peak allow: all of them (`words_of`), or those of the warm-up and the cool-down (`repeated_programs`), as the paper
+does it.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import insort
+from collections import deque
 from dataclasses import dataclass, field
 
 from pipeloom.schedule.actions import KindName
 
 INTERVAL = 6
 Slot = tuple[KindName, int, int]
+Fixed = tuple[tuple[float, int], tuple[float, int]]  # the first and the last (slot, rank) that stay
 
 
 @dataclass(frozen=True)
-class Block:
+class BuildingBlock:
     """Where one micro-batch's F and I sit.
 
     Attributes:
@@ -51,14 +56,15 @@ class _Grid:
     placement: list[int]
     microbatches: int
     taken: list[dict[int, Slot]] = field(default_factory=list)
-    slot_of: dict[KindName, list[list[int]]] = field(default_factory=dict)
+    slot_of: dict[KindName, list[list[int]]] = field(default_factory=dict)  # F, I by stage; W by rank, oldest first
+    gradients: list[list[int]] = field(default_factory=list)  # rank -> the slots of its I, in order
 
     def ordered(self) -> list[tuple[int, int, Slot]]:
         """(slot, rank, what) of everything, in time."""
         return sorted((slot, rank, what) for rank, row in enumerate(self.taken) for slot, what in row.items())
 
     def earliest(self, what: Slot) -> int:
-        """The first slot that data and order leave to it."""
+        """The first slot that data and order leave to it. A W is ("W", rank, index) and follows the I of the same index."""
         kind, stage, mb = what
         after = self.slot_of[kind][stage][mb - 1] if mb else -1
         if kind == "F" and stage:
@@ -67,17 +73,20 @@ class _Grid:
             last = stage == len(self.placement) - 1
             after = max(after, self.slot_of["F"][stage][mb] if last else self.slot_of["I"][stage + 1][mb])
         elif kind == "W":
-            after = max(after, self.slot_of["I"][stage][mb])
+            after = max(after, self.gradients[stage][mb])
         return after + 1
 
     def move(self, rank: int, old: int, new: int) -> None:
         kind, stage, mb = self.taken[rank].pop(old)
         self.taken[rank][new] = kind, stage, mb
         self.slot_of[kind][stage][mb] = new
+        if kind == "I":
+            self.gradients[rank].remove(old)
+            insort(self.gradients[rank], new)
 
 
 def words_of(
-    block: Block, placement: list[int], microbatches: int, room: int
+    block: BuildingBlock, placement: list[int], microbatches: int, room: int
 ) -> list[list[tuple[KindName, int]]] | None:
     """rank -> the order of its (kind, stage) of F and I; None if the block does not fit this p or `room` stage-micro-batches."""
     offsets = block.offsets(max(placement) + 1)
@@ -95,30 +104,38 @@ def words_of(
 
 def _unfold(offsets: dict[tuple[KindName, int], int], placement: list[int], microbatches: int) -> _Grid:
     grid = _Grid(placement, microbatches, [{} for _ in range(max(placement) + 1)])
-    for kind in ("F", "I", "W"):
+    for kind in ("F", "I"):
         grid.slot_of[kind] = [[0] * microbatches for _ in placement]
     for (kind, stage), offset in offsets.items():
         for mb in range(microbatches):
             grid.slot_of[kind][stage][mb] = offset + INTERVAL * mb
             grid.taken[placement[stage]][offset + INTERVAL * mb] = kind, stage, mb
+    grid.gradients = [sorted(slot for slot, what in row.items() if what[0] == "I") for row in grid.taken]
     return grid
 
 
 def _place_weights(grid: _Grid) -> None:
-    """Every W in the first free slot after its I, oldest first."""
-    for row in grid.taken:
-        pending: list[Slot] = []
-        left, slot, oldest = sum(1 for what in row.values() if what[0] == "I"), 0, 0
-        while oldest < left:
+    """Every W in the first free slot after its I."""
+    grid.slot_of["W"] = []
+    for rank, row in enumerate(grid.taken):
+        slots: list[int] = []
+        count, pending, slot = sum(1 for what in row.values() if what[0] == "I"), 0, 0
+        while len(slots) < count:
             what = row.get(slot)
-            if what is not None and what[0] == "I":
-                pending.append(("W", what[1], what[2]))
-            elif what is None and oldest < len(pending):
-                row[slot] = pending[oldest]
-                _, stage, mb = pending[oldest]
-                grid.slot_of["W"][stage][mb] = slot
-                oldest += 1
+            if what is not None:
+                pending += what[0] == "I"
+            elif pending:
+                row[slot] = "W", rank, len(slots)
+                slots.append(slot)
+                pending -= 1
             slot += 1
+        grid.slot_of["W"].append(slots)
+
+
+def _remove_weights(grid: _Grid) -> None:
+    for row in grid.taken:
+        for slot in [slot for slot, what in row.items() if what[0] == "W"]:
+            del row[slot]
 
 
 def _levels(row: dict[int, Slot]) -> list[int]:
@@ -131,9 +148,11 @@ def _levels(row: dict[int, Slot]) -> list[int]:
     return levels
 
 
-def _squeeze(grid: _Grid, levels: list[list[int]], room: int) -> None:
-    """Everything, in time, to the first free slot that data, order and memory allow."""
+def _squeeze(grid: _Grid, levels: list[list[int]], room: int, fixed: Fixed | None = None) -> None:
+    """Actions, in time, to the first free slot that data, order and memory allow; those in `fixed` stay."""
     for slot, rank, what in grid.ordered():
+        if fixed is not None and fixed[0] <= (slot, rank) <= fixed[1]:
+            continue
         row, level = grid.taken[rank], levels[rank]
         for new in range(grid.earliest(what), slot):
             if new in row or (what[0] == "F" and max(level[new:slot]) >= room):
@@ -148,11 +167,118 @@ def _squeeze(grid: _Grid, levels: list[list[int]], room: int) -> None:
 def _hasten_end(grid: _Grid) -> None:
     """After the last micro-batch has entered, F and I take the W's slots: in the cool-down nothing else holds them up."""
     entered = grid.slot_of["F"][0][-1]
-    for row in grid.taken:
-        for slot in [slot for slot, what in row.items() if what[0] == "W"]:
-            del row[slot]
+    _remove_weights(grid)
     for slot, rank, what in grid.ordered():
         if slot > entered:
             new = next((s for s in range(grid.earliest(what), slot) if s not in grid.taken[rank]), slot)
             if new != slot:
                 grid.move(rank, slot, new)
+
+
+def _hasten_end_within(grid: _Grid) -> None:
+    """As `_hasten_end`, but no rank comes to hold more than the fullest one, with every W in the first free slot."""
+    _remove_weights(grid)
+    rows = [_Filled(row) for row in grid.taken]
+    room = max(row.peak for row in rows)
+    steady = _steady(grid)
+    for slot, rank, what in grid.ordered():
+        if (slot, rank) <= steady[1]:
+            continue
+        for new in range(grid.earliest(what), slot):
+            if new not in grid.taken[rank] and rows[rank].move(slot, new, room):
+                grid.move(rank, slot, new)
+                break
+
+
+class _Filled:
+    """What a rank holds from slot to slot while its free slots take the pending W.
+
+    Attributes:
+        kinds: slot -> "F", "I" or "" for a free slot.
+        states: slot -> (stage-micro-batches alive, W pending) before it.
+        peak: the most alive at once.
+    """
+
+    def __init__(self, row: dict[int, Slot]) -> None:
+        self.kinds = [row[slot][0] if slot in row else "" for slot in range(max(row) + 1)]
+        self.states = [(0, 0)]
+        for kind in self.kinds:
+            self.states.append(_after(self.states[-1], kind))
+        self.peak = max(alive for alive, _ in self.states)
+
+    def move(self, old: int, new: int, room: int) -> bool:
+        """Moves what sits at `old` to `new` if that keeps within `room`, and returns whether it does."""
+        kinds, states = self.kinds, self.states
+        kinds[new], kinds[old] = kinds[old], ""
+        changed = [states[new]]
+        for slot in range(new, len(kinds)):
+            changed.append(_after(changed[-1], kinds[slot]))
+            if changed[-1][0] > room:
+                kinds[old], kinds[new] = kinds[new], ""
+                return False
+            if slot > old and changed[-1] == states[slot + 1]:
+                break
+        states[new : new + len(changed)] = changed
+        return True
+
+
+def _after(state: tuple[int, int], kind: str) -> tuple[int, int]:
+    alive, pending = state
+    if kind:
+        return alive + (kind == "F"), pending + (kind == "I")
+    return (alive - 1, pending - 1) if pending else state
+
+
+def _close_gaps(grid: _Grid) -> None:
+    """Every rank keeps its order, and everything sits as early as data allow."""
+    ends = [0] * len(grid.taken)
+    for slot, rank, what in grid.ordered():
+        new = max(grid.earliest(what), ends[rank])
+        if new != slot:
+            grid.move(rank, slot, new)
+        ends[rank] = new + 1
+
+
+def repeated_programs(
+    block: BuildingBlock, placement: list[int], microbatches: int, room: int
+) -> list[list[Slot]] | None:
+    """rank -> its (kind, stage, micro-batch) with the block's own steady state; None if it does not fit p or `room`.
+
+    Only what comes before the steady state and after it moves to earlier slots (their "squeezing"); a W takes the first free
+    slot after its I.
+    """
+    offsets = block.offsets(max(placement) + 1)
+    if offsets is None:
+        return None
+    grid = _unfold(offsets, placement, microbatches)
+    _place_weights(grid)
+    levels = [_levels(row) for row in grid.taken]
+    peak = max(map(max, levels))
+    if peak > room:
+        return None
+    _squeeze(grid, levels, peak, _steady(grid))
+    _close_gaps(grid)
+    _hasten_end_within(grid)
+    _place_weights(grid)
+    _close_gaps(grid)
+    _remove_weights(grid)
+    _place_weights(grid)
+    return [_with_weights(row) for row in grid.taken]
+
+
+def _steady(grid: _Grid) -> Fixed:
+    """From the first I that leaves the pipeline to the last micro-batch's next F on its way down."""
+    first = grid.slot_of["I"][0][0], 0
+    entries = [(grid.slot_of["F"][rank][-1], rank) for rank in range(len(grid.taken))]
+    return first, min((entry for entry in entries if entry > first), default=(math.inf, 0))
+
+
+def _with_weights(row: dict[int, Slot]) -> list[Slot]:
+    """A rank's actions in the order of their slots, each W that of the oldest I without one."""
+    program: list[Slot] = []
+    pending: deque[Slot] = deque()
+    for _, what in sorted(row.items()):
+        if what[0] == "I":
+            pending.append(("W", *what[1:]))
+        program.append(what if what[0] != "W" else pending.popleft())
+    return program

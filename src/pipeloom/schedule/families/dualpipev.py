@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pipeloom.errors import UsageError
 from pipeloom.schedule.families.eight_phases import EightPhases, Phases
-from pipeloom.schedule.families.layout import Coder, require_sizes, v_placement
+from pipeloom.schedule.families.layout import Coder, require_sizes
 from pipeloom.schedule.model import Schedule
+from pipeloom.schedule.placement import vee
 
 
 def dualpipev(ranks: int, microbatches: int) -> Schedule:
@@ -30,7 +31,7 @@ def dualpipev(ranks: int, microbatches: int) -> Schedule:
         programs.append(EightPhases(code, (rank, 2 * ranks - 1 - rank), (jobs, jobs)).run(phases))
     return Schedule.of_codes(
         programs,
-        placement=v_placement(ranks),
+        placement=vee(ranks),
         microbatches=microbatches,
         name="dualpipev",
     )

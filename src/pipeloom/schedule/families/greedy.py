@@ -147,7 +147,7 @@ class _Growth:
         backward_first = not self.rule.turns or self.last[rank] == "F"
         for stage in self.stages_of[rank]:
             for kind, arrivals in (("F", self.forwards[stage]), (self.backward_kind, self.backwards[stage])):
-                index = self.done[kind][stage]  # type: ignore[index]
+                index = self.done[kind][stage]
                 if index >= len(arrivals) or (kind == "F" and not self._has_room(rank, stage)):
                     continue
                 if arrivals[index] > now + EPS:
@@ -156,7 +156,7 @@ class _Growth:
                 late = self.order[stage] if kind != "F" or not self.rule.late else -self.order[stage]
                 key = (int((kind == "F") == backward_first), late)
                 if best is None or key < best[0]:
-                    best = key, kind, stage  # type: ignore[assignment]
+                    best = key, kind, stage
         if best is not None:
             return best[1], best[2]
         return self._fill(rank, now, following)

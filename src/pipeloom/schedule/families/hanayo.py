@@ -8,8 +8,9 @@ from itertools import product
 
 from pipeloom.schedule.costs import Costs
 from pipeloom.schedule.families.greedy import Rule, line_of, programs_of
-from pipeloom.schedule.families.layout import Coder, require_sizes, v_placement
+from pipeloom.schedule.families.layout import Coder, require_sizes
 from pipeloom.schedule.model import Schedule
+from pipeloom.schedule.placement import vee
 from pipeloom.schedule.simulate import simulate
 
 MANY = 4_000
@@ -23,7 +24,7 @@ def hanayo(ranks: int, microbatches: int, waves: int = 1) -> Schedule:
     of a stage (1F1B on the same stages: 18f). Peak activations: m 2 waves for m <= p, and at most 4 p waves. Any m >= 1.
     """
     require_sizes(ranks=ranks, microbatches=microbatches, waves=waves)
-    placement = v_placement(ranks) * waves
+    placement = vee(ranks, 2 * waves)
     code = Coder(len(placement), microbatches)
     turns = (False,) if microbatches <= ranks else (False, True)
     caps = (

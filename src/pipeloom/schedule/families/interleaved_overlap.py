@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pipeloom.schedule.families.interleaved import Rounds, chunk_order, round_sizes
-from pipeloom.schedule.families.layout import Coder, loop_placement, require_sizes, warmup_then_pairs
+from pipeloom.schedule.families.layout import Coder, require_sizes, warmup_then_pairs
 from pipeloom.schedule.model import Schedule
+from pipeloom.schedule.placement import loop
 
 
 def interleaved_overlap(
@@ -32,7 +33,7 @@ def interleaved_overlap(
     options |= {"group_size": group_size} if group_size is not None else {"rounds": rounds}
     return Schedule.of_codes(
         programs,
-        placement=loop_placement(ranks, chunks),
+        placement=loop(ranks, chunks),
         microbatches=microbatches,
         name="interleaved-overlap",
         options=options,

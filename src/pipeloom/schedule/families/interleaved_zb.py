@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import replace
 from itertools import accumulate
 
-from pipeloom.errors import ScheduleError
+from pipeloom.errors import CapacityError, ScheduleError, UsageError
 from pipeloom.schedule.actions import KindName
 from pipeloom.schedule.costs import Costs
 from pipeloom.schedule.families.greedy import Line, NoWayOn, line_of, programs_along
@@ -26,6 +27,7 @@ def interleaved_zb(
     rounds: Rounds = "balanced",
     group_size: int | None = None,
     costs: Costs | None = None,
+    memory: float | None = None,
 ) -> Schedule:
     """Interleaved rounds, each B cut into I, at its place, and W, later.
 
@@ -33,8 +35,17 @@ def interleaved_zb(
     input gradient comes back sooner than a whole backward. A weight gradient waits for a gap that it fits, for the moment when
     its memory is needed, or for the end. No rank holds more than interleaved's fullest rank. The shortest at `costs`
     (default 1, 1, 1, 0) is taken, of equal ones the smallest: never longer than interleaved, because W right after I in
-    its order is among the candidates. Any m >= 1, with interleaved's options.
+    its order is among the candidates; so is zb-h1's order of W, r input gradients late on rank r. Any m >= 1, with interleaved's
+    options.
+
+    Args:
+        memory: the most stage-micro-batches alive on a rank; None: as many as interleaved's fullest rank holds.
+
+    Raises:
+        CapacityError: no plan fits the memory.
     """
+    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, (int, float)) or not memory > 0):
+        raise UsageError(f"memory is {memory!r:.200}; it must be a number above 0")
     base = interleaved(ranks, microbatches, chunks, rounds, group_size)
     chosen = costs if costs is not None else Costs()
     code = Coder(base.stages, microbatches)
@@ -49,13 +60,22 @@ def interleaved_zb(
             words = _words(base, order, [slope * (ranks - r - 1) + (chunks - 1) * largest for r in range(ranks)])
             line = line_of(base.placement, microbatches, replace(chosen, activation=1.0, held=1.0), room)
             programs += _late(line, words, PATIENCE if tasks <= MANY // 8 else PATIENCE[-1:], code)
+        programs.append([_lagging(word, r, code) for r, word in enumerate(words)])  # of the shorter warm-up
+    if memory is not None:
+        peaks = [max(_alive(program, code.stride) for program in codes) for codes in programs]
+        programs = [codes for codes, peak in zip(programs, peaks, strict=True) if peak <= memory]
+        if not programs:
+            raise CapacityError(
+                f"memory is {memory:g}; interleaved-zb needs at least {min(peaks)} stage-micro-batches here"
+            )
+    options = dict(base.options) | ({} if memory is None else {"memory": memory})
     schedules = [
         Schedule.of_codes(
             codes,
             placement=base.placement,
             microbatches=microbatches,
             name="interleaved-zb",
-            options=dict(base.options),
+            options=options,
         )
         for codes in programs
     ]
@@ -96,8 +116,28 @@ def _late(
     return made
 
 
+def _lagging(word: list[tuple[KindName, int]], lag: int, code: Coder) -> list[int]:
+    """The word's F and I, and behind each I the W of the I that came `lag` earlier (zb-h1's way, with lag r on rank r)."""
+    done: dict[tuple[KindName, int], int] = {}
+    program: list[int] = []
+    pending: deque[int] = deque()
+    for kind, stage in word:
+        mb = done[kind, stage] = done.get((kind, stage), -1) + 1
+        program.append(code.of(kind, stage, mb))
+        if kind == "I":
+            pending.append(code.w(stage, mb))
+            if len(pending) > lag:
+                program.append(pending.popleft())
+    return [*program, *pending]
+
+
 def _peak(program: Program, stride: int) -> int:
     return max(accumulate(1 if action < stride else -1 for action in program))
+
+
+def _alive(program: list[int], stride: int) -> int:
+    """The most stage-micro-batches alive in a program of F, I and W."""
+    return max(accumulate(1 if action < stride else -(action >= 3 * stride) for action in program))
 
 
 def _adjacent(program: Program, code: Coder) -> list[int]:

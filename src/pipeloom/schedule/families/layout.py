@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TypeVar
 
-from pipeloom.errors import UsageError
-from pipeloom.schedule.actions import KINDS, KindName
+from pipeloom.errors import UsageError, echo
+from pipeloom.limits import MOST_CELLS, MOST_CHUNKS, MOST_RANKS, require_at_most, require_schedule
+from pipeloom.schedule.actions import MOST_KINDS, kind_number
 
 Item = TypeVar("Item")
 
 
-def require_sizes(**sizes: int) -> None:
-    """Raises UsageError that names the first of `sizes` which is not a whole number of at least 1."""
+def require_sizes(most: int = MOST_CELLS, **sizes: int) -> None:
+    """Raise UsageError that names the first of `sizes` which is not a whole number of at least 1, or which is too large.
+
+    Args:
+        most: of the product of the sizes, where ranks and microbatches are among them.
+    """
     for name, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UsageError(f"{name} is {value!r}; it must be a whole number of at least 1")
-
-
-def loop_placement(ranks: int, chunks: int) -> list[int]:
-    """Stage c * p + r on rank r."""
-    return [stage % ranks for stage in range(ranks * chunks)]
+            raise UsageError(f"{name} is {echo(value)}; it must be a whole number of at least 1")
+    for name, largest in (("ranks", MOST_RANKS), ("chunks", MOST_CHUNKS), ("waves", MOST_CHUNKS)):
+        require_at_most(name, sizes.get(name, 1), largest)
+    if {"ranks", "microbatches"} <= sizes.keys():
+        stages = math.prod(value for name, value in sizes.items() if name != "microbatches")
+        require_schedule(sizes["ranks"], sizes["microbatches"], stages, most)
 
 
 class Coder:
@@ -43,12 +49,12 @@ class Coder:
     def w(self, stage: int, microbatch: int) -> int:
         return 3 * self.stride + stage * self.microbatches + microbatch
 
-    def of(self, kind: KindName, stage: int, microbatch: int) -> int:
-        return KINDS.index(kind) * self.stride + stage * self.microbatches + microbatch
+    def of(self, kind: str, stage: int, microbatch: int) -> int:
+        return kind_number(kind) * self.stride + stage * self.microbatches + microbatch
 
     def pair(self, forward: int, backward: int) -> int:
         """One overlapped block of `forward` (from `f`) and `backward` (from `b` or `i`)."""
-        return (forward + 1) * 4 * self.stride + backward
+        return (forward + 1) * MOST_KINDS * self.stride + backward
 
 
 def warmup_then_alternate(forwards: list[Item], backwards: list[Item], warmup: int) -> Iterator[Item]:
@@ -69,8 +75,3 @@ def warmup_then_pairs(code: Coder, forwards: list[int], backwards: list[int], wa
     steady = len(forwards) - warmup
     yield from map(code.pair, forwards[warmup:], backwards[:steady])
     yield from backwards[steady:]
-
-
-def v_placement(ranks: int) -> list[int]:
-    """Stage s on rank s, and stage 2p-1-s on the same rank."""
-    return [*range(ranks), *reversed(range(ranks))]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from pipeloom.schedule.families.layout import Coder, loop_placement, require_sizes
+from pipeloom.schedule.families.layout import Coder, require_sizes
 from pipeloom.schedule.model import Schedule
+from pipeloom.schedule.placement import loop
 
 
 def looped_bfs(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
@@ -23,7 +24,7 @@ def looped_bfs(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     ]
     return Schedule.of_codes(
         programs,
-        placement=loop_placement(ranks, chunks),
+        placement=loop(ranks, chunks),
         microbatches=microbatches,
         name="looped-bfs",
         options={"chunks": chunks},

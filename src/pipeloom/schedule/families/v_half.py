@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeloom.schedule.costs import Costs
-from pipeloom.schedule.families.building_block import Block
+from pipeloom.schedule.families.building_block import BuildingBlock
 from pipeloom.schedule.families.v_shape import v_schedule
 from pipeloom.schedule.model import Schedule
 
@@ -11,8 +11,9 @@ from pipeloom.schedule.model import Schedule
 def v_half(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedule:
     """Half of 1F1B's activations on a V placement, for a larger bubble.
 
-    Makespan bubble at unit costs, even p >= 4 and m = 3p: (3p-7)/2 in full-rank units (SPEC's fit). Peak activations: p+2 of a
-    stage at most, (p+2)/2 full-rank. Any m >= 1. `costs` place the weight gradients; default 1, 1, 1, 0.
+    Makespan bubble at unit costs, even p >= 4 and m = 3p: (3p-7)/2 in full-rank units (a fit). Peak activations: p+2 of a
+    stage at most for even p, (p+2)/2 full-rank, and p+1 for odd p. Any m >= 1. `costs` place the weight gradients; default
+    1, 1, 1, 0.
     """
-    blocks = [Block((2, 1, 2, 1), turns) for turns in ((0, 3, 1), (0, 1, 0), (0, 0, 1))]
-    return v_schedule("v-half", (ranks, microbatches), costs, blocks, ranks + 2)
+    blocks = [BuildingBlock((2, 1, 2, 1), turns) for turns in ((0, 3, 1), (0, 1, 0), (0, 0, 1))]
+    return v_schedule("v-half", (ranks, microbatches), costs, blocks, 2 * (ranks // 2) + 2)

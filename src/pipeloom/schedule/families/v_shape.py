@@ -2,34 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any, Literal
 
+from pipeloom.limits import MOST_PLANNED_CELLS
 from pipeloom.schedule.costs import Costs
-from pipeloom.schedule.families.building_block import Block, words_of
+from pipeloom.schedule.families.building_block import BuildingBlock, repeated_programs, words_of
 from pipeloom.schedule.families.greedy import NoWayOn, Planned, Rule, line_of, programs_along, programs_of
-from pipeloom.schedule.families.layout import Coder, require_sizes, v_placement
+from pipeloom.schedule.families.layout import Coder, require_sizes
+from pipeloom.schedule.families.v_rounds import round_programs
 from pipeloom.schedule.model import Schedule
+from pipeloom.schedule.placement import vee
 from pipeloom.schedule.simulate import simulate
 
+Objective = Literal["makespan", "span"]
 PATIENCE = (0.5, 0.75, 1.0)
 SHY = 1.05  # A W planned 5 % too long, with hops twice as much, keeps out of gaps that it would only just fit.
-MANY = 1_500
+MANY = 1_500  # p m above which one way of each kind is tried: p = 64, m = 256 then takes 5 s instead of 17
 
 
-def v_schedule(name: str, sizes: tuple[int, int], costs: Costs | None, blocks: Sequence[Block], room: int) -> Schedule:
-    """The schedule of `sizes` (p, m) with the least makespan at these costs, at most `room` stage-micro-batches on a rank.
+def v_schedule(
+    name: str,
+    sizes: tuple[int, int],
+    costs: Costs | None,
+    blocks: Sequence[BuildingBlock],
+    room: int,
+    objective: Objective = "makespan",
+    rounds: bool = False,
+    options: Mapping[str, Any] | None = None,
+) -> Schedule:
+    """The shortest schedule of `sizes` (p, m) at these costs with at most `room` stage-micro-batches on a rank.
 
-    The building blocks give the order of F and I; the weight gradients are placed for the costs, in several ways.
+    The building blocks give the order of F and I; the weight gradients are placed for the costs, in several ways. With `rounds`
+    the programs of `round_programs` are candidates too, where p m is at most `MANY`. The shortest is that of the least
+    makespan, of equal ones of the least largest span; or, with `objective` "span", the other way round.
     """
     ranks, microbatches = sizes
-    require_sizes(ranks=ranks, microbatches=microbatches)
+    require_sizes(MOST_PLANNED_CELLS, ranks=ranks, microbatches=microbatches)
     chosen = costs if costs is not None else Costs()
-    placement = v_placement(ranks)
+    placement = vee(ranks)
     counted = replace(chosen, activation=1.0, held=1.0)
     many = ranks * microbatches > MANY
     candidates: list[list[list[Planned]]] = []
     for block in blocks:
+        repeated = repeated_programs(block, placement, microbatches, room)
+        if repeated is not None:
+            candidates.append(repeated)
         words = words_of(block, placement, microbatches, room)
         if words is None:
             continue
@@ -45,6 +64,8 @@ def v_schedule(name: str, sizes: tuple[int, int], costs: Costs | None, blocks: S
         caps = [room - 1] * ranks + [room] * ranks
         line = line_of(placement, microbatches, counted, [room] * ranks, caps)
         candidates += [programs_of(line, Rule(turns=turns)) for turns in (True, False)]
+    if rounds and not many:
+        candidates += round_programs(ranks, microbatches, chosen, room)
     code = Coder(2 * ranks, microbatches)
     schedules = [
         Schedule.of_codes(
@@ -52,10 +73,17 @@ def v_schedule(name: str, sizes: tuple[int, int], costs: Costs | None, blocks: S
             placement=placement,
             microbatches=microbatches,
             name=name,
+            options=dict(options or {}),
         )
         for programs in candidates
     ]
-    return min(schedules, key=lambda schedule: simulate(schedule, chosen).makespan)
+    return min(schedules, key=lambda schedule: _lengths(schedule, chosen, objective))
+
+
+def _lengths(schedule: Schedule, costs: Costs, objective: Objective) -> tuple[float, float]:
+    timeline = simulate(schedule, costs)
+    lengths = round(timeline.makespan, 9), round(max(timeline.spans), 9)
+    return lengths if objective == "makespan" else lengths[::-1]
 
 
 def _plans(costs: Costs) -> list[Costs]:

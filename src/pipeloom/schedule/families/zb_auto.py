@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 from pipeloom.errors import CapacityError, UsageError
+from pipeloom.limits import MOST_PLANNED_CELLS
 from pipeloom.schedule.costs import Costs
 from pipeloom.schedule.families.alternation import Alternation, Habits
 from pipeloom.schedule.families.greedy import Rule, line_of, programs_of
@@ -27,13 +28,13 @@ def zb_auto(ranks: int, microbatches: int, memory: float | None = None, costs: C
     Raises:
         CapacityError: the memory does not hold one micro-batch.
     """
-    require_sizes(ranks=ranks, microbatches=microbatches)
+    require_sizes(MOST_PLANNED_CELLS, ranks=ranks, microbatches=microbatches)
     chosen = costs if costs is not None else Costs()
     chosen.check_links(ranks)
     largest = max(chosen.per_stage("activation", ranks))
     room = 2 * ranks * largest if memory is None else memory
     if isinstance(room, bool) or not isinstance(room, (int, float)) or room != room or room <= 0:
-        raise UsageError(f"memory is {memory!r}; it must be a number above 0")
+        raise UsageError(f"memory is {memory!r:.200}; it must be a number above 0")
     if room < largest:
         raise CapacityError(f"memory is {memory:g}; one micro-batch's activations take {largest:g}")
     candidates = [

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
+from pipeloom.errors import UsageError, did_you_mean
 from pipeloom.schedule.costs import Costs
-from pipeloom.schedule.families.building_block import Block
-from pipeloom.schedule.families.v_shape import v_schedule
+from pipeloom.schedule.families.building_block import BuildingBlock
+from pipeloom.schedule.families.v_shape import Objective, v_schedule
 from pipeloom.schedule.model import Schedule
 
 
-def zbv(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedule:
+def zbv(ranks: int, microbatches: int, costs: Costs | None = None, objective: Objective = "makespan") -> Schedule:
     """Stages r and 2p-1-r on rank r, B split: zero bubble inside every span at f = b = w for m >= 2p-1.
 
     Makespan bubble at unit costs: p-1 in stage units, (p-1)/2 in full-rank units. Peak activations: 2p of a stage at most, as
-    much as 1F1B's p on rank 0. Any m >= 1. `costs` place the weight gradients; default 1, 1, 1, 0.
+    much as 1F1B's p on rank 0. Any m >= 1.
+
+    Args:
+        costs: what the schedule is planned for; default 1, 1, 1, 0.
+        objective: "makespan", for a step that ends in a barrier, or "span", the largest span of a rank, for one that does not.
+
+    Raises:
+        UsageError: another objective.
     """
-    blocks = [Block((3, 3, 3, 3), (0, 0, 0)), Block((3, 3, 3, 3), (1, 0, 0))]
-    return v_schedule("zbv", (ranks, microbatches), costs, blocks, 2 * ranks)
+    if objective not in get_args(Objective):
+        raise UsageError(f"objective is {objective!r:.200}{did_you_mean(str(objective), get_args(Objective))}")
+    blocks = [BuildingBlock((3, 3, 3, 3), (0, 0, 0)), BuildingBlock((3, 3, 3, 3), (1, 0, 0))]
+    options = {} if objective == "makespan" else {"objective": objective}
+    return v_schedule("zbv", (ranks, microbatches), costs, blocks, 2 * ranks, objective, rounds=True, options=options)

@@ -1,0 +1,30 @@
+"""The library's errors in the words of a command: where it names an argument, its user knows a flag."""
+
+from __future__ import annotations
+
+from pipeloom.errors import ArgumentError, PipeloomError
+
+COSTS = {
+    **{
+        name: f"--{name.replace('_', '-')}"
+        for name in ("forward", "input_grad", "weight_grad", "p2p", "all_to_all", "pair")
+    },
+    "held": "--held-until-weight-grad",
+    "microbatch": "--microbatch-costs",
+}
+_FLAGS = COSTS | {name: f"--{name.replace('_', '-')}" for name in ("memory", "time_limit", "prove", "pairs")}
+_PHRASES = {
+    "costs.microbatch": COSTS["microbatch"],
+    "overlap_p2p=False": "--no-overlap-p2p",
+    "write it as JSON": "write it as JSON (--json)",
+}
+
+
+def words(error: PipeloomError) -> str:
+    """The error's message with flags in the place of arguments."""
+    text = str(error)
+    if isinstance(error, ArgumentError):
+        text = f"{_FLAGS.get(error.argument, error.argument)}{error.words}"
+    for phrase, flag in _PHRASES.items():
+        text = text.replace(phrase, flag)
+    return text

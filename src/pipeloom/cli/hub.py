@@ -1,0 +1,48 @@
+"""`pipeloom export` and `pipeloom import`: checkpoints out to Hugging Face directories, and in from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipeloom.cli.workers import require_torch
+
+
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_CHECKPOINT_DIR", help="A checkpoint, or the newest of a run.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT_DIR", help="A new directory.")],
+) -> None:
+    """Write a checkpoint's weights as a directory that `transformers` loads.
+
+    pipeloom export runs/20260101-120000-1f1b my-model
+    """
+    require_torch("export")
+    from pipeloom.train.hub import export as write
+
+    taken = write(checkpoint, out)
+    print(f"{taken} is now {out}: AutoModelForCausalLM.from_pretrained({str(out)!r})")
+
+
+def import_(
+    source: Annotated[Path, typer.Argument(metavar="HF_DIR", help="A directory with config.json and safetensors.")],
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT_DIR", help="A new folder of checkpoints.")],
+) -> None:
+    """Make a checkpoint of a Hugging Face directory: of our own decoder where it computes the same model.
+
+    pipeloom import Llama-3.2-1B llama; pipeloom train llama/model.toml --checkpoint.resume llama
+    """
+    require_torch("import")
+    from pipeloom.errors import ConfigError
+    from pipeloom.train.hub import import_directory
+
+    if checkpoint.exists() and (not checkpoint.is_dir() or any(checkpoint.iterdir())):
+        raise ConfigError(f"{checkpoint} exists, and is not empty: give a new directory")
+    path, own = import_directory(source, checkpoint)
+    print(
+        f"{path}: {'our own decoder, for any layout' if own else 'as transformers has it, for layouts without tp and ep'}"
+    )
+    print(f"pipeloom train {checkpoint / 'model.toml'} --checkpoint.resume {checkpoint}")

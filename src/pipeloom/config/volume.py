@@ -1,0 +1,156 @@
+"""What a step sends between workers, by kind, from the configuration's shapes alone.
+
+A ring all-reduce of V bytes over N ranks sends 2 (N - 1) / N V from each of them, an all-gather or a reduce-scatter of V
+bytes in all (N - 1) / N V (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009). Statistics of the loss, gradient
+norms and the router's counts are left out: they are a few numbers a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pipeloom.config.layout import Layout
+from pipeloom.config.sections import Config, ModelSection
+from pipeloom.config.sizes import layer_sizes
+from pipeloom.schedule.messages import message_counts
+
+_ITEM = {"bfloat16": 2, "float32": 4, "float64": 8}
+
+
+@dataclass(frozen=True)
+class Volume:
+    """One kind of message.
+
+    Attributes:
+        kind: pipeline, tensor, data or experts.
+        count: messages, or collective operations of a group, in a step.
+        bytes: that all workers together send in a step.
+    """
+
+    kind: str
+    count: int
+    bytes: float
+
+
+def volumes(layout: Layout) -> tuple[Volume, ...]:
+    """Return the volume per kind of message in a step, without kinds that send nothing."""
+    kinds = (_pipeline(layout), _tensor(layout), _data(layout), _experts(layout))
+    return tuple(volume for volume in kinds if volume.count)
+
+
+def boundary_bytes(layout: Layout) -> tuple[int, ...]:
+    """micro-batch -> bytes of the message that one worker sends for it from stage to stage."""
+    config, mesh = layout.config, layout.mesh
+    token = config.model.hidden_size * _ITEM[config.train.dtype]
+    tokens = config.train.seq_len // (mesh.tp if config.parallel.sp else 1)
+    return tuple(size * tokens * token for size in layout.microbatch_sizes)
+
+
+def _pipeline(layout: Layout) -> Volume:
+    schedule, mesh = layout.schedule, layout.mesh
+    workers = mesh.dp * mesh.tp
+    count = sum(message_counts(schedule).values())
+    sizes = boundary_bytes(layout)
+    moved = 0.0
+    for size, index in zip(sizes, schedule.route_of, strict=True):
+        places = [schedule.placement[stage] for stage in schedule.routes[index]]
+        moved += 2 * size * sum(here != there for here, there in zip(places, places[1:], strict=False))
+    return Volume("pipeline", count * workers, moved * workers)
+
+
+def _tensor(layout: Layout) -> Volume:
+    """Of the decoder's layers (arXiv 1909.08053 section 3, 2205.05198 section 4.2).
+
+    Whole sequences: an all-reduce behind the embedding's and each row layer's forward, and behind each column layer's
+    backward, the output layer's too. Spread ones: a reduce-scatter and an all-gather in the place of each, and a gather more
+    for the weight gradient of each column layer. A recomputed block repeats its forward but for the last one.
+    """
+    config, mesh = layout.config, layout.mesh
+    if mesh.tp == 1:
+        return Volume("tensor", 0, 0.0)
+    blocks, m = config.model.num_hidden_layers, layout.schedule.microbatches
+    recomputed = _recomputed(config)
+    if config.parallel.sp:
+        # a block: 2 gathers and 2 scatters forward, the same backward, 2 gathers for the weights; embedding: a scatter and its
+        # backward's gather; output layer: a gather, its backward's scatter and a gather for the weights
+        operations = 10 * blocks + 2 + 3 + 3 * recomputed
+        share = 1.0
+    else:
+        operations = 4 * blocks + 2 + recomputed
+        share = 2.0
+    whole = sum(size * config.train.seq_len for size in layout.microbatch_sizes)
+    whole *= config.model.hidden_size * _ITEM[config.train.dtype]
+    moved = operations * share * (mesh.tp - 1) * whole * mesh.dp
+    return Volume("tensor", operations * m * mesh.dp, moved)
+
+
+def _data(layout: Layout) -> Volume:
+    """A gradient of each parameter, in fp32 at least, reduced over the replicas that hold it; with zero1 scattered, and the
+    parameters gathered."""
+    config, mesh, schedule = layout.config, layout.mesh, layout.schedule
+    copies = len(schedule.routes)
+    item = max(4, _ITEM[config.train.dtype])
+    gathered = _ITEM[config.train.dtype] if config.optimizer.zero1 else item
+    moved, count = 0.0, 0
+    for plain, expert in _held(layout):
+        for parameters, ranks, groups in ((plain, mesh.dp, 1), (expert / mesh.ep, mesh.dp // mesh.ep, mesh.ep)):
+            if parameters and ranks * copies > 1:
+                replicas = ranks * copies
+                moved += (item + gathered) * (replicas - 1) * parameters * groups
+                count += groups
+    return Volume("data", count, moved)
+
+
+def _held(layout: Layout) -> Iterator[tuple[float, float]]:
+    """(parameters that all replicas hold, of experts) of each stage's layers; tensor-parallel parts together."""
+    config = layout.config
+    sizes = layer_sizes(config.model, config.train.seq_len)
+    start = 0
+    for layers in layout.stage_layers:
+        mine = sizes[start : start + layers]
+        start += layers
+        experts = sum(size.letter == "t" for size in mine) * _expert_parameters(config.model)
+        yield sum(size.parameters for size in mine) - experts, experts
+
+
+def _expert_parameters(model: ModelSection) -> int:
+    return 3 * model.hidden_size * model.expert_width * model.num_experts
+
+
+def _experts(layout: Layout) -> Volume:
+    """Each choice of a token is a row that goes to its expert and comes back, forward and backward; even routing."""
+    config, mesh = layout.config, layout.mesh
+    if not config.model.num_experts or mesh.ep == 1:
+        return Volume("experts", 0, 0.0)
+    blocks, m = config.model.num_hidden_layers, layout.schedule.microbatches
+    rows = sum(layout.microbatch_sizes) * config.train.seq_len * config.model.num_experts_per_tok
+    row = config.model.hidden_size * _ITEM[config.train.dtype]
+    passes = 4 * blocks + 2 * _recomputed(config)
+    moved = passes * rows * row * (mesh.ep - 1) / mesh.ep * mesh.dp
+    return Volume("experts", passes * m * (mesh.dp // mesh.ep), moved)
+
+
+def _recomputed(config: Config) -> int:
+    """Return the number of blocks whose forward is recomputed."""
+    chosen = config.train.recompute
+    if isinstance(chosen, tuple):
+        return len(chosen)
+    return config.model.num_hidden_layers if chosen == "full" else 0
+
+
+def words(layout: Layout) -> str:
+    """One line: what each kind sends in a step, in bytes."""
+    found = volumes(layout)
+    if not found:
+        return ""
+    parts = [f"{volume.kind} {size_words(volume.bytes)} in {volume.count:,}" for volume in found]
+    return f"messages of a step, all workers: {'; '.join(parts)}"
+
+
+def size_words(count: float) -> str:
+    """A number of bytes, as people write it: "1.5 MiB"."""
+    for size, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} B"

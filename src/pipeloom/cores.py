@@ -1,0 +1,13 @@
+"""The number of cores that this process may use: whether processes have a core each decides how they wait."""
+
+from __future__ import annotations
+
+import os
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may run on; where the system does not say, those of the machine."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on Linux
+        return os.cpu_count() or 1

@@ -1,0 +1,99 @@
+"""The sizes of a decoder, as numbers: what its layers are built from. Needs no torch and no configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeloom.errors import ArgumentError, divisors, nearest
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """The sizes and options of a decoder, in Hugging Face's names; a trainer's `[model]` section has the same attributes.
+
+    Attributes:
+        num_hidden_layers: transformer blocks.
+        hidden_size: width of a token.
+        num_attention_heads: query heads.
+        num_key_value_heads: key and value heads, a divisor of the query heads.
+        intermediate_size: width inside the feed-forward part.
+        vocab_size: tokens in the vocabulary.
+        head_dim: width of a head, even; None: hidden_size / num_attention_heads.
+        attention_bias: queries, keys, values and attention's output have a bias.
+        qkv_bias: queries, keys and values have a bias.
+        tie_word_embeddings: the output layer uses the embedding's weight.
+        rope_theta: base of the rotary position frequencies.
+        rms_norm_eps: added to the mean square in every norm.
+        dropout: share of each block's two outputs that training drops, in [0, 1).
+        num_experts: experts of each block's feed-forward part; 0: one dense part.
+        num_experts_per_tok: experts that a token goes to.
+        norm_topk_prob: whether the weights of a token's experts are divided by their sum.
+        moe_intermediate_size: width inside an expert; 0: intermediate_size.
+        num_shared_experts: width, in experts, of the gated part that every token goes through.
+        router: softmax, noisy, switch, gshard or sigmoid.
+        capacity_factor: rows per expert over an even share; 0: unlimited.
+        aux_loss_coef, z_loss_coef: factors of the load-balance loss and of the mean squared logsumexp of the router's logits.
+
+    Raises ArgumentError for a size below 1, heads of odd width, or key and value heads that do not divide the query heads.
+    """
+
+    num_hidden_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    intermediate_size: int
+    vocab_size: int
+    head_dim: int | None = None
+    attention_bias: bool = False
+    qkv_bias: bool = False
+    tie_word_embeddings: bool = False
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+    dropout: float = 0.0
+    num_experts: int = 0
+    num_experts_per_tok: int = 2
+    norm_topk_prob: bool = True
+    moe_intermediate_size: int = 0
+    num_shared_experts: int = 0
+    router: str = "softmax"
+    capacity_factor: float = 0.0
+    aux_loss_coef: float = 0.01
+    z_loss_coef: float = 0.001
+
+    def __post_init__(self) -> None:
+        sizes = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+        for name in ("num_hidden_layers", *sizes):
+            if getattr(self, name) < 1:
+                raise ArgumentError(name, f"={getattr(self, name)} is below 1; nearest: 1")
+        hidden, heads, width, groups = (
+            self.hidden_size,
+            self.num_attention_heads,
+            self.head_dim,
+            self.num_key_value_heads,
+        )
+        if width is None:
+            valid = [count for count in divisors(hidden) if hidden // count % 2 == 0]
+            if heads not in valid:
+                near = nearest(heads, valid) if valid else "make hidden_size even"
+                raise ArgumentError(
+                    "num_attention_heads",
+                    f"={heads} does not cut hidden_size {hidden} into heads of one even width; {near}",
+                )
+        elif width < 1 or width % 2:
+            near = nearest(width, {max(2, width - 1), max(2, width + 1)})
+            raise ArgumentError("head_dim", f"={width} is no even width, which rotary positions need; {near}")
+        if heads % groups:
+            raise ArgumentError(
+                "num_key_value_heads",
+                f"={groups} does not divide {heads} attention heads; {nearest(groups, divisors(heads))}",
+            )
+
+    @property
+    def head_width(self) -> int:
+        """Width of an attention head."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def expert_width(self) -> int:
+        """Width inside an expert."""
+        return self.moe_intermediate_size or self.intermediate_size

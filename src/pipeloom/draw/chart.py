@@ -1,0 +1,135 @@
+"""Line charts of a sweep: makespan and memory of several schedules against one of their sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from xml.sax.saxutils import escape
+
+from pipeloom.draw import palette
+from pipeloom.draw.boxes import nice_step
+from pipeloom.draw.figures import number
+from pipeloom.draw.svg import LEAST_WIDTH, USUAL_WIDTH, text_width, wrapped
+from pipeloom.errors import UsageError, printable
+
+# Okabe and Ito's colours, which stay apart for every kind of colour vision, the yellow darker so that it shows on white
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b59f00", "#56b4e9", "#e69f00", "#000000")
+DASHES = ("", "7 3", "2 3", "9 3 2 3")
+LEFT, RIGHT, HIGH, MARGIN = 74.0, 24.0, 220.0, 16.0
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One chart: what its vertical axis is, and label -> [(x, y), …] of its lines."""
+
+    title: str
+    lines: Mapping[str, Sequence[tuple[float, float]]]
+
+
+def chart(title: str, axis: str, panels: Sequence[Panel], width: float = USUAL_WIDTH) -> str:
+    """An SVG document with the panels under one another, on one horizontal axis.
+
+    Raises UsageError where no line has a point, or for a width below `LEAST_WIDTH`.
+    """
+    marks = [x for panel in panels for line in panel.lines.values() for x, _ in line]
+    if not marks:
+        raise UsageError("there is no point to draw")
+    if not width >= LEAST_WIDTH:
+        raise UsageError(f"an SVG is at least {LEAST_WIDTH} pixels wide, not {width:g}")
+    labels = list(dict.fromkeys(label for panel in panels for label in panel.lines))
+    sheet = _Sheet(width, min(marks), max(marks), labels)
+    y = 8.0
+    for words in wrapped(printable(title), 16.8, width - 2 * MARGIN):
+        y += 20
+        sheet.text(MARGIN, y, words, "h")
+    for panel in panels:
+        y = sheet.panel(panel, y + 42)
+    sheet.text((LEFT + width - RIGHT) / 2, y + 12, axis, "m")
+    height = sheet.legend(y + 34) + 16
+    style = (
+        "text{font-family:system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif;font-size:12px;"
+        f"fill:{palette.INK};font-variant-numeric:tabular-nums}}.h{{font-size:15px;font-weight:600}}.b{{font-weight:600}}"
+        f".e{{text-anchor:end;fill:{palette.FAINT_INK}}}.m{{text-anchor:middle;fill:{palette.FAINT_INK}}}"
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" '
+        f'role="img"><title>{escape(printable(title))}</title>\n<style>{style}</style>\n'
+        f'<rect width="100%" height="100%" rx="8" fill="{palette.PAPER}"/>\n' + "\n".join(sheet.out) + "\n</svg>\n"
+    )
+
+
+@dataclass
+class _Sheet:
+    """The drawing so far; `low` and `high` are the ends of the horizontal axis."""
+
+    width: float
+    low: float
+    high: float
+    labels: Sequence[str]
+    out: list[str] = field(default_factory=list)
+
+    def text(self, x: float, y: float, words: str, style: str = "") -> None:
+        name = f' class="{style}"' if style else ""
+        self.out.append(f'<text x="{x:.1f}" y="{y:.1f}"{name}>{escape(words)}</text>')
+
+    def stroke(self, label: str) -> str:
+        """Return the stroke of the line of `label`."""
+        at = self.labels.index(label)
+        dash = DASHES[at // len(COLOURS) % len(DASHES)]
+        return f'stroke="{COLOURS[at % len(COLOURS)]}"' + (f' stroke-dasharray="{dash}"' if dash else "")
+
+    def across(self, x: float) -> float:
+        return LEFT + (x - self.low) / ((self.high - self.low) or 1.0) * (self.width - LEFT - RIGHT)
+
+    def panel(self, panel: Panel, y: float) -> float:
+        """Draw a panel from `y` on; return where it ends."""
+        self.text(MARGIN, y - 14, panel.title, "b")
+        top = max((value for line in panel.lines.values() for _, value in line), default=0.0) or 1.0
+        step = nice_step(top, 5)
+        ceiling = math.ceil(top / step - 1e-9) * step
+        for count in range(round(ceiling / step) + 1):
+            level = y + HIGH * (1 - count * step / ceiling)
+            grid = f'd="M{LEFT} {level:.1f}H{self.width - RIGHT:.1f}" stroke="{palette.IDLE_LINE}" stroke-width=".6"'
+            self.out.append(f"<path {grid}/>")
+            self.text(LEFT - 8, level + 4, number(count * step), "e")
+        for label, line in panel.lines.items():
+            self._line(
+                label, [(x, value, self.across(x), y + HIGH * (1 - value / ceiling)) for x, value in sorted(line)]
+            )
+        y += HIGH
+        last = -math.inf
+        for x in sorted({x for line in panel.lines.values() for x, _ in line}):
+            if self.across(x) - last >= 34:
+                last = self.across(x)
+                self.text(last, y + 16, number(x), "m")
+        return y + 22
+
+    def _line(self, label: str, points: Sequence[tuple[float, float, float, float]]) -> None:
+        """A line through points, each as (x, value) and where that is on the sheet."""
+        path = " ".join(f"{x:.1f},{y:.1f}" for _, _, x, y in points)
+        wide = 2 + 1.5 * max(
+            0, min(len(self.labels), 4) - 1 - self.labels.index(label)
+        )  # the first shows behind the others
+        self.out.append(f'<polyline points="{path}" fill="none" {self.stroke(label)} stroke-width="{wide:g}"/>')
+        colour = COLOURS[self.labels.index(label) % len(COLOURS)]
+        for size, value, x, y in points:
+            words = escape(printable(f"{label}: {number(value)} at {number(size)}"))
+            self.out.append(
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" fill="{colour}"><title>{words}</title></circle>'
+            )
+
+    def legend(self, y: float) -> float:
+        """Draw a line and its words for each label, from the baseline `y` on; return the last baseline."""
+        x, room = MARGIN, self.width - 2 * MARGIN - 44
+        for label in self.labels:
+            words = printable(label)
+            if text_width(words, 12) > room:
+                words = wrapped(words, 12, room - 12)[0] + "…"
+            wide = 34 + text_width(words, 12)
+            if x > MARGIN and x + wide > self.width - MARGIN:
+                x, y = MARGIN, y + 20
+            self.out.append(f'<path d="M{x:.1f} {y - 4:.1f}h26" {self.stroke(label)} stroke-width="2.5"/>')
+            self.text(x + 32, y, words)
+            x += wide + 14
+        return y

@@ -1,0 +1,161 @@
+"""Timelines as one self-contained page: zoom, follow, ask why, edit, export. No server, no request, no outside file."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from html import escape
+from importlib import resources
+from typing import Any
+
+from pipeloom.draw import palette
+from pipeloom.draw.figures import assumptions, heading, messages, time_unit
+from pipeloom.errors import printable
+from pipeloom.schedule import Timeline
+from pipeloom.schedule.actions import EVENTS, MOST_KINDS, Kind, kinds
+from pipeloom.schedule.costs import StageCosts
+from pipeloom.schedule.json_form import to_dict
+
+FORMAT = "pipeloom.page/1"
+
+
+def html(timelines: Timeline | Sequence[Timeline], title: str | None = None) -> str:
+    """A page with the timelines under one another on one axis of time; a browser opens it from disk, offline.
+
+    Everything is in it: the data as columns, and the script that draws, simulates and checks edits by the rules of
+    `simulate` and `check`. A content security policy lets the page load nothing and run nothing else.
+
+    Args:
+        title: of the page; default: what the timelines are.
+    """
+    shown = [timelines] if isinstance(timelines, Timeline) else list(timelines)
+    names = list(dict.fromkeys(timeline.schedule.name for timeline in shown))
+    given = title if title is not None else heading(shown[0]) if len(shown) == 1 else " · ".join(names)
+    name = printable(given) or "Pipeloom"
+    style, script = _resource("page.css"), _script()
+    policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'; form-action 'none'"
+    parts = {
+        "policy": policy,
+        "title": escape(name),
+        "style": style,
+        "script": script,
+        "data": _embedded(document(shown, name)),
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda slot: parts[slot[1]], _resource("page.html"))
+
+
+def document(timelines: Sequence[Timeline], title: str) -> dict[str, Any]:
+    """What the page reads, ready for `json.dumps`: the table of kinds, the unit of time, and a pane for each timeline."""
+    factor, unit = time_unit(timelines)
+    mixed = len({timeline.source for timeline in timelines}) > 1
+    return {
+        "format": FORMAT,
+        "title": title,
+        "unit": {"factor": factor, "name": unit},
+        "kinds": [_kind(kind) for kind in kinds()],
+        "panes": [
+            _pane(timeline, (factor, unit))
+            | {"heading": f"{timeline.source}: {heading(timeline)}" if mixed else heading(timeline)}
+            for timeline in timelines
+        ],
+    }
+
+
+def _kind(kind: Kind) -> dict[str, Any]:
+    need = kind.waits_for
+    return {
+        "letter": kind.letter,
+        "words": kind.words,
+        "produces": [EVENTS.index(event) for event in kind.produces],
+        "need": None
+        if need is None
+        else {
+            "event": EVENTS.index(need.event),
+            "step": need.step,
+            "at_end": None if need.at_end is None else EVENTS.index(need.at_end),
+        },
+        "memory": list(kind.memory),
+        "duration": kind.duration,
+        "resource": kind.resource,
+    }
+
+
+def _pane(timeline: Timeline, unit: tuple[float, str]) -> dict[str, Any]:
+    schedule = timeline.schedule
+    form = to_dict(schedule)
+    del form["programs"], form["format"]
+    colours = {
+        kind.letter: [palette.color(kind.letter, chunk, schedule.chunks) for chunk in range(schedule.chunks)]
+        for kind in kinds()
+    }
+    return form | {
+        "source": timeline.source,
+        "assumptions": assumptions(timeline, unit),
+        "overlap_p2p": timeline.overlap_p2p,
+        "messages": messages(schedule),
+        "most_kinds": MOST_KINDS,
+        "origin": _short(min((starts[0] for starts in timeline.starts if starts), default=0.0)),
+        "codes": schedule.codes,
+        "starts": [list(map(_short, starts)) for starts in timeline.starts],
+        "ends": [list(map(_short, ends)) for ends in timeline.ends],
+        "costs": _costs(timeline),
+        "colours": colours,
+        "inks": {letter: [palette.ink_on(colour) for colour in shades] for letter, shades in colours.items()},
+    }
+
+
+def _costs(timeline: Timeline) -> dict[str, Any]:
+    """What the page's simulator reads: a value for each stage, matrices where they were given."""
+    costs, stages = timeline.costs, timeline.schedule.stages
+    spread = StageCosts.of(costs, stages)
+    return {
+        "forward": spread.forward,
+        "input_grad": spread.input_grad,
+        "weight_grad": spread.weight_grad,
+        "backward": spread.backward,
+        "activation": costs.per_stage("activation", stages),
+        "held": costs.per_stage("held", stages),
+        "share": costs.per_stage("all_to_all", stages),
+        "pair": _given(costs.pair, stages),
+        "pair_split": _given(costs.pair_split, stages),
+        "p2p": costs.p2p,
+        "message": costs.message,
+        "bandwidth": costs.bandwidth if math.isfinite(costs.bandwidth) else None,
+        "factors": costs.microbatch,
+    }
+
+
+def _given(value: Any, stages: int) -> Any:
+    """A pair's time as one value for each stage, or a matrix."""
+    return value if value is None or isinstance(value, tuple) else (value,) * stages
+
+
+def _short(value: float) -> float:
+    """The same number, without the `.0` of a whole one."""
+    return int(value) if value.is_integer() and abs(value) < 2**53 else value
+
+
+def _embedded(value: Any) -> str:
+    """JSON that can stand inside a script element: no `<`, and none of the line ends that JavaScript knows beside JSON."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"), ensure_ascii=True)
+    return text.replace("<", "\\u003c")
+
+
+@lru_cache(maxsize=4)
+def _resource(name: str) -> str:
+    return (resources.files("pipeloom.draw") / "page" / name).read_text(encoding="utf-8")
+
+
+@lru_cache(maxsize=1)
+def _script() -> str:
+    files: Iterable[str] = map(_resource, ("schedule.js", "paint.js", "app.js"))
+    return '"use strict";\n(() => {\n' + "\n".join(files) + "})();\n"
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,0 +1,120 @@
+"""The largest sizes that Pipeloom accepts, and the one way in which it reads files that a user names.
+
+A size above its limit is refused in one sentence, before anything of that size is built. Each limit is several times what any
+published run uses, and small enough that a slip of the keyboard cannot fill the memory of the machine.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+from pipeloom.errors import UsageError, shortened
+
+# Published pipelines have at most 128 ranks; what is decided for each two ranks stays below 20 million.
+MOST_RANKS = 4_096
+# Stages of a rank: a pipeline with more has stages of less than a layer.
+MOST_CHUNKS = 1_024
+# Stage-micro-batches, S * m: two or three actions each. 16 ranks of 8 stages could run 15,600 micro-batches.
+MOST_CELLS = 2_000_000
+# The same for families that plan action by action; not measured at this size.
+MOST_PLANNED_CELLS = 131_072
+# The same for a search, which repeats a short period where there are many micro-batches.
+MOST_SEARCHED_CELLS = 262_144
+# Workers of a run, over all machines.
+MOST_WORKERS = 131_072
+# Workers that one machine starts: each connects to all others, so that a thousand of them need half a million sockets.
+MOST_LOCAL_WORKERS = 1_024
+# Memory that a worker takes before it holds a single weight: torch itself.
+WORKER_BYTES = 160_000_000
+# Layers: a thousand times those of the deepest published models.
+MOST_LAYERS = 100_000
+# A width, a vocabulary, a sequence, a batch: what a tensor's side may be; a product of two of them still fits 64 bits.
+MOST_WIDTH = 2**30
+# A counter of steps or moves, and a seed.
+MOST_STEPS = 10**12
+MOST_SEED = 2**63 - 1
+# Seconds of a limit: 11 days. Above 2**31 milliseconds (24 days) calls of the operating system overflow.
+MOST_SECONDS = 1e6
+# Bytes of a schedule as text: four times what MOST_CELLS takes; of a configuration: a thousand times the default's.
+SCHEDULE_BYTES = 32 * 2**20
+CONFIG_BYTES = 2**18
+# Bytes and files of a corpus, which every worker holds in memory.
+CORPUS_BYTES = 8 * 2**30
+CORPUS_FILES = 200_000
+# Tables within tables, and lists within lists, of a configuration or a schedule.
+MOST_NESTED = 20
+# Values in a list, and words on a command line.
+MOST_VALUES = 100_000
+
+
+def read_file(path: str | Path, most: int, what: str) -> bytes:
+    """The content of a regular file of at most `most` bytes; never waits, and never reads more.
+
+    Args:
+        what: for messages: "a schedule".
+
+    Raises:
+        UsageError: no regular file (a pipe, a device), or one that is too large.
+        OSError: as `open` and `read` raise it, for a folder too.
+    """
+    shown, mode = shortened(str(path)), os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):  # asked first: opening a device may do something
+        raise UsageError(f"{shown} is {_kind(mode)}, and {what} is read from a file")
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    with open(descriptor, "rb") as file:
+        mode, size = (found := os.fstat(descriptor)).st_mode, found.st_size
+        if not stat.S_ISREG(mode):
+            raise UsageError(f"{shown} is {_kind(mode)}, and {what} is read from a file")
+        content = file.read(most + 1) if size <= most else b""  # files of /proc say that they have no bytes
+    if max(size, len(content)) > most:
+        raise UsageError(f"{shown} has {max(size, len(content)):,} bytes; {what} has at most {most:,}")
+    return content
+
+
+def require_at_most(name: str, value: float, most: float, why: str = "") -> None:
+    """Raise UsageError for a value of the argument `name` above `most`; `why` is the reason, in words."""
+    if value > most:
+        reason = f" ({why})" if why else ""
+        raise UsageError(f"{name} is {shortened(number(value))}; it must be at most {number(most)}{reason}")
+
+
+def require_schedule(ranks: int, microbatches: int, stages: int, most: int = MOST_CELLS) -> None:
+    """Raise UsageError for a schedule that is too large, before it is built."""
+    require_at_most("ranks", ranks, MOST_RANKS)
+    require_at_most("stages", stages, MOST_RANKS * MOST_CHUNKS)
+    if stages * microbatches > most:
+        raise UsageError(
+            f"{number(stages)} stages times {shortened(number(microbatches))} micro-batches are more than {most:,} forwards, "
+            f"the most that one schedule may have; nearest: {max(1, most // stages)} micro-batches"
+        )
+
+
+def number(value: float) -> str:
+    """`value` in digits, or the size of one with very many, which Python refuses to write."""
+    if isinstance(value, int) and abs(value) >= 10**30:
+        return f"a number of about {int(value.bit_length() * 0.30103) + 1} digits"
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+def depth(value: object, most: int = MOST_NESTED) -> int:
+    """How deep tables and lists lie in each other, counted up to `most` + 1; without recursion."""
+    level, here = 0, [value]
+    while here and level <= most:
+        here = [
+            inner
+            for outer in here
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        level += 1
+    return level
+
+
+def _kind(mode: int) -> str:
+    return "a pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"

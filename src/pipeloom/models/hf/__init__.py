@@ -1,0 +1,69 @@
+"""Causal language models of Hugging Face `transformers` as lists of layers, without a rewrite and without code per family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pipeloom.models.hf.conv1d import separate_share
+from pipeloom.models.hf.cut import Cut, cut
+from pipeloom.models.hf.library import RANGE, causal_model, read_config, transformers
+from pipeloom.ops.layer import Layer
+
+__all__ = ["RANGE", "Layers", "hub_name", "layers"]
+
+
+class Layers(list[Layer]):
+    """A model's layers for `Pipeline`: the part before the decoder layers, each of them, and the part after them.
+
+    Attributes:
+        tied: groups of parameter names that are one weight; give them to the pipeline as `tied`.
+        cut: how the model was cut.
+    """
+
+    def __init__(self, cut: Cut) -> None:
+        super().__init__(Layer(name, cut.builder(name)) for name in cut.layer_names)
+        self.cut = cut
+        self.tied = cut.tied()
+
+    @property
+    def config(self) -> Any:
+        """The model's configuration, as `transformers` keeps it."""
+        return self.cut.config
+
+    @property
+    def separate_share(self) -> float:
+        """The share of the parameters, by elements, whose gradients wait for W where a schedule splits the backward.
+
+        The others, such as expert weights in three dimensions, norms and embeddings, get theirs with the input gradient.
+        """
+        return separate_share(self.cut.model)
+
+
+def layers(source: Any, *, dtype: Any = None) -> Layers:
+    """Cut a causal language model into layers, one per decoder layer and one for each end.
+
+    Token numbers [batch, length] go in, logits [batch, length, vocabulary] come out. `attention_mask` and `position_ids`
+    [batch, length] are keyword arguments of the pipeline's methods. Parameters are called as in `transformers`, with
+    `first.` or `last.` before the names of the two ends (`hub_name` takes it off).
+
+    Args:
+        source: a configuration: every rank builds its own layers, with first weights drawn by the family's own rules. A
+            directory with `config.json` and safetensors: every rank reads its own layers' weights. A model: its weights
+            are used, not copied.
+        dtype: of the parameters; None: as the configuration says, else float32.
+
+    Raises:
+        ConfigError: a model that cannot be cut, with the reason; a missing or unsupported `transformers`.
+    """
+    if isinstance(source, (str, Path)):
+        return Layers(cut(causal_model(read_config(source), dtype), Path(source)))
+    if isinstance(source, transformers().PreTrainedModel):
+        return Layers(cut(source))
+    return Layers(cut(causal_model(source, dtype)))
+
+
+def hub_name(name: str) -> str:
+    """The name in `transformers` of the parameter that is called `name` in a pipeline."""
+    end, _, inner = name.partition(".")
+    return inner if end in ("first", "last") else name

@@ -1,0 +1,255 @@
+"""A model of `transformers` cut into the part before its decoder layers, the layers, and the part after them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.errors import ConfigError
+from pipeloom.models.hf.conv1d import with_separate_weight_gradients
+from pipeloom.models.hf.first_weights import initialize
+from pipeloom.models.hf.parts import FirstPart, LastPart, TrunkLayer
+from pipeloom.models.hf.recorders import Altered, Recorder, Replay, Stop, Tape
+from pipeloom.models.hf.stubs import Stubs, set_tensor
+from pipeloom.models.hf.weights import Weights
+
+FIRST, LAST = "first", "last"
+_MOST_EXTRA = 4  # values that a decoder layer returns after the hidden states
+_ROWS, _LENGTH = 1, 4  # of the run that finds out how a model is cut
+
+
+def cut(model: nn.Module, folder: Path | None = None) -> Cut:
+    """Cut `model`, on the meta device or with weights. Raises ConfigError with the reason where it cannot be cut."""
+    name = type(model).__name__
+    try:
+        return Cut(model, folder)
+    except ConfigError as error:
+        raise ConfigError(f"{name} cannot be cut into layers: {error}") from error
+    except Exception as error:
+        raise ConfigError(
+            f"{name} cannot be cut into layers: its forward fails without its decoder layers ({_first_line(error)})"
+        ) from error
+
+
+class Cut:
+    """How a model is cut, and the factories of its layers.
+
+    Attributes:
+        model: as given, or on the meta device.
+        config: its configuration.
+        path: the name of its list of decoder layers.
+        before: names of the parameters outside of the decoder layers that the part before them uses.
+    """
+
+    def __init__(self, model: nn.Module, folder: Path | None = None) -> None:
+        self.model: Any = model
+        self.folder = folder
+        self.config: Any = self.model.config
+        self._refuse_options()
+        self.path, self.trunk = _trunk(self.model)
+        self.path_dot = f"{self.path}."
+        self.meta = any(parameter.is_meta for parameter in self.model.parameters())
+        self.extra: int | None = None
+        self.before = self._before()
+        self.extra = self._extra()
+        self._replay: Replay | None = None
+        self._weights: Weights | None = None
+
+    # -- names -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def layer_names(self) -> list[str]:
+        """Of all layers, in order."""
+        return [FIRST, *(f"{self.path_dot}{index}" for index in range(len(self.trunk))), LAST]
+
+    def global_name(self, name: str) -> str:
+        """The name in a pipeline of the parameter or buffer that is called `name` in the model."""
+        if name.startswith(self.path_dot):
+            return name
+        return f"{FIRST if name in self.before else LAST}.{name}"
+
+    def tied(self) -> tuple[tuple[str, ...], ...]:
+        """Groups of names in a pipeline of parameters that are one weight."""
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(self.global_name(name))
+        return tuple(tuple(group) for group in names.values() if len(group) > 1)
+
+    # -- building ------------------------------------------------------------------------------------------------------------
+
+    def builder(self, name: str) -> Callable[[], nn.Module]:
+        """The factory of the layer called `name`."""
+        return partial(self._build, name)
+
+    def _build(self, name: str) -> nn.Module:
+        if name in (FIRST, LAST):
+            shell, tape = self._shell()
+            held = {each for each in self._shell_parameters() if (each in self.before) == (name == FIRST)}
+            stubs = Stubs(shell, [each for each in self._shell_parameters() if each not in held])
+            self._fill(shell, "")
+            if name == FIRST:
+                return FirstPart(shell, tape, stubs)
+            return LastPart(shell, tape, stubs, self._embedding_width, self._dtype)
+        index = int(name.removeprefix(self.path_dot))
+        layer = copy.deepcopy(self.trunk[index], self._shared())
+        self._fill(layer, f"{name}.")
+        with_separate_weight_gradients(layer)
+        return TrunkLayer(layer, index, self.replay)
+
+    def _fill(self, module: nn.Module, prefix: str) -> None:
+        """First weights and buffers for what is on the meta device."""
+        if not self.meta:
+            return
+        initialize(module, prefix, self.model, draw=self.folder is None)
+        if self.folder is not None:
+            if self._weights is None:
+                self._weights = Weights(self.folder, self.model)
+            self._weights.load(module, prefix)
+
+    @property
+    def bytes_read(self) -> int:
+        """Of weights, from the directory, by this process."""
+        return 0 if self._weights is None else self._weights.folder.bytes_read
+
+    @property
+    def replay(self) -> Replay:
+        """What all decoder layers of this process ask for what they are handed."""
+        if self._replay is None:
+            self._replay = self._new_replay()
+        return self._replay
+
+    def _new_replay(self) -> Replay:
+        shell, tape = self._shell()
+        Stubs(shell, self._shell_parameters(), requires_grad=True)
+        if self.meta:
+            initialize(shell, "", self.model)
+        return Replay(shell, tape, self._embedding_width, self._dtype)
+
+    def _shared(self) -> dict[int, Any]:
+        """A memo for deepcopy, under which a copy shares the configuration, and the weights where they are real."""
+        memo: dict[int, Any] = {id(self.config): self.config}
+        if not self.meta:
+            memo.update((id(parameter), parameter) for parameter in self.model.parameters())
+        return memo
+
+    def _shell(self) -> tuple[Any, Tape]:
+        """A copy of the model with recorders in the place of its decoder layers."""
+        tape, count = Tape(self.extra), len(self.trunk)
+        recorders = nn.ModuleList(Recorder(layer, index, count, tape) for index, layer in enumerate(self.trunk))
+        config = copy.deepcopy(self.config)
+        config.use_cache = False
+        shell = copy.deepcopy(self.model, {**self._shared(), id(self.trunk): recorders, id(self.config): config})
+        return shell, tape
+
+    def _shell_parameters(self) -> list[str]:
+        names = (name for name, _ in self.model.named_parameters(remove_duplicate=False))
+        return [name for name in names if not name.startswith(self.path_dot)]
+
+    @property
+    def _embedding_width(self) -> int:
+        return int(self.model.get_input_embeddings().weight.shape[1])
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.model.get_input_embeddings().weight.dtype
+        return dtype
+
+    # -- how it is cut ---------------------------------------------------------------------------------------------------------
+
+    def _refuse_options(self) -> None:
+        config = self.config.get_text_config()
+        if getattr(config, "output_router_logits", False):
+            raise ConfigError(
+                "output_router_logits is true, and the routers' loss in transformers is over all layers together, so it does "
+                "not decompose into stages: set it to false"
+            )
+        if getattr(config, "layerdrop", 0):
+            raise ConfigError(
+                f"layerdrop is {config.layerdrop}, and which layers run would differ from rank to rank: set it to 0"
+            )
+        if getattr(config, "is_encoder_decoder", False):
+            raise ConfigError("it has an encoder and a decoder; one row of decoder layers can be cut")
+
+    def _before(self) -> frozenset[str]:
+        """The names of the parameters that the hidden states of the first decoder layer depend on."""
+        shell, tape = self._shell()
+        stubs = Stubs(shell, self._shell_parameters(), requires_grad=True)
+        if self.meta:
+            initialize(shell, "", self.model)
+        tape.run(stop_at=0)
+        with torch.enable_grad():
+            try:
+                shell.eval()(torch.zeros(_ROWS, _LENGTH, dtype=torch.int64))
+            except Stop:
+                pass
+            else:
+                raise ConfigError(f"its forward does not call the layers in {self.path}")
+        return frozenset(stubs.used_by(tape.entered))
+
+    def _extra(self) -> int | None:
+        """How many values a layer returns after the hidden states: what the model's forward reads of it correctly."""
+        reason: Exception | None = None
+        choices: list[int | None] = [None, *range(_MOST_EXTRA)]
+        for extra in choices:
+            self.extra = extra
+            try:
+                self._new_replay().run((_ROWS, _LENGTH), torch.device("cpu"), {})
+                shape = self._tried_last()
+                if shape != (_ROWS, _LENGTH):
+                    raise Altered(
+                        f"its forward makes logits of shape {[*shape, '…']} of {_ROWS} row of {_LENGTH} tokens"
+                    )
+                return extra
+            except (Altered, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
+                reason = reason or error
+        assert reason is not None
+        raise reason
+
+    def _tried_last(self) -> tuple[int, ...]:
+        """Rows and length of the logits of a run of the part after the layers, on the meta device."""
+        shell, tape = self._shell()
+        names = self._shell_parameters()
+        Stubs(shell, names)
+        if self.meta:
+            initialize(shell, "", self.model)
+        for name in names:
+            if name not in self.before:
+                set_tensor(shell, name, torch.empty_like(self.model.get_parameter(name), device="meta"))
+        embedded = torch.zeros(_ROWS, _LENGTH, self._embedding_width, dtype=self._dtype)
+        tape.run(stop_at=len(self.trunk) - 1)
+        width = 0
+        try:
+            shell.eval()(inputs_embeds=embedded)
+        except Stop:
+            width = tape.entered.shape[-1]
+        tape.run(stop_at=-1, inject=torch.zeros(_ROWS, _LENGTH, width, dtype=tape.entered.dtype, device="meta"))
+        with torch.no_grad():
+            logits: Tensor = shell(inputs_embeds=embedded).logits
+        return tuple(logits.shape[:-1])
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def _trunk(model: Any) -> tuple[str, nn.ModuleList]:
+    """The name in `model` of the shallowest list of as many modules as the configuration has layers, and the list."""
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    if not count:
+        raise ConfigError("its configuration has no num_hidden_layers")
+    base = model.base_model
+    prefix = next(name for name, part in model.named_modules() if part is base)
+    lists = [
+        (name, part) for name, part in base.named_modules() if isinstance(part, nn.ModuleList) and len(part) == count
+    ]
+    if not lists:
+        raise ConfigError(f"it has no list of {count} decoder layers (num_hidden_layers)")
+    name, trunk = min(lists, key=lambda item: item[0].count("."))
+    return f"{prefix}.{name}" if prefix else name, trunk

@@ -1,0 +1,65 @@
+"""The `transformers` package: imported when it is first needed, since that takes seconds, and in a tested range only."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeloom.errors import ConfigError
+
+RANGE = (5, 23), (5, 24)  # what the tests ran with: from the first version on, before the second
+
+
+@cache
+def transformers() -> Any:
+    """The package. Raises ConfigError where it is missing, or outside of the tested range."""
+    least, below = (".".join(map(str, version)) for version in RANGE)
+    wanted = f'pip install "transformers>={least},<{below}"'
+    try:
+        package = importlib.import_module("transformers")
+    except ImportError as error:
+        raise ConfigError(f"models of Hugging Face need the package transformers ({error}): {wanted}") from error
+    version = tuple(int(part) for part in package.__version__.split(".")[:2])
+    if not RANGE[0] <= version < RANGE[1]:
+        raise ConfigError(f"transformers {package.__version__} is not supported: {wanted}")
+    return package
+
+
+def read_config(folder: str | Path) -> Any:
+    """The configuration in a directory. Raises ConfigError where there is none, or of no causal language model."""
+    path = Path(folder)
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{path} is no model of Hugging Face: it has no config.json")
+    try:
+        return transformers().AutoConfig.from_pretrained(str(path), local_files_only=True)
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path / 'config.json'} cannot be read: {_first_line(error)}") from error
+
+
+def causal_model(config: Any, dtype: torch.dtype | None) -> Any:
+    """The causal language model of a configuration on the meta device. The configuration itself stays as it is."""
+    package = transformers()
+    if not isinstance(config, package.PreTrainedConfig):
+        raise ConfigError(
+            f"the source of a Hugging Face model is of type {type(config).__name__}; give a configuration, a model or a directory"
+        )
+    own = copy.deepcopy(config)
+    if dtype is not None or own.dtype is None:
+        own.dtype = dtype or torch.float32
+    try:
+        with torch.device("meta"):
+            return package.AutoModelForCausalLM.from_config(own, dtype=own.dtype)
+    except (ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"transformers builds no causal model of {type(config).__name__}: {_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__

@@ -1,0 +1,235 @@
+"""Weights of a Hugging Face directory: safetensors, one file or several with an index, of which a rank reads its part."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.errors import ConfigError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_MOST_HEADER_BYTES = 100_000_000  # as the safetensors library
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file: its type and shape, and where its bytes are."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+class Folder:
+    """The tensors of a directory by their names there.
+
+    Attributes:
+        bytes_read: of tensors, so far, by this process.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.bytes_read = 0
+        self.entries: dict[str, Entry] = {}
+        for file in _files(path):
+            self.entries.update(_entries(file))
+
+    def read(self, name: str) -> Tensor:
+        """A tensor's own bytes, nothing else of its file."""
+        entry = self.entries[name]
+        data = torch.empty(entry.size, dtype=torch.uint8)
+        with entry.file.open("rb", buffering=0) as file:
+            file.seek(entry.start)
+            view, done = data.numpy().data, 0
+            while done < entry.size:
+                count = file.readinto(view[done:])
+                if not count:
+                    raise ConfigError(f"{entry.file} ends within the tensor {name!r}")
+                done += count
+        self.bytes_read += entry.size
+        return data.view(entry.dtype).reshape(entry.shape)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Tensors of a directory that make one weight together, or several.
+
+    Attributes:
+        conversion: how, without tensors.
+        sources: (name in the directory, the pattern of the conversion that it matches).
+    """
+
+    conversion: Any
+    sources: list[tuple[str, str]]
+
+    def convert(self, name: str, folder: Folder, model: Any) -> Mapping[str, Any]:
+        """Name in the model -> tensor, read now; `name` is the one under which the conversion is known."""
+        conversion = deepcopy(self.conversion)
+        for key, pattern in self.sources:
+            conversion.add_tensor(name, key, pattern, partial(folder.read, key))
+        converted: Mapping[str, Any] = conversion.convert(name, model=model, config=model.config)
+        return converted
+
+
+class Weights:
+    """The weights of a directory as the parameters of a model, converted where its files have other names or cuts.
+
+    `transformers` keeps experts, for one, as one tensor and writes them one by one; its own conversions are applied.
+    """
+
+    def __init__(self, path: Path, model: Any) -> None:
+        self.folder = Folder(path)
+        self._model = model
+        self._groups = _groups(self.folder, model)
+
+    @torch.no_grad()
+    def load(self, module: nn.Module, prefix: str) -> None:
+        """Fill the parameters and buffers of `module`, whose names begin with `prefix` in the model.
+
+        Raises ConfigError for a weight that the directory lacks, or that has another shape.
+        """
+        places = dict(module.named_parameters(remove_duplicate=False))
+        optional = {name: buffer for name, buffer in module.named_buffers()}
+        missing = set(places)
+        twins = _twins(self._model)
+        for name in [*places, *optional]:
+            for full in [prefix + name, *twins.get(prefix + name, ())]:
+                if full in self._groups:
+                    missing -= self._fill(full, prefix, name, {**optional, **places})
+                    break
+        if missing:
+            raise ConfigError(f"{self.folder.path} has no weights for {prefix}{min(missing)}")
+
+    def _fill(self, full: str, prefix: str, name: str, places: Mapping[str, Tensor]) -> set[str]:
+        """Read what the weight `full` is made of; the names in the module of all that this fills."""
+        known, group = self._groups[full]
+        filled = set()
+        for target, found in group.convert(known, self.folder, self._model).items():
+            value = found[0] if isinstance(found, list) else found
+            place = name if target == full else target.removeprefix(prefix)  # `full` may be a twin, named elsewhere
+            if place not in places:
+                continue
+            if value.shape != places[place].shape:
+                raise ConfigError(
+                    f"{self.folder.path}: {target} is {list(value.shape)}, and the configuration says {list(places[place].shape)}"
+                )
+            places[place].copy_(value)
+            filled.add(place)
+        return filled
+
+
+def _groups(folder: Folder, model: Any) -> dict[str, tuple[str, _Group]]:
+    """Name in the model -> what makes it of tensors of the directory, and the name under which that is known."""
+    loading: Any = importlib.import_module("transformers.core_model_loading")
+    mapping: Any = importlib.import_module("transformers.conversion_mapping")
+    conversions = mapping.get_model_conversion_mapping(model)
+    renamings = [each for each in conversions if isinstance(each, loading.WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, loading.WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    known = model.state_dict()
+    groups: dict[str, _Group] = {}
+    for key in sorted(folder.entries, key=loading.dot_natural_key):
+        name, pattern = loading.rename_source_key(key, renamings, converters, model.base_model_prefix, known)
+        if name not in known and key in known:
+            name, pattern = key, None
+        if name not in known:
+            continue  # what the model has no place for, such as buffers of older versions
+        if name not in groups:
+            conversion = loading.WeightRenaming(key, name) if pattern is None else by_pattern[pattern]
+            groups[name] = _Group(conversion, [])
+        groups[name].sources.append((key, pattern or key))
+    targets = {name: (name, group) for name, group in groups.items()}
+    for name, group in groups.items():  # a conversion may make several weights; it is found under the name of each
+        for other in _made_with(name, group.conversion, known):
+            targets.setdefault(other, (name, group))
+    return targets
+
+
+def _made_with(name: str, conversion: Any, known: Mapping[str, Any]) -> list[str]:
+    """The names of the other weights that a conversion makes together with `name`."""
+    patterns = list(conversion.target_patterns)
+    first = next((pattern for pattern in patterns if pattern in name), None)
+    if len(patterns) < 2 or first is None:
+        return []
+    return [
+        other for other in (name.replace(first, pattern) for pattern in patterns) if other in known and other != name
+    ]
+
+
+def _twins(model: Any) -> dict[str, list[str]]:
+    """Name -> the other names of the same weight, of which a directory may hold one only."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name: [other for other in group if other != name] for group in names.values() for name in group}
+
+
+def _files(path: Path) -> list[Path]:
+    if (path / INDEX).is_file():
+        try:
+            index = json.loads((path / INDEX).read_text(encoding="utf-8"))
+            names = sorted({str(name) for name in index["weight_map"].values()})
+        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+            raise ConfigError(f"{path / INDEX} is no index of safetensors: {error}") from error
+        for name in names:
+            if Path(name).name != name:
+                raise ConfigError(f"{path / INDEX} names a file outside of the directory: {name!r:.200}")
+        return [path / name for name in names]
+    if (path / SINGLE).is_file():
+        return [path / SINGLE]
+    raise ConfigError(f"{path} has no weights in safetensors: neither {SINGLE} nor {INDEX}")
+
+
+def _entries(file: Path) -> dict[str, Entry]:
+    """The header of a safetensors file: eight bytes of its length, then JSON."""
+    try:
+        with file.open("rb") as data:
+            length = int.from_bytes(data.read(8), "little")
+            size = file.stat().st_size
+            if not 0 < length <= min(size - 8, _MOST_HEADER_BYTES):
+                raise ValueError("its header is longer than the file")
+            header = json.loads(data.read(length))
+        entries = {}
+        for name, value in header.items():
+            if name != "__metadata__":
+                start, end = value["data_offsets"]
+                shape = tuple(int(n) for n in value["shape"])
+                dtype = DTYPES[value["dtype"]]
+                if not 0 <= start <= end <= size - 8 - length or end - start != dtype.itemsize * _product(shape):
+                    raise ValueError(f"the tensor {name!r:.200} lies outside of it")
+                entries[name] = Entry(file, dtype, shape, 8 + length + start, end - start)
+        return entries
+    except KeyError as error:
+        raise ConfigError(f"{file} has tensors of a type that is not supported: {error}") from error
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{file} is no complete safetensors file: {error}") from error
+
+
+def _product(numbers: tuple[int, ...]) -> int:
+    result = 1
+    for number in numbers:
+        result *= number
+    return result

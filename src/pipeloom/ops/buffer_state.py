@@ -1,0 +1,110 @@
+"""The buffers of a module at one moment: which of them a forward changes, and the same forward once more from the same values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from pipeloom.errors import UsageError
+
+
+class BufferState:
+    """The buffers of a module and of those inside it as they are now, before a forward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._parts = [_Part(part) for part in module.modules() if part._buffers]
+
+    def changed(self, *, integers: bool = True) -> Iterator[str]:
+        """The names of buffers that have been changed in place or replaced; `integers`: those that are not floating, too."""
+        for part in self._parts:
+            for name, buffer in part.before.items():
+                now = part.module._buffers.get(name)
+                if buffer is None or now is None or not (integers or buffer.is_floating_point() or buffer.is_complex()):
+                    continue
+                copy, version = part.copies[name]
+                if now is not buffer or buffer._version != version or not torch.equal(buffer, copy):
+                    yield name
+
+    def keep_what_changed(self) -> None:
+        """Drops the copies of what has not been changed. A buffer that was replaced keeps its values itself."""
+        for part in self._parts:
+            part.keep_what_changed()
+
+    def swap_in(self) -> None:
+        """Puts copies of the values of that moment in the buffers' places, until `swap_out`.
+
+        Copies, because the graphs of other forwards may hold the buffers themselves. Raises UsageError for a buffer that was
+        left alone by the forward behind this moment, and changed afterwards.
+        """
+        copies: dict[int, Tensor] = {}  # of one tensor in two places: one
+        states = [part.state(self._module, copies) for part in self._parts]
+        for part, state in zip(self._parts, states, strict=True):
+            part.outside.append(part.module._buffers)
+            part.module._buffers = state
+
+    def swap_out(self) -> None:
+        """Puts the buffers themselves back."""
+        for part in self._parts:
+            part.module._buffers = part.outside.pop()
+
+
+def batch_statistics(module: nn.Module) -> str | None:
+    """The name of the first class inside `module` that gathers running statistics over micro-batches in its forward."""
+    for part in module.modules():
+        if isinstance(part, _NormBase) and part.training and part.running_mean is not None:
+            return type(part).__name__
+    return None
+
+
+class _Part:
+    """The buffers of one module.
+
+    Attributes:
+        before: name -> buffer.
+        copies: name -> a copy of its values, and its version.
+        versions: name -> the version of a buffer whose copy was dropped.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.before = dict(module._buffers)
+        self.copies = {name: (b.detach().clone(), b._version) for name, b in self.before.items() if b is not None}
+        self.versions: dict[str, int] = {}
+        self.outside: list[dict[str, Tensor | None]] = []
+
+    def keep_what_changed(self) -> None:
+        for name, (copy, version) in list(self.copies.items()):
+            buffer = self.before[name]
+            assert buffer is not None
+            if buffer._version == version and not _may_have_changed(buffer, copy):
+                self.versions[name] = version
+                del self.copies[name]
+
+    def state(self, module: nn.Module, copies: dict[int, Tensor]) -> dict[str, Tensor | None]:
+        state = dict(self.before)
+        for name, buffer in self.before.items():
+            if buffer is None:
+                continue
+            if name not in self.copies:
+                if buffer._version != self.versions[name]:
+                    raise UsageError(
+                        f"{type(module).__name__} is recomputed, and its buffer {name!r} was changed between its forward and its "
+                        "backward, though not by that forward; leave the layer out of `recompute`"
+                    )
+                continue
+            if id(buffer) not in copies:
+                copies[id(buffer)] = self.copies[name][0].clone()
+            state[name] = copies[id(buffer)]
+        return state
+
+
+def _may_have_changed(buffer: Tensor, copy: Tensor) -> bool:
+    """Whether a kernel may have changed the buffer but not its version: batch norm does so with its statistics.
+
+    Vectors are not compared: their copies are small, and on a GPU a comparison would wait for the device.
+    """
+    return buffer.is_floating_point() and (buffer.ndim < 2 or not torch.equal(buffer, copy))

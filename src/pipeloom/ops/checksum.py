@@ -1,0 +1,65 @@
+"""Checksums of tensors' bits, on the device where they are: what is equal has equal checksums, and a flipped bit changes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_ROW = 1024  # 8-byte words that are summed first: rows keep a core's vector units busy, and their number stays small
+
+_SMALL_BYTES = 2**18  # smaller tensors are copied into one: calls would cost more than the copy
+
+
+@torch.no_grad()
+def checksum(tensor: Tensor) -> Tensor:
+    """The checksum of a tensor's elements in order, whatever its strides: int64, 0-dim, on the tensor's device.
+
+    A sum modulo 2^64 of the memory's words, those of each row of 8 KB times an odd number of the row: any one flipped bit
+    changes it, and so does the order of rows.
+    """
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if data.storage_offset() % 8:
+        data = data.clone()
+    whole = data.numel() // 8 * 8
+    words, rest = data[:whole].view(torch.int64), data[whole:]
+    rows = words.numel() // _ROW
+    total = words[rows * _ROW :].sum() * (2 * rows + 1) + (rest.long() << _shifts(rest)).sum() * (2 * rows + 3)
+    if rows:
+        sums = words[: rows * _ROW].view(rows, _ROW).sum(1)
+        total += (sums * torch.arange(1, 2 * rows, 2, device=sums.device)).sum()
+    return total
+
+
+def checksums(tensors: Sequence[Tensor]) -> list[int]:
+    """The checksum of each tensor; one transfer for all that are on one device."""
+    if not tensors:
+        return []
+    return [
+        int(value) for value in torch.stack([checksum(tensor).to(tensors[0].device) for tensor in tensors]).tolist()
+    ]
+
+
+def joint_checksum(tensors: Sequence[Tensor]) -> Tensor:
+    """One checksum for all tensors of a device, in order: int64, 0-dim. Quick also where they are many and small."""
+    small = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors if tensor.nbytes <= _SMALL_BYTES]
+    parts = [tensor for tensor in tensors if tensor.nbytes > _SMALL_BYTES]
+    if small:
+        parts.append(torch.cat(small))
+    total = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
+    for at, part in enumerate(parts):
+        total += checksum(part) * (2 * at + 1)
+    return total
+
+
+def message_checksum(values: Sequence[Tensor | None]) -> int:
+    """One checksum for several tensors in order; None counts nothing."""
+    total = 0
+    for at, value in enumerate(checksums([value for value in values if value is not None])):
+        total += value * (2 * at + 1)
+    return (total + 2**63) % 2**64 - 2**63
+
+
+def _shifts(rest: Tensor) -> Tensor:
+    return torch.arange(0, 8 * rest.numel(), 8, device=rest.device)

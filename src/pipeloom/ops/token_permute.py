@@ -1,0 +1,177 @@
+"""Rows of tokens: one row for each expert that a token goes to, and the weighted sum of what comes back.
+
+Forward and backward only gather, so that results do not depend on the order in which anything is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TokenPermutation:
+    """Which row each choice of each token became.
+
+    Attributes:
+        order: row -> choice, numbered token · k + choice: [rows] int64.
+        token: row -> token: [rows] int64.
+        slot: token, choice -> row, -1 for a choice that was dropped: [tokens, k] int64.
+        sums: the choices' part of the sum, [tokens, k] int64, or None: all are one part. A sum over a token's rows is made
+            part by part, each in order of the choices and rounded to the rows' dtype, and then over the parts.
+        parts: how many parts there are.
+    """
+
+    order: Tensor
+    token: Tensor
+    slot: Tensor
+    sums: Tensor | None = None
+    parts: int = 1
+
+    @property
+    def rows(self) -> int:
+        return self.order.numel()
+
+    @property
+    def complete(self) -> bool:
+        """Whether no choice was dropped."""
+        return self.order.numel() == self.slot.numel()
+
+
+def assign(
+    keys: Tensor, count: int, kept: Tensor | None = None, sums: Tensor | None = None, parts: int = 1
+) -> tuple[TokenPermutation, Tensor]:
+    """Rows in order of their key, those of one key in order of tokens, and the number of rows of each key.
+
+    Args:
+        keys: [tokens, k] int64, 0..count-1, such as each choice's expert.
+        kept: [tokens, k] bool; choices that are not kept get no row. None: all are kept.
+        sums, parts: see Assignment.
+
+    Returns:
+        the assignment, and [count] int64 on the device of `keys`.
+    """
+    tokens, k = keys.shape
+    flat = keys.flatten() if kept is None else torch.where(kept, keys, count).flatten()
+    order = torch.argsort(flat, stable=True)
+    counts = torch.bincount(flat, minlength=count)
+    if kept is not None:
+        order = order[: int(counts[:count].sum())]
+        counts = counts[:count]
+    slot = torch.full((tokens * k,), -1, dtype=torch.int64, device=keys.device)
+    slot[order] = torch.arange(order.numel(), device=keys.device)
+    return TokenPermutation(order, order // max(k, 1), slot.view(tokens, k), sums, parts), counts
+
+
+def gather_rows(x: Tensor, permutation: TokenPermutation) -> Tensor:
+    """The rows [rows, width] of the tokens x [tokens, width]."""
+    return _Take.apply(x, permutation)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def combine_rows(rows: Tensor, weights: Tensor, permutation: TokenPermutation) -> Tensor:
+    """[tokens, width]: the sum of each token's rows [rows, width], times its weights [tokens, k]; dropped ones add nothing."""
+    return _Mix.apply(rows, weights, permutation)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def permute(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """rows[order], `inverse` being the inverse permutation."""
+    return _Permute.apply(rows, order, inverse)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums of this dtype are made: fp32, or fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, permutation: TokenPermutation) -> Tensor:
+        ctx.permutation = permutation
+        return x.index_select(0, permutation.token)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _sum(gradients[0], None, ctx.permutation), None
+
+
+class _Mix(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, permutation: TokenPermutation) -> Tensor:
+        ctx.permutation = permutation
+        ctx.save_for_backward(rows, weights)
+        return _sum(rows, weights, permutation)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,) = gradients
+        rows, weights = ctx.saved_tensors
+        permutation: TokenPermutation = ctx.permutation
+        spread = gradient.index_select(0, permutation.token)
+        d_rows = d_weights = None
+        if ctx.needs_input_grad[1]:
+            products = (spread.to(accumulation_dtype(rows.dtype)) * rows).sum(-1)
+            d_weights = torch.zeros_like(weights).view(-1)
+            d_weights[permutation.order] = products.to(weights.dtype)
+            d_weights = d_weights.view_as(weights)
+        if ctx.needs_input_grad[0]:
+            own = weights.reshape(-1).index_select(0, permutation.order)
+            d_rows = (spread * own.unsqueeze(-1)).to(rows.dtype)
+        return d_rows, d_weights, None
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.inverse = inverse
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0].index_select(0, ctx.inverse), None, None
+
+
+def _sum(rows: Tensor, weights: Tensor | None, permutation: TokenPermutation) -> Tensor:
+    """[tokens, width]: each token's rows, times its weights (None: 1), added as the assignment says."""
+    tokens, k = permutation.slot.shape
+    if permutation.rows == 0:
+        return rows.new_zeros(tokens, rows.shape[1])
+    factors = _factors(weights, permutation, accumulation_dtype(rows.dtype))
+    gathered = [rows.index_select(0, permutation.slot[:, j].clamp_min(0)) for j in range(k)]
+    if permutation.parts == 1:
+        return _weighted(gathered, factors).to(rows.dtype)
+    assert permutation.sums is not None
+    total = None
+    for part in range(permutation.parts):
+        inside = [
+            (permutation.sums[:, j : j + 1] == part).to(accumulation_dtype(rows.dtype))
+            * (1 if factor is None else factor)
+            for j, factor in enumerate(factors)
+        ]
+        rounded = _weighted(gathered, inside).to(rows.dtype)
+        total = rounded.to(accumulation_dtype(rows.dtype)) if total is None else total + rounded
+    assert total is not None
+    return total.to(rows.dtype)
+
+
+def _factors(weights: Tensor | None, permutation: TokenPermutation, dtype: torch.dtype) -> list[Tensor | None]:
+    """For each choice [tokens, 1], 0 where it was dropped; None for 1."""
+    if weights is None and permutation.complete:
+        return [None] * permutation.slot.shape[1]
+    kept = None if permutation.complete else (permutation.slot >= 0).to(dtype)
+    factors = kept if weights is None else weights.to(dtype) if kept is None else weights.to(dtype) * kept
+    assert factors is not None
+    return list(torch.split(factors, 1, dim=1))
+
+
+def _weighted(gathered: Sequence[Tensor], factors: Sequence[Tensor | None]) -> Tensor:
+    """The sum of the products, added in order."""
+    total: Tensor | None = None
+    for rows, factor in zip(gathered, factors, strict=True):
+        term = rows.to(accumulation_dtype(rows.dtype)) if factor is None else rows * factor
+        total = term if total is None else total + term
+    assert total is not None
+    return total

@@ -1,0 +1,173 @@
+"""Structured values between processes: JSON and tensors, never pickles.
+
+A pickle is a program: whoever can put one into a connection runs code here. What Pipeloom sends is JSON as bytes, or a
+tensor whose dtype and shape came as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeloom.errors import DistributedError, UsageError
+
+_TAG = 19
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
+}
+
+
+def all_gather_json(value: Any, group: Any) -> list[Any]:
+    """Return the values of all processes of `group`, in the order of their ranks in it. Collective over the group.
+
+    Args:
+        value: what JSON can hold. Tuples arrive as lists, keys of dicts as text; floats keep every bit.
+    """
+    own = _to_bytes(value, group)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([own.numel()], device=own.device), group=group)
+    lengths = [int(size) for size in sizes]
+    padded = own.new_zeros(max(lengths))
+    padded[: own.numel()] = own
+    parts = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(parts, padded, group=group)
+    return [_from_bytes(part[:length]) for part, length in zip(parts, lengths, strict=True)]
+
+
+def broadcast_json(value: Any, group: Any, source: int) -> Any:
+    """Return the value that global rank `source` gives; what the others give is ignored. Collective over the group."""
+    own = _to_bytes(value if dist.get_rank() == source else None, group)
+    size = torch.tensor([own.numel()], device=own.device)
+    dist.broadcast(size, source, group=group)
+    data = own if dist.get_rank() == source else own.new_empty(int(size))
+    dist.broadcast(data, source, group=group)
+    return _from_bytes(data)
+
+
+def all_gather_tree(value: Any, group: Any, device: torch.device) -> list[Any]:
+    """Return the values of all processes of `group`, with their tensors on `device`. Collective over the group.
+
+    Args:
+        value: tensors, numbers, texts and None, alone or nested in tuples, lists, and dicts whose keys are texts.
+    Raises:
+        UsageError: a value of another type.
+    """
+    tensors: list[Tensor] = []
+    shapes = all_gather_json(_describe(value, tensors), group)
+    trees = []
+    for index, shape in enumerate(shapes):
+        source = dist.get_global_rank(group, index)
+        received = _like(shape, _device(group))
+        if source == dist.get_rank():
+            received = [tensor.detach().to(_device(group)).contiguous() for tensor in tensors]
+        for tensor in received:
+            if tensor.numel():
+                dist.broadcast(_bytes_of(tensor), source, group=group)
+        trees.append(_build(shape, iter([tensor.to(device) for tensor in received])))
+    return trees
+
+
+def gather_tree(value: Any, group: Any, destination: int) -> list[Any] | None:
+    """Return the values of all processes of `group` on global rank `destination`, their tensors on the CPU; None elsewhere.
+
+    `value` is as for `all_gather_tree`. Collective over the group.
+    """
+    tensors: list[Tensor] = []
+    shapes = all_gather_json(_describe(value, tensors), group)
+    device = _device(group)
+    if dist.get_rank() != destination:
+        for tensor in tensors:
+            if tensor.numel():
+                dist.send(_bytes_of(tensor.detach().to(device).contiguous()), destination, group=group, tag=_TAG)
+        return None
+    trees = []
+    for index, shape in enumerate(shapes):
+        source = dist.get_global_rank(group, index)
+        if source == destination:
+            trees.append(_build(shape, iter([tensor.detach().cpu() for tensor in tensors])))
+            continue
+        received = _like(shape, device)
+        for tensor in received:
+            if tensor.numel():
+                dist.recv(_bytes_of(tensor), source, group=group, tag=_TAG)
+        trees.append(_build(shape, iter([tensor.cpu() for tensor in received])))
+    return trees
+
+
+def _device(group: Any) -> torch.device:
+    """Where the group's backend sends from: the CPU where it has gloo."""
+    if "gloo" in str(dist.get_backend_config(group)):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _to_bytes(value: Any, group: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(_device(group))
+
+
+def _from_bytes(data: Tensor) -> Any:
+    try:
+        return json.loads(bytes(data.tolist()))
+    except ValueError as error:
+        raise DistributedError(f"another rank sent {data.numel()} bytes that are not JSON: {error}") from None
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's memory: gloo does not know every dtype."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _describe(value: Any, tensors: list[Tensor]) -> Any:
+    """`value` in JSON, with its tensors appended to `tensors` and described by dtype and shape."""
+    if isinstance(value, Tensor):
+        name = str(value.dtype).removeprefix("torch.")
+        if name not in _DTYPES:
+            raise UsageError(f"a tensor of dtype {value.dtype} cannot be sent; known: {', '.join(_DTYPES)}")
+        tensors.append(value)
+        return {"tensor": [name, list(value.shape)]}
+    if isinstance(value, (tuple, list)):
+        return {"tuple" if isinstance(value, tuple) else "list": [_describe(item, tensors) for item in value]}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {"dict": {key: _describe(item, tensors) for key, item in value.items()}}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return {"value": value}
+    raise UsageError(
+        f"a {type(value).__name__} cannot be sent to another rank; it takes tensors, numbers, texts and None, in tuples, "
+        "lists, and dicts with texts as keys"
+    )
+
+
+def _leaves(shape: Any) -> Iterator[tuple[torch.dtype, tuple[int, ...]]]:
+    """Dtype and shape of each tensor described, in order."""
+    ((kind, inner),) = shape.items()
+    if kind == "tensor":
+        yield _DTYPES[inner[0]], tuple(inner[1])
+    elif kind != "value":
+        for item in inner.values() if kind == "dict" else inner:
+            yield from _leaves(item)
+
+
+def _like(shape: Any, device: torch.device) -> list[Tensor]:
+    return [torch.empty(sizes, dtype=dtype, device=device) for dtype, sizes in _leaves(shape)]
+
+
+def _build(shape: Any, tensors: Iterator[Tensor]) -> Any:
+    """The inverse of `_describe`."""
+    ((kind, inner),) = shape.items()
+    if kind == "tensor":
+        return next(tensors)
+    if kind == "value":
+        return inner
+    if kind == "dict":
+        return {key: _build(item, tensors) for key, item in inner.items()}
+    items = [_build(item, tensors) for item in inner]
+    return tuple(items) if kind == "tuple" else items

@@ -1,0 +1,56 @@
+"""The norm of gradients that are spread over processes, and clipping by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds to the norm
+
+
+def squares(gradients: Sequence[Tensor]) -> list[float]:
+    """The sum of the squares of each tensor's elements; 0 for one without any. A sparse gradient counts with its sums per row."""
+    dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+    filled = [torch.view_as_real(each) if each.is_complex() else each for each in dense if each.numel()]
+    if not filled:
+        return []
+    wide = any(gradient.dtype == torch.float64 for gradient in filled)
+    norms = torch._foreach_norm(filled, 2, dtype=torch.float64 if wide else torch.float32)
+    found: list[float] = torch.stack(norms).double().square().tolist()
+    return found
+
+
+def square_norm(gradients: Sequence[Tensor]) -> float:
+    """The sum of the squares of all elements."""
+    return exact_sum(squares(gradients))
+
+
+def global_norm(squares: Iterable[float]) -> float:
+    """The norm from the squares of all parameters' gradients, or of parts of them, on all ranks.
+
+    The sum is exact up to one rounding at its end, so it does not depend on how parameters are spread over ranks.
+    """
+    return math.sqrt(exact_sum(squares))
+
+
+def exact_sum(values: Iterable[float]) -> float:
+    """The sum of numbers of at least 0, in any order the same bits; infinite where it is too large."""
+    try:
+        return math.fsum(values)
+    except OverflowError:
+        return math.inf
+
+
+def clip(gradients: Sequence[Tensor], norm: float, most: float) -> None:
+    """Scales the gradients by most / (norm + 1e-6), as torch does, unless the global `norm` is at most `most`."""
+    if norm <= most:
+        return
+    dense = [gradient for gradient in gradients if not gradient.is_sparse]
+    if dense:
+        torch._foreach_mul_(dense, most / (norm + _EPSILON))
+    for gradient in gradients:
+        if gradient.is_sparse:
+            gradient.mul_(most / (norm + _EPSILON))

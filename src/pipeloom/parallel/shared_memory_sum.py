@@ -1,0 +1,243 @@
+"""Sums over processes of one machine: every process maps every other's buffers, and adds up a slice of them for all.
+
+gloo sends tensors between processes of a machine through sockets: two copies in the kernel for each hop. Here a rank reads
+its slice of everyone's buffer and writes the sum back to everyone's: as many bytes as a ring moves, once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import mmap
+import os
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeloom.cores import usable_cores
+from pipeloom.errors import DistributedError
+from pipeloom.parallel.exchange import all_gather_json
+from pipeloom.parallel.mesh import Axis
+
+_PAGE = 4096
+_BLOCK = 131072  # elements that stay in a core's cache while all ranks' are added to them
+_TOKEN_BYTES = 16
+_SPINS = 50  # looks at the flags before a process sleeps
+_NAPS = 50e-6, 2e-3  # seconds, the shortest and the longest
+
+
+class SharedBuffers:
+    """A few flat tensors of each process of an axis, that can be summed in place.
+
+    `start` says that this process has filled one, `wait` returns when it holds the sum. Every process starts the same ones in
+    the same order, and fills a buffer again only after its `wait`.
+
+    Attributes:
+        own: this process's tensors.
+        sharded: whether each process wants only its slice of the sum: elements index·n to (index+1)·n of size·n.
+        spins: whether to look without a pause at first, where every process has a core of its own.
+    """
+
+    def __init__(
+        self, axis: Axis, maps: Sequence[mmap.mmap], sizes: Sequence[int], dtypes: Sequence[torch.dtype]
+    ) -> None:
+        self.sharded = False
+        self.spins = False
+        self._axis = axis
+        # a flag is the number of the last reduction that a rank has filled its buffer for, or summed its slice of
+        counts = [torch.frombuffer(each, dtype=torch.int64, count=2 * len(sizes), offset=_PAGE) for each in maps]
+        self._filled = [count[: len(sizes)] for count in counts]
+        self._summed = [count[len(sizes) :] for count in counts]
+        starts = _starts(sizes, dtypes)
+        self._buffers = [
+            [
+                torch.frombuffer(each, dtype=dtype, count=size, offset=start)
+                for size, dtype, start in zip(sizes, dtypes, starts, strict=False)
+            ]
+            for each in maps
+        ]
+        self.own = self._buffers[axis.index]
+        self._turn = [0] * len(sizes)
+        self._pending: list[int] = []
+        self._fence = threading.Lock()
+
+    @classmethod
+    def connect(cls, axis: Axis, sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> SharedBuffers | None:
+        """Makes and maps the buffers, of `sizes` elements; collective over the axis. None where not all of it can.
+
+        The memory has no name, and is gone with the processes.
+        """
+        mine = _Memory.create(2 * len(sizes), _starts(sizes, dtypes)[-1]) if hasattr(os, "memfd_create") else None
+        offers = all_gather_json(mine.offer if mine is not None else None, axis.group)
+        maps = [_map(offer) for offer in offers]
+        if mine is not None:
+            maps[axis.index] = mine.map
+        answers = all_gather_json(None not in maps, axis.group)
+        if mine is not None:
+            os.close(mine.descriptor)
+        found = [each for each in maps if each is not None]
+        return cls(axis, found, sizes, dtypes) if all(answers) else None
+
+    def start(self, at: int) -> None:
+        """Buffer `at` of this process is full. Sums those that everybody has filled by now."""
+        self._turn[at] += 1
+        with self._fence:  # what was written before is seen before the flag, on every kind of processor
+            self._filled[self._axis.index][at] = self._turn[at]
+        self._pending.append(at)
+        self._advance()
+
+    def wait(self, at: int, timeout: float) -> None:
+        """Returns when buffer `at` of this process holds the sum. Raises DistributedError after `timeout` seconds."""
+        begin = time.monotonic()
+        for look in itertools.count():
+            self._advance()
+            filling = at in self._pending  # somebody has still to fill this buffer, or one before it
+            late = self._behind(self._filled, self._pending[0]) if filling else self._behind(self._summed, at)
+            if not late and not filling:
+                break
+            if not late:
+                continue  # the last one has come meanwhile
+            if self.spins and look < _SPINS:
+                continue
+            waited = time.monotonic() - begin
+            if waited > timeout:
+                rank = self._axis.ranks[late[0]]
+                raise DistributedError(
+                    f"timed out after {timeout:g} s waiting for rank {rank} in a shared-memory all-reduce"
+                )
+            time.sleep(min(max(waited / 8, _NAPS[0]), _NAPS[1]))
+        with self._fence:
+            return
+
+    def _behind(self, flags: Sequence[Tensor], at: int) -> list[int]:
+        return [index for index, flag in enumerate(flags) if int(flag[at]) < self._turn[at]]
+
+    def _advance(self) -> None:
+        """Sums this process's slice of buffers that all have filled, in the order in which they were started."""
+        while self._pending and not self._behind(self._filled, self._pending[0]):
+            at = self._pending.pop(0)
+            with self._fence:
+                pass
+            self._sum(at)
+            with self._fence:
+                self._summed[self._axis.index][at] = self._turn[at]
+
+    def _sum(self, at: int) -> None:
+        size = self.own[at].numel()
+        share = math.ceil(size / self._axis.size)
+        first, last = self._axis.index * share, min((self._axis.index + 1) * share, size)
+        for start in range(first, last, _BLOCK):
+            parts = [each[at][start : min(start + _BLOCK, last)] for each in self._buffers]
+            total = parts[0] + parts[1]
+            for part in parts[2:]:
+                total += part  # in rank order, by one rank for all: bitwise the same everywhere
+            for part in [parts[self._axis.index]] if self.sharded else parts:
+                part.copy_(total)
+
+
+class SharedMemoryAllReduce:
+    """Sums of tensors of a few sizes over an axis. Memory for a size is made at its first use, so all ranks sum in one order."""
+
+    def __init__(self, axis: Axis, spins: bool, timeout: float) -> None:
+        self._axis = axis
+        self._spins = spins
+        self._timeout = timeout
+        self._buffers: dict[tuple[int, torch.dtype], SharedBuffers | None] = {}
+        self._busy: set[tuple[int, torch.dtype]] = set()
+
+    @classmethod
+    def over(cls, axis: Axis, processes: int, timeout: float) -> SharedMemoryAllReduce | None:
+        """None where the processes of the axis cannot share memory; collective over the axis.
+
+        Args:
+            processes: on this machine; with a core each, they look a moment before they sleep.
+            timeout: seconds that a sum may take.
+        """
+        if SharedBuffers.connect(axis, [1], [torch.uint8]) is None:
+            return None
+        return cls(axis, processes <= usable_cores(), timeout)
+
+    def start(self, x: Tensor) -> SharedSum | None:
+        """The sum of everyone's `x` is to be written into it. None where its size is under way already: use another way."""
+        key = x.numel(), x.dtype
+        if key not in self._buffers:
+            made = self._buffers[key] = SharedBuffers.connect(self._axis, [key[0]], [key[1]])
+            if made is not None:
+                made.spins = self._spins
+        buffers = self._buffers[key]
+        if buffers is None or key in self._busy:
+            return None
+        self._busy.add(key)
+        buffers.own[0].copy_(x.view(-1))
+        buffers.start(0)
+        return SharedSum(self, key, buffers, x)
+
+    def finish(self, key: tuple[int, torch.dtype], buffers: SharedBuffers, x: Tensor) -> Tensor:
+        buffers.wait(0, self._timeout)
+        x.view(-1).copy_(buffers.own[0])
+        self._busy.discard(key)
+        return x
+
+
+class SharedSum(NamedTuple):
+    """A sum under way."""
+
+    sums: SharedMemoryAllReduce
+    key: tuple[int, torch.dtype]
+    buffers: SharedBuffers
+    x: Tensor
+
+    def wait(self) -> Tensor:
+        """The tensor that was given, with the sum in it."""
+        return self.sums.finish(self.key, self.buffers, self.x)
+
+
+class _Memory:
+    """Memory without a name that this user's processes can map.
+
+    Attributes:
+        offer: process, descriptor and bytes, with which the others find it, and a token that proves it is this memory.
+    """
+
+    def __init__(self, descriptor: int, mapped: mmap.mmap, offer: tuple[int, int, int, str]) -> None:
+        self.descriptor = descriptor
+        self.map = mapped
+        self.offer = offer
+
+    @classmethod
+    def create(cls, flags: int, size: int) -> _Memory:
+        assert flags * 8 <= _PAGE
+        descriptor = os.memfd_create("pipeloom")
+        os.ftruncate(descriptor, size)
+        mapped = mmap.mmap(descriptor, size)
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        mapped[:_TOKEN_BYTES] = token
+        return cls(descriptor, mapped, (os.getpid(), descriptor, size, token.hex()))
+
+
+def _map(offer: Sequence[Any] | None) -> mmap.mmap | None:
+    """Another process's memory; None when it is on another machine, another user's, or may not be opened."""
+    if offer is None:
+        return None
+    process, descriptor, size, token = offer
+    try:
+        with open(f"/proc/{int(process)}/fd/{int(descriptor)}", "r+b") as file:
+            if os.fstat(file.fileno()).st_uid != os.getuid():
+                return None
+            mapped = mmap.mmap(file.fileno(), size)
+    except (OSError, ValueError):
+        return None
+    return mapped if mapped[:_TOKEN_BYTES] == bytes.fromhex(token) else None
+
+
+def _starts(sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[int]:
+    """The byte at which each buffer begins, and the end: a page for the token, one for flags, then buffers on pages."""
+    starts = [2 * _PAGE]
+    for size, dtype in zip(sizes, dtypes, strict=True):
+        starts.append(starts[-1] + math.ceil(size * dtype.itemsize / _PAGE) * _PAGE)
+    return starts

@@ -1,0 +1,42 @@
+"""Collectives of CUDA tensors through host memory and gloo: for several processes on one GPU, where NCCL refuses to run.
+
+Slow and simple, for debugging a layout on one device: each call waits for the device before it starts, and copies back when
+it is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def goes_through_host(device: torch.device, group: Any) -> bool:
+    """Whether `group` cannot move tensors of `device` itself: they are on a GPU, and it has no NCCL."""
+    return device.type == "cuda" and "nccl" not in str(dist.get_backend_config(group))
+
+
+def start(call: Callable[..., Any], out: Tensor, given: Tensor | None, *rest: Any, group: Any) -> Any:
+    """Start the collective `call(out, given, *rest)`, without `given` where that is None; return what is waited for."""
+    operands = (out,) if given is None else (out, given)
+    if not goes_through_host(out.device, group):
+        return call(*operands, *rest, group=group, async_op=True)
+    return ThroughHost(lambda *host: call(*host, *rest, group=group, async_op=True), operands)
+
+
+class ThroughHost:
+    """A collective on copies of `operands` in host memory, the first of which is its result."""
+
+    def __init__(self, begin: Callable[..., Any], operands: tuple[Tensor, ...]) -> None:
+        self._out = operands[0]
+        # A copy to pageable memory waits for the current stream: what the operands hold is computed by then.
+        self._host = tuple(operand.detach().to("cpu", copy=True).contiguous() for operand in operands)
+        self._work = begin(*self._host)
+
+    def wait(self) -> None:
+        self._work.wait()
+        with torch.no_grad():
+            self._out.copy_(self._host[0])

@@ -1,0 +1,398 @@
+"""The executor: one rank runs its program of instructions once.
+
+It waits for the messages that an instruction needs, runs the instruction's action (or the two of an overlapped pair), and
+sends what that made. It decides nothing about order: that is the schedule's. `run` goes through the whole program;
+LocalPipeline, which has all ranks in one thread, calls `begin`, `execute_next` for a rank whose messages are there
+(`missing`), and `finish`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeloom.errors import DistributedError
+from pipeloom.ops.checksum import message_checksum
+from pipeloom.ops.segments import report_standstills_to
+from pipeloom.runtime.batch import Microbatches
+from pipeloom.runtime.health.fault_injection import Faults
+from pipeloom.runtime.health.names import Names
+from pipeloom.runtime.health.status import Status
+from pipeloom.runtime.loss import Loss, share_of_loss
+from pipeloom.runtime.overlap import CommStream, Coroutine, interleave
+from pipeloom.runtime.p2p.base import Outgoing, Transport
+from pipeloom.runtime.program import Instruction, RankProgram
+from pipeloom.runtime.stage import ShareOfLoss, Stage
+from pipeloom.runtime.tensor_spec import Boundary, ShapeCache, Values, boundary_of
+from pipeloom.schedule.actions import Action, kind_of
+from pipeloom.schedule.channels import Message
+
+
+@dataclass(frozen=True)
+class StepHooks:
+    """What is told of a step while it runs.
+
+    Attributes:
+        status: what the rank does and waits for, for the watchdog.
+        faults: those to make on purpose.
+        before_last_backward: called with a stage before its last B, where that is one call of autograd's.
+        stage_done: called with a stage once its gradients are complete, after what completed them has been sent.
+    """
+
+    status: Status
+    faults: Faults
+    before_last_backward: Callable[[int], None] | None = None
+    stage_done: Callable[[int], None] | None = None
+
+
+@dataclass
+class StepResult:
+    """What one run of a rank's program leaves.
+
+    Attributes:
+        loss: the sum of its last stages' shares of the loss; None where the rank holds no last stage.
+        outputs: micro-batch -> output of the route's last stage, where asked for.
+        starts, ends: seconds (time.perf_counter) of each program entry.
+        turns: entry of a pair -> when it went from its forward to its backward; where the two were interleaved: when it
+            would have, one after the other.
+        peak_alive: the most micro-batches alive on its stages at once.
+        exposed: seconds for which computation stood still for a communication inside a stage; None: not measured.
+    """
+
+    loss: Tensor | None = None
+    outputs: dict[int, Any] = field(default_factory=dict)
+    starts: list[float] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+    turns: dict[int, float] = field(default_factory=dict)
+    peak_alive: int = 0
+    exposed: float | None = None
+
+
+class Delivery(NamedTuple):
+    """An action's input from, or its output to, another stage: the values and their specs."""
+
+    values: Values
+    specs: Boundary
+
+
+class Executor:
+    """One rank's run of one program.
+
+    Args:
+        program: what to run; with gradients enabled a training step's, else forwards only.
+        stages: this rank's, by their numbers.
+        transport: carries this run's messages.
+        hooks: told of the step while it runs.
+        loss: `loss(output, targets)` of a micro-batch.
+        specs: the shapes of messages, known from earlier steps.
+        communications: the rank's communications inside stages.
+        checksums: whether messages are sent with a checksum, and verified.
+    """
+
+    def __init__(
+        self,
+        program: RankProgram,
+        stages: Mapping[int, Stage],
+        transport: Transport,
+        hooks: StepHooks,
+        *,
+        loss: Loss,
+        specs: ShapeCache,
+        communications: CommStream,
+        checksums: bool = False,
+    ) -> None:
+        self.program = program
+        self.stages = stages
+        self.transport = transport
+        self.hooks = hooks
+        self.loss = loss
+        self.specs = specs
+        self.communications = communications
+        self.checksums = checksums
+
+    # -- a run, instruction by instruction -------------------------------------------------------------------------------
+
+    def run(self, batch: Microbatches, keep_outputs: bool = False) -> StepResult:
+        """Run the program on `batch`, waiting in the transport for the other ranks' messages.
+
+        Args:
+            keep_outputs: return the outputs of the last stages, without a loss.
+        """
+        self.begin(batch, keep_outputs)
+        while self.unfinished:
+            self.execute_next()
+        return self.finish()
+
+    def begin(self, batch: Microbatches, keep_outputs: bool = False) -> None:
+        """Start a run: nothing is alive, and the first receives are open."""
+        self.batch = batch
+        self.keep_outputs = keep_outputs
+        self.training = torch.is_grad_enabled()
+        self.result = StepResult()
+        self._next = 0
+        self._alive = 0
+        # Between stages of this rank: (kind of message, consumer, micro-batch) -> what the consumer will take.
+        self._local: dict[tuple[str, int, int], Delivery] = {}
+        self.communications.exposed()  # what an evaluation or a failed step left
+        self.specs.begin([(self.training, *each) for each in batch.signatures])
+        if self.program.instructions:
+            self.transport.exchange((), self.program.instructions[0].post_receives)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether instructions are left."""
+        return self._next < len(self.program.instructions)
+
+    def missing(self) -> Message | None:
+        """The first message that the next instruction waits for and that has not arrived; None: it can run."""
+        awaited = self.program.instructions[self._next].receives
+        return next((m for m in awaited if m is not None and not self.transport.arrived(m)), None)
+
+    def execute_next(self) -> None:
+        """Run the next instruction: receive, compute, send what it made, and open the receives of the one behind it."""
+        instruction = self.program.instructions[self._next]
+        received = [
+            None if message is None else self._receive(action, message)
+            for action, message in zip(instruction.actions, instruction.receives, strict=True)
+        ]
+        self._announce_last_backwards(instruction)
+        report_standstills_to(self.communications.standing_still)  # another rank of this thread may have run
+        self.result.starts.append(time.perf_counter())
+        if len(instruction.actions) > 1 and any(self.stages[action.stage].segmented for action in instruction.actions):
+            outgoing = self._overlapped_pair(instruction, received)
+        else:
+            outgoing = []
+            for at, action in enumerate(instruction.actions):
+                if at:
+                    self._turn(outgoing)
+                self.hooks.status.enter(action)
+                try:
+                    self.hooks.faults.before(action)
+                    output = _EXECUTE.get(action.kind, Executor._registered_kind)(self, action, received[at])
+                except Exception as error:
+                    error.add_note(f"({self.hooks.status.name}, {action.words})")
+                    raise
+                outgoing = self._outgoing(instruction.sends[at], output)
+        self.result.ends.append(time.perf_counter())
+        self._next += 1
+        posts = self.program.instructions[self._next].post_receives if self.unfinished else ()
+        self.transport.exchange(outgoing, posts)
+        self.hooks.status.done += 1
+        if self.hooks.stage_done is not None:
+            for stage in instruction.completes_stages:
+                self.hooks.stage_done(stage)
+
+    def finish(self) -> StepResult:
+        """End the run: every send has left. Return what it leaves."""
+        self.transport.finish()
+        self.hooks.status.leave()
+        report_standstills_to(None)
+        self.result.exposed = self.communications.exposed()
+        return self.result
+
+    # -- the kinds of actions --------------------------------------------------------------------------------------------
+
+    def _forward(self, action: Action, received: Delivery | None) -> Delivery:
+        """F. On a route's last stage the loss comes with it."""
+        mb = action.microbatch
+        stage, program = self.stages[action.stage], self.program.stages[action.stage]
+        values, specs = self._forward_inputs(action, received)
+        if self.keep_outputs and program.after is None:
+            self.result.outputs[mb] = stage.compute(values, self.batch.keywords[mb])
+            outputs: Values = ()
+        else:
+            outputs = stage.forward(mb, values, specs, self.batch.keywords[mb], program, self._share_of_loss(action))
+        return self._forward_done(action, outputs, received)
+
+    def _backward(self, action: Action, received: Delivery | None) -> Delivery:
+        """B."""
+        gradients = self._output_gradients(action, received)
+        inputs, buffers = self.stages[action.stage].backward(action.microbatch, gradients)
+        self._alive -= 1
+        return self._backward_done(action, inputs, buffers, received)
+
+    def _input_grad(self, action: Action, received: Delivery | None) -> Delivery:
+        """I: the micro-batch stays alive until its W."""
+        gradients = self._output_gradients(action, received)
+        inputs, buffers = self.stages[action.stage].input_grad(action.microbatch, gradients)
+        return self._backward_done(action, inputs, buffers, received)
+
+    def _weight_grad(self, action: Action, received: None) -> Delivery:
+        """W."""
+        self.stages[action.stage].weight_grad(action.microbatch)
+        self._alive -= 1
+        return _NOTHING
+
+    def _registered_kind(self, action: Action, received: None) -> Delivery:
+        """An action of a kind that the user has registered."""
+        execute = kind_of(action.kind).execute
+        if execute is not None:
+            execute(self.stages[action.stage].modules, action.microbatch)
+        return _NOTHING
+
+    def _overlapped_pair(self, instruction: Instruction, received: list[Delivery | None]) -> list[Outgoing]:
+        """A forward and a backward, interleaved; sends the forward's output at once and returns the backward's.
+
+        The backward begins, unless it has no communication for the forward to hide.
+        """
+        first, second = instruction.actions
+        forward = self._watched(first, self._forward_in_segments(first, received[0]))
+        backward = self._watched(second, self._backward_in_segments(second, received[1]))
+        begun = self.result.starts[-1]
+        if self.stages[second.stage].communicates_in_backward(second.microbatch):
+            (gradients, outputs), (_, forward_seconds) = interleave((backward, forward))
+        else:
+            (outputs, gradients), (forward_seconds, _) = interleave((forward, backward))
+        self.result.turns[self._next] = begun + forward_seconds
+        self._turn(self._outgoing(instruction.sends[0], outputs))
+        return self._outgoing(instruction.sends[1], gradients)
+
+    def _forward_in_segments(self, action: Action, received: Delivery | None) -> Coroutine[Delivery]:
+        """As `_forward` in a training step, stopping where it would wait for a communication."""
+        values, specs = self._forward_inputs(action, received)
+        keywords, program = self.batch.keywords[action.microbatch], self.program.stages[action.stage]
+        outputs = yield from self.stages[action.stage].forward_in_segments(
+            action.microbatch, values, specs, keywords, program, self._share_of_loss(action)
+        )
+        return self._forward_done(action, outputs, received)
+
+    def _backward_in_segments(self, action: Action, received: Delivery | None) -> Coroutine[Delivery]:
+        """As `_backward` or `_input_grad`, stopping where it would wait for a communication."""
+        keeps_weights = action.kind == "I"
+        gradients = self._output_gradients(action, received)
+        inputs, buffers = yield from self.stages[action.stage].backward_in_segments(
+            action.microbatch, gradients, keeps_weights
+        )
+        self._alive -= not keeps_weights
+        return self._backward_done(action, inputs, buffers, received)
+
+    def _watched(self, action: Action, coroutine: Coroutine[Delivery]) -> Coroutine[Delivery]:
+        """`coroutine`; the status names its action whenever it is resumed, and so does its error."""
+        try:
+            self.hooks.faults.before(action)
+            while True:
+                self.hooks.status.enter(action)
+                try:
+                    next(coroutine)
+                except StopIteration as end:
+                    return end.value  # type: ignore[no-any-return]
+                yield
+        except Exception as error:
+            error.add_note(f"({self.hooks.status.name}, {action.words})")
+            raise
+
+    # -- inputs and outputs of actions -----------------------------------------------------------------------------------
+
+    def _forward_inputs(self, action: Action, received: Delivery | None) -> tuple[Values, Boundary | None]:
+        """A forward's inputs; their specs, None for those of the user."""
+        stage, mb = action.stage, action.microbatch
+        before = self.program.stages[stage].before
+        if self.training:
+            self._alive += 1
+            self.result.peak_alive = max(self.result.peak_alive, self._alive)
+        if before is None:
+            return self.batch.inputs[self.hooks.faults.input_of(mb)], None
+        if received is None:
+            return self._local.pop(("activation", stage, mb))
+        self.specs.learn(before, mb, received.specs)
+        return received
+
+    def _share_of_loss(self, action: Action) -> ShareOfLoss | None:
+        """What a route's last stage makes of its output. The loss is scaled here and nowhere else."""
+        if self.program.stages[action.stage].after is not None:
+            return None
+        targets, share = self.batch.targets[action.microbatch], self.batch.shares[action.microbatch]
+        return partial(share_of_loss, self.loss, targets=targets, share=share)
+
+    def _forward_done(self, action: Action, outputs: Values, received: Delivery | None) -> Delivery:
+        """A forward's output for the next stage; of a last stage nothing, and its loss is added up."""
+        if received is not None and not self.training:
+            self.transport.recycle(received.values)
+        after = self.program.stages[action.stage].after
+        if after is None:
+            for loss in outputs:
+                assert loss is not None
+                # fp32 on every rank, whatever the model's dtype: what receives it makes room for that
+                self.result.loss = loss.float() if self.result.loss is None else self.result.loss + loss.float()
+            return _NOTHING
+        specs = boundary_of(outputs)
+        self.specs.learn(action.stage, action.microbatch, specs)
+        if after in self.stages:
+            detached = tuple(None if value is None else value.detach() for value in outputs)
+            self._local["activation", after, action.microbatch] = Delivery(detached, specs)
+        return Delivery(outputs, specs)
+
+    def _output_gradients(self, action: Action, received: Delivery | None) -> Values:
+        """What a backward starts from; empty on a route's last stage, where it starts from the loss."""
+        if received is not None:
+            return received.values
+        if self.program.stages[action.stage].after is None:
+            return ()
+        return self._local.pop(("gradient", action.stage, action.microbatch)).values
+
+    def _backward_done(self, action: Action, inputs: Values, buffers: Values, received: Delivery | None) -> Delivery:
+        """A backward's input gradients for the stage before; receive buffers go back to the transport."""
+        before = self.program.stages[action.stage].before
+        if before is not None and before in self.stages:
+            self._local["gradient", before, action.microbatch] = Delivery(inputs, ())
+        elif before is not None:
+            self.transport.recycle(buffers)
+        if received is not None:
+            self.transport.recycle(received.values)
+        return Delivery(inputs, ())
+
+    # -- messages --------------------------------------------------------------------------------------------------------
+
+    def _receive(self, action: Action, message: Message) -> Delivery:
+        self.hooks.status.wait_for(action, message)
+        values, specs, checksum = self.transport.take(message)
+        if self.checksums:
+            self._verify(message, values, checksum)
+        return Delivery(values, specs)
+
+    def _outgoing(self, message: Message | None, output: Delivery) -> list[Outgoing]:
+        """`output` as the message that carries it, if one does."""
+        if message is None or self.hooks.faults.drops(1):
+            return []
+        checksum = message_checksum(output.values) if self.checksums else None
+        return [Outgoing(message, self.hooks.faults.corrupted(output.values), output.specs, checksum)]
+
+    def _turn(self, outgoing: list[Outgoing]) -> None:
+        """Between the two actions of a pair: what the first one made leaves at once."""
+        self.result.turns.setdefault(self._next, time.perf_counter())
+        if outgoing:
+            self.transport.exchange(outgoing, ())
+
+    def _announce_last_backwards(self, instruction: Instruction) -> None:
+        if self.hooks.before_last_backward is not None:
+            for stage in instruction.completes_stages:
+                if not self.stages[stage].segmented and not self.program.stages[stage].split:
+                    self.hooks.before_last_backward(stage)
+
+    def _verify(self, message: Message, values: Values, sent: int | None) -> None:
+        """Raise DistributedError where a message is not what its sender made."""
+        if not any(value is not None for value in values):
+            return
+        checksum = message_checksum(values)
+        if checksum != sent:
+            source, destination, kind = message.channel
+            names = self.hooks.status.names or Names()
+            raise DistributedError(
+                f"{message.words} arrived damaged on the {kind} channel from {names.on_line(source)} to "
+                f"{names.on_line(destination)}: its checksum is {checksum:x} here and was {sent or 0:x} there"
+            )
+
+
+_NOTHING = Delivery((), ())
+_EXECUTE: dict[str, Callable[[Executor, Action, Any], Delivery]] = {
+    "F": Executor._forward,
+    "B": Executor._backward,
+    "I": Executor._input_grad,
+    "W": Executor._weight_grad,
+}

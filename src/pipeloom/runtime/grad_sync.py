@@ -1,0 +1,195 @@
+"""The gradients of a step beyond one rank: of weights that several pipeline ranks hold, and over the replicas."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeloom.errors import UsageError
+from pipeloom.parallel.data import AFTER_TIES, GradientSync
+from pipeloom.parallel.grad_norm import clip, global_norm, square_norm
+from pipeloom.parallel.mesh import Axis, Mesh
+from pipeloom.runtime import tied_weights as ties
+from pipeloom.runtime.assembly import Assembly
+from pipeloom.runtime.health.report import FailureReporter
+from pipeloom.runtime.options import RuntimeOptions
+
+
+class Gradients:
+    """What happens to one rank's gradients before a step, as its stages end, and after it.
+
+    Attributes:
+        sync: the reduction over the replicas; None where `.grad` is all there is: one pipeline without main gradients.
+    """
+
+    def __init__(self, assembly: Assembly, mesh: Mesh, options: RuntimeOptions, alarm: FailureReporter) -> None:
+        self._line = mesh.pipeline
+        self._alarm = alarm
+        self._shared = ties.by_holders(assembly.ties)
+        self._tied = ties.by_holders({tie: weight for tie, weight in assembly.ties.items() if len(tie.names) > 1})
+        self._parameters = assembly.parameters
+        self._before: list[Tensor | None] = []
+        self.sync: GradientSync | None = None
+        if summed_over(mesh, options) is None:
+            return
+        self.sync = GradientSync(
+            assembly.held,
+            mesh,
+            sharded=options.shard_gradients,
+            share_memory=options.transport in ("auto", "shared"),
+            timeout=options.sum_seconds,
+            stage_backward=assembly.grad_context.stage_backward,
+        )
+        assembly.grad_context.main = self.sync.main
+
+    def start_equal(self, group: Any) -> None:
+        """Tied weights begin with the first one's values: each layer has drawn its own."""
+        for holders, weights in self._tied.items():
+            ties.start_equal(holders, self._line.rank, weights, group)
+
+    def weights_changed(self) -> None:
+        """Somebody else than the optimizer has written to the parameters."""
+        for call in self.sync.changed if self.sync is not None else ():
+            call()
+
+    def begin(self) -> None:
+        """Before a step's first forward."""
+        if self.sync is not None:
+            self.sync.begin()
+            return
+        shared = self._shared_weights
+        self._before = [weight.grad for weight in shared]
+        for weight in shared:
+            weight.grad = None  # only this step's part is summed over the holders
+
+    def finish(self, group: Any) -> None:
+        """After a step's last action; `group`: for sums over the pipeline's ranks."""
+        with self._alarm.reporting():
+            if self.sync is None:
+                for holders, weights in self._shared.items():
+                    parts = [weight.grad for weight in weights]
+                    for weight, total in zip(weights, self._sum(holders, weights, parts, group), strict=True):
+                        weight.grad = total
+                for weight, old in zip(self._shared_weights, self._before, strict=True):
+                    if old is not None:
+                        weight.grad = old if weight.grad is None else weight.grad.add_(old)
+                return
+            if self.sync.syncing:
+                self._sum_in_place(self.sync, group)
+            self._alarm.status.wait_between("the sum of the gradients over the replicas")
+            self.sync.finish()
+            self._alarm.status.leave()
+
+    @torch.no_grad()
+    def _sum_in_place(self, sync: GradientSync, group: Any) -> None:
+        for holders, weights in self._shared.items():
+            sync.main.complete(weights)
+            parts = [None if weight in sync.main.absent else sync.main.of(weight) for weight in weights]
+            like = [sync.main.of(weight) for weight in weights]
+            for weight, total in zip(weights, self._sum(holders, like, parts, group), strict=True):
+                if total is not None:
+                    sync.main.of(weight).copy_(total)
+                    sync.main.absent.discard(weight)
+        sync.stage_done(AFTER_TIES)
+
+    def _sum(
+        self, holders: tuple[int, ...], like: Sequence[Tensor], parts: Sequence[Tensor | None], group: Any
+    ) -> list[Tensor | None]:
+        self._alarm.status.wait_between("the gradients of weights that other ranks hold too")
+        return ties.sum_over(holders, self._line.rank, like, parts, group)
+
+    @property
+    def _shared_weights(self) -> list[nn.Parameter]:
+        return [weight for weights in self._shared.values() for weight in weights]
+
+    def zero(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Drops every gradient."""
+        if self.sync is not None:
+            self.sync.zero_grad()
+        for parameter in parameters.values():
+            parameter.grad = None
+
+    def norm(self, counts: Callable[[str], bool], everyone: Axis, device: torch.device) -> Tensor:
+        """The norm over all ranks of the last step's gradients; collective.
+
+        Args:
+            counts: whether this process counts a parameter; each element must be counted once over the mesh.
+        """
+        own = [gradient for name, gradient in self._reduced() if counts(name)]
+        row = torch.tensor([square_norm(own), float(any(map(_is_wide, own)))], dtype=torch.float64, device=device)
+        rows = [torch.empty_like(row) for _ in range(everyone.size)] if everyone.group is not None else [row]
+        if everyone.group is not None:
+            with self._alarm.reporting():
+                self._alarm.status.wait_between("the other ranks' parts of the gradient norm")
+                dist.all_gather(rows, row, group=everyone.group)
+                self._alarm.status.leave()
+        squares, wide = zip(*(each.tolist() for each in rows), strict=True)
+        return torch.tensor(global_norm(squares), dtype=torch.float64 if any(wide) else torch.float32, device=device)
+
+    @torch.no_grad()
+    def clip(self, norm: float, most: float) -> None:
+        """Scales this process's gradients as `norm`, the global one, asks."""
+        clip([gradient for _, gradient in self._reduced()], norm, most)
+
+    def _reduced(self) -> list[tuple[str, Tensor]]:
+        """(name, gradient, or the elements of it that this process has the sum of) of all parameters that have one.
+
+        Raises UsageError for gradients that are not summed over the replicas yet.
+        """
+        if self.sync is None:
+            return [(name, p.grad) for name, p in self._parameters.items() if p.grad is not None]
+        found = []
+        for bucket in self.sync.buckets:
+            if bucket.content == "local":
+                raise UsageError(
+                    "the gradients are not summed over the replicas yet: they come from a step under no_sync()"
+                )
+            in_grad = bucket.visible and not self.sync.sharded
+            mine = bucket.share if self.sync.sharded and bucket.axis.size > 1 else slice(0, bucket.size)
+            for slot in bucket.slots:
+                held, first, last = slot.held, max(slot.start, mine.start), min(slot.stop, mine.stop)
+                if in_grad:
+                    gradient = held.parameter.grad
+                elif bucket.content == "empty" or held.parameter in self.sync.absent or first >= last:
+                    gradient = None
+                else:
+                    gradient = bucket.part[first - mine.start : last - mine.start]
+                if gradient is not None:
+                    found.append((held.name, gradient))
+        return found
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Steps inside talk to no other replica about gradients."""
+        with self.sync.no_sync() if self.sync is not None else contextlib.nullcontext():
+            yield
+
+
+def summed_over(mesh: Mesh, options: RuntimeOptions) -> str | None:
+    """What every gradient is summed over, in words; None where `.grad` is all there is."""
+    if mesh.dp.size > 1:
+        return "data-parallel replicas"
+    if mesh.tp.size > 1:
+        return "tensor-parallel ranks"
+    return "micro-batches in main gradients" if options.main_gradients or options.shard_gradients else None
+
+
+def checked_max_norm(max_norm: float) -> float:
+    """`max_norm` as a number. Raises UsageError for one that is negative or not a number."""
+    try:
+        most = float(max_norm)
+    except (TypeError, ValueError):
+        most = math.nan
+    if not most >= 0:
+        raise UsageError(f"clip_grad_norm_: max_norm is {max_norm!r}; it must be a number of at least 0")
+    return most
+
+
+def _is_wide(gradient: Tensor) -> bool:
+    return gradient.dtype in (torch.float64, torch.complex128)

@@ -1,0 +1,69 @@
+"""Faults made on purpose, so that what happens then can be tested and shown."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import torch
+
+from pipeloom.runtime.tensor_spec import Values
+from pipeloom.schedule.actions import Action
+
+
+class InjectedFault(RuntimeError):
+    """Raised where a fault asked for it."""
+
+
+class Faults:
+    """Reads a fault (an object with `kind`, and the values of that kind) for one rank; without one, does nothing.
+
+    Kinds: swap-microbatches (a, b): the first stage gets their inputs exchanged. drop-send (rank, number): that rank's send
+    of this number, from 0, is lost. flip-bit (rank, number): of that send one bit arrives flipped. raise (rank, action): an
+    exception there. kill (rank, step): SIGKILL as that step starts. An error calls the fault by its `name`, if it has one.
+    """
+
+    def __init__(self, fault: Any, rank: int) -> None:
+        self._kind = getattr(fault, "kind", None)
+        self._fault = fault
+        self._name = getattr(fault, "name", "a fault")
+        self._mine = getattr(fault, "rank", None) == rank
+        self._sent = 0
+
+    def input_of(self, microbatch: int) -> int:
+        """The micro-batch whose inputs this one really gets."""
+        if self._kind != "swap-microbatches":
+            return microbatch
+        swapped: dict[int, int] = {self._fault.a: self._fault.b, self._fault.b: self._fault.a}
+        return swapped.get(microbatch, microbatch)
+
+    def drops(self, sends: int) -> range:
+        """Which of the next `sends` sends are lost, as positions among them."""
+        first, self._sent = self._sent, self._sent + sends
+        if self._kind != "drop-send" or not self._mine:
+            return range(0)
+        at = self._fault.number - first
+        return range(at, at + 1) if 0 <= at < sends else range(0)
+
+    def corrupted(self, values: Values) -> Values:
+        """The values of the send that `drops` has just counted, with one bit flipped where that is the fault."""
+        if self._kind != "flip-bit" or not self._mine or self._sent - 1 != self._fault.number:
+            return values
+        at = next((at for at, value in enumerate(values) if value is not None and value.numel()), None)
+        if at is None:
+            return values
+        value = values[at]
+        assert value is not None
+        copy = value.detach().clone(memory_format=torch.contiguous_format)
+        data = copy.view(-1).view(torch.uint8)
+        data[data.numel() // 2 // copy.element_size() * copy.element_size()] ^= 1  # of a number's lowest byte
+        return (*values[:at], copy, *values[at + 1 :])
+
+    def before(self, action: Action) -> None:
+        if self._kind == "raise" and self._mine and str(action) == str(self._fault.action):
+            raise InjectedFault(f"{self._name} raised at {action}")
+
+    def at_step(self, step: int) -> None:
+        if self._kind == "kill" and self._mine and step == self._fault.step:
+            os.kill(os.getpid(), signal.SIGKILL)

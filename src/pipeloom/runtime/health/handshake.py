@@ -1,0 +1,147 @@
+"""The start-up handshake: all ranks of a run compare what they are about to run, and name the difference."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeloom.errors import DistributedError
+from pipeloom.parallel.mesh import Axis, Mesh
+from pipeloom.runtime.health.store import RunStore
+from pipeloom.runtime.options import RuntimeOptions
+from pipeloom.runtime.stage_modules import KnownKeywords
+from pipeloom.schedule.model import Schedule
+
+# What a rank does for itself, and the sizes of micro-batches, which are those of a replica and compared as such.
+_MAY_DIFFER = frozenset({"device", "timeout", "watchdog", "fault", "trace", "microbatch_sizes"})
+
+
+def digest(value: Any) -> str:
+    """A short fingerprint of anything with a stable repr."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
+
+
+def facts(
+    schedule: Schedule,
+    layers: Sequence[str],
+    stages: Sequence[int] | None,
+    tied: Sequence[Sequence[str]],
+    ignore_index: int | None,
+    options: RuntimeOptions,
+    mesh: Mesh,
+) -> dict[str, Any]:
+    """What the ranks of a mesh must agree on; `layers` are the names of the model's layers."""
+    replica = f" of replica {mesh.place.dp}" if mesh.shape.dp > 1 else ""
+    return {
+        **source_facts(),
+        "mesh": f"pp {mesh.shape.pp}, dp {mesh.shape.dp}, tp {mesh.shape.tp}, ep {mesh.shape.ep}",
+        "ranks of the schedule": schedule.ranks,
+        "micro-batches": schedule.microbatches,
+        "placement": list(schedule.placement),
+        "schedule": f"{schedule!r} {digest((schedule.codes, schedule.routes, schedule.route_of))}",
+        "layers": f"{len(layers)} {digest(list(layers))}",
+        "layers of each stage": None if stages is None else list(stages),
+        "tied weights": [list(names) for names in tied],
+        "ignore_index": ignore_index,
+        **_option_facts(options),
+        f"sizes of the micro-batches{replica}": options.microbatch_sizes and list(options.microbatch_sizes),
+    }
+
+
+def _option_facts(options: RuntimeOptions) -> dict[str, Any]:
+    """The options that ranks must agree on, as JSON holds them; a field that is added is one of them."""
+    values = {spec.name: getattr(options, spec.name) for spec in fields(options) if spec.name not in _MAY_DIFFER}
+    return {
+        f"options.{name}": sorted(value) if isinstance(value, frozenset) else value for name, value in values.items()
+    }
+
+
+def source_facts() -> dict[str, str]:
+    """The versions that a run depends on, and a digest of the source of each of Pipeloom's packages."""
+    from pipeloom import __version__
+
+    versions = f"pipeloom {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    return {"versions": versions} | _source_digests()
+
+
+@cache
+def _source_digests() -> dict[str, str]:
+    root = Path(__file__).parents[2]
+    packages: dict[str, Any] = {}
+    for path in sorted((*root.rglob("*.py"), *root.rglob("*.toml"))):
+        inner = path.relative_to(root)
+        found = packages.setdefault("/".join(["pipeloom", *inner.parts[:-1][:1]]), hashlib.sha256())
+        found.update(f"{inner.as_posix()} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return {f"source of {name}": found.hexdigest()[:12] for name, found in packages.items()}
+
+
+def shake_hands(store: RunStore, everyone: Axis, mine: Mapping[str, Any], seed: int, timeout: float) -> tuple[str, int]:
+    """Compares `mine` with that of all ranks of the mesh; returns the prefix of this run's keys in the store, and rank 0's seed.
+
+    Raises DistributedError that names a difference, or a rank that has not come within `timeout` seconds.
+    """
+    own = f"pipeloom/{digest(everyone.ranks)}"
+    prefix = f"{own}/{store.add(f'{own}/{everyone.index}', 1)}"
+    if everyone.index == 0:
+        store.set(f"{prefix}/seed", str(seed))
+    compare(store, prefix, everyone.index, everyone.size, mine, timeout)
+    return prefix, int(store.get(f"{prefix}/seed"))
+
+
+def compare(store: RunStore, prefix: str, rank: int, ranks: int, mine: Mapping[str, Any], timeout: float) -> None:
+    """Raises DistributedError, on every rank, that names what differs between rank 0 and the first rank to disagree.
+
+    A rank that does not come within `timeout` seconds is named too.
+    """
+    everyone = exchange(store, f"{prefix}/facts", rank, ranks, mine, timeout)
+    lines = differences(everyone)
+    if lines:
+        raise DistributedError("the ranks do not agree:\n" + "\n".join(f"  {line}" for line in lines))
+
+
+def exchange(store: RunStore, prefix: str, rank: int, ranks: int, mine: Any, timeout: float) -> list[Any]:
+    """Return the values (as JSON carries them) that ranks 0 .. ranks - 1 give under this prefix; every one of them calls it.
+
+    Raises DistributedError that names a rank that does not call it within `timeout` seconds.
+    """
+    store.set(f"{prefix}/{rank}", json.dumps(mine))
+    everyone = []
+    for other in range(ranks):
+        key = f"{prefix}/{other}"
+        try:
+            everyone.append(json.loads(store.get(key, timeout)))
+        except DistributedError as error:
+            raise DistributedError(
+                f"rank {rank}: rank {other} did not join the handshake within {timeout:g} s ({error})"
+            ) from None
+    return everyone
+
+
+def shared_keywords(store: RunStore, mesh: Mesh, prefix: str, own: KnownKeywords, timeout: float) -> KnownKeywords:
+    """The keyword arguments that layers of any rank of this pipeline take; collective over its ranks."""
+    line = mesh.pipeline
+    if line.group is None:
+        return own
+    key = f"{prefix}/pipeline {mesh.place.dp} {mesh.place.tp}/keywords"
+    everyone = exchange(store, key, line.rank, len(line.ranks), [sorted(own.names), own.others], timeout)
+    return KnownKeywords.union(KnownKeywords(frozenset(names), others) for names, others in everyone)
+
+
+def differences(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One line for each fact that two ranks see differently; a fact of one replica is compared among its ranks."""
+    lines = []
+    for key in dict.fromkeys(key for facts in everyone for key in facts):
+        told = [(rank, facts[key]) for rank, facts in enumerate(everyone) if key in facts]
+        first, value = told[0]
+        other = next(((rank, theirs) for rank, theirs in told if theirs != value), None)
+        if other is not None:
+            lines.append(f"{key}: {value} on rank {first}, {other[1]} on rank {other[0]}")
+    return lines

@@ -1,0 +1,325 @@
+"""Connections between neighbouring ranks for the control plane, and the two ways to get them.
+
+`inherited`: the launcher of a run on one machine makes a socket pair for each two neighbours before it starts them, so
+that nothing listens and a death is seen from the first instruction on. `meet`: processes that somebody else started listen
+(a unix socket in a folder of mode 0700 where all are on one machine, else TCP) and prove to each other that they know the
+run's secret.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import shutil
+import socket
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeloom.errors import DistributedError
+from pipeloom.runtime.health.process_identity import machine
+
+LINKS = "PIPELOOM_LINKS"  # rank:descriptor,… of the sockets that the launcher made
+_MAC_BYTES = 16
+_LONGEST_LINE = 1 << 18
+_LARGEST_BACKLOG = 1 << 20  # bytes kept for a neighbour that does not read: a frozen one
+_NONCE_BYTES = 16
+_MOST_STRANGERS = 64  # connections whose handshake is under way at once
+_HANDSHAKE_SECONDS = 10.0
+
+
+class LinkClosed(Exception):
+    """The neighbour's end is closed, or what came did not come from it."""
+
+
+def neighbours(rank: int, world: int) -> list[int]:
+    """The ranks at a distance of 1, 2 and about the root of `world` on a ring: all of them where there are few.
+
+    A message that everyone forwards then reaches all ranks in O(√world) hops, around several ranks that are frozen.
+    """
+    distances = (1, 2, max(3, round(world**0.5)))
+    return sorted({(rank + sign * d) % world for d in distances for sign in (1, -1)} - {rank})
+
+
+class Link:
+    """Messages to and from one neighbour. No call blocks: a neighbour that does not read gets no more after 1 MiB."""
+
+    def __init__(self, own: int, peer: int, connection: socket.socket, key: bytes) -> None:
+        self.peer = peer
+        self.heard = time.monotonic()
+        self._connection = connection
+        self._key = key
+        self._names = f"{own}>{peer}", f"{peer}>{own}"
+        self._sent = self._received = 0
+        self._incoming = bytearray()
+        self._outgoing = bytearray()
+        self._closed: str | None = None
+        connection.setblocking(False)
+        os.set_inheritable(connection.fileno(), False)
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Queues a message and sends what the socket takes."""
+        if len(self._outgoing) < _LARGEST_BACKLOG:
+            body = json.dumps(message).encode()
+            self._outgoing += self._mac(self._names[0], self._sent, body) + b" " + body + b"\n"
+            self._sent += 1
+        self.flush()
+
+    def flush(self) -> bool:
+        """Sends what the socket takes; True when nothing is left."""
+        while self._outgoing:
+            try:
+                count = self._connection.send(self._outgoing)
+            except (BlockingIOError, InterruptedError):
+                return False
+            except OSError:  # the end of the link is told by `receive`
+                self._outgoing.clear()
+                return True
+            del self._outgoing[:count]
+        return True
+
+    def receive(self) -> list[dict[str, Any]]:
+        """The messages that have come. Raises LinkClosed after the last one when the neighbour has closed its end."""
+        if self._closed is not None:
+            raise LinkClosed(self._closed)
+        try:
+            while chunk := self._connection.recv(1 << 16):
+                self._incoming += chunk
+                if len(self._incoming) > _LONGEST_LINE:
+                    break
+            else:
+                self._closed = "its connection closed"
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError as error:
+            self._closed = f"its connection broke: {error.strerror}"
+        messages = []
+        *lines, rest = self._incoming.split(b"\n")
+        self._incoming = bytearray(rest)
+        for line in lines:
+            mac, _, body = bytes(line).partition(b" ")
+            if not hmac.compare_digest(mac, self._mac(self._names[1], self._received, body)):
+                self._closed = "its connection brought a message that it did not write"
+                break
+            self._received += 1
+            self.heard = time.monotonic()
+            messages.append(json.loads(body))
+        if len(self._incoming) > _LONGEST_LINE:
+            self._closed = "its connection brought a message without an end"
+        if self._closed is not None and not messages:
+            raise LinkClosed(self._closed)
+        return messages
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _mac(self, name: str, count: int, body: bytes) -> bytes:
+        text = f"{name} {count} ".encode() + body
+        return hmac.new(self._key, text, hashlib.sha256).hexdigest()[: 2 * _MAC_BYTES].encode()
+
+
+def inherited(rank: int) -> list[Link] | None:
+    """The links whose sockets the launcher left in the environment, once; None without a launcher."""
+    text = os.environ.pop(LINKS, None)
+    if text is None:
+        return None
+    pairs = [pair.split(":") for pair in text.split(",") if pair]
+    return [Link(rank, int(peer), socket.socket(fileno=int(descriptor)), b"") for peer, descriptor in pairs]
+
+
+def meet(store: Any, prefix: str, rank: int, world: int, secret: bytes, seconds: float) -> list[Link]:
+    """Links to this rank's neighbours; collective. `store`: with `set` and `get` of text, both with deadlines.
+
+    Raises DistributedError that names a rank that did not join within `seconds`.
+    """
+    if world == 1:
+        return []
+    deadline = time.monotonic() + seconds
+    here = f"{machine('net', 'mnt')} {os.getuid()}"
+    store.set(f"{prefix}/machine/{rank}", here)
+    machines = {store.get(f"{prefix}/machine/{other}") for other in range(world)}
+    folder = None
+    try:
+        if len(machines) == 1 and machine() and hasattr(socket, "AF_UNIX"):
+            folder = tempfile.mkdtemp(prefix="pipeloom-")  # of mode 0700
+            listener = socket.socket(socket.AF_UNIX)
+            listener.bind(f"{folder}/control")
+            address: Any = f"{folder}/control"
+        else:
+            listener = socket.socket()
+            listener.bind((_own_address(), 0))
+            address = list(listener.getsockname())
+        listener.listen(128)
+        store.set(f"{prefix}/control/{rank}", json.dumps(address))
+        return _Meeting(store, prefix, rank, world, secret, deadline).links(listener)
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Meeting:
+    """Connects to the neighbours with lower numbers, and accepts those with higher ones, each in a thread of its own."""
+
+    def __init__(self, store: Any, prefix: str, rank: int, world: int, secret: bytes, deadline: float) -> None:
+        self._store, self._prefix, self._rank, self._secret, self._deadline = store, prefix, rank, secret, deadline
+        self._wanted = set(neighbours(rank, world))
+        self._found: dict[int, Link] = {}
+        self._change = threading.Condition()
+        self._errors: list[str] = []
+
+    def links(self, listener: socket.socket) -> list[Link]:
+        """All of them; closes `listener`."""
+        lower = [peer for peer in self._wanted if peer < self._rank]
+        addresses = {peer: json.loads(self._store.get(f"{self._prefix}/control/{peer}")) for peer in lower}
+        for peer, address in addresses.items():
+            self._in_thread(self._connect, peer, address)
+        self._in_thread(self._accept, listener)
+        with self._change:
+            self._change.wait_for(
+                lambda: self._found.keys() >= self._wanted, timeout=max(0.0, self._deadline - time.monotonic())
+            )
+            missing = sorted(self._wanted - self._found.keys())
+        with contextlib.suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)  # ends the thread that accepts
+        listener.close()
+        if missing:
+            why = f" ({self._errors[-1]})" if self._errors else ""
+            raise DistributedError(f"rank {self._rank}: rank {missing[0]} has not opened its control connection{why}")
+        return [self._found[peer] for peer in sorted(self._found)]
+
+    def _in_thread(self, work: Any, *arguments: Any) -> None:
+        threading.Thread(target=work, args=arguments, name="pipeloom-meet", daemon=True).start()
+
+    def _connect(self, peer: int, address: Any) -> None:
+        while time.monotonic() < self._deadline:
+            connection = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
+            connection.settimeout(_HANDSHAKE_SECONDS)
+            try:
+                connection.connect(address if isinstance(address, str) else tuple(address))
+                if isinstance(address, str) and _uid_of(connection) not in (None, os.getuid()):
+                    raise OSError(0, "a process of another user listens there")
+                nonce = secrets.token_bytes(_NONCE_BYTES)
+                connection.sendall(struct.pack("<i", self._rank) + nonce)
+                answer = _exactly(connection, _NONCE_BYTES + 32)
+                key = self._key(self._rank, peer, nonce, answer[:_NONCE_BYTES])
+                if not hmac.compare_digest(answer[_NONCE_BYTES:], _sign(key, b"accepted")):
+                    raise OSError(0, "its secret is another one")
+                connection.sendall(_sign(key, b"connected"))
+                self._add(peer, connection, key)
+                return
+            except OSError as error:
+                connection.close()
+                self._errors.append(f"{error.strerror or error}")
+                time.sleep(0.1)
+
+    def _accept(self, listener: socket.socket) -> None:
+        slots = threading.Semaphore(_MOST_STRANGERS)
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            slots.acquire()
+            self._in_thread(self._greet, connection, slots)
+
+    def _greet(self, connection: socket.socket, slots: threading.Semaphore) -> None:
+        try:
+            if connection.family == socket.AF_UNIX and _uid_of(connection) not in (None, os.getuid()):
+                raise OSError(0, "a process of another user connected")
+            connection.settimeout(_HANDSHAKE_SECONDS)
+            first = _exactly(connection, 4 + _NONCE_BYTES)
+            (peer,) = struct.unpack("<i", first[:4])
+            nonce = secrets.token_bytes(_NONCE_BYTES)
+            key = self._key(peer, self._rank, first[4:], nonce)
+            connection.sendall(nonce + _sign(key, b"accepted"))
+            if not hmac.compare_digest(_exactly(connection, 32), _sign(key, b"connected")):
+                raise OSError(0, "its secret is another one")
+            if peer not in self._wanted or peer < self._rank:
+                raise OSError(0, f"rank {peer} is no neighbour")
+            self._add(peer, connection, key)
+        except OSError:
+            connection.close()
+        finally:
+            slots.release()
+
+    def _add(self, peer: int, connection: socket.socket, key: bytes) -> None:
+        with self._change:
+            if peer in self._found:
+                connection.close()
+                return
+            self._found[peer] = Link(self._rank, peer, connection, key)
+            self._change.notify_all()
+
+    def _key(self, connects: int, accepts: int, first: bytes, second: bytes) -> bytes:
+        return _sign(self._secret, f"{self._prefix} {connects}>{accepts} ".encode() + first + second)
+
+
+def _sign(key: bytes, text: bytes) -> bytes:
+    return hmac.new(key, text, hashlib.sha256).digest()
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        chunk = connection.recv(size - len(data))
+        if not chunk:
+            raise OSError(0, "it closed the connection")
+        data += chunk
+    return data
+
+
+def _uid_of(connection: socket.socket) -> int | None:
+    """The user at the other end of a unix socket; None where the system does not tell."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return None
+    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(uid)
+
+
+def _own_address() -> str:
+    """The address of this machine on the way to MASTER_ADDR; where that is this machine itself, the one that others use.
+
+    PIPELOOM_ADDRESS chooses another.
+    """
+    chosen = os.environ.get("PIPELOOM_ADDRESS")
+    if chosen:
+        return chosen
+    for target in (os.environ.get("MASTER_ADDR", ""), "192.0.2.1"):  # the second is nobody's; no packet is sent
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+            probe.connect((target, 9))
+            address = str(probe.getsockname()[0])
+            if not address.startswith("127.") and address != "0.0.0.0":
+                return address
+    return "127.0.0.1"
+
+
+def read_secret() -> bytes | None:
+    """The secret of the user's runs: PIPELOOM_SECRET, or the file PIPELOOM_SECRET_FILE, or ~/.config/pipeloom/secret.
+
+    Raises DistributedError for a file that others can read.
+    """
+    text = os.environ.get("PIPELOOM_SECRET")
+    if text:
+        return text.encode()
+    named = os.environ.get("PIPELOOM_SECRET_FILE")
+    path = Path(named) if named else Path.home() / ".config" / "pipeloom" / "secret"
+    try:
+        mode = path.stat().st_mode
+        if mode & 0o077:
+            raise DistributedError(f"{path} can be read by others (mode {mode & 0o777:o}): chmod 600 {path}")
+        return path.read_bytes().strip() or None
+    except OSError as error:
+        if named:
+            raise DistributedError(f"PIPELOOM_SECRET_FILE = {named}: {error.strerror}") from None
+        return None

@@ -1,0 +1,156 @@
+"""What a rank does with an exception: it tells all other ranks, in words that name the action, before it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipeloom.errors import DistributedError
+from pipeloom.runtime.health.status import Status
+from pipeloom.runtime.health.watchdog import Watchdog
+from pipeloom.schedule.channels import Message
+
+_PATIENCE_SECONDS = 1.5
+_TIMED_OUT = re.compile(r"timed out|time-?out", re.IGNORECASE)
+_CPP_PLACE = re.compile(r"\[[^\]\s]+\.(?:cc|cpp|h|hpp):\d+\]\s*")
+_ADVICE = re.compile(r"\.?\s*This is typically caused by a remote worker crashing\..*", re.DOTALL)
+# where an error comes from that says that another rank is gone, and nothing that a user wrote runs
+_COMMUNICATES = (
+    "parallel/collectives.py",
+    "parallel/data.py",
+    "parallel/dispatch.py",
+    "parallel/exchange.py",
+    "parallel/reduction.py",
+    "parallel/shared_memory_sum.py",
+    "parallel/dispatch_plan.py",
+    "runtime/loss.py",
+    "runtime/p2p/shared_memory.py",
+    "runtime/tied_weights.py",
+    "runtime/p2p/torch_p2p.py",
+    "runtime/measured_timeline.py",
+    "runtime/batch.py",
+    "train/collect.py",
+    "train/gather_numbers.py",
+)
+_PACKAGE = Path(__file__).parents[2]
+
+
+class PeerGone(RuntimeError):
+    """The connection to a rank is closed.
+
+    Attributes:
+        rank: of this process's pipeline.
+    """
+
+    def __init__(self, rank: int, reason: object) -> None:
+        super().__init__(str(reason))
+        self.rank = rank
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether `error` comes from a communication with another rank: told by its type and by where it was raised, never by
+    its text. An error of a user's own code is none, whatever it says.
+    """
+    if isinstance(error, PeerGone):
+        return True
+    if not isinstance(error, RuntimeError) or isinstance(error, (NotImplementedError, RecursionError)):
+        return False
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return False
+    file = Path(trace.tb_frame.f_code.co_filename)
+    if "torch/distributed/" in file.as_posix():
+        return True
+    return file.is_relative_to(_PACKAGE) and file.relative_to(_PACKAGE).as_posix() in _COMMUNICATES
+
+
+def timed_out(error: BaseException) -> bool:
+    """Whether a communication failed because nothing came in time, so that the other rank may well be there.
+
+    torch's backends have no type for it: the text is read only of an error that `lost_peer` says is a communication's.
+    """
+    return _TIMED_OUT.search(str(error)) is not None
+
+
+def plain_words(error: BaseException) -> str:
+    """Return the error's text without the places in C++ sources and the general advice that torch and gloo add to it."""
+    return _ADVICE.sub("", _CPP_PLACE.sub("", str(error))).strip()
+
+
+class FailureReporter:
+    """One rank's failures, told through its watchdog."""
+
+    def __init__(self, status: Status) -> None:
+        self.status = status
+        self.watchdog: Watchdog | None = None
+
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[None]:
+        """An exception inside is told to the other ranks.
+
+        Raises DistributedError in place of an error that only says that another rank has gone.
+        """
+        try:
+            yield
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:
+            self._tell(error)
+            raise
+
+    @contextlib.contextmanager
+    def waiting(self, what: str, phase: str | None = None) -> Iterator[None]:
+        """As `reporting`, for a communication outside the schedule's actions: the rank waits for `what` inside."""
+        with self.reporting(), self.status.during(phase or self.status.phase):
+            self.status.wait_between(what)
+            yield
+            self.status.leave()
+
+    def _tell(self, error: BaseException) -> None:
+        if getattr(error, "__pipeloom_told__", False):
+            return
+        status, watchdog = self.status, self.watchdog
+        if not lost_peer(error):
+            if watchdog is not None:
+                trace = "".join(traceback.format_exception(error)).rstrip()
+                what = " ".join("".join(traceback.format_exception_only(error)).split())
+                watchdog.failed(f"{status.name} failed: {status.words}: {what}", (status.number,), trace)
+            with contextlib.suppress(AttributeError):
+                error.__pipeloom_told__ = True  # type: ignore[attr-defined]
+            return
+        known = watchdog.cause(_PATIENCE_SECONDS) if watchdog is not None else None
+        if known is None:
+            peer, why = _peer(error, status), plain_words(error)
+            if timed_out(error):
+                peer = None  # alive or not, it is not known to be gone, and a lost message is nobody's
+                text = f"the {status.kind} stalls: {status.name}, {status.words}: {why}"
+            elif peer is None:
+                text = f"{status.name} has lost a peer: {status.words}: {why}"
+            else:
+                name = f"rank {peer}" if status.names is None else status.names.of(peer)
+                # without a watchdog nothing tells a dead process from one that has given up and closed its connections
+                gone = f"{name} is gone" if watchdog is not None else f"the connection to {name} is closed"
+                text = f"{gone}: {status.name}, {status.words}: {why}"
+            blames: tuple[int, ...] = () if peer is None else (peer,)
+            if watchdog is not None:
+                text = watchdog.failed(text, blames).shown_on(watchdog.output)
+        else:
+            text, blames = known.text, known.blames
+            if watchdog is not None:
+                text = watchdog.failed(text, blames).shown_on(watchdog.output)
+        stopped = status.signed(f"stopped, because {text}")
+        told = DistributedError(f"{status.signed(status.words)}\n{stopped}")
+        told.__pipeloom_told__ = True  # type: ignore[attr-defined]
+        raise told from None
+
+
+def _peer(error: BaseException, status: Status) -> int | None:
+    """The number in the run of the rank that is gone, if that is what the error says."""
+    if isinstance(error, PeerGone):
+        return error.rank if status.names is None else status.names.number(error.rank)
+    return status.source if isinstance(status.waiting, Message) else None

@@ -1,0 +1,137 @@
+"""Where a rank is, for the watchdog: written by the engine, read by the watchdog's thread."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipeloom.schedule.actions import Action
+from pipeloom.schedule.channels import Message
+
+if TYPE_CHECKING:
+    from pipeloom.runtime.health.names import Names
+
+_SLOWEST_STEPS = 20.0
+_SHORTEST, _LONGEST = 30.0, 300.0
+_PHASES = {  # seconds; longer than any of them takes where nothing is wrong, on a machine that others use too
+    "start-up": 300.0,
+    "first step": 300.0,
+    "evaluation": 300.0,
+    "search": 330.0,
+    "save": 900.0,
+    "load": 900.0,
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a rank may make no progress.
+
+    Attributes:
+        timeout: seconds, in every phase; None: 20 times the slowest measured step, at least 30 and at most 300 seconds, in
+            steps, and a constant of their own in the other phases.
+    """
+
+    timeout: float | None = None
+
+    def of(self, phase: str, slowest: float) -> float:
+        """Seconds for a phase; `slowest`: seconds of the slowest step so far."""
+        if self.timeout is not None:
+            return self.timeout
+        return _PHASES.get(phase, min(_LONGEST, max(_SHORTEST, _SLOWEST_STEPS * slowest)))
+
+
+class Status:
+    """The action that a rank is in and what it waits for; plain attributes, so that writing costs nothing.
+
+    Attributes:
+        number: the rank's, in the whole run.
+        phase: "step", or one with a limit of its own: see `Limits`.
+        slowest: seconds of the slowest step so far, without the first.
+        waiting: a message of the schedule, or words for anything else.
+        since: when the present wait, action or pause began (time.monotonic).
+    """
+
+    def __init__(self, rank: int, names: Names | None = None) -> None:
+        self.names = names
+        self.number = rank if names is None else names.number(rank)
+        self.name = f"rank {rank}" if names is None else names.of(self.number)
+        self.phase = "start-up"
+        self.slowest = 0.0
+        self.step = -1
+        self.action: Action | None = None
+        self.waiting: Message | str | None = None
+        self.since = time.monotonic()
+        self.done = 0
+
+    def wait_for(self, action: Action, message: Message) -> None:
+        self.action, self.waiting, self.since = action, message, time.monotonic()
+
+    def enter(self, action: Action) -> None:
+        self.action, self.waiting, self.since = action, None, time.monotonic()
+
+    def wait_inside(self, what: str | None) -> None:
+        """Inside the action that is under way: waits for `what`; None: no longer."""
+        self.waiting, self.since = what, time.monotonic()
+
+    def wait_between(self, what: str) -> None:
+        """Outside the schedule's actions: waits for `what` ("the loss")."""
+        self.action, self.waiting, self.since = None, what, time.monotonic()
+
+    def leave(self) -> None:
+        """Between steps."""
+        self.action, self.waiting, self.since = None, None, time.monotonic()
+
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Inside, the limit is that of `phase`."""
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    @property
+    def source(self) -> int | None:
+        """The number in the run of the rank whose message this one waits for."""
+        if not isinstance(self.waiting, Message):
+            return None
+        source = self.waiting.channel.source
+        return source if self.names is None else self.names.number(source)
+
+    @property
+    def kind(self) -> str:
+        """What stalls when this rank does: "evaluation", or "step"."""
+        return "evaluation" if self.phase == "evaluation" else "step"
+
+    @property
+    def doing(self) -> str:
+        """`"step 3"`, or the name of what the rank does outside of steps."""
+        if self.phase not in ("step", "first step"):
+            return self.phase
+        return f"step {self.step}" if self.step >= 0 else "start-up"
+
+    @property
+    def words(self) -> str:
+        """One clause: what the rank is in, what it waits for and from whom, and for how long."""
+        for_seconds = f"for {time.monotonic() - self.since:.1f} s"
+        step = self.doing
+        waiting, action = self.waiting, self.action  # the engine goes on while this is read
+        if isinstance(waiting, str):
+            where = f"{action.words}: " if action is not None else ""
+            return f"{step}, {where}waits for {waiting} ({for_seconds})"
+        if action is None:
+            return f"start-up ({for_seconds})" if step == "start-up" else f"between actions, {step} ({for_seconds})"
+        if waiting is not None:
+            source = waiting.channel.source
+            name = f"rank {source}" if self.names is None else self.names.on_line(source)
+            return f"{step}, {action.words}: waits for {waiting.words} from {name} ({for_seconds})"
+        return f"{step}, in {action.words} ({for_seconds})"
+
+    def signed(self, text: str) -> str:
+        """`text` with this rank's number in front: how every line of a report begins."""
+        where = "" if self.names is None else self.names.place(self.number)
+        return f"[rank {self.number}] {f'({where}) ' if where else ''}{text}"

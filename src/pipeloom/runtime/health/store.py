@@ -1,0 +1,93 @@
+"""torch's store, for text that the ranks of a run leave for each other at start-up.
+
+A call of torch's store has no deadline when the process that serves it is frozen: each one here runs on a thread that can be
+given up. Values carry a MAC with the run's secret, which is in no key and no value, so that what somebody else writes is
+refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from pipeloom.errors import DistributedError
+
+T = TypeVar("T")
+_LOOKS_SECONDS = 0.05
+
+
+def within(seconds: float, call: Callable[[], T], words: str) -> T:
+    """What `call` returns or raises. Raises DistributedError with `words` after `seconds`; the call is left behind."""
+    box: list[Any] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            box.append((True, call()))
+        except BaseException as error:
+            box.append((False, error))
+        done.set()
+
+    threading.Thread(target=run, name="pipeloom-store", daemon=True).start()
+    if not done.wait(seconds):
+        raise DistributedError(f"{words} within {seconds:g} s: the process that serves it is frozen or out of reach")
+    good, value = box[0]
+    if not good:
+        raise value
+    return value  # type: ignore[no-any-return]
+
+
+class RunStore:
+    """Text under keys, each call within `seconds`.
+
+    Args:
+        store: torch's.
+        secret: of the run; b"" where there is none.
+    """
+
+    def __init__(self, store: Any, secret: bytes, seconds: float) -> None:
+        self._store = store
+        self._secret = secret
+        self._seconds = seconds
+
+    def set(self, key: str, text: str) -> None:
+        value = f"{self._mac(key, text)} {text}"
+        within(self._seconds, lambda: self._store.set(key, value), "the store took no value")
+
+    def get(self, key: str, seconds: float | None = None) -> str:
+        """The text under `key`, as soon as it is there.
+
+        Raises DistributedError when it is not there in time, or was not written by a rank of this run.
+        """
+        patience = self._seconds if seconds is None else seconds
+        give_up = time.monotonic() + patience
+        while not within(patience, lambda: self._store.check([key]), "the store did not answer"):
+            if time.monotonic() > give_up:
+                raise DistributedError(f"nothing came under {key} within {patience:g} s")
+            time.sleep(_LOOKS_SECONDS)
+        value = within(patience, lambda: self._store.get(key).decode(), "the store gave no value")
+        mac, _, text = value.partition(" ")
+        if not hmac.compare_digest(mac.encode(), self._mac(key, text).encode()):
+            raise DistributedError(
+                f"{key} in the store was not written by a rank of this run (PIPELOOM_SECRET differs?)"
+            )
+        return str(text)
+
+    def add(self, key: str, amount: int) -> int:
+        return int(within(self._seconds, lambda: self._store.add(key, amount), "the store did not count"))
+
+    def _mac(self, key: str, text: str) -> str:
+        return hmac.new(self._secret, f"{key}={text}".encode(), hashlib.sha256).hexdigest()
+
+
+def run_store(seconds: float) -> RunStore:
+    """The store of torch's default process group."""
+    import torch.distributed as dist
+
+    from pipeloom.runtime.health.links import read_secret
+
+    return RunStore(dist.distributed_c10d._get_default_store(), read_secret() or b"", seconds)

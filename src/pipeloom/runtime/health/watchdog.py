@@ -1,0 +1,533 @@
+"""The watchdog: a thread of every rank that ends the rank, even inside a wait, when any rank fails, dies or stalls.
+
+What it holds about the others comes over the links (see the package); it needs nothing from the main thread but the GIL.
+A rank whose main thread holds the GIL for ever, or whose process is frozen, does not answer a call, and is named for that.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeloom.errors import printable
+from pipeloom.runtime.health.links import Link, LinkClosed, meet, read_secret
+from pipeloom.runtime.health.process_identity import identity, is_stopped, machine
+from pipeloom.runtime.health.status import Limits, Status
+from pipeloom.runtime.health.store import RunStore
+
+POLL_SECONDS = 0.25
+SUSPENDED_SECONDS = 3.0  # a pause of this thread from which on the process counts as having been suspended
+ROLL_CALL_SECONDS = 2.0
+NOTICE_SECONDS = 10.0
+LAST_WORDS_SECONDS = 0.5
+OWN_WORDS_SECONDS = 0.75
+EXIT_CODE = 6
+_TOLD = {signal.SIGTERM: 75, signal.SIGINT: 130}  # to end -> with which exit code
+NOTICE = "pipeloom: "  # how a line begins that the launcher shows at once, whichever rank wrote it
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why the run ends.
+
+    Attributes:
+        origin: the rank that announced it.
+        text: for people.
+        blames: the ranks whose fault it is, as far as it is known.
+        trace: the traceback of the origin's exception; "" without one.
+        output: what shows the origin's standard error, where its program prints that traceback.
+    """
+
+    origin: int
+    text: str
+    blames: tuple[int, ...] = ()
+    trace: str = ""
+    output: str = ""
+
+    def shown_on(self, output: str) -> str:
+        """The text, with the traceback for readers who do not see the origin's."""
+        return f"{self.text}\n{self.trace}" if self.trace and output != self.output else self.text
+
+
+@dataclass(frozen=True)
+class RankState:
+    """A rank's answer to a call.
+
+    Attributes:
+        words: where it is.
+        waits: whether it waits for another rank.
+        seconds: since its last progress.
+        between: whether it is between steps.
+    """
+
+    words: str
+    waits: bool
+    seconds: float
+    between: bool = False
+
+
+@dataclass
+class _Call:
+    """A call of this rank's whose answers still come in; `limit` None: for a line only."""
+
+    number: int
+    limit: float | None
+    until: float
+    states: dict[int, RankState] = field(default_factory=dict)
+
+
+def judge(ranks: Sequence[int], states: Mapping[int, RankState], left: Sequence[int]) -> tuple[int, ...]:
+    """The ranks that hold up a run: those that do not answer; else those that have left it; else the one that waits for
+    nobody, and has made no progress for the longest time; else nobody: a message is lost, or ranks wait for each other.
+    """
+    silent = tuple(rank for rank in ranks if rank not in states and rank not in left)
+    if silent:
+        return silent
+    if left:
+        return tuple(left)
+    busy = [rank for rank in states if not states[rank].waits]
+    return (max(busy, key=lambda rank: states[rank].seconds),) if busy else ()
+
+
+def output_identity() -> str:
+    """The file, pipe or terminal behind this process's standard error: equal for processes that write to the same one."""
+    try:
+        target = os.fstat(sys.stderr.fileno())
+    except (OSError, ValueError, AttributeError):  # closed, or replaced by an object without a file
+        return f"process {identity()}"
+    return f"{machine('mnt')} {target.st_dev} {target.st_ino}"
+
+
+def end_process(report: str, code: int = EXIT_CODE) -> None:
+    """Prints the report and ends the process at once: the main thread may be inside a wait that nothing can interrupt."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"{printable(report)}\n" if report else "")
+        sys.stderr.flush()
+    os._exit(code)
+
+
+_RUNNING: weakref.WeakSet[Watchdog] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for watchdog in list(_RUNNING):
+        watchdog.forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+class Watchdog:
+    """Watches for one rank. `failed` tells the others; the thread ends this process when another has told.
+
+    Args:
+        links: connections to the neighbours.
+        status: of this rank; a pipeline puts its own in its place.
+        ranks: how many ranks the run has.
+        limits: for stalls.
+        record: called with the failure, the exit code and this rank's words before the thread ends the process.
+        end: ends the process: `end(report, code)`.
+        output: what shows this process's standard error to people, if others write to the same by other ways; default:
+            the file behind it.
+    """
+
+    def __init__(
+        self,
+        links: Sequence[Link],
+        status: Status,
+        ranks: int,
+        limits: Limits,
+        record: Callable[[Failure, int, str], None] | None = None,
+        end: Callable[[str, int], None] = end_process,
+        output: str | None = None,
+    ) -> None:
+        self.output = output_identity() if output is None else output
+        self.status = status
+        self.number = status.number
+        self.ranks = ranks
+        self.limits = limits
+        self.folder: str | None = None
+        self._links = {link.peer: link for link in links}
+        self._record = record
+        self._end = end
+        self._stop = threading.Event()
+        self._known = threading.Event()  # a failure is
+        self._flushed = threading.Event()
+        self._failure: Failure | None = None
+        self._lock = threading.Lock()
+        self._outbox: deque[dict[str, Any]] = deque()
+        self._seen: set[tuple[int, int]] = set()
+        self._count = 0
+        self._identities: dict[int, tuple[str, int, str]] = {}
+        self._left: set[int] = set()
+        self._gone: dict[int, str] = {}
+        self._floor = time.monotonic()
+        self._call: _Call | None = None
+        self._next_call = 0.0  # the earliest moment for one
+        self._noticed = 0.0  # the `since` of the stall that a line was printed about
+        self._heard_notice = -1e9
+        self._reporting = False
+        self._leaving = False
+        self._waited = 0.0
+        self._asked: float | None = None  # when SIGTERM or SIGINT came
+        self._asked_by = signal.SIGTERM
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._waker = socket.socketpair()
+        for each in (self._wake, self._waker):
+            each.setblocking(False)
+        self._selector.register(self._wake, selectors.EVENT_READ, self._drain)
+        self._signals: socket.socket | None = None
+        for link in self._links.values():
+            self._selector.register(link, selectors.EVENT_READ, link)
+        self._thread = threading.Thread(target=self._run, name=f"pipeloom-watchdog-{self.number}", daemon=True)
+
+    # -- for the main thread -----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._post({"kind": "who", "rank": self.number, "who": [identity(), os.getpid(), socket.gethostname()]})
+        self._thread.start()
+        atexit.register(self.close)
+        _RUNNING.add(self)
+
+    def guard_signals(self) -> None:
+        """From now on a SIGTERM during a call that never returns ends the process too. Call it in the main thread."""
+        self._signals, write = socket.socketpair()
+        self._signals.setblocking(False)
+        write.setblocking(False)
+        signal.set_wakeup_fd(write.detach(), warn_on_full_buffer=False)
+        self._selector.register(self._signals, selectors.EVENT_READ, self._read_signals)
+        self._wake_up()
+
+    def close(self) -> None:
+        """Ends the thread; the other ranks do not take it for a death."""
+        if self._stop.is_set():
+            return
+        self._post({"kind": "bye", "rank": self.number})
+        self._flushed.wait(LAST_WORDS_SECONDS) if self._thread.is_alive() else None
+        self._stop.set()
+        self._wake_up()
+        self._thread.join(timeout=2)
+        atexit.unregister(self.close)
+        for link in self._links.values():
+            link.close()
+
+    def failed(self, text: str, blames: Sequence[int] = (), trace: str = "") -> Failure:
+        """Tells all ranks that the run has failed, unless another did so before; returns the failure that stands.
+
+        The thread ends this process no longer: the caller does.
+        """
+        self._report_in_caller()
+        return self._fail(text, tuple(blames), trace, wait=True)
+
+    def cause(self, seconds: float) -> Failure | None:
+        """The failure of the run, or a rank that is gone, as soon as it is known; None when nothing is in `seconds`.
+
+        The thread ends this process no longer: the caller does.
+        """
+        self._report_in_caller()
+        if not self._known.wait(seconds) and not self._left:
+            self._reporting = False
+            return None
+        if self._failure is None:
+            rank = min(self._left)
+            return Failure(self.number, f"{self._name(rank)} is gone: it has ended its part", (rank,))
+        return self._failure
+
+    def _report_in_caller(self) -> None:
+        """Leave the report and the exit to the calling thread; if this thread has begun to report, wait for the exit."""
+        with self._lock:
+            self._reporting = not self._leaving
+        if self._leaving:
+            threading.Event().wait(LAST_WORDS_SECONDS + 60.0)
+
+    def _report_in_thread(self) -> bool:
+        """Return whether this thread, and not the main one, reports the failure and ends the process."""
+        with self._lock:
+            self._leaving = not self._reporting
+        return self._leaving
+
+    def share_folder(self, folder: str) -> None:
+        """Tells all ranks where the run keeps its files."""
+        self.folder = folder
+        self._post({"kind": "folder", "folder": folder})
+
+    # -- sending -----------------------------------------------------------------------------------------------------------
+
+    def _post(self, message: dict[str, Any]) -> None:
+        self._flushed.clear()
+        self._outbox.append(message)
+        self._wake_up()
+
+    def _wake_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self._waker.send(b"!")
+
+    def _flood(self, message: dict[str, Any], but: int | None = None) -> None:
+        if "id" not in message:
+            self._count += 1
+            message = {**message, "from": self.number, "id": self._count}
+        self._seen.add((message["from"], message["id"]))
+        for peer, link in self._links.items():
+            if peer != but and peer not in self._gone:
+                link.send(message)
+
+    def _fail(self, text: str, blames: tuple[int, ...], trace: str = "", wait: bool = False) -> Failure:
+        with self._lock:
+            first = self._failure is None
+            if self._failure is None:
+                self._failure = Failure(self.number, text, blames, trace, self.output if trace else "")
+            failure = self._failure
+        if first:
+            values = {"text": text, "blames": list(blames), "trace": trace, "output": failure.output}
+            self._post({"kind": "failed", **values})
+            self._known.set()
+            if wait and self._thread.is_alive():
+                self._flushed.wait(LAST_WORDS_SECONDS)
+        return failure
+
+    # -- the thread --------------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while not self._stop.is_set():
+            self._send_posted()
+            ready = self._selector.select(POLL_SECONDS)
+            now = time.monotonic()
+            if now - last > SUSPENDED_SECONDS:  # nobody is blamed for time in which this process did not run
+                self._floor = now
+                if self._call is not None:
+                    self._call.until = now + ROLL_CALL_SECONDS
+            last = now
+            for key, _ in ready:
+                if isinstance(key.data, Link):
+                    self._read(key.data)
+                else:
+                    key.data()
+            if self._failure is not None:
+                self._send_posted()
+                if not self._reporting and not self._fails_too() and self._report_in_thread():
+                    self._leave(self._failure)
+                    return
+                continue
+            self._look_for_a_stall(now)
+            self._look_at_the_call(now)
+            self._look_at_sigterm(now)
+        self._send_posted()
+
+    def _send_posted(self) -> None:
+        while self._outbox:
+            self._flood(self._outbox.popleft())
+        if all([link.flush() for link in self._links.values()]):
+            self._flushed.set()
+
+    def _drain(self) -> None:
+        with contextlib.suppress(OSError):
+            while self._wake.recv(4096):
+                pass
+
+    def _read_signals(self) -> None:
+        assert self._signals is not None
+        with contextlib.suppress(OSError):
+            for number in self._signals.recv(4096):
+                if number in _TOLD and self._asked is None:
+                    self._asked, self._asked_by = time.monotonic(), signal.Signals(number)
+
+    def _read(self, link: Link) -> None:
+        try:
+            while messages := link.receive():
+                for message in messages:
+                    if (message["from"], message["id"]) not in self._seen:
+                        self._flood(message, but=link.peer)
+                        self._take(message)
+        except LinkClosed as why:
+            self._selector.unregister(link)
+            self._gone[link.peer] = str(why)
+            if link.peer not in self._left:
+                self._fail(f"{self._name(link.peer)} is gone: {self._process(link.peer)}{why}", (link.peer,))
+
+    def _take(self, message: Mapping[str, Any]) -> None:
+        kind, origin = message["kind"], message["from"]
+        if kind == "failed":
+            with self._lock:
+                if self._failure is None:
+                    text, trace = printable(message["text"]), printable(message["trace"])
+                    self._failure = Failure(origin, text, tuple(message["blames"]), trace, message["output"])
+            self._known.set()
+        elif kind == "who":
+            self._identities[origin] = tuple(message["who"])
+        elif kind == "folder":
+            self.folder = message["folder"]
+        elif kind == "bye":
+            self._left.add(origin)
+        elif kind == "call":
+            if message["notice"]:
+                self._heard_notice = time.monotonic()
+            state = self._state()
+            values = [state.words, state.waits, state.seconds, state.between]
+            self._flood({"kind": "here", "call": [origin, message["call"]], "state": values})
+        elif kind == "here" and self._call is not None and message["call"] == [self.number, self._call.number]:
+            self._call.states[origin] = RankState(*message["state"])
+
+    # -- stalls ------------------------------------------------------------------------------------------------------------
+
+    def _state(self) -> RankState:
+        status = self.status
+        waits = status.waiting is not None
+        return RankState(status.words, waits, self._elapsed(), not waits and status.action is None)
+
+    def _elapsed(self) -> float:
+        """Seconds without progress in which this process could run."""
+        return time.monotonic() - max(self.status.since, self._floor)
+
+    def _look_for_a_stall(self, now: float) -> None:
+        status = self.status
+        if self._call is not None or now < self._next_call or (status.waiting is None and status.action is None):
+            return
+        elapsed, limit = self._elapsed(), self.limits.of(status.phase, status.slowest)
+        if elapsed > limit:
+            self._begin_call(now, limit)
+        elif (
+            elapsed > NOTICE_SECONDS
+            and limit > NOTICE_SECONDS
+            and self._noticed != status.since
+            and now - self._heard_notice > NOTICE_SECONDS
+        ):
+            self._noticed = status.since
+            self._begin_call(now, None)
+
+    def _begin_call(self, now: float, limit: float | None) -> None:
+        self._count += 1
+        number = self._count
+        self._call = _Call(number, limit, now + ROLL_CALL_SECONDS, {self.number: self._state()})
+        self._flood({"kind": "call", "call": number, "notice": limit is None})
+
+    def _look_at_the_call(self, now: float) -> None:
+        call = self._call
+        if call is None or (now < call.until and not self._complete(call)):
+            return
+        self._call = None
+        if self._elapsed() < (NOTICE_SECONDS if call.limit is None else call.limit):
+            return  # what this rank waited for has come
+        blames = judge(range(self.ranks), call.states, sorted(self._left))
+        if call.limit is not None:
+            awaited = [call.states[rank].seconds for rank in blames or call.states if rank in call.states]
+            if awaited and min(awaited) < min(call.limit - 1.0, 0.9 * call.limit):
+                self._next_call = now + ROLL_CALL_SECONDS
+                return  # whoever this rank waits for has made progress since
+            own = f"{self.status.name}, {self.status.words} (timeout {call.limit:g} s)"
+            self._fail(f"the {self.status.kind} stalls: {self._blame(blames, call.states)}{own}", blames)
+            return
+        still = [s for rank, s in call.states.items() if rank != self.number and s.seconds < NOTICE_SECONDS / 2]
+        if [s for s in still if not s.between] and self._asked is None:
+            return  # others make progress
+        late = {rank: state for rank, state in call.states.items() if rank not in blames and state.waits}
+        waits = "; ".join(f"{self._name(rank)}, {state.words}" for rank, state in sorted(late.items()))
+        words = f"no progress for {self._elapsed():.0f} s: {self._blame(blames, call.states)}{waits}"
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(f"{NOTICE}{printable(words)}\n")
+            sys.stderr.flush()
+
+    def _complete(self, call: _Call) -> bool:
+        """Whether no more answers can come: a process of this machine that is stopped gives none."""
+        missing = set(range(self.ranks)) - call.states.keys() - self._left
+        return all(is_stopped(self._identities.get(rank, ("",))[0]) for rank in missing)
+
+    def _blame(self, blames: Sequence[int], states: Mapping[int, RankState]) -> str:
+        """Words for the ranks that hold up the run, with a semicolon; "" for none."""
+        words = []
+        for rank in blames:
+            if rank in states:
+                doing = f"is busy: {states[rank].words}"
+            elif rank in self._left:
+                doing = "has ended its part"
+            elif is_stopped(self._identities.get(rank, ("",))[0]):
+                doing = "is stopped (SIGSTOP)"
+            else:
+                doing = "does not answer: it is frozen, holds Python's global lock, or its machine cannot be reached"
+            words.append(f"{self._name(rank)} {self._process(rank)}{doing}; ")
+        return "".join(words)
+
+    def _look_at_sigterm(self, now: float) -> None:
+        """Ends a process that was told to stop and cannot, because what it waits for does not come."""
+        if self._asked is None or self.status.waiting is None:
+            return
+        phase = self.status.phase
+        patience = 2.0 if phase == "start-up" else NOTICE_SECONDS
+        if phase in ("save", "load"):  # others may be writing for long, and a checkpoint is worth the wait
+            patience = self.limits.of(phase, 0.0)
+        if now - self._asked > patience and self._elapsed() > patience:
+            words = self.status.signed(f"stopped by {self._asked_by.name}: {self.status.words}")
+            if not self._report_in_thread():
+                return
+            failure = Failure(self.number, words)
+            if self._record is not None:
+                self._record(failure, _TOLD[self._asked_by], words)
+            self._end(words, _TOLD[self._asked_by])
+
+    def _fails_too(self) -> bool:
+        """Whether the main thread, before the first step or about a checkpoint, meets the same failure by itself: it has the
+        words for it."""
+        phase, idle = self.status.phase, self.status.waiting is None
+        if (phase in ("save", "load") or (phase == "start-up" and idle)) and self._waited < OWN_WORDS_SECONDS:
+            self._waited += POLL_SECONDS
+            return not self._stop.wait(POLL_SECONDS)
+        return self._reporting
+
+    # -- the end -----------------------------------------------------------------------------------------------------------
+
+    def _leave(self, failure: Failure) -> None:
+        status = self.status
+        words = f"{status.signed(status.words)}\n{status.signed(f'stopped, because {failure.shown_on(self.output)}')}"
+        until = time.monotonic() + LAST_WORDS_SECONDS
+        while not all([link.flush() for link in self._links.values()]) and time.monotonic() < until:
+            time.sleep(0.01)
+        if self._record is not None:
+            self._record(failure, EXIT_CODE, words)
+        self._end(words, EXIT_CODE)
+
+    def forget(self) -> None:
+        """In a forked child: its copies of the sockets would hide the parent's death."""
+        atexit.unregister(self.close)
+        for link in self._links.values():
+            with contextlib.suppress(OSError):
+                link.close()
+
+    def _name(self, rank: int) -> str:
+        names = self.status.names
+        known = names is not None and names.mesh is not None and rank < names.mesh.everyone.size
+        return names.of(rank) if names is not None and known else f"rank {rank}"
+
+    def _process(self, rank: int) -> str:
+        known = self._identities.get(rank)
+        if known is None:
+            return ""
+        host = "" if known[2] == socket.gethostname() else f" on {known[2]}"
+        return f"(process {known[1]}{host}) "
+
+
+def start_watchdog(
+    store: RunStore, prefix: str, index: int, size: int, status: Status, limits: Limits, timeout: float
+) -> Watchdog:
+    """Return the watchdog of a process that has none yet, started. Every process of the run calls it.
+
+    Args:
+        prefix: of the run's keys in the store.
+        index, size: this process's number in the run, and how many there are.
+        timeout: seconds to wait for the others.
+    """
+    links = meet(store, prefix, index, size, read_secret() or b"", timeout)
+    watchdog = Watchdog(links, status, size, limits)
+    watchdog.start()
+    return watchdog

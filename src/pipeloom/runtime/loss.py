@@ -1,0 +1,174 @@
+"""A step's loss on its way from the ranks that know a share of it to all ranks of the mesh."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from pipeloom.errors import UsageError
+from pipeloom.parallel.mesh import Mesh
+from pipeloom.runtime.health.report import FailureReporter
+from pipeloom.runtime.p2p.base import PeerGone
+from pipeloom.schedule.model import Schedule
+
+Loss = Callable[[Any, Any], Tensor]
+"""`loss(output, targets)` of one micro-batch: the mean over its targets, 0-dim."""
+
+_LOSS_TAG = 16
+# by process group: (work, tensor) of each loss that may still be under way. gloo forgets a send whose work is gone, while the
+# other rank still waits for it; so they stay for as long as the group does, also when their pipeline is dropped
+_SENDS: WeakKeyDictionary[Any, list[tuple[Any, Tensor]]] = WeakKeyDictionary()
+
+
+def share_of_loss(loss: Callable[[Any, Any], Tensor], output: Any, targets: Any, share: float) -> Tensor:
+    """Return `share * loss(output, targets)`, 0-dim; zero with a zero gradient where the share is 0.
+
+    A mean over no target is NaN, and so is 0 times it: such a micro-batch is not given to the loss at all.
+
+    Raises UsageError when the loss does not return one number, or the share is NaN.
+    """
+    if share == 0:
+        return _zero(output)
+    if math.isnan(share):
+        raise UsageError("the targets are on the meta device on a rank that holds the last stage; pass the real ones")
+    value = loss(output, targets)
+    if not isinstance(value, Tensor):
+        raise UsageError(f"the loss returned {type(value).__name__}; it must return a tensor with one number, a mean")
+    if value.ndim:
+        if value.numel() != 1:
+            raise UsageError(
+                f"the loss returned a tensor of shape {list(value.shape)}; it must return one number, the mean over the "
+                "micro-batch's targets"
+            )
+        value = value.reshape(())
+    return value * share
+
+
+def _zero(output: Any) -> Tensor:
+    """Return 0, connected to every tensor of `output` (in tuples, lists, dicts) that a gradient comes back for."""
+    tensors: list[Tensor] = []
+    waiting = [output]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, Mapping):
+            waiting += value.values()
+        elif isinstance(value, (tuple, list)):
+            waiting += value
+    if not tensors:
+        return torch.zeros(())
+    return _ZeroLoss.apply(*tensors)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _ZeroLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *outputs: Tensor) -> Tensor:
+        ctx.like = [(value.shape, value.dtype, value.device) for value in outputs]
+        return torch.zeros((), device=outputs[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        wanted = zip(ctx.like, ctx.needs_input_grad, strict=True)
+        return tuple(torch.zeros(s, dtype=t, device=d) if needed else None for (s, t, d), needed in wanted)
+
+
+class PendingLoss:
+    """The loss of a step that this rank has finished and another may not have."""
+
+    def __init__(self, finish: Callable[[], Tensor]) -> None:
+        self._finish = finish
+        self._loss: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """The mean loss over all targets of the batch, a 0-dim fp32 tensor, the same on every rank."""
+        if self._loss is None:
+            self._loss = self._finish()
+        return self._loss
+
+
+class LossBroadcast:
+    """Brings the loss to every rank without a barrier: whoever knows it sends it and goes on."""
+
+    def __init__(self, mesh: Mesh, schedule: Schedule, device: torch.device, alarm: FailureReporter) -> None:
+        self._line = mesh.pipeline
+        self._device = device
+        self._alarm = alarm
+        group = mesh.pipeline.group
+        self._sends: list[tuple[Any, Tensor]] = [] if group is None else _SENDS.setdefault(group, [])
+        self._pending = PendingLoss(lambda: torch.zeros(()))
+        one_pipeline = mesh.everyone.size == len(mesh.pipeline.ranks)
+        self._source = schedule.placement[schedule.routes[0][-1]]
+        self._group = mesh.everyone.group
+        self._sum = not one_pipeline or len(schedule.routes) > 1
+        self._counts = mesh.tp.index == 0  # the tp ranks of a last stage all know the same share
+
+    def start(self, share: Tensor | None) -> PendingLoss:
+        """The sum of all shares, each of them a part of the step's mean; `share` is None on a rank that knows none."""
+        self._pending.wait()  # one that the caller dropped would take the next loss in its place
+        self._pending = self._start(share)
+        return self._pending
+
+    def _start(self, share: Tensor | None) -> PendingLoss:
+        known = share is not None and self._counts
+        # in fp32 on every rank: those that know no share cannot know that the model computes in fp64
+        total = torch.zeros((), dtype=torch.float32, device=self._device)
+        if known and share is not None:
+            total.copy_(share)
+        if self._group is None:
+            return PendingLoss(lambda: total)
+        line = self._line
+        if self._sum:
+            with self._alarm.reporting():
+                reduction = self._group.allreduce([total])
+            return PendingLoss(lambda: self._await(reduction, total, None))
+        if line.rank != self._source:
+            with self._telling(self._source, "it never sent the loss"):
+                receipt = line.group.recv([total], self._source, _LOSS_TAG)
+            return PendingLoss(lambda: self._await(receipt, total, self._source))
+        self._send(total)
+        own = total.clone()
+        return PendingLoss(lambda: own)
+
+    def _send(self, total: Tensor) -> None:
+        with self._alarm.reporting():
+            self._wait_for_sends()  # of the step before: long received
+        for rank in range(len(self._line.ranks)):
+            if rank != self._source:
+                with self._telling(rank, "it did not take the loss"):
+                    self._sends.append((self._line.group.send([total], rank, _LOSS_TAG), total))
+
+    def _wait_for_sends(self) -> None:
+        while self._sends:
+            work, _ = self._sends.pop()
+            work.wait()
+
+    def _await(self, work: Any, loss: Tensor, source: int | None) -> Tensor:
+        with self._telling(source, "it never sent the loss"):
+            self._alarm.status.wait_between("the loss")
+            work.wait()
+            self._alarm.status.leave()
+        return loss
+
+    @contextlib.contextmanager
+    def _telling(self, peer: int | None, words: str) -> Iterator[None]:
+        """An error inside is told to the other ranks; None: it may be any peer's."""
+        with self._alarm.reporting():
+            try:
+                yield
+            except RuntimeError as error:
+                if peer is None:
+                    raise
+                raise PeerGone(peer, f"{words}: {error}") from None
+
+    def close(self) -> None:
+        """Waits for what was sent; a peer that is gone does not matter."""
+        with contextlib.suppress(RuntimeError):
+            self._wait_for_sends()
+        self._sends.clear()

@@ -1,0 +1,66 @@
+"""What a step took: the measured timeline on the boxes of the simulated one, with the ranks' clocks aligned."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pipeloom.parallel.exchange import all_gather_json
+from pipeloom.parallel.mesh import PipelineMesh
+from pipeloom.runtime.executor import StepResult
+from pipeloom.schedule.measured import measured_costs
+from pipeloom.schedule.model import Schedule
+from pipeloom.schedule.timeline import Timeline
+
+_CLOCK_TAG = 15
+_ROUND_TRIPS = 5
+
+
+def clock_offset(mesh: PipelineMesh, group: Any) -> float:
+    """Seconds to subtract from this rank's `time.perf_counter` to get rank 0's, by the quickest of a few round trips.
+
+    Collective over the pipeline, through `group`, which moves tensors of the CPU. Half the quickest round trip bounds the
+    error (Cristian's algorithm).
+    """
+    if mesh.group is None:
+        return 0.0
+    stamp = torch.zeros(1, dtype=torch.float64)
+    for rank in range(1, len(mesh.ranks)):
+        if mesh.rank == 0:
+            for _ in range(_ROUND_TRIPS):
+                group.recv([stamp], rank, _CLOCK_TAG).wait()
+                stamp[0] = time.perf_counter()
+                group.send([stamp], rank, _CLOCK_TAG).wait()
+        elif mesh.rank == rank:
+            best = (float("inf"), 0.0)
+            for _ in range(_ROUND_TRIPS):
+                sent = time.perf_counter()
+                group.send([stamp], 0, _CLOCK_TAG).wait()
+                group.recv([stamp], 0, _CLOCK_TAG).wait()
+                back = time.perf_counter()
+                best = min(best, (back - sent, (sent + back) / 2 - stamp.item()))
+            return best[1]
+    return 0.0
+
+
+def gather_timeline(schedule: Schedule, mesh: PipelineMesh, result: StepResult, offset: float) -> Timeline:
+    """The measured timeline of one step, on every rank, in seconds from its first action; its costs are the measured ones.
+
+    Args:
+        schedule: what the ranks ran.
+    """
+    mine = result.starts, result.ends, list(result.turns.items()), offset
+    everyone = [mine] if mesh.group is None else all_gather_json(mine, mesh.group)
+    return timeline_of(schedule, everyone)
+
+
+def timeline_of(schedule: Schedule, everyone: Sequence[Sequence[Any]]) -> Timeline:
+    """The timeline of `everyone`: rank -> (starts, ends, (entry, turn) of its pairs, offset of its clock)."""
+    origin = min(starts[0] - off for starts, _, _, off in everyone)
+    starts = tuple(tuple(t - off - origin for t in each) for each, _, _, off in everyone)
+    ends = tuple(tuple(t - off - origin for t in each) for _, each, _, off in everyone)
+    turns = [{at: t - off - origin for at, t in each} for _, _, each, off in everyone]
+    return Timeline(schedule, measured_costs(schedule, starts, ends, turns), starts, ends, source="measured")

@@ -1,0 +1,203 @@
+"""The transport protocol, and the two transports that stay inside a process."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from pipeloom.runtime.health.report import PeerGone as PeerGone
+from pipeloom.runtime.tensor_spec import Boundary, Values
+from pipeloom.schedule.batched_p2p import Batch
+from pipeloom.schedule.channels import Channel, Message
+
+
+class Outgoing(NamedTuple):
+    """A message on its way: its values (for a gradient: one tensor for each that carries) and their specs.
+
+    `checksum` is that of the values as they were made, where the options ask for one.
+    """
+
+    message: Message
+    values: Values
+    boundary: Boundary
+    checksum: int | None = None
+
+
+class Received(NamedTuple):
+    """What has arrived: values, in buffers that are the receiver's, their specs, and the checksum that was sent along."""
+
+    values: Values
+    boundary: Boundary
+    checksum: int | None = None
+
+
+class Transport(Protocol):
+    """How messages move. One object a rank."""
+
+    def exchange(self, sends: Sequence[Outgoing], posts: Sequence[Message]) -> None:
+        """Starts these sends and opens these receives; returns at once."""
+
+    def arrived(self, message: Message) -> bool:
+        """False: `take` would block, and the engine lets another rank of this thread run instead."""
+
+    def take(self, message: Message) -> Received:
+        """The message's values, in buffers that are the caller's, waiting for them if need be."""
+
+    def recycle(self, values: Values) -> None:
+        """These received values are no longer used."""
+
+    def finish(self) -> None:
+        """Waits until every send of the step has left."""
+
+
+class BatchQueue:
+    """The batches of one run, each due once its sends are made and its receives posted.
+
+    Args:
+        batches: in order; a message is a send where the program has made it, else a receive.
+    """
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        self._batches = deque(batches)
+        self._made: dict[Message, Outgoing] = {}
+        self._posted: set[Message] = set()
+
+    def due(self, sends: Sequence[Outgoing], posts: Sequence[Message]) -> list[list[Outgoing | Message]]:
+        """The batches to start now, with the sends in place of their messages."""
+        self._made |= {outgoing.message: outgoing for outgoing in sends}
+        self._posted.update(posts)
+        batches: list[list[Outgoing | Message]] = []
+        while self._batches and all(m in self._made or m in self._posted for m in self._batches[0]):
+            batch = self._batches.popleft()
+            batches.append([self._made.pop(m) if m in self._made else m for m in batch])
+            self._posted.difference_update(batch)
+        return batches
+
+    def __bool__(self) -> bool:
+        return bool(self._batches)
+
+
+@dataclass
+class Mailroom:
+    """Shared by all ranks of one process: channel -> messages in flight, first in, first out."""
+
+    boxes: dict[Channel, dict[int, Outgoing]] = field(default_factory=dict)
+
+
+class InProcessTransport:
+    """All ranks in one thread: notebooks, debuggers, tests. Honours the channels' order and the open receives."""
+
+    def __init__(self, mailroom: Mailroom) -> None:
+        self._boxes = mailroom.boxes
+        self._open: set[Message] = set()
+
+    def exchange(self, sends: Sequence[Outgoing], posts: Sequence[Message]) -> None:
+        for outgoing in sends:
+            values = tuple(None if v is None else v.detach() for v in outgoing.values)
+            self._boxes.setdefault(outgoing.message.channel, {})[outgoing.message.number] = outgoing._replace(
+                values=values
+            )
+        self._open.update(posts)
+
+    def arrived(self, message: Message) -> bool:
+        return message in self._open and message.number in self._boxes.get(message.channel, {})
+
+    def take(self, message: Message) -> Received:
+        self._open.discard(message)
+        outgoing = self._boxes[message.channel].pop(message.number)
+        if outgoing.message != message:
+            raise RuntimeError(f"channel {message.channel} brought {outgoing.message.words} instead of {message.words}")
+        return Received(outgoing.values, outgoing.boundary, outgoing.checksum)
+
+    def recycle(self, values: Values) -> None:
+        """Nothing to do: the values belonged to the sender's graph."""
+
+    def finish(self) -> None:
+        """Nothing to wait for."""
+
+
+class Communicator:
+    """All ranks' batches on one communicator of one process, under NCCL's rule.
+
+    The batches of a rank run in the order in which they were issued. A message moves when its send and its receive are both
+    in a batch that has its turn; between two ranks sends and receives match in order, whatever they are. A batch ends when
+    all in it have moved.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._queues: list[deque[list[Outgoing | Message]]] = [deque() for _ in range(ranks)]
+        self._moved: list[dict[Message, Outgoing]] = [{} for _ in range(ranks)]
+        self.arrived: list[dict[Message, Outgoing]] = [{} for _ in range(ranks)]
+
+    def issue(self, rank: int, batch: list[Outgoing | Message]) -> None:
+        """Put `batch` behind the others of `rank`, and move what can move now."""
+        self._queues[rank].append(batch)
+        ranks = range(len(self._queues))
+        while any(
+            [self._match(source, to) for source in ranks for to in ranks if self._queues[source] and self._queues[to]]
+        ):
+            for each, queue in enumerate(self._queues):
+                if queue and not queue[0]:
+                    queue.popleft()
+                    self.arrived[each] |= self._moved[each]
+                    self._moved[each].clear()
+
+    def unfinished(self, rank: int) -> bool:
+        """Whether batches of `rank` have not ended."""
+        return bool(self._queues[rank])
+
+    def _match(self, source: int, destination: int) -> bool:
+        """Move one message, if both heads have one; what is sent first meets what is received first."""
+        sending, receiving = self._queues[source][0], self._queues[destination][0]
+        sends = [
+            at
+            for at, each in enumerate(sending)
+            if isinstance(each, Outgoing) and each.message.channel[1] == destination
+        ]
+        wants = [at for at, each in enumerate(receiving) if isinstance(each, Message) and each.channel.source == source]
+        if not sends or not wants:
+            return False
+        sent, wanted = sending.pop(sends[0]), receiving.pop(wants[0])
+        assert isinstance(sent, Outgoing)
+        assert isinstance(wanted, Message)
+        if sent.message != wanted:
+            raise RuntimeError(f"{sent.message.words} met the receive of {wanted.words}")
+        self._moved[destination][wanted] = sent
+        return True
+
+
+class InProcessBatches:
+    """As `InProcessTransport`, for one rank of a pipeline whose transport is "batched"."""
+
+    def __init__(self, communicator: Communicator, rank: int, batches: Sequence[Batch]) -> None:
+        self._communicator = communicator
+        self._rank = rank
+        self._queue = BatchQueue(batches)
+
+    def exchange(self, sends: Sequence[Outgoing], posts: Sequence[Message]) -> None:
+        detached = [out._replace(values=tuple(None if v is None else v.detach() for v in out.values)) for out in sends]
+        for batch in self._queue.due(detached, posts):
+            self._communicator.issue(self._rank, batch)
+
+    def arrived(self, message: Message) -> bool:
+        return message in self._communicator.arrived[self._rank]
+
+    def take(self, message: Message) -> Received:
+        outgoing = self._communicator.arrived[self._rank].pop(message)
+        return Received(outgoing.values, outgoing.boundary, outgoing.checksum)
+
+    def recycle(self, values: Values) -> None:
+        """Nothing to do: the values belonged to the sender's graph."""
+
+    def finish(self) -> None:
+        if self._queue or self._communicator.unfinished(self._rank):
+            raise RuntimeError(f"rank {self._rank} has batches left at the end of the step")
+
+
+def tensors(values: Values) -> list[Tensor]:
+    """The tensors among the values, detached and in one piece each, ready to be sent."""
+    return [value.detach().contiguous() for value in values if value is not None]

@@ -1,0 +1,128 @@
+"""One rank's ways to the other ranks of its pipeline."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipeloom.cores import usable_cores
+from pipeloom.errors import ConfigError
+from pipeloom.parallel.mesh import Mesh
+from pipeloom.runtime.health.process_identity import machine
+from pipeloom.runtime.health.store import run_store
+from pipeloom.runtime.options import NOTHING_TO_TURN_OFF, RuntimeOptions
+from pipeloom.runtime.p2p.base import InProcessTransport, Mailroom, Transport
+from pipeloom.runtime.p2p.buffer_pool import BufferPool
+from pipeloom.runtime.p2p.shared_memory import SharedLinks, SharedMemoryTransport
+from pipeloom.runtime.p2p.torch_p2p import Links, TorchTransport
+from pipeloom.runtime.program import RankProgram
+from pipeloom.runtime.tensor_spec import ShapeCache
+from pipeloom.schedule.channels import Channel
+
+
+class Connections:
+    """Made on every rank of the mesh at once; `open` is collective over the pipeline.
+
+    Attributes:
+        pool: receive buffers.
+        shared: connections through shared memory, where all ranks of the pipeline have them.
+    """
+
+    def __init__(self, mesh: Mesh, specs: ShapeCache, device: torch.device, options: RuntimeOptions) -> None:
+        self.pool = BufferPool(device)
+        self.shared: SharedLinks | None = None
+        self._mesh = mesh
+        self._specs = specs
+        self._device = device
+        self._options = options
+        self._links: Links | None = None
+        self._run_control: Any = None
+
+    def open(self, prefix: str, program: RankProgram) -> None:
+        """Connects this rank with the others.
+
+        Args:
+            prefix: of the run's keys in the store.
+            program: of a training step; it says which channels there are.
+        """
+        if self._mesh.pipeline.group is not None:
+            batched = self._options.transport == "batched"
+            self.shared = share_memory(self._mesh, self._device, self._options, program.channels, prefix)
+            self._links = Links(self._mesh.pipeline, program.all_channels, self._device, batched)
+        everyone = self._mesh.everyone
+        if everyone.size == len(self._mesh.pipeline.ranks):
+            self._run_control = self.control
+        elif "gloo" in str(dist.get_backend_config(everyone.group)):
+            self._run_control = everyone.group
+        else:
+            self._run_control = dist.new_group(list(everyone.ranks), backend="gloo", use_local_synchronization=True)
+
+    @property
+    def control(self) -> Any:
+        """A gloo group for small CPU messages between the pipeline's ranks; None for one process."""
+        return None if self._links is None else self._links.control
+
+    @property
+    def run_control(self) -> Any:
+        """The same between all ranks of the run."""
+        return self._run_control
+
+    @property
+    def sums(self) -> Any:
+        """A group for messages on this pipeline's device; None for one process."""
+        return self.control if self._device.type == "cpu" else self._mesh.pipeline.group
+
+    def transport(self, program: RankProgram) -> Transport:
+        """What carries one run of `program`."""
+        if self._links is None:
+            return InProcessTransport(Mailroom())
+        if self.shared is not None:
+            return SharedMemoryTransport(self.shared, self.pool)
+        return TorchTransport(
+            self._links, program.releases_sends, self._specs, self.pool, program.batches, self._options.checksum
+        )
+
+    def close(self) -> None:
+        if self.shared is not None:
+            self.shared.close()
+
+
+def memory_here() -> str | None:
+    """What two processes must have in common to share memory here; None where the system cannot."""
+    if not hasattr(os, "memfd_create") or not hasattr(socket, "SOCK_SEQPACKET"):
+        return None
+    here = machine("mnt", "user")  # a socket is a file, and its peer's user is checked
+    return f"{here} {os.getuid()}" if here else None
+
+
+def share_memory(
+    mesh: Mesh, device: torch.device, options: RuntimeOptions, channels: Sequence[Channel], prefix: str
+) -> SharedLinks | None:
+    """Connections through shared memory, where the options want them and all ranks of this pipeline can.
+
+    They all decide alike; another pipeline of the mesh may be on another machine. A rank spins a moment before it sleeps
+    only where every rank of the mesh has a core of its own.
+    Raises ConfigError when the transport is "shared" and some rank is on another machine or not on a CPU, and when
+    messages would go through shared memory and the options turn `overlap_p2p` off.
+    """
+    if options.transport not in ("auto", "shared"):
+        return None
+    store = run_store(options.start_seconds)
+    here = memory_here() if device.type == "cpu" else None
+    own = f"{prefix}/pipeline {mesh.place.dp} {mesh.place.tp}"
+    line = mesh.pipeline
+    store.set(f"{own}/machine/{line.rank}", str(here))
+    places = {store.get(f"{own}/machine/{rank}") for rank in range(len(line.ranks))}
+    if places != {str(here)} or here is None:
+        if options.transport == "shared":
+            raise ConfigError('transport "shared" needs all ranks on the CPUs of one Linux machine; use "individual"')
+        return None
+    if options.overlap_p2p is False:
+        raise ConfigError(NOTHING_TO_TURN_OFF)
+    spin = mesh.everyone.size <= usable_cores()
+    return SharedLinks(store, own, line.rank, channels, options.start_seconds, spin)

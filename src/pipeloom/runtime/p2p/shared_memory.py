@@ -1,0 +1,301 @@
+"""Messages between CPU ranks of one machine: tensors through shared memory, notices through a socket.
+
+gloo sends a small message in about 70 microseconds and wakes two threads for it; this takes a copy into memory that both
+ranks map, a notice of some bytes, and a copy out. A rank never blocks while it sends: while a peer's socket is full it reads
+what others sent to it, and it always reads from everyone while it waits.
+
+Memory comes from `memfd_create`, and its descriptors travel over the sockets, so nothing is left behind by a killed rank.
+
+A notice is a `struct`: nothing that arrives is executed. How ranks connect, and why no other user can, is in `meeting`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeloom.errors import DistributedError, UsageError
+from pipeloom.runtime.p2p.base import Outgoing, PeerGone, Received
+from pipeloom.runtime.p2p.buffer_pool import BufferPool
+from pipeloom.runtime.p2p.local_sockets import meet
+from pipeloom.runtime.tensor_spec import Boundary, Values, boundary_of, from_numbers, to_numbers
+from pipeloom.schedule.channels import Channel, Message, MessageKind
+
+_START = 64  # the data begins here; byte 0 says whether the receiver has still to read it
+_SPIN_SECONDS = 100e-6
+_NOTICE_BYTES = 65536
+_DESCRIPTORS_NEXT = b"+"  # the notice after this one brings descriptors of new memory
+_MOST_TENSORS = 128
+# flags, number of tensors, number of new segments, message, boundary, checksum (or 0); then each tensor's segment
+_NOTICES = [struct.Struct(f"<BBHIIq{count}I") for count in range(_MOST_TENSORS + 1)]
+_GRADIENT, _NEW_BOUNDARY = 1, 2  # flags
+_KINDS: tuple[MessageKind, MessageKind] = ("activation", "gradient")
+
+
+class _Segment:
+    """Memory for one tensor on its way, mapped by its sender and its receiver."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self.size = size
+        self.map = mmap.mmap(descriptor, size)
+        self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)[_START:]
+        self._view: tuple[Any, Tensor] | None = None
+
+    @classmethod
+    def create(cls, bytes_of_data: int) -> tuple[_Segment, int]:
+        size = _START + bytes_of_data
+        descriptor = os.memfd_create("pipeloom")
+        os.ftruncate(descriptor, size)
+        return cls(descriptor, size), descriptor
+
+    def tensor(self, like: Tensor) -> Tensor:
+        key = (like.dtype, like.shape)
+        if self._view is None or self._view[0] != key:
+            self._view = key, self.bytes[: like.numel() * like.element_size()].view(like.dtype).view(like.shape)
+        return self._view[1]
+
+
+class _Outbox:
+    """What this rank has sent to one peer: segments by size, oldest first, and the boundaries that the peer knows."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.segments: list[_Segment] = []
+        self.free: dict[int, deque[int]] = {}
+        self.boundaries: dict[Boundary, int] = {}
+
+    def segment(self, size: int) -> tuple[int, _Segment, int | None]:
+        """(number, segment, descriptor to send along if it is new) with room for so many bytes."""
+        size = 1 << max(size - 1, 4095).bit_length()
+        waiting = self.free.setdefault(size, deque())
+        if waiting and self.segments[waiting[0]].map[0] == 0:
+            number = waiting.popleft()
+            waiting.append(number)
+            return number, self.segments[number], None
+        segment, descriptor = _Segment.create(size)
+        self.segments.append(segment)
+        waiting.append(len(self.segments) - 1)
+        return len(self.segments) - 1, segment, descriptor
+
+
+class _Inbox:
+    """What one peer has sent: its segments and boundaries by number."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.segments: list[_Segment] = []
+        self.boundaries: list[Boundary] = []
+        self.descriptors_next = False
+        self.gone: object = None  # why nothing more can come
+
+
+class SharedLinks:
+    """Connections to the peers; collective over the pipeline's ranks, which meet through the store."""
+
+    def __init__(
+        self, store: Any, prefix: str, rank: int, channels: Sequence[Channel], timeout: float, spin: bool
+    ) -> None:
+        self.rank = rank
+        self.spin = _SPIN_SECONDS if spin else 0.0
+        senders = sorted({c.source for c in channels if c.destination == rank})
+        receivers = sorted({c.destination for c in channels if c.source == rank})
+        self.arrived: dict[tuple[int, str, int], deque[tuple[list[int], int, int]]] = {}
+        incoming, outgoing = meet(store, prefix, rank, senders, receivers, timeout)
+        self.inboxes = {peer: _Inbox(connection) for peer, connection in incoming.items()}
+        self.outboxes = {peer: _Outbox(connection) for peer, connection in outgoing.items()}
+        self._notice = bytearray(_NOTICE_BYTES)
+        self._poll = select.poll()
+        self._by_descriptor: dict[int, int] = {}
+        for peer, inbox in self.inboxes.items():
+            self._poll.register(inbox.connection, select.POLLIN)
+            self._by_descriptor[inbox.connection.fileno()] = peer
+
+    def notify(self, peer: int, notice: bytes, descriptors: list[int]) -> None:
+        """Sends a notice; reads from everyone while the peer's socket is full."""
+        connection = self.outboxes[peer].connection
+        if not descriptors:
+            self._push(peer, partial(connection.send, notice))
+            return
+        self._push(peer, partial(connection.send, _DESCRIPTORS_NEXT))
+        self._push(peer, partial(socket.send_fds, connection, [notice], descriptors))
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def _push(self, peer: int, send: Callable[[], int]) -> None:
+        while True:
+            try:
+                send()
+                return
+            except BlockingIOError:
+                self.read_all(0.001)
+            except ConnectionError as error:
+                raise PeerGone(peer, error) from None
+
+    def read(self, peer: int) -> bool:
+        """Reads one notice of `peer`, if there is one.
+
+        A peer that has ended is no failure here: it may have sent all that is asked of it, and be done with its part.
+        """
+        inbox = self.inboxes[peer]
+        if inbox.gone is not None:
+            return False
+        try:
+            descriptors: list[int] = []
+            data = self._notice
+            if inbox.descriptors_next:  # asked for only then: it takes longer than all the rest of a small message
+                notice, descriptors, _, _ = socket.recv_fds(inbox.connection, _NOTICE_BYTES, _MOST_TENSORS)
+                length = len(notice)
+                data[:length] = notice
+                inbox.descriptors_next = False
+            else:
+                length = inbox.connection.recv_into(data)
+        except BlockingIOError:
+            return False
+        except ConnectionError as error:
+            return self._mark_gone(inbox, error)
+        if not length:
+            return self._mark_gone(inbox, "it has closed its connection")
+        if length == 1:
+            inbox.descriptors_next = True
+            return self.read(peer)
+        try:
+            form = _NOTICES[data[1]]
+            flags, _, new, index, boundary, checksum, *numbers = form.unpack_from(data)
+            if new or flags & _NEW_BOUNDARY:
+                rest = struct.unpack_from(f"<{(length - form.size) // 8}q", data, form.size)
+                for descriptor, size in zip(descriptors, rest[:new], strict=True):
+                    inbox.segments.append(_Segment(descriptor, size))
+                    os.close(descriptor)
+                if flags & _NEW_BOUNDARY:
+                    inbox.boundaries.append(from_numbers(rest[new:]))
+        except (struct.error, IndexError, ValueError) as error:
+            raise DistributedError(
+                f"rank {peer} sent {length} bytes that are no notice of a message: {error}"
+            ) from None
+        key = peer, _KINDS[flags & _GRADIENT], index
+        queue = self.arrived.get(key)
+        if queue is None:
+            queue = self.arrived[key] = deque()
+        queue.append((numbers, boundary, checksum))
+        return True
+
+    def _mark_gone(self, inbox: _Inbox, why: object) -> bool:
+        inbox.gone = why
+        self._poll.unregister(inbox.connection)
+        return False
+
+    def read_all(self, timeout: float | None) -> None:
+        """Reads what is there, waiting for something up to `timeout` seconds."""
+        for descriptor, _ in self._poll.poll(None if timeout is None else timeout * 1000):
+            while self.read(self._by_descriptor[descriptor]):
+                pass
+
+    def wait(self, message: Message) -> tuple[list[int], int, int]:
+        """The numbers of `message`'s segments and of its boundary, and its checksum.
+
+        By its index, because a rank may use messages in another order than they come in; a queue for each, because a sender
+        may be in the next step already.
+        """
+        source = message.channel.source
+        key = (source, message.channel.kind, message.number)
+        queue = self.arrived.setdefault(key, deque())
+        if not queue and self.spin:
+            until = time.perf_counter() + self.spin
+            while not queue and time.perf_counter() < until:
+                self.read(source)
+        while not queue:
+            if self.inboxes[source].gone is not None:
+                raise PeerGone(source, self.inboxes[source].gone)
+            self.read_all(None)
+        return queue.popleft()
+
+    def close(self) -> None:
+        for inbox in self.inboxes.values():
+            inbox.connection.close()
+        for outbox in self.outboxes.values():
+            outbox.connection.close()
+
+
+class SharedMemoryTransport:
+    """One rank's messages over `SharedLinks`. A message brings its own shapes, so none is agreed on beforehand."""
+
+    def __init__(self, links: SharedLinks, pool: BufferPool) -> None:
+        self._links = links
+        self._pool = pool
+
+    def exchange(self, sends: Sequence[Outgoing], posts: Sequence[Message]) -> None:
+        for outgoing in sends:
+            self._send(outgoing)
+
+    def _send(self, outgoing: Outgoing) -> None:
+        channel = outgoing.message.channel
+        outbox = self._links.outboxes[channel.destination]
+        numbers: list[int] = []
+        descriptors: list[int] = []
+        sizes: list[int] = []
+        for value in outgoing.values:
+            if value is None:
+                continue
+            number, segment, descriptor = outbox.segment(value.numel() * value.element_size())
+            segment.tensor(value).copy_(value.detach())
+            segment.map[0] = 1
+            numbers.append(number)
+            if descriptor is not None:
+                descriptors.append(descriptor)
+                sizes.append(segment.size)
+        boundary = outgoing.boundary if channel.kind == "activation" else boundary_of(outgoing.values)
+        known = outbox.boundaries.get(boundary)
+        flags, rest = (_GRADIENT if channel.kind == "gradient" else 0), sizes
+        if known is None:
+            known = outbox.boundaries[boundary] = len(outbox.boundaries)
+            flags |= _NEW_BOUNDARY
+            rest = [*sizes, *to_numbers(boundary)]
+        if len(numbers) > _MOST_TENSORS:
+            raise UsageError(
+                f"{len(numbers)} tensors are to cross one boundary through shared memory, which takes {_MOST_TENSORS}; "
+                "pass fewer between two stages"
+            )
+        head = flags, len(numbers), len(sizes), outgoing.message.number, known, outgoing.checksum or 0
+        notice = _NOTICES[len(numbers)].pack(*head, *numbers)
+        if rest:
+            notice += struct.pack(f"<{len(rest)}q", *rest)
+        self._links.notify(channel.destination, notice, descriptors)
+
+    def arrived(self, message: Message) -> bool:
+        return True
+
+    def take(self, message: Message) -> Received:
+        numbers, known, checksum = self._links.wait(message)
+        inbox = self._links.inboxes[message.channel.source]
+        boundary = inbox.boundaries[known]
+        left = iter(numbers)
+        values: list[Tensor | None] = []
+        for spec in boundary:
+            if spec is None:
+                values.append(None)
+                continue
+            value = self._pool.take(spec)
+            segment = inbox.segments[next(left)]
+            value.copy_(segment.tensor(value))
+            segment.map[0] = 0
+            values.append(value)
+        return Received(tuple(values), boundary, checksum)
+
+    def recycle(self, values: Values) -> None:
+        for value in values:
+            if value is not None:
+                self._pool.give(value)
+
+    def finish(self) -> None:
+        """Nothing to wait for: what was sent lies in memory of its own."""

@@ -1,0 +1,301 @@
+"""Messages over torch.distributed: tags on gloo, a process group for each channel on NCCL.
+
+Ranks whose tensors are on a GPU and whose group has no NCCL (several processes on one GPU) send through host memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeloom.errors import DistributedError
+from pipeloom.parallel.mesh import PipelineMesh
+from pipeloom.parallel.through_host import goes_through_host
+from pipeloom.runtime.p2p.base import BatchQueue, Outgoing, Received, tensors
+from pipeloom.runtime.p2p.buffer_pool import BufferPool
+from pipeloom.runtime.tensor_spec import HEADER_LENGTH, Boundary, ShapeCache, Values, boundary_of, decode, encode
+from pipeloom.schedule.batched_p2p import Batch
+from pipeloom.schedule.channels import Channel, Message
+
+_TAGS = {"activation": 11, "gradient": 12}
+_HEADER_TAGS = {"activation": 13, "gradient": 16}
+
+
+class _Transfer(NamedTuple):
+    """The tensors of a message, about to be sent or received, and the list that their works go to."""
+
+    message: Message
+    tensors: list[Tensor]
+    works: list[Any]
+
+
+class Opened(NamedTuple):
+    """A receive that is under way."""
+
+    works: list[Any]
+    values: Values
+    boundary: Boundary
+    checksum: Tensor | None
+    host: list[tuple[Tensor, Tensor]]  # (buffer, where its values arrive), for messages through host memory
+
+
+@dataclass
+class _Inbox:
+    """A channel's receives: those not opened yet, in channel order; the first may have to wait for its header."""
+
+    queue: deque[Message] = field(default_factory=deque)
+    introduced: bool | None = None
+
+
+class Links:
+    """The process groups that a pipeline's messages use, and the group for headers on the CPU."""
+
+    def __init__(self, mesh: PipelineMesh, channels: Sequence[Channel], device: torch.device, batched: bool) -> None:
+        self.group = mesh.group
+        self.device = device
+        self._of: dict[Channel, tuple[Any, dict[int, int]]] = {}
+        backends = str(dist.get_backend_config(mesh.group))
+        has_gloo = "gloo" in backends
+        self.control = (
+            mesh.group if has_gloo else dist.new_group(list(mesh.ranks), backend="gloo", use_local_synchronization=True)
+        )
+        self.through_host = goes_through_host(device, mesh.group)
+        if device.type == "cpu" or self.through_host:
+            return
+        if batched:  # a batch may leave ranks out, which a communicator's first call may not
+            dist.all_reduce(torch.zeros(1, device=device), group=self.group)
+            return
+        whole = len(mesh.ranks) == dist.get_world_size()
+        # In one order on all ranks: torch names a group after those that the process has already.
+        for channel in channels:
+            pair = sorted((mesh.ranks[channel.source], mesh.ranks[channel.destination]))
+            group = dist.new_group(pair, use_local_synchronization=not whole, group_desc=f"pipeloom {channel}")
+            if mesh.rank not in (channel.source, channel.destination):
+                continue
+            numbers = {rank: dist.get_group_rank(group, mesh.ranks[rank]) for rank in channel[:2]}
+            self._of[channel] = group, numbers
+            # Connect now, channel by channel in one order: a first send blocks the host until the other end receives, and
+            # torch keeps a communicator for such calls that no collective of the group makes.
+            sends = mesh.rank == channel.source
+            call, other = (group.send, channel.destination) if sends else (group.recv, channel.source)
+            call([torch.zeros(1, device=device)], numbers[other], _TAGS[channel.kind]).wait()
+
+    def peer(self, channel: Channel, rank: int) -> tuple[Any, int]:
+        """The channel's group, and `rank`'s number in it."""
+        if channel in self._of:
+            group, numbers = self._of[channel]
+            return group, numbers[rank]
+        return self.group, rank
+
+
+class TorchTransport:
+    """One rank's messages, each in a call of its own, or in `batches`."""
+
+    def __init__(
+        self,
+        links: Links,
+        releases_sends: dict[Message, tuple[Message, ...]],
+        book: ShapeCache,
+        pool: BufferPool,
+        batches: Sequence[Batch] | None = None,
+        checksums: bool = False,
+    ) -> None:
+        self._links = links
+        self._checksums = checksums
+        self._releases_sends = releases_sends
+        self._book = book
+        self._pool = pool
+        self._batches = None if batches is None else BatchQueue(batches)
+        self._inboxes: dict[Channel, _Inbox] = {}
+        self._opened: dict[Message, Opened] = {}
+        self._sending: dict[Message, tuple[list[Any], list[Tensor]]] = {}
+        self._headers: dict[Message, tuple[Any, Tensor]] = {}  # of gradients, on their way
+
+    def exchange(self, sends: Sequence[Outgoing], posts: Sequence[Message]) -> None:
+        if self._batches is not None:
+            for batch in self._batches.due(sends, posts):
+                self._start_batch(batch)
+            return
+        for outgoing in sends:
+            self._start(self._send(outgoing), outgoing.message.channel.destination)
+        for message in posts:
+            self._inboxes.setdefault(message.channel, _Inbox()).queue.append(message)
+        for inbox in self._inboxes.values():
+            if inbox.queue:
+                self._open(inbox)
+
+    def arrived(self, message: Message) -> bool:
+        return True
+
+    def take(self, message: Message) -> Received:
+        while message not in self._opened:
+            inbox = self._inboxes[message.channel]
+            self._introduce(inbox.queue[0])
+            self._open(inbox)
+        works, values, boundary, checksum, host = self._opened.pop(message)
+        for work in works:
+            work.wait()
+        for buffer, arrived in host:
+            buffer.copy_(arrived)
+        if works:
+            for sent in self._releases_sends.get(message, ()):
+                self._release(sent)
+        if message.channel.kind == "gradient" and values:
+            values = self._without_zeros(message, values)
+        return Received(values, boundary, None if checksum is None else int(checksum))
+
+    def _without_zeros(self, message: Message, values: Values) -> Values:
+        """A gradient message's values, with None in place of the zeros that stand for a missing gradient."""
+        without = self._book.without(message)
+        while without is None:  # headers arrive in the channel's order
+            first = next(other for other in self._headers if other.channel == message.channel)
+            work, header = self._headers.pop(first)
+            work.wait()
+            self._book.expect(first, tuple(at for at, spec in enumerate(decode(header)) if spec is None))
+            without = self._book.without(message)
+        if not without:
+            return values
+        self.recycle(tuple(values[at] for at in without))
+        return tuple(None if at in without else value for at, value in enumerate(values))
+
+    def recycle(self, values: Values) -> None:
+        for value in values:
+            if value is not None:
+                self._pool.give(value)
+
+    def finish(self) -> None:
+        for message in list(self._sending):
+            self._release(message)
+        if self._opened or any(inbox.queue for inbox in self._inboxes.values()):
+            raise DistributedError(
+                "receives were left open at the end of the step"
+            )  # a bug of ours: the plan posts what is used
+
+    def _release(self, message: Message) -> None:
+        works, _ = self._sending.pop(message, ((), ()))
+        for work in works:
+            work.wait()
+
+    def _send(self, outgoing: Outgoing) -> _Transfer:
+        """What to send of a message; its header is on its way."""
+        message = outgoing.message
+        works: list[Any] = []
+        values, kind = outgoing.values, message.channel.kind
+        introduces = self._book.introduces(message)
+        if kind == "gradient" and values:
+            values = self._filled(message, values, introduces)
+        sent = kept = tensors(values)
+        if self._checksums and sent:
+            sent = kept = [*sent, torch.tensor([outgoing.checksum], device=self._links.device)]
+        if self._links.through_host:  # the copy waits for the stream that computes the values
+            sent = kept = [tensor.cpu() for tensor in sent]
+        if introduces and (values or kind == "activation"):
+            header = encode(outgoing.boundary if kind == "activation" else boundary_of(outgoing.values))
+            works.append(self._links.control.send([header], message.channel.destination, _HEADER_TAGS[kind]))
+            kept = [*sent, header]
+        self._sending[message] = works, kept
+        return _Transfer(message, sent, works)
+
+    def _filled(self, message: Message, values: Values, introduces: bool) -> Values:
+        """The gradients to send, zeros for one that is None: receives are posted before anybody knows which are."""
+        without = tuple(at for at, value in enumerate(values) if value is None)
+        if introduces:
+            self._book.expect(message, without)
+        else:
+            self._book.keep_promise(message, without)
+        if not without:
+            return values
+        specs = self._book.answering(message)
+        return tuple(
+            spec.empty(self._links.device).zero_() if value is None and spec is not None else value
+            for value, spec in zip(values, specs, strict=True)
+        )
+
+    def _open(self, inbox: _Inbox) -> None:
+        """Opens receives while their shapes are known."""
+        while inbox.queue:
+            message = inbox.queue[0]
+            if inbox.introduced is None:
+                inbox.introduced = self._book.introduces(message)
+            boundary = self._book.of(message)
+            if boundary is None:
+                break
+            introduced, inbox.introduced = inbox.introduced, None
+            inbox.queue.popleft()
+            self._start(self._receive(message, boundary, introduced), message.channel.source)
+
+    def _introduce(self, message: Message) -> None:
+        """Waits for the header of `message`, the next of its channel that has one."""
+        header = torch.empty(HEADER_LENGTH, dtype=torch.int64)
+        self._links.control.recv([header], message.channel.source, _HEADER_TAGS["activation"]).wait()
+        self._book.learn(message.producer, message.microbatch, decode(header))
+
+    def _receive(self, message: Message, boundary: Boundary, introduced: bool) -> _Transfer:
+        """Buffers for a message; where a gradient's header comes with it, its receive is posted."""
+        if introduced and boundary and message.channel.kind == "gradient":
+            header = torch.empty(HEADER_LENGTH, dtype=torch.int64)
+            tag = _HEADER_TAGS["gradient"]
+            self._headers[message] = self._links.control.recv([header], message.channel.source, tag), header
+        works: list[Any] = []
+        values = [None if spec is None else self._pool.take(spec) for spec in boundary]
+        buffers = [value for value in values if value is not None]
+        checksum = None
+        if self._checksums and buffers:
+            checksum = torch.empty(1, dtype=torch.int64, device=self._links.device)
+            buffers.append(checksum)
+        host = []
+        if self._links.through_host:
+            host = [(buffer, torch.empty_like(buffer, device="cpu")) for buffer in buffers]
+            buffers = [arrived for _, arrived in host]
+        self._opened[message] = Opened(works, tuple(values), boundary, checksum, host)
+        return _Transfer(message, buffers, works)
+
+    def _start(self, transfer: _Transfer, other: int) -> None:
+        """Starts a message to or from rank `other` by itself."""
+        message = transfer.message
+        group, peer = self._links.peer(message.channel, other)
+        start = group.send if other == message.channel.destination else group.recv
+        for tensor in transfer.tensors:
+            transfer.works.append(start([tensor], peer, _TAGS[message.channel.kind]))
+
+    def _start_batch(self, batch: Sequence[Outgoing | Message]) -> None:
+        """Starts the messages of `batch` in one call, or in more where it must wait for the header of a receive.
+
+        The call is cut there: what makes that message may need one that stands before it in the batch.
+        """
+        sends = {each.message: self._send(each) for each in batch if isinstance(each, Outgoing)}
+        transfers: list[tuple[_Transfer, bool]] = []
+        for each in batch:
+            if isinstance(each, Outgoing):
+                transfers.append((sends[each.message], True))
+                continue
+            introduced = self._book.introduces(each)
+            if introduced and each.channel.kind == "activation":
+                self._start_together(transfers)
+                transfers = []
+                self._introduce(each)
+            boundary = self._book.of(each)
+            assert boundary is not None  # of a gradient: this rank made the activations that it answers
+            transfers.append((self._receive(each, boundary, introduced), False))
+        self._start_together(transfers)
+
+    def _start_together(self, transfers: Sequence[tuple[_Transfer, bool]]) -> None:
+        """Starts messages, each sent (True) or received, in one call."""
+        operations: list[dist.P2POp] = []
+        works_of: list[list[Any]] = []
+        for (message, buffers, works), sent in transfers:
+            call, other = (dist.isend, message.channel.destination) if sent else (dist.irecv, message.channel.source)
+            for tensor in buffers:
+                group, tag = self._links.group, _TAGS[message.channel.kind]
+                operations.append(dist.P2POp(call, tensor, group=group, tag=tag, group_peer=other))
+                works_of.append(works)
+        if operations:
+            started = dist.batch_isend_irecv(operations)
+            for at, works in enumerate(works_of):
+                works.append(started[at] if len(started) == len(operations) else started[0])  # NCCL: one work for all

@@ -1,0 +1,221 @@
+"""Lowering: a checked schedule and a rank in, that rank's program of instructions out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from pipeloom.errors import ConfigError
+from pipeloom.runtime.options import RuntimeOptions
+from pipeloom.schedule.actions import INPUT_GRADIENT, Action, Cell, kind_of
+from pipeloom.schedule.batched_p2p import Batch, batches_of
+from pipeloom.schedule.channels import Channel, Entry, Message, message_kind, neighbours, posting_plan, traffic
+from pipeloom.schedule.model import Schedule, parts
+from pipeloom.schedule.transforms import forward_only, unpair
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One entry of a rank's program.
+
+    Attributes:
+        cell: the action or pair, as the schedule has it.
+        actions: its parts, in order.
+        post_receives: the receives to open before it.
+        receives: for each of its actions the message that it waits for; None: its input is on this rank.
+        sends: for each of its actions the message with what it computes; None: that stays on this rank.
+        completes_stages: the stages whose gradients are complete after it.
+    """
+
+    cell: Cell
+    actions: tuple[Action, ...]
+    post_receives: tuple[Message, ...]
+    receives: tuple[Message | None, ...]
+    sends: tuple[Message | None, ...]
+    completes_stages: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """What the schedule says about one stage.
+
+    Attributes:
+        before, after: the neighbouring stages of its route; None: it is the first, the last.
+        split: the micro-batches whose backward is I and W.
+        in_order: whether every micro-batch comes through it, in order.
+    """
+
+    before: int | None
+    after: int | None
+    split: frozenset[int]
+    in_order: bool
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """What one rank runs in a step.
+
+    Attributes:
+        instructions: in order.
+        stages: this rank's stages -> what the schedule says about them.
+        channels: those that the rank takes part in, sorted.
+        all_channels: the whole pipeline's, sorted: every rank creates their process groups in this one order.
+        releases_sends: a message received -> the rank's own sends that must have arrived by then, because the peer's program
+            uses them before it makes that message. So send buffers are released without asking the network.
+        batches: this rank's sends and receives as the batched transport calls them, in order; None with another transport.
+    """
+
+    instructions: tuple[Instruction, ...]
+    stages: dict[int, StageProgram]
+    channels: tuple[Channel, ...]
+    all_channels: tuple[Channel, ...]
+    releases_sends: dict[Message, tuple[Message, ...]]
+    batches: tuple[Batch, ...] | None = None
+
+
+class Programs:
+    """One rank's programs of a schedule: a training step's, and those of evaluations; each is lowered once."""
+
+    def __init__(self, schedule: Schedule, rank: int, options: RuntimeOptions) -> None:
+        self.schedule = schedule
+        self.rank = rank
+        self.options = options
+        self._lowered: dict[int | None, RankProgram] = {}
+
+    @property
+    def step(self) -> RankProgram:
+        """A training step's program."""
+        return self._program(None)
+
+    def forwards(self, microbatches: int) -> RankProgram:
+        """The program that runs the forwards of the first so many micro-batches."""
+        return self._program(microbatches)
+
+    def _program(self, forwards: int | None) -> RankProgram:
+        if forwards not in self._lowered:
+            schedule = self.schedule if forwards is None else forward_only(self.schedule, forwards)
+            self._lowered[forwards] = lower(schedule, self.rank, self.options)
+        return self._lowered[forwards]
+
+
+def as_executed(schedule: Schedule, segmented: Collection[int], options: RuntimeOptions) -> Schedule:
+    """Return `schedule` as all ranks run it: the pairs in which nothing overlaps are taken apart.
+
+    Such a pair would start when both its inputs have arrived; its parts do not wait for each other's.
+
+    Args:
+        segmented: the stages that have segments, on any rank.
+    """
+    return unpair(schedule, [stage for stage in range(schedule.stages) if stage not in segmented])
+
+
+def require_same_stages(schedule: Schedule, current: Schedule, splits_backward: bool) -> None:
+    """Raise ConfigError where a pipeline that runs `current` cannot run `schedule` on its stages.
+
+    Args:
+        splits_backward: whether the pipeline's layers were made to put off weight gradients.
+    """
+    for words, value, now in (
+        ("placement", schedule.placement, current.placement),
+        ("micro-batches", schedule.microbatches, current.microbatches),
+        ("routes", (schedule.routes, schedule.route_of), (current.routes, current.route_of)),
+    ):
+        if value != now:
+            raise ConfigError(f"the pipeline cannot change its {words} from {now} to {value}")
+    if schedule.splits_backward and not splits_backward:
+        raise ConfigError("the pipeline was made for a schedule that splits no backward, and this one does")
+
+
+def lower(schedule: Schedule, rank: int, options: RuntimeOptions) -> RankProgram:
+    """Return the program of `rank`: its actions, the messages that each waits for and sends, and when receives are posted.
+
+    `schedule` must have passed `check`.
+    """
+    programs = traffic(schedule)
+    entries = programs[rank]
+    batches, ahead = None, options.overlap_p2p is not False
+    if options.transport == "batched":
+        # Where each message brings its shape, a receive ahead would wait for that before the present action computes.
+        calls = batches_of(programs, rank, ahead and options.shapes == "once")
+        batches = tuple(batch for gap in calls for batch in gap)
+        plan = tuple(tuple(m for batch in gap for m in batch if m.channel.source != rank) for gap in calls[:-1])
+    else:
+        plan = posting_plan(entries, options.receive_depth, ahead)
+    last = {a.stage: at for at, e in enumerate(entries) for a in parts(e.cell) if kind_of(a.kind).is_backward}
+    instructions = []
+    for at, (entry, posts) in enumerate(zip(entries, plan, strict=True)):
+        actions = parts(entry.cell)
+        receives = tuple(_message_to(action, entry.receives) for action in actions)
+        sends = tuple(_message_from(action, entry.sends) for action in actions)
+        completes = tuple(stage for stage in sorted(last) if last[stage] == at)
+        instructions.append(Instruction(entry.cell, actions, posts, receives, sends, completes))
+    channels = sorted({m.channel for entry in entries for m in (*entry.receives, *entry.sends)})
+    every = sorted({m.channel for program in programs for entry in program for m in entry.sends})
+    # A peer may run the two parts of a pair one after the other.
+    apart = traffic(unpair(schedule)) if schedule.has_pairs else programs
+    return RankProgram(
+        tuple(instructions),
+        _stage_programs(schedule, rank),
+        tuple(channels),
+        tuple(every),
+        _released_sends(apart, rank),
+        batches,
+    )
+
+
+def _stage_programs(schedule: Schedule, rank: int) -> dict[int, StageProgram]:
+    before, after = neighbours(schedule)
+    actions = [action for cell in schedule.programs[rank] for action in parts(cell)]
+    everything = list(range(schedule.microbatches))
+    return {
+        stage: StageProgram(
+            before[stage],
+            after[stage],
+            frozenset(mb for kind, at, mb in actions if at == stage and kind_of(kind).produces == (INPUT_GRADIENT,)),
+            [mb for kind, at, mb in actions if at == stage and kind_of(kind).is_forward] == everything,
+        )
+        for stage in schedule.stages_of[rank]
+    }
+
+
+def _message_to(action: Action, messages: tuple[Message, ...]) -> Message | None:
+    """The message that `action` waits for."""
+    kind = message_kind(action)
+    for message in messages:
+        if (message.channel.kind, message.consumer, message.microbatch) == (kind, action.stage, action.microbatch):
+            return message
+    return None
+
+
+def _message_from(action: Action, messages: tuple[Message, ...]) -> Message | None:
+    """The message that carries what `action` computes."""
+    kind = message_kind(action)
+    for message in messages:
+        if (message.channel.kind, message.producer, message.microbatch) == (kind, action.stage, action.microbatch):
+            return message
+    return None
+
+
+def _released_sends(programs: tuple[tuple[Entry, ...], ...], rank: int) -> dict[Message, tuple[Message, ...]]:
+    """`RankProgram.releases_sends`, from programs without pairs."""
+    peers = {m.channel.destination for entry in programs[rank] for m in entry.sends}
+    used_at: dict[int, list[tuple[int, Message]]] = {}
+    made_at: dict[Message, int] = {}
+    for peer in peers:
+        entries = enumerate(programs[peer])
+        used_at[peer] = [(at, m) for at, entry in entries for m in entry.receives if m.channel.source == rank]
+        made_at |= {
+            m: at for at, entry in enumerate(programs[peer]) for m in entry.sends if m.channel.destination == rank
+        }
+    next_use = dict.fromkeys(peers, 0)
+    result: dict[Message, tuple[Message, ...]] = {}
+    for entry in programs[rank]:
+        for message in entry.receives:
+            peer = message.channel.source
+            released = []
+            uses = used_at.get(peer, [])
+            while next_use.get(peer, 0) < len(uses) and uses[next_use[peer]][0] <= made_at[message]:
+                released.append(uses[next_use[peer]][1])
+                next_use[peer] += 1
+            result[message] = tuple(released)
+    return result

@@ -1,0 +1,65 @@
+"""What a rank of a pipeline runs and holds, and figures of its last step: what tests, benchmarks and users observe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pipeloom.runtime.executor import StepResult
+from pipeloom.runtime.program import RankProgram
+from pipeloom.schedule.model import Schedule
+
+
+@dataclass(frozen=True)
+class RankStats:
+    """One rank of a pipeline.
+
+    Attributes:
+        schedule: the executed schedule, of all ranks.
+        rank: in the pipeline.
+        messages_sent, messages_received: in a training step.
+        receive_buffers: made since the start; they are used again and again.
+        send_segments: segments of shared memory made for sending; None: messages do not go through shared memory.
+        peak_activations: the most stage-micro-batches alive at once in the last step.
+        exposed_seconds: for which computation stood still for communications inside stages in the last step; None: not
+            measured (on a GPU without `trace`).
+        starts, ends: seconds (time.perf_counter) of each entry of this rank's program in the last step.
+        turns: entry of a pair -> when it went from its forward to its backward.
+    """
+
+    schedule: Schedule
+    rank: int
+    messages_sent: int
+    messages_received: int
+    receive_buffers: int
+    send_segments: int | None
+    peak_activations: int
+    exposed_seconds: float | None
+    starts: tuple[float, ...]
+    ends: tuple[float, ...]
+    turns: Mapping[int, float]
+
+    @classmethod
+    def of(
+        cls,
+        schedule: Schedule,
+        rank: int,
+        program: RankProgram,
+        result: StepResult,
+        receive_buffers: int = 0,
+        send_segments: int | None = None,
+    ) -> RankStats:
+        """The figures of a rank whose last step left `result`."""
+        return cls(
+            schedule,
+            rank,
+            sum(message is not None for instruction in program.instructions for message in instruction.sends),
+            sum(message is not None for instruction in program.instructions for message in instruction.receives),
+            receive_buffers,
+            send_segments,
+            result.peak_alive,
+            result.exposed,
+            tuple(result.starts),
+            tuple(result.ends),
+            dict(result.turns),
+        )

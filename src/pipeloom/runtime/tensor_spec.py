@@ -1,0 +1,220 @@
+"""What crosses a boundary between two stages: tensors and None, their shapes, and the header that carries the shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeloom.errors import UsageError
+from pipeloom.schedule.channels import Message, neighbours
+from pipeloom.schedule.model import Schedule
+
+HEADER_LENGTH = 256
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+
+Values = tuple[Tensor | None, ...]
+
+
+class TensorSpec(NamedTuple):
+    """A tensor at a boundary; `carries`: a gradient comes back for it (it is floating and requires one)."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    carries: bool
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+Boundary = tuple[TensorSpec | None, ...]
+
+
+def as_values(result: Any, where: str) -> Values:
+    """A layer's result as a tuple of tensors and None; raises UsageError that names `where` for anything else."""
+    values = tuple(result) if isinstance(result, (tuple, list)) else (result,)
+    for value in values:
+        if value is not None and not isinstance(value, Tensor):
+            raise UsageError(
+                f"{where} returned {type(value).__name__}; a boundary carries tensors and None, alone or in a tuple"
+            )
+    return values
+
+
+def boundary_of(values: Values) -> Boundary:
+    """The specs of these values."""
+    return tuple(
+        None
+        if v is None
+        else TensorSpec(v.dtype, tuple(v.shape), v.requires_grad and (v.is_floating_point() or v.is_complex()))
+        for v in values
+    )
+
+
+def gradients_of(boundary: Boundary) -> Boundary:
+    """The specs of the gradient message that answers a message of `boundary`: one for each tensor that carries one."""
+    return tuple(spec for spec in boundary if spec is not None and spec.carries)
+
+
+def encode(boundary: Boundary) -> Tensor:
+    """The boundary as HEADER_LENGTH int64 numbers; raises UsageError when it does not fit."""
+    numbers = to_numbers(boundary)
+    if len(numbers) > HEADER_LENGTH:
+        raise UsageError(
+            f"a boundary of {len(boundary)} tensors does not fit its header; pass fewer between two stages"
+        )
+    return torch.tensor(numbers + [0] * (HEADER_LENGTH - len(numbers)), dtype=torch.int64)
+
+
+def to_numbers(boundary: Boundary) -> list[int]:
+    """Return the boundary as integers: the number of values, then -1 for None, or dtype, `carries`, dimensions and sizes."""
+    numbers = [len(boundary)]
+    for spec in boundary:
+        if spec is None:
+            numbers.append(-1)
+        elif spec.dtype not in _DTYPES:
+            raise UsageError(f"a tensor of dtype {spec.dtype} cannot cross a boundary")
+        else:
+            numbers += [_DTYPES.index(spec.dtype), int(spec.carries), len(spec.shape), *spec.shape]
+    return numbers
+
+
+def decode(header: Tensor) -> Boundary:
+    """The inverse of `encode`."""
+    return from_numbers(header.tolist())
+
+
+def from_numbers(each: Iterable[int]) -> Boundary:
+    """The inverse of `to_numbers`; numbers after the last one needed are ignored."""
+    numbers = iter(each)
+    specs: list[TensorSpec | None] = []
+    for _ in range(next(numbers)):
+        kind = next(numbers)
+        if kind < 0:
+            specs.append(None)
+        else:
+            carries, ndim = bool(next(numbers)), next(numbers)
+            specs.append(TensorSpec(_DTYPES[kind], tuple(next(numbers) for _ in range(ndim)), carries))
+    return tuple(specs)
+
+
+def words(boundary: Boundary) -> str:
+    """The boundary for a message to a person."""
+    shown = ["None" if s is None else f"{str(s.dtype).removeprefix('torch.')}{list(s.shape)}" for s in boundary]
+    return f"({', '.join(shown)})"
+
+
+def signature(values: Sequence[Any]) -> tuple[Any, ...]:
+    """Shapes and dtypes of a micro-batch's inputs: equal signatures make equal boundaries, unless the data decides."""
+    return tuple((v.dtype, tuple(v.shape)) if isinstance(v, Tensor) else type(v) for v in values)
+
+
+class ShapeCache:
+    """Boundaries by (stage, shape of the step's inputs), or by (stage, micro-batch) where shapes are sent each time.
+
+    A gradient message has the shapes of the activations that it answers. The header of its first one says which of them have
+    no gradient: the next stage may have detached them, and then the layers before keep no gradient, as in one process.
+    """
+
+    def __init__(self, schedule: Schedule, policy: Literal["once", "each"]) -> None:
+        self.policy = policy
+        self._before, _ = neighbours(schedule)
+        self._known: dict[tuple[int, Hashable], Boundary] = {}
+        self._without: dict[tuple[int, Hashable], tuple[int, ...]] = {}
+        self._introduced: set[tuple[str, int, Hashable]] = set()
+        self._signatures: Sequence[Hashable] = ()
+
+    def begin(self, signatures: Sequence[Hashable]) -> None:
+        """A new step whose micro-batches have these input signatures."""
+        self._signatures = signatures
+        if self.policy == "each":
+            self._known.clear()
+            self._without.clear()
+            self._introduced.clear()
+
+    def _key(self, stage: int, microbatch: int) -> tuple[int, Hashable]:
+        return stage, (microbatch if self.policy == "each" else self._signatures[microbatch])
+
+    def introduces(self, message: Message) -> bool:
+        """Whether `message` is the first of its key on its channel, so that a header comes with it. Ask once a message."""
+        key = (message.channel.kind, *self._key(message.producer, message.microbatch))
+        first = key not in self._introduced
+        self._introduced.add(key)
+        return first
+
+    def of(self, message: Message) -> Boundary | None:
+        """The specs of the tensors of `message`, or None when they are not known yet."""
+        if message.channel.kind == "activation":
+            return self._known.get(self._key(message.producer, message.microbatch))
+        origin = self._before[message.producer]
+        assert origin is not None
+        boundary = self._known.get(self._key(origin, message.microbatch))
+        return None if boundary is None else gradients_of(boundary)
+
+    def answering(self, message: Message) -> Boundary:
+        """The specs of a gradient message; the activations that it answers must be known."""
+        specs = self.of(message)
+        assert specs is not None
+        return specs
+
+    def without(self, message: Message) -> tuple[int, ...] | None:
+        """The places in a gradient message that have no gradient; None when its first header has not been read yet."""
+        return self._without.get(self._key(message.producer, message.microbatch))
+
+    def expect(self, message: Message, without: tuple[int, ...]) -> None:
+        """Gradient messages like `message` have no gradient in these places."""
+        self._without[self._key(message.producer, message.microbatch)] = without
+
+    def keep_promise(self, message: Message, without: tuple[int, ...]) -> None:
+        """Raises UsageError for a gradient where the first such message had none: its reader would drop it."""
+        promised = self.without(message)
+        if promised and not set(promised) <= set(without):
+            raise UsageError(
+                f"the input of stage {message.producer} has a gradient for micro-batch {message.microbatch}; for inputs of the "
+                f'same shape it had none before: it depends on the data, so set shapes = "each"'
+            )
+
+    def output(self, stage: int, microbatch: int) -> Boundary:
+        """The boundary after `stage`; it must be known."""
+        return self._known[self._key(stage, microbatch)]
+
+    def learn(self, stage: int, microbatch: int, boundary: Boundary) -> None:
+        """The output of `stage` for `microbatch` has these specs; raises UsageError when they were others before."""
+        key = self._key(stage, microbatch)
+        known = self._known.setdefault(key, boundary)
+        if known != boundary:
+            raise UsageError(
+                f"the output of stage {stage} for micro-batch {microbatch} is {words(boundary)}; for inputs of the same shape "
+                f"it was {words(known)}: {_reason(known, boundary)}"
+            )
+
+
+def _reason(known: Boundary, boundary: Boundary) -> str:
+    """What differs between two boundaries, why it may, and what to do."""
+    each = 'set shapes = "each" in RuntimeOptions'
+    pairs = [(a, b) for a, b in zip(known, boundary, strict=False) if a is not None and b is not None]
+    if [a is None for a in known] != [b is None for b in boundary]:
+        return f"a layer returns other values than before, so {each}"
+    if any(a.shape != b.shape for a, b in pairs):
+        return f"its shape depends on the data, so {each}"
+    if any(a.dtype != b.dtype for a, b in pairs):
+        return f"its dtype has changed, as it does when autocast is on in some steps only; use it in all of them, or {each}"
+    return (
+        "it now carries a gradient where it carried none, or none where it carried one, as when layers are frozen or "
+        f"unfrozen between steps; make the pipeline anew, or {each}"
+    )

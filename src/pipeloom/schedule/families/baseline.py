@@ -1,0 +1,67 @@
+"""What a searched schedule is compared with: a family made for the placement that fits the memory, else list scheduling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeloom.errors import ArgumentError, UsageError
+from pipeloom.schedule.costs import Costs
+from pipeloom.schedule.families import BASELINES, build
+from pipeloom.schedule.families.greedy import NoWayOn, Rule, line_of, programs_of
+from pipeloom.schedule.model import Schedule
+from pipeloom.schedule.placement import name_of
+from pipeloom.schedule.simulate import simulate
+
+TOLERANCE = 1e-9
+
+
+def baseline_memory(placement: Sequence[int], ranks: int, microbatches: int) -> tuple[float, str]:
+    """Return (stage-micro-batches, family): what the placement's first family holds on its fullest rank.
+
+    Without such a family, what 1F1B holds: p micro-batches in every stage of a rank.
+    """
+    for schedule in _families(placement, (ranks, microbatches), None):
+        return float(max(simulate(schedule).peak_activations)), schedule.name
+    return float(ranks * max(placement.count(rank) for rank in range(ranks))), "1f1b"
+
+
+def baseline(
+    placement: Sequence[int], ranks: int, microbatches: int, memory: float, costs: Costs | None = None
+) -> Schedule:
+    """Return the placement's first family that fits the memory, else a list schedule.
+
+    Args:
+        memory: the largest peak memory of a rank, in units of `Costs.activation`.
+        costs: of a stage, for the families that plan with them.
+
+    Raises:
+        ArgumentError: nothing fits the memory.
+    """
+    known = costs if costs is not None else Costs()
+    for schedule in _families(placement, (ranks, microbatches), costs):
+        if max(simulate(schedule, known).peak_memory) <= memory + TOLERANCE:
+            return schedule
+    for late in (True, False):
+        # Every stage may hold its share of the memory, so that list scheduling cannot get stuck.
+        caps = [max(1.0, memory // placement.count(rank)) for rank in placement]
+        line = line_of(placement, microbatches, known, [memory] * ranks, caps)
+        try:
+            programs = programs_of(line, Rule(late=late))
+        except NoWayOn:
+            continue
+        cells = [[f"{stage}{kind}{mb}" for kind, stage, mb in program] for program in programs]
+        return Schedule.of(cells, placement=placement, microbatches=microbatches, name="list scheduling")
+    raise ArgumentError("memory", f" is {memory:g}; no schedule was found that fits it; give more")
+
+
+def _families(placement: Sequence[int], sizes: tuple[int, int], costs: Costs | None) -> list[Schedule]:
+    kind, schedules = name_of(placement, sizes[0]), []
+    for name in BASELINES.get(kind, ()):
+        chunks = len(placement) // sizes[0] if kind == "loop" else None
+        try:
+            schedule = build(name, *sizes, chunks, {}, costs)
+        except UsageError:  # sizes that this family refuses
+            continue
+        if schedule.placement == tuple(placement):
+            schedules.append(schedule)
+    return schedules

@@ -1,0 +1,138 @@
+"""Why a rank idles: every gap between two entries of its program, cut by what it waits for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+
+from pipeloom.schedule.actions import OUTPUT, kinds
+from pipeloom.schedule.graph import Graph
+
+if TYPE_CHECKING:
+    from pipeloom.schedule.timeline import Timeline
+
+Cause = Literal["dependency", "message", "memory", "end of step", "overhead"]
+CAUSES: tuple[Cause, ...] = get_args(Cause)
+"""Of an interval in which a rank idles.
+
+- dependency: what the next entry needs is not computed yet.
+- message: it is computed, and on its way.
+- memory: the rank waits for a backward while a later forward of its program has its input, and running that forward now
+  would exceed the rank's own peak memory.
+- end of step: the rank has nothing left to do.
+- overhead: everything is there and nothing runs; a simulated timeline has none.
+"""
+
+
+class Gap(NamedTuple):
+    """An interval in which a rank idles for one cause, before entry `at` of its program (its length: at the end)."""
+
+    start: float
+    end: float
+    cause: Cause
+    at: int
+
+
+def gaps(timeline: Timeline) -> tuple[tuple[Gap, ...], ...]:
+    """rank -> its gaps from the start of the step to its end, in order. Linear in the number of entries."""
+    schedule = timeline.schedule
+    if not any(timeline.starts):
+        return ((),) * schedule.ranks
+    maker = _makers(timeline)
+    origin = min(starts[0] for starts in timeline.starts if starts)
+    finish = max(ends[-1] for ends in timeline.ends if ends)
+    return tuple(_gaps_of(timeline, rank, maker, (origin, finish)) for rank in range(schedule.ranks))
+
+
+class _Makers(NamedTuple):
+    """event -> (rank, position) of the entry that produces it, and the graph with what each code needs."""
+
+    graph: Graph
+    place: dict[int, tuple[int, int]]
+
+
+def _makers(timeline: Timeline) -> _Makers:
+    schedule = timeline.schedule
+    graph = Graph.of(schedule, full=True)
+    assert graph.event is not None
+    place: dict[int, tuple[int, int]] = {}
+    for rank in range(schedule.ranks):
+        for codes in schedule.split_entries(rank):
+            for at, code in enumerate(codes):
+                if graph.event[code] < graph.always:
+                    place[graph.event[code]] = rank, at
+    return _Makers(graph, place)
+
+
+def _arrival(timeline: Timeline, maker: _Makers, rank: int, code: int, clock: float) -> tuple[float, float, int] | None:
+    """(arrival, end of what produces it, rank of that) of what the action waits for; None where it waits for nothing.
+
+    `clock`: when its rank is free, from when on the message travels where receivers wait for theirs.
+    """
+    place = maker.place.get(maker.graph.needs[code])
+    if place is None:
+        return None
+    source, position = place
+    end = timeline.ends[source][position]
+    factor = timeline.costs.factors(timeline.schedule.microbatches)[code % timeline.schedule.microbatches]
+    leaves = end if timeline.overlap_p2p else max(clock, end)
+    return leaves + timeline.costs.hop(source, rank, factor), end, source
+
+
+def _gaps_of(timeline: Timeline, rank: int, maker: _Makers, step: tuple[float, float]) -> tuple[Gap, ...]:
+    schedule = timeline.schedule
+    firsts, seconds = schedule.split_entries(rank)
+    forwards = [OUTPUT in kind.produces for kind in kinds()]
+    none, stride = schedule.no_action, schedule.kind_stride
+    clock, finish = step
+    dust = 1e-9 * (finish - clock)
+    peak, level = timeline.peak_memory[rank], 0.0
+    change = timeline.memory_changes
+    upcoming = _upcoming_forwards(firsts, [forwards[code // stride] for code in firsts])
+    found: list[Gap] = []
+    for at, (first, second) in enumerate(zip(firsts, seconds, strict=True)):
+        start = timeline.starts[rank][at]
+        if start > clock + dust:
+            waits = [_arrival(timeline, maker, rank, code, clock) for code in (first, second) if code != none]
+            latest = max((wait for wait in waits if wait is not None), default=None)
+            cuts = _cuts(clock, start, latest, rank)
+            later = upcoming[at]
+            if later is not None and not forwards[first // stride] and level + change[later] > peak + 1e-9 * peak:
+                ready = _arrival(timeline, maker, rank, later, clock)
+                cuts = _for_memory(cuts, clock if ready is None else ready[0])
+            found += (Gap(*cut, at) for cut in cuts if cut[1] > cut[0] + dust)
+        level += change[first] + (change[second] if second != none else 0.0)
+        clock = timeline.ends[rank][at]
+    if finish > clock + dust:
+        found.append(Gap(clock, finish, "end of step", len(firsts)))
+    return tuple(found)
+
+
+def _upcoming_forwards(codes: object, is_forward: list[bool]) -> list[int | None]:
+    """position -> the code of the first forward at it or after it."""
+    upcoming: list[int | None] = [None] * len(is_forward)
+    following: int | None = None
+    for at in reversed(range(len(is_forward))):
+        if is_forward[at]:
+            following = codes[at]  # type: ignore[index]
+        upcoming[at] = following
+    return upcoming
+
+
+_Cut = tuple[float, float, Cause]
+
+
+def _cuts(clock: float, start: float, wait: tuple[float, float, int] | None, rank: int) -> list[_Cut]:
+    """The interval from `clock` to `start` as dependency, message and overhead, given the last arrival waited for."""
+    if wait is None:
+        return [(clock, start, "overhead")]
+    arrival, end, source = wait
+    computed = min(start, max(clock, end))
+    moving = source != rank and arrival > clock
+    return [(clock, computed, "dependency"), (computed, start, "message" if moving else "overhead")]
+
+
+def _for_memory(cuts: list[_Cut], ready: float) -> list[_Cut]:
+    """`cuts` with everything from `ready` on put down to memory."""
+    before: list[_Cut] = [(start, min(end, ready), cause) for start, end, cause in cuts if start < ready]
+    start, end = max(cuts[0][0], ready), cuts[-1][1]
+    return [*before, (start, end, "memory")] if start < end else before

@@ -1,0 +1,268 @@
+"""What actions and hops took, read off measured steps, and how well that predicts other steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from statistics import fmean, median
+from typing import Any
+
+from pipeloom.errors import UsageError
+from pipeloom.schedule.costs import Costs, durations
+from pipeloom.schedule.idle import CAUSES
+from pipeloom.schedule.model import Schedule, parts
+from pipeloom.schedule.simulate import simulate
+from pipeloom.schedule.timeline import Timeline
+
+
+def measured_costs(
+    schedule: Schedule,
+    starts: Sequence[Sequence[float]],
+    ends: Sequence[Sequence[float]],
+    turns: Sequence[Mapping[int, float]],
+) -> Costs:
+    """A stage's mean F, I and W in this timeline, in its unit. p2p is 0.
+
+    A stage whose backward is never split counts half of B as I and half as W. `backward` is given where a stage has both.
+
+    Args:
+        turns: rank -> entry of a pair -> when it went from its forward to its backward.
+    """
+    times: dict[tuple[str, int], list[float]] = {}
+    for rank, program in enumerate(schedule.programs):
+        for at, (cell, start, end) in enumerate(zip(program, starts[rank], ends[rank], strict=True)):
+            actions = parts(cell)
+            moments = (start, turns[rank][at], end) if len(actions) > 1 else (start, end)
+            for action, begin, stop in zip(actions, moments, moments[1:], strict=False):
+                times.setdefault((action.kind, action.stage), []).append(stop - begin)
+
+    def mean(kind: str, stage: int) -> float:
+        own = times.get((kind, stage))
+        if own is None and kind != "F":
+            own = [time / 2 for time in times.get(("B", stage), [0.0])]
+        return fmean(own or [0.0])
+
+    stages = range(schedule.stages)
+    parted = tuple(mean("I", s) + mean("W", s) for s in stages)
+    whole = tuple(mean("B", s) if ("B", s) in times else parted[s] for s in stages)
+    return Costs(
+        forward=tuple(mean("F", s) for s in stages),
+        input_grad=tuple(mean("I", s) for s in stages),
+        weight_grad=tuple(mean("W", s) for s in stages),
+        backward=whole if any(("B", s) in times and ("I", s) in times for s in stages) else None,
+    )
+
+
+def costs_of(timelines: Sequence[Timeline]) -> Costs:
+    """Stage costs and the hop of some measured steps, in seconds: over the steps, the median of each one's mean.
+
+    The hop is the median of those that a rank waited for; 0 where none did.
+    """
+    stages = timelines[0].schedule.stages
+
+    def middle(name: str) -> tuple[float, ...]:
+        rows = [timeline.costs.per_stage(name, stages) for timeline in timelines]
+        return tuple(median(column) for column in zip(*rows, strict=True))
+
+    waited = [seconds for t in timelines for seconds in hops(t.schedule, t.starts, t.ends)]
+    return Costs(
+        forward=middle("forward"),
+        input_grad=middle("input_grad"),
+        weight_grad=middle("weight_grad"),
+        backward=middle("backward") if all(t.costs.backward is not None for t in timelines) else None,
+        p2p=max(0.0, median(waited)) if waited else 0.0,
+    )
+
+
+def hops(schedule: Schedule, starts: Sequence[Sequence[float]], ends: Sequence[Sequence[float]]) -> list[float]:
+    """From the end of an action to the start of the one on another rank that was waiting for its message."""
+    route = schedule.routes[0]
+    places = {
+        ("F" if action.kind == "F" else "I", action.stage, action.microbatch): (rank, at)
+        for rank, program in enumerate(schedule.programs)
+        for at, cell in enumerate(program)
+        for action in parts(cell)
+        if action.kind != "W"
+    }
+    needed: dict[tuple[int, int], list[tuple[float, int]]] = {}
+    for (kind, stage, microbatch), (rank, at) in places.items():
+        position = route.index(stage) + (-1 if kind == "F" else 1) if stage in route else -1
+        if 0 <= position < len(route):
+            source, entry = places[kind, route[position], microbatch]
+            needed.setdefault((rank, at), []).append((ends[source][entry], source))
+    found = []
+    for (rank, at), messages in needed.items():
+        end, source = max(messages)  # a pair waits for the later of its two
+        if at and source != rank and end > ends[rank][at - 1]:
+            found.append(starts[rank][at] - end)
+    return found
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """How well costs fitted on some measured steps predict others of the same run.
+
+    Attributes:
+        costs: of the stages and of a hop, fitted on the first half of the steps.
+        fitted, tested: how many steps each half has.
+        simulated: the makespan with these costs.
+        measured: the median makespan of the second half.
+        by_kind: kind -> mean time of an action in the second half over its fitted time, less 1.
+    """
+
+    costs: Costs
+    fitted: int
+    tested: int
+    simulated: float
+    measured: float
+    by_kind: Mapping[str, float]
+
+    @property
+    def error(self) -> float:
+        """Simulated over measured makespan, less 1."""
+        return self.simulated / self.measured - 1 if self.measured else 0.0
+
+
+def predict(timelines: Sequence[Timeline]) -> Prediction:
+    """Fit costs on the first half of the steps and predict the second; the very first one is left out where there are more
+    than three, as things warm up in it. A single step predicts itself.
+
+    Raises UsageError where there is no step.
+    """
+    steps = settled(timelines)
+    half = max(1, len(steps) // 2)
+    fitted, tested = steps[:half], steps[half:] or steps
+    costs = costs_of(fitted)
+    schedule = tested[-1].schedule
+    return Prediction(
+        costs,
+        len(fitted),
+        len(tested),
+        simulate(schedule, costs).makespan,
+        median(timeline.makespan for timeline in tested),
+        _errors_by_kind(tested, costs),
+    )
+
+
+def predict_another(costs: Costs, timelines: Sequence[Timeline]) -> tuple[float, float]:
+    """(simulated, median measured) makespan of another run, from costs that were fitted on steps of a schedule of as many stages.
+
+    Costs go by position in a route, so that replicas and other placements take them over. Raises UsageError for another number
+    of positions.
+    """
+    steps = settled(timelines)
+    schedule = steps[-1].schedule
+    count = len(costs.forward) if isinstance(costs.forward, tuple) else schedule.positions
+    if count != schedule.positions:
+        raise UsageError(
+            f"costs of {count} stages cannot predict {schedule.name}, whose route has {schedule.positions}: "
+            "compare runs that cut the model alike"
+        )
+
+    there: dict[str, Any] = {}
+    for name in ("forward", "input_grad", "weight_grad", "backward"):
+        value = getattr(costs, name)
+        there[name] = tuple(value[at] for at in schedule.position_of) if isinstance(value, tuple) else value
+    return simulate(schedule, replace(costs, **there)).makespan, median(step.makespan for step in steps)
+
+
+def settled(timelines: Sequence[Timeline]) -> Sequence[Timeline]:
+    """The steps without the first where there are more than three; of the last step's schedule only."""
+    if not timelines:
+        raise UsageError("there is no measured step")
+    last = timelines[-1].schedule
+    same = [timeline for timeline in timelines if timeline.schedule == last]
+    return same[1:] if len(same) > 3 else same
+
+
+def _errors_by_kind(timelines: Sequence[Timeline], costs: Costs) -> dict[str, float]:
+    """kind -> mean measured time over the fitted one, less 1; kinds of pairs, and those that take no time, are left out."""
+    schedule = timelines[0].schedule
+    expected = durations(schedule, costs)
+    took: dict[str, list[tuple[float, float]]] = {}
+    for timeline in timelines:
+        for rank, codes in enumerate(schedule.codes):
+            for code, start, end in zip(codes, timeline.starts[rank], timeline.ends[rank], strict=True):
+                if code < schedule.no_action:
+                    kind = schedule.decode(code)
+                    took.setdefault(parts(kind)[0].kind, []).append((end - start, expected[code]))
+    return {
+        kind: fmean(real for real, _ in times) / fmean(fitted for _, fitted in times) - 1
+        for kind, times in took.items()
+        if fmean(fitted for _, fitted in times) > 0
+    }
+
+
+def time_spent(timelines: Sequence[Timeline]) -> tuple[dict[str, float], ...]:
+    """rank -> where the time of a step went, the mean over the steps: computation, then idle time by cause."""
+    rows = []
+    for rank in range(timelines[0].schedule.ranks):
+        row = {"computation": fmean(timeline.busy[rank] for timeline in timelines)}
+        row |= {cause: fmean(timeline.idle_by_cause[rank][cause] for timeline in timelines) for cause in CAUSES}
+        rows.append(row)
+    return tuple(rows)
+
+
+@dataclass(frozen=True)
+class SlowStage:
+    """A stage that takes longer than its layers explain.
+
+    Attributes:
+        stage: which.
+        rank: that holds it.
+        excess: its time over that of the stages of its size, less 1.
+    """
+
+    stage: int
+    rank: int
+    excess: float
+
+
+LEAST_EXCESS = 0.05
+"""A stage is named from this excess on: half of the smallest slowdown that is to be found, and well above what equal stages
+differ by in one process's medians (1 to 2 %)."""
+
+
+def slow_stages(timelines: Sequence[Timeline], layers: Sequence[float] | None = None) -> tuple[SlowStage, ...]:
+    """The stages whose time per layer exceeds that of the others by more than noise.
+
+    A stage's time is the median over the steps of its mean F + I + W. It is compared with the median of the other stages that
+    have as much to do for each layer: not the first and the last, whose embedding and head are no layers, unless `layers`
+    gives their cost in layers. Noise is how far the steps of a stage differ.
+
+    Args:
+        layers: stage -> its layers, or their cost in layers; default: equal, first and last apart.
+    """
+    steps = settled(timelines)
+    schedule = steps[0].schedule
+    position, last = schedule.position_of, schedule.positions - 1
+    sizes = list(layers) if layers is not None else [1.0] * schedule.stages
+    alike = [s for s in range(schedule.stages) if sizes[s] > 0 and (layers is not None or 0 < position[s] < last)]
+    times = {stage: [_stage_time(step, stage) / sizes[stage] for step in steps] for stage in alike}
+    middle = {stage: median(values) for stage, values in times.items()}
+    spread = {stage: median(abs(value - middle[stage]) for value in values) for stage, values in times.items()}
+    found = []
+    for stage in alike:
+        others = [middle[other] for other in alike if other != stage]
+        if len(others) < 2 or not median(others):
+            continue
+        usual = median(others)
+        noise = max(median(spread.values()), spread[stage]) / usual
+        differ = median(abs(a - b) for a, b in combinations(others, 2)) / usual
+        excess = middle[stage] / usual - 1
+        if excess > max(LEAST_EXCESS, 3 * noise, 3 * differ):
+            found.append(SlowStage(stage, schedule.placement[stage], excess))
+    return tuple(sorted(found, key=lambda slow: -slow.excess))
+
+
+def _stage_time(timeline: Timeline, stage: int) -> float:
+    stages = timeline.schedule.stages
+    return sum(timeline.costs.per_stage(name, stages)[stage] for name in ("forward", "input_grad", "weight_grad"))
+
+
+def drift(timelines: Sequence[Timeline]) -> float:
+    """How much longer the last traced step takes than the first, as a share: the median slope between any two (Theil and Sen)."""
+    spans = [timeline.makespan for timeline in settled(timelines)]
+    slopes = [(spans[b] - spans[a]) / (b - a) for a, b in combinations(range(len(spans)), 2)]
+    return median(slopes) * (len(spans) - 1) / median(spans) if slopes and median(spans) else 0.0

@@ -1,0 +1,93 @@
+"""Timelines as JSON: schedules, costs, starts and ends, as a run leaves them in its folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeloom.errors import PipeloomError, ScheduleError, UsageError
+from pipeloom.limits import SCHEDULE_BYTES, read_file
+from pipeloom.schedule import json_form
+from pipeloom.schedule.costs import Costs
+from pipeloom.schedule.model import Schedule
+from pipeloom.schedule.timeline import Timeline
+
+FORMAT = "pipeloom.timelines/1"
+
+
+def to_dict(timelines: Sequence[Timeline]) -> dict[str, Any]:
+    """The keys of the JSON form, ready for `json.dumps`: format, schedules (each once), timelines (in order)."""
+    schedules = list(dict.fromkeys(timeline.schedule for timeline in timelines))
+    return {
+        "format": FORMAT,
+        "schedules": [json_form.to_dict(schedule) for schedule in schedules],
+        "timelines": [
+            {
+                "schedule": schedules.index(timeline.schedule),
+                "source": timeline.source,
+                "overlap_p2p": timeline.overlap_p2p,
+                "costs": costs_dict(timeline.costs),
+                "starts": timeline.starts,
+                "ends": timeline.ends,
+            }
+            for timeline in timelines
+        ],
+    }
+
+
+def costs_dict(costs: Costs) -> dict[str, Any]:
+    """The fields of `Costs`, an infinite bandwidth as null."""
+    fields = dataclasses.asdict(costs)
+    return fields | {"bandwidth": fields["bandwidth"] if math.isfinite(fields["bandwidth"]) else None}
+
+
+def load(path: str | Path) -> tuple[Timeline, ...]:
+    """The timelines in the file `path`.
+
+    Raises UsageError for a file that cannot be read or is no such JSON, ScheduleError for a schedule that cannot be.
+    """
+    try:
+        text = read_file(Path(path), SCHEDULE_BYTES, "timelines").decode("utf-8")
+    except (UnicodeDecodeError, OSError, ValueError) as error:
+        raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    return from_json(text, str(path))
+
+
+def from_json(text: str, source: str = "json") -> tuple[Timeline, ...]:
+    """The timelines that `text` writes; `source` is the file, for messages. Raises as `load`."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{source} is not JSON: {error}") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        given = found.get("format") if isinstance(found, dict) else type(found).__name__
+        raise UsageError(f"{source}: format is {given!r:.200}; this version reads '{FORMAT}'")
+    try:
+        schedules = [json_form.from_json(json.dumps(form), source) for form in found["schedules"]]
+        return tuple(_timeline(form, schedules, source) for form in found["timelines"])
+    except PipeloomError:
+        raise
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise UsageError(f"{source}: not as a run writes it: {type(error).__name__} {error}") from None
+
+
+def _timeline(form: dict[str, Any], schedules: Sequence[Schedule], source: str) -> Timeline:
+    schedule = schedules[form["schedule"]]
+    costs = form["costs"] | {
+        "bandwidth": math.inf if form["costs"]["bandwidth"] is None else form["costs"]["bandwidth"]
+    }
+    costs["microbatch"] = tuple(costs["microbatch"])
+    starts, ends = (tuple(tuple(map(float, row)) for row in form[name]) for name in ("starts", "ends"))
+    lengths = list(map(len, schedule.codes))
+    for name, rows in (("starts", starts), ("ends", ends)):
+        if list(map(len, rows)) != lengths or not all(math.isfinite(time) for row in rows for time in row):
+            raise ScheduleError(f"{source}: {name} do not give each action of the schedule one finite time")
+    if form["source"] not in ("simulated", "measured"):
+        raise UsageError(f"{source}: source is {form['source']!r:.60}; it is simulated or measured")
+    return Timeline(
+        schedule, Costs(**costs), starts, ends, source=form["source"], overlap_p2p=bool(form["overlap_p2p"])
+    )

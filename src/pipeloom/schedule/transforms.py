@@ -1,0 +1,419 @@
+"""Transforms: functions from a schedule to a schedule that trains the same model with the same gradients.
+
+Whatever should run otherwise than a family draws it is said here, before the schedule is checked, drawn, simulated and
+executed. A transform keeps the placement, the routes and the work: every stage and micro-batch gets the same forward, input
+gradient and weight gradient as before, a B counting as both. The exceptions are `forward_only`, which drops the backwards,
+and `cut_stages`, which cuts every stage into several.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pipeloom.errors import UsageError, did_you_mean
+from pipeloom.schedule.actions import Action, Cell, kind_number, kind_of
+from pipeloom.schedule.channels import neighbours
+from pipeloom.schedule.costs import Costs, durations
+from pipeloom.schedule.model import Program, Schedule, parts
+from pipeloom.schedule.simulate import simulate
+
+# The share of a weight gradient's time that a wait must have before one is computed in it. 1: it delays nothing; 0: it is
+# computed in any wait, which pays where the waits are short and many. The shortest of the three is taken.
+_FITTING_SHARES = (0.0, 0.5, 1.0)
+_TOLERANCE = 1e-9
+
+
+# -- pairs ---------------------------------------------------------------------------------------------------------------
+
+
+def unpair(schedule: Schedule, stages: Collection[int] | None = None) -> Schedule:
+    """Return `schedule` with its pairs as a forward and then a backward.
+
+    A pair starts when both its inputs have arrived, so where nothing overlaps inside it this is never slower. Memory: no
+    more stage-micro-batches than before; a pair whose backward ends first may hold fewer bytes.
+
+    Args:
+        stages: only the pairs whose two stages are both among these; None: all.
+    """
+    if not schedule.has_pairs:
+        return schedule
+    limit, microbatches = schedule.pair_stride, schedule.microbatches
+    chosen = frozenset(range(schedule.stages) if stages is None else stages)
+
+    def cells(code: int) -> tuple[int, ...]:
+        if code < limit:
+            return (code,)
+        forward, backward = code // limit - 1, code % limit
+        both = {code // microbatches % schedule.stages for code in (forward, backward)}
+        return (forward, backward) if both <= chosen else (code,)
+
+    codes = tuple(tuple(part for code in program for part in cells(code)) for program in schedule.codes)
+    return schedule if codes == schedule.codes else replace(schedule, codes=codes)
+
+
+# -- backwards in one part or two ------------------------------------------------------------------------------------------
+
+
+def half_split(schedule: Schedule, parity: int = 0) -> Schedule:
+    """Return `schedule` with the backwards of every second micro-batch as I and W, and those of the others as one B.
+
+    A W stands right behind its I where there was a B; an I becomes the B where there were two. Pairs are taken apart.
+    Memory: no rank's peak is larger than before.
+
+    Args:
+        parity: the first micro-batch whose backwards are split, 0 or 1; of one micro-batch always 0.
+    """
+    even = parity % 2 if schedule.microbatches > 1 else 0
+
+    def cells(action: Action) -> tuple[Cell, ...]:
+        kind, stage, mb = action
+        if kind == "B" and mb % 2 == even:
+            return Action("I", stage, mb), Action("W", stage, mb)
+        if kind == "I" and mb % 2 != even:
+            return (Action("B", stage, mb),)
+        return () if kind == "W" and mb % 2 != even else (action,)
+
+    return _rewritten(schedule, lambda rank, action: cells(action))
+
+
+def merge_backward(schedule: Schedule, backwards: Collection[tuple[int, int]] | None = None) -> Schedule:
+    """Return `schedule` with I and W as one B at the place of the I. Pairs are taken apart.
+
+    Memory: no rank's peak is larger than before, as a B frees at once what an I leaves for its W.
+
+    Args:
+        backwards: (stage, micro-batch) of those to merge; None: all.
+    """
+    chosen = None if backwards is None else frozenset(backwards)
+
+    def cells(rank: int, action: Action) -> tuple[Cell, ...]:
+        kind, stage, mb = action
+        if kind not in ("I", "W") or (chosen is not None and (stage, mb) not in chosen):
+            return (action,)
+        return (Action("B", stage, mb),) if kind == "I" else ()
+
+    return _rewritten(schedule, cells)
+
+
+def split_cooldown(schedule: Schedule, costs: Costs | None = None) -> Schedule:
+    """Return `schedule` with every B after a rank's last forward that another rank waits for written as I and W.
+
+    The order of the input gradients stays. The last micro-batch's gradient goes back through p-1 input gradients, not p-1
+    backwards (what the zero-bubble paper, arXiv 2401.10241, does everywhere, only where no forward is left): with uniform
+    stages, m >= p and w <= f the idle time of `1f1b`, `gpipe`, `interleaved` and `looped-bfs` falls from (p-1)(f+B) to
+    (p-1)(f+b). Memory: no rank's peak is larger than before, as nothing is allocated after the last forward.
+
+    A W follows its I at once, or fills the first wait that it fits, wholly or half: what is shortest at `costs` (default
+    1, 1, 1, 0). Where nothing is shorter than the schedule as it is, its actions stay as they are.
+    """
+    before, _ = neighbours(schedule)
+    places = schedule.placement
+    awaited = [other is not None and places[other] != places[stage] for stage, other in enumerate(before)]
+    cooldowns = [_Cooldown.split(schedule, rank, awaited) for rank in range(schedule.ranks)]
+    shortest = _with_weights_in_waits(schedule, cooldowns, costs, at_most=schedule)
+    options = dict(schedule.options) | {"cooldown": "split"}
+    return replace(shortest, options=tuple(sorted(options.items())))
+
+
+def defer_last_stage_weights(schedule: Schedule, last: int = 0, costs: Costs | None = None) -> Schedule:
+    """Return `schedule` with weight gradients of each route's last stage computed in its rank's cool-down.
+
+    The last stage holds the output layer, whose weight gradient is the largest of a language model, and every other rank
+    waits for its input gradients. Its B are written as I and W, and the W of the last `last` micro-batches are computed
+    after the rank's last forward: each in the first wait that it fits, the others at the end. To defer the output layer
+    alone, make it a stage of its own.
+
+    Memory: on the ranks of last stages at most `last` micro-batches more of what a W holds (`Costs.held` of the stage's
+    activation); on other ranks as before.
+
+    Args:
+        last: how many micro-batches of each rank that holds a last stage, the last ones, because what is held for them is
+            held for the shortest time; 0: all.
+        costs: at which waits are measured; default 1, 1, 1, 0.
+
+    Raises UsageError for a number below 0 or above the number of micro-batches.
+    """
+    if not 0 <= last <= schedule.microbatches:
+        raise UsageError(
+            f"defer_last_stage_weights: last is {last}; a step has {schedule.microbatches} micro-batches: use 1 to "
+            f"{schedule.microbatches}, or 0 for all"
+        )
+    ends = frozenset(route[-1] for route in schedule.routes)
+    cooldowns = [_Cooldown.deferred(schedule, rank, ends, last) for rank in range(schedule.ranks)]
+    return _with_weights_in_waits(schedule, cooldowns, costs)
+
+
+@dataclass(frozen=True)
+class _Cooldown:
+    """One rank's program, cut behind its last forward, without the weight gradients that are still to be placed.
+
+    Attributes:
+        head: the entries up to the last forward.
+        rest: those behind it.
+        weights: I -> its W, for each W to be placed, in the order in which they become due.
+    """
+
+    head: Program
+    rest: Program
+    weights: Mapping[int, int]
+
+    @classmethod
+    def split(cls, schedule: Schedule, rank: int, awaited: Sequence[bool]) -> _Cooldown:
+        """Every B of the cool-down whose stage is `awaited` (another rank waits for its input gradient) is split."""
+        stride = schedule.kind_stride
+        backward, input_grad, weight_grad = (kind_number(letter) * stride for letter in "BIW")
+        head, tail = _behind_last_forward(schedule, rank)
+        rest: list[int] = []
+        weights: dict[int, int] = {}
+        for code in tail:
+            place = code % stride
+            if code - place == weight_grad:
+                weights.setdefault(input_grad + place, code)
+                continue
+            if code - place == backward and awaited[place // schedule.microbatches]:
+                code = input_grad + place
+            if code - place == input_grad:
+                weights.setdefault(code, weight_grad + place)
+            rest.append(code)
+        return cls(head, tuple(rest), weights)
+
+    @classmethod
+    def deferred(cls, schedule: Schedule, rank: int, ends: Collection[int], last: int) -> _Cooldown:
+        """Every B of the stages `ends` is split, and the last `last` W (0: all) of them are to be placed."""
+        stride, limit, microbatches = schedule.kind_stride, schedule.pair_stride, schedule.microbatches
+        backward, input_grad, weight_grad = (kind_number(letter) * stride for letter in "BIW")
+
+        def place_of(code: int) -> int | None:
+            """Stage and micro-batch of a backward of one of the `ends`; None for anything else."""
+            code, place = code % limit, code % limit % stride
+            is_end = place // microbatches in ends and code - place in (backward, input_grad)
+            return place if is_end else None
+
+        places = [place for code in schedule.codes[rank] if (place := place_of(code)) is not None]
+        chosen = set(places[-last:] if last else places)
+
+        def rewritten(program: Program) -> Program:
+            codes: list[int] = []
+            for code in program:
+                place = place_of(code)
+                if place in chosen and code % limit - place == backward:
+                    codes.append(code - backward + input_grad)
+                elif not (code - code % stride == weight_grad and code % stride in chosen):
+                    codes.append(code)
+            return tuple(codes)
+
+        head, tail = _behind_last_forward(schedule, rank)
+        due = [place for place in places if place in chosen]
+        return cls(rewritten(head), rewritten(tail), {input_grad + place: weight_grad + place for place in due})
+
+    @property
+    def late(self) -> Program:
+        """The program with every W to be placed at its end."""
+        return (*self.head, *self.rest, *self.weights.values())
+
+    def filled(self, needs: Sequence[float], starts: Sequence[float], ends: Sequence[float]) -> Program:
+        """The program with each W in the first wait of the cool-down that is as long as it needs; the others at the end.
+
+        Args:
+            needs: code -> time; 0: a W fits every wait, and follows its I at once where there is none.
+            starts, ends: of the entries of `late`.
+        """
+        program, at = list(self.head), len(self.head)
+        now = ends[at - 1] if at else 0.0
+        later = set(self.rest)
+        ready = deque(weight for code, weight in self.weights.items() if code not in later)
+        for code, start, end in zip(self.rest, starts[at:], ends[at:], strict=False):
+            while ready and now + needs[ready[0]] <= max(start, now) + _TOLERANCE:
+                now += needs[ready[0]]
+                program.append(ready.popleft())
+            program.append(code)
+            now = end
+            if code in self.weights:
+                ready.append(self.weights[code])
+        return (*program, *ready)
+
+
+def _behind_last_forward(schedule: Schedule, rank: int) -> tuple[Program, Program]:
+    """A rank's program up to its last forward or pair, and the rest: its cool-down."""
+    program, stride = schedule.codes[rank], schedule.kind_stride
+    forwards = [at for at, code in enumerate(program) if code < stride or code >= schedule.pair_stride]
+    cut = forwards[-1] + 1 if forwards else 0
+    return program[:cut], program[cut:]
+
+
+def _with_weights_in_waits(
+    schedule: Schedule, cooldowns: Sequence[_Cooldown], costs: Costs | None, at_most: Schedule | None = None
+) -> Schedule:
+    """The shortest of `schedule` with the cool-downs' weight gradients placed; `at_most` where none is shorter."""
+    chosen = costs if costs is not None else Costs()
+    late = simulate(replace(schedule, codes=tuple(each.late for each in cooldowns)), chosen)
+    duration = durations(schedule, chosen)
+    best = at_most
+    least = float("inf") if at_most is None else simulate(at_most, chosen).makespan
+    for share in _FITTING_SHARES:
+        needs = [share * each for each in duration]
+        codes = tuple(
+            each.filled(needs, starts, ends)
+            for each, starts, ends in zip(cooldowns, late.starts, late.ends, strict=True)
+        )
+        candidate = replace(schedule, codes=codes)
+        makespan = simulate(candidate, chosen).makespan
+        if best is None or makespan < least - _TOLERANCE:
+            best, least = candidate, makespan
+    assert best is not None
+    return best
+
+
+# -- other stages, or no backward --------------------------------------------------------------------------------------------
+
+
+def cut_stages(schedule: Schedule, pieces: int) -> Schedule:
+    """Return `schedule` on stages cut into `pieces` each: F through them in order, I and W through them in reverse.
+
+    Every B is split and every pair taken apart. Memory: in units of the old stages at most what the schedule with split
+    backwards holds.
+
+    Raises UsageError for a schedule of two routes, and for less than one piece.
+    """
+    if pieces < 1:
+        raise UsageError(f"cut_stages: pieces is {pieces}; use 1 or more")
+    if len(schedule.routes) > 1:
+        raise UsageError(f"cut_stages: schedule {schedule.name} has {len(schedule.routes)} routes; it must have one")
+
+    def cells(action: Action) -> Iterable[Cell]:
+        stages = range(action.stage * pieces, (action.stage + 1) * pieces)
+        kind = kind_of(action.kind)
+        if not kind.is_backward:
+            return [Action(action.kind, stage, action.microbatch) for stage in stages]
+        letters = "IW" if action.kind == "B" else action.kind
+        return [Action(letter, stage, action.microbatch) for letter in letters for stage in reversed(stages)]
+
+    programs = [
+        [cell for entry in program for action in parts(entry) for cell in cells(action)]
+        for program in schedule.programs
+    ]
+    return Schedule.of(
+        programs,
+        placement=[rank for rank in schedule.placement for _ in range(pieces)],
+        microbatches=schedule.microbatches,
+        name=schedule.name,
+        options=dict(schedule.options),
+    )
+
+
+def forward_only(schedule: Schedule, microbatches: int | None = None) -> Schedule:
+    """Return the forwards of `schedule` alone, in their order: what an evaluation runs. `check` is for training steps.
+
+    Args:
+        microbatches: of the first so many only; None: of all.
+    """
+    count = schedule.microbatches if microbatches is None else microbatches
+    programs = [
+        [a for cell in program for a in parts(cell) if kind_of(a.kind).is_forward and a.microbatch < count]
+        for program in schedule.programs
+    ]
+    return Schedule.of(
+        programs,
+        placement=schedule.placement,
+        microbatches=count,
+        name=f"{schedule.name} (forward only)",
+        routes=schedule.routes,
+        route_of=schedule.route_of[:count],
+    )
+
+
+def _rewritten(schedule: Schedule, cells: Callable[[int, Action], Iterable[Cell]]) -> Schedule:
+    """`schedule` with each action of a rank replaced by `cells(rank, action)`, and its pairs taken apart."""
+    return Schedule.of(
+        [
+            [cell for entry in program for action in parts(entry) for cell in cells(rank, action)]
+            for rank, program in enumerate(schedule.programs)
+        ],
+        placement=schedule.placement,
+        microbatches=schedule.microbatches,
+        name=schedule.name,
+        options=dict(schedule.options),
+        routes=schedule.routes,
+        route_of=schedule.route_of,
+    )
+
+
+# -- by name -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NamedTransform:
+    """A transform as the command line and configurations name it: `name`, or `name=number`.
+
+    Attributes:
+        words: what it does, for people.
+        apply: (schedule, number or None, costs) -> schedule.
+        number: what the number stands for; None: it takes none.
+        needs_number: whether the number must be given.
+    """
+
+    words: str
+    apply: Callable[[Schedule, int | None, Costs | None], Schedule]
+    number: str | None = None
+    needs_number: bool = False
+
+
+TRANSFORMS: dict[str, NamedTransform] = {
+    "unpair": NamedTransform(
+        "every overlapped pair as a forward and then a backward", lambda schedule, number, costs: unpair(schedule)
+    ),
+    "split-cooldown": NamedTransform(
+        "backwards of the cool-down as I and W", lambda schedule, number, costs: split_cooldown(schedule, costs)
+    ),
+    "defer-last-stage-weights": NamedTransform(
+        "weight gradients of the last stage in its rank's cool-down, of the last N micro-batches (none given: of all)",
+        lambda schedule, number, costs: defer_last_stage_weights(schedule, number or 0, costs),
+        "micro-batches",
+    ),
+    "half-split": NamedTransform(
+        "every second micro-batch's backwards as I and W, the others as B",
+        lambda schedule, number, costs: half_split(schedule, number or 0),
+        "the first micro-batch that is split: 0 or 1",
+    ),
+    "merge-backward": NamedTransform(
+        "every I and W as one B", lambda schedule, number, costs: merge_backward(schedule)
+    ),
+    "cut-stages": NamedTransform(
+        "every stage cut into N",
+        lambda schedule, number, costs: cut_stages(schedule, number or 0),
+        "pieces of a stage",
+        needs_number=True,
+    ),
+}
+
+
+def transformed(schedule: Schedule, words: Iterable[str], costs: Costs | None = None) -> Schedule:
+    """Return `schedule` after the transforms that `words` name, in order; each word is `name` or `name=number`.
+
+    Args:
+        costs: of a stage, for the transforms that place weight gradients in waits.
+
+    Raises UsageError for an unknown name, with the nearest ones, and for a number that is missing, refused or not taken.
+    """
+    for transform, number in [parsed_transform(word) for word in words]:
+        schedule = transform.apply(schedule, number, costs)
+    return schedule
+
+
+def parsed_transform(word: str) -> tuple[NamedTransform, int | None]:
+    """The transform that `word` names, and its number. Raises UsageError as `transformed` does."""
+    name, equals, text = (part.strip() for part in word.partition("="))
+    transform = TRANSFORMS.get(name)
+    if transform is None:
+        raise UsageError(f"there is no transform {name!r:.200}{did_you_mean(name, TRANSFORMS)}")
+    if not equals:
+        if transform.needs_number:
+            raise UsageError(f"transform {name} needs a number ({transform.number}), such as {name}=2")
+        return transform, None
+    if transform.number is None:
+        raise UsageError(f"transform {name} takes no number, and is given {text!r:.200}")
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise UsageError(f"transform {name}: {text!r:.200} is no whole number of at least 0 ({transform.number})")
+    return transform, int(text)

@@ -1,0 +1,237 @@
+"""Warm starts: every one-route family that fits, and list scheduling by priority rules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from pipeloom.errors import PipeloomError
+from pipeloom.schedule.actions import KindName
+from pipeloom.schedule.costs import Costs
+from pipeloom.schedule.families import BASELINES, ONE_ROUTE, build
+from pipeloom.schedule.families.greedy import NoWayOn, Rule, line_of, programs_along, programs_of
+from pipeloom.schedule.families.interleaved import chunk_order, round_sizes
+from pipeloom.schedule.families.layout import warmup_then_alternate
+from pipeloom.schedule.model import Schedule, parts
+from pipeloom.schedule.placement import loop, name_of
+from pipeloom.schedule.transforms import cut_stages
+from pipeloom.solver.instance import TOLERANCE, Instance, Sequences
+
+CHEAP = ("1f1b", "interleaved", "zb-h1", "zb-h2")
+ROUNDS = ("zbv", "v-half", "zb-auto")
+
+
+@dataclass(frozen=True)
+class ConstructionParameters:
+    """The sizes up to which warm starts are constructed and searched in full."""
+
+    # Nodes above which only cheap families are tried and nothing is searched: a few moves would use up the time.
+    largest: int = 60_000
+    # Nodes of the reduced instance that stands for a large one: a larger one repeats better and takes longer.
+    reduced: int = 200_000
+
+
+CONSTRUCTION = ConstructionParameters()
+
+
+@dataclass(frozen=True)
+class ListSchedule:
+    """Sequences to start from, and where they come from."""
+
+    origin: str
+    sequences: Sequences
+
+
+def family_schedules(
+    placement: Sequence[int], microbatches: int, costs: Costs, memory_limit: float, only: Sequence[str] = ()
+) -> Iterator[Schedule]:
+    """Every one-route family on this placement, or on one that becomes it when each stage is cut into equal runs.
+
+    A family of v' chunks, v' a divisor of v, is made for stages of v / v' stages each and then cut (`cut_stages`). Families that
+    refuse the sizes or do not fit the memory limit are left out. `only` these names; else, for large sizes, only the cheap ones.
+    """
+    stages, ranks = len(placement), max(placement) + 1
+    large = 3 * stages * microbatches > CONSTRUCTION.largest
+    for run in range(1, stages // ranks + 1):
+        merged = [placement[at] for at in range(0, stages, run)]
+        if stages % run or [rank for rank in merged for _ in range(run)] != list(placement):
+            continue
+        chunks, rough = len(merged) // ranks, merge_stage_costs(costs, stages, run)
+        for name, options in _candidates(merged, ranks, chunks, memory_limit):
+            if (only or large) and name not in (only or CHEAP):
+                continue
+            try:
+                made = build(name, ranks, microbatches, chunks if name in ONE_ROUTE["loop"] else None, options, rough)
+            except PipeloomError:
+                continue
+            if list(made.placement) == merged:
+                yield cut_stages(made, run) if run > 1 else made
+
+
+def _candidates(
+    merged: Sequence[int], ranks: int, chunks: int, memory_limit: float
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    placement = name_of(merged, ranks)
+    for name in ONE_ROUTE.get(placement, ()):
+        if name == "zb-auto" and memory_limit < math.inf:
+            yield name, {"memory": memory_limit}
+        else:
+            yield name, {"waves": chunks // 2} if name == "hanayo" else {}
+    if placement == "loop":
+        yield from ((name, {"group_size": ranks}) for name in BASELINES["loop"])
+
+
+def merge_stage_costs(costs: Costs, stages: int, run: int) -> Costs:
+    """The costs of stages made of `run` consecutive ones each."""
+    if run == 1:
+        return costs
+
+    def summed(name: str) -> tuple[float, ...]:
+        values = costs.per_stage(name, stages)
+        return tuple(sum(values[at : at + run]) for at in range(0, stages, run))
+
+    activation, held = costs.per_stage("activation", stages), costs.per_stage("held", stages)
+    kept = [a * h for a, h in zip(activation, held, strict=True)]
+    whole = summed("activation")
+    shares = tuple(
+        min(1.0, sum(kept[at : at + run]) / whole[at // run]) if whole[at // run] else 1.0
+        for at in range(0, stages, run)
+    )
+    return replace(
+        costs,
+        forward=summed("forward"),
+        input_grad=summed("input_grad"),
+        weight_grad=summed("weight_grad"),
+        activation=whole,
+        held=shares,
+        all_to_all=0.0,
+        pair=None,
+        pair_split=None,
+        backward=None,
+    )
+
+
+def sequences_of(instance: Instance, schedule: Schedule, pairs: bool = False) -> Sequences:
+    """The schedule's sequences, its micro-batches numbered anew in the order in which each type comes.
+
+    Without `pairs`, every B becomes an I and a W, and every pair its parts. Neither makes it longer, where pairs do not gain.
+    With them, a W leaves its pair or its B where it may follow at once without making the two longer: that is never worse, but
+    where the pair frees memory with it. A sequence that does not fit the memory limit so keeps its pairs and Bs.
+    """
+    entries = [
+        [[(action.kind, action.stage) for action in parts(cell)] for cell in program] for program in schedule.programs
+    ]
+    sequences = instance.numbered(entries, together=pairs)
+    if not pairs:
+        return sequences
+    apart = [
+        [part for operation in sequence for part in _weight_grad_apart(instance, operation)] for sequence in sequences
+    ]
+    return [
+        shorter if instance.peak(shorter) <= instance.memory_limit + TOLERANCE else sequence
+        for shorter, sequence in zip(apart, sequences, strict=True)
+    ]
+
+
+def _weight_grad_apart(instance: Instance, operation: int) -> tuple[int, ...]:
+    """The operation, its W after it where that takes no longer."""
+    table = instance.table
+    nodes = table.nodes[operation]
+    if len(nodes) == 1 or nodes[-1] < 2 * table.stride:
+        return (operation,)
+    rest, weight = table.operation(*nodes[:-1]), nodes[-1]
+    longer = table.time[rest] + table.time[weight] > table.time[operation] + TOLERANCE
+    return (operation,) if longer else (rest, weight)
+
+
+def list_scheduled(instance: Instance, first_rule: bool = False) -> Iterator[ListSchedule]:
+    """List scheduling by rules (or the first one), under several limits a stage; what gets stuck is left out.
+
+    Micro-batches are taken as alike.
+    """
+    instance = instance.even
+    rooms = [instance.memory_limit] * instance.ranks
+    rules = list(
+        product((False, True), (True, False) if instance.stages > instance.ranks else (True,), (0.0, 0.5, 1.0))
+    )
+    for caps in _caps(instance):
+        line = line_of(instance.placement, instance.microbatches, instance.costs, rooms, caps)
+        for turns, late, patience in rules[:1] if first_rule else rules:
+            try:
+                programs = programs_of(line, Rule(turns, late, patience))
+            except NoWayOn:
+                continue
+            yield ListSchedule(
+                "list scheduling", instance.numbered([[[a[:2]] for a in program] for program in programs])
+            )
+
+
+def interleaved_rounds(instance: Instance, patience: Sequence[float] = (1.0, 0.5)) -> Iterator[ListSchedule]:
+    """On a loop: interleaved's order of F and I, its warm-up cut to the memory limit, and W where they fit or free memory.
+
+    For the memories between those that the families take. Nothing where the order gets stuck.
+    """
+    instance = instance.even
+    p, m, chunks = instance.ranks, instance.microbatches, instance.stages // instance.ranks
+    if chunks < 2 or list(instance.placement) != loop(p, chunks):
+        return
+    sizes = round_sizes(p, m)
+    order = chunk_order(sizes, chunks)
+    largest = max(instance.costs.per_stage("activation", instance.stages))
+    for slope, share in product((1, 2), patience):
+        # what the warm-up needs, and no more, so that weight gradients are not put off to the end
+        memory_limit = min(instance.memory_limit, largest * (slope * (p - 1) + (chunks - 1) * max(sizes) + 1))
+        line = line_of(instance.placement, m, instance.costs, [memory_limit] * p)
+        sequences: list[list[tuple[KindName, int]]] = []
+        for rank in range(p):
+            forwards: list[tuple[KindName, int]] = [("F", c * p + rank) for _, c in order]
+            backwards: list[tuple[KindName, int]] = [("I", (chunks - 1 - c) * p + rank) for _, c in order]
+            warmup = slope * (p - rank - 1) + (chunks - 1) * max(sizes)
+            sequences.append(list(warmup_then_alternate(forwards, backwards, warmup)))
+        try:
+            programs = programs_along(line, sequences, share)
+        except NoWayOn:
+            continue
+        yield ListSchedule(
+            "interleaved rounds", instance.numbered([[[a[:2]] for a in program] for program in programs])
+        )
+
+
+def reduced_instances(instance: Instance) -> Iterator[tuple[Instance, Sequences, str]]:
+    """For large sizes: sequences for some of the micro-batches, and where they come from.
+
+    Families in rounds of p, whose stretches of p micro-batches repeat; and list scheduling. What is missing is a multiple of p,
+    or of twelve, which periods of several lengths divide.
+    """
+    base, p, m = instance.even, instance.ranks, instance.microbatches
+    rounds = replace(base, microbatches=min(m, 3 * p + m % p))
+    if rounds.nodes <= CONSTRUCTION.reduced:
+        for seed in interleaved_rounds(rounds, (1.0,)):
+            yield rounds, seed.sequences, seed.origin
+        for made in family_schedules(rounds.placement, rounds.microbatches, base.costs, base.memory_limit, ROUNDS):
+            yield rounds, sequences_of(rounds, made), made.name
+    some = CONSTRUCTION.reduced // (6 * instance.stages)
+    few = replace(
+        base, microbatches=m - max(0, -(-(m - some) // 12) * 12) if m > 12 and some > 12 else min(m, some + 1)
+    )
+    for seed in list_scheduled(few, first_rule=True):
+        yield few, seed.sequences, seed.origin
+
+
+def _caps(instance: Instance) -> list[tuple[float, ...]]:
+    """Limits on the micro-batches of a stage: none, places kept free for later stages, and by how long a stage holds them."""
+    place, stages = instance.placement, instance.stages
+    none = (math.inf,) * stages
+    if stages == instance.ranks or instance.memory_limit == math.inf:
+        return [none]
+    places = math.floor(instance.memory_limit / max(instance.costs.per_stage("activation", stages)) + TOLERANCE)
+    later = [sum(1 for other in range(stage + 1, stages) if place[other] == place[stage]) for stage in range(stages)]
+    kept = tuple(max(1.0, places - count) for count in later)
+    life = [stages - stage for stage in range(stages)]
+    whole = [sum(life[other] for other in range(stages) if place[other] == place[stage]) for stage in range(stages)]
+    shared = tuple(max(1.0, float(round(places * own / all_))) for own, all_ in zip(life, whole, strict=True))
+    single = (1.0,) * stages  # fits wherever anything does: growth cannot get stuck under it
+    return list(dict.fromkeys([none, kept, shared, single]))

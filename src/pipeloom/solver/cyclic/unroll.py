@@ -1,0 +1,117 @@
+"""Sequences for many micro-batches from those for a few: a part that holds every operation type equally often is repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from pipeloom.solver.cyclic.period import PeriodicSchedule
+from pipeloom.solver.instance import TOLERANCE, Instance, Sequences
+
+
+@dataclass(frozen=True)
+class UnrollParameters:
+    """Which parts of a schedule are tried for repetition."""
+
+    # The most micro-batches of a part, and the most nodes for which its interval is computed: longer parts repeat
+    # more schedules, and cost more to measure.
+    longest_part: int = 12
+    most_nodes: int = 5000
+    # A part within this factor of its busiest rank's work is taken at once: no other can gain more.
+    close: float = 1.01
+
+
+UNROLLING = UnrollParameters()
+
+
+def repeat_period(small: Instance, sequences: Sequences, instance: Instance) -> Sequences | None:
+    """`sequences` of `small` for all micro-batches of `instance`; None if no stretch of them can be repeated within the
+    memory limit.
+
+    Of the stretches of different lengths that is taken whose repetition takes the least time a micro-batch.
+    """
+    p, missing = instance.ranks, instance.microbatches - small.microbatches
+    chosen, least = None, float("inf")
+    for each in range(
+        1, min(UNROLLING.longest_part, UNROLLING.most_nodes // (3 * instance.stages), small.microbatches // 2) + 1
+    ):
+        if missing % each:
+            continue
+        part = periodic_part(small, sequences, each)
+        if part is None or not part.fits or not part.measure(least * each):
+            continue
+        if part.interval / each < least - TOLERANCE:
+            chosen, least = each, part.interval / each
+        if part.interval <= UNROLLING.close * part.work:
+            return with_repeated_part(small, sequences, each, instance)
+    if (
+        missing % p == 0 and 2 * p <= small.microbatches
+    ):  # a round, as in interleaved schedules; too long to be measured
+        part = periodic_part(small, sequences, p)
+        if part is not None and part.fits:
+            return with_repeated_part(small, sequences, p, instance)
+    return None if chosen is None else with_repeated_part(small, sequences, chosen, instance)
+
+
+def periodic_part(instance: Instance, sequences: Sequences, each: int) -> PeriodicSchedule | None:
+    """The middle of the sequences in which every rank has each of its operation types `each` times; None if there is none."""
+    m = instance.microbatches
+    part = replace(instance.even, microbatches=each)
+    shift = [0] * part.table.none
+    part_sequences = []
+    for sequence in sequences:
+        first = balanced_window([node // m for node in sequence], each)
+        if first is None:
+            return None
+        line = []
+        for node in sequence[first : first + each * (len(sequence) // m)]:
+            operation_type, microbatch = divmod(node, m)
+            own = operation_type * each + microbatch % each
+            shift[own] = microbatch // each
+            line.append(own)
+        part_sequences.append(line)
+    return PeriodicSchedule(part, part_sequences, shift)
+
+
+def with_repeated_part(small: Instance, sequences: Sequences, each: int, instance: Instance) -> Sequences | None:
+    """`sequences` of `small` with a stretch of `each` micro-batches repeated until there are as many as in `instance`.
+
+    None if a rank has no such stretch. The number of micro-batches that are missing must be a multiple of `each`. What comes
+    before and after the stretch stays, so that it may be longer or hold more memory than expected: the caller looks.
+    """
+    m, more = small.microbatches, (instance.microbatches - small.microbatches) // each
+    result = []
+    for sequence in sequences:
+        operation_types = [node // m for node in sequence]
+        first = balanced_window(operation_types, each)
+        if first is None:
+            return None
+        last = first + each * (len(sequence) // m)
+        done = dict.fromkeys(operation_types, 0)
+        line = []
+        for operation_type in [*operation_types[:last], *operation_types[first:last] * more, *operation_types[last:]]:
+            line.append(operation_type * instance.microbatches + done[operation_type])
+            done[operation_type] += 1
+        result.append(line)
+    return result
+
+
+def balanced_window(operation_types: Sequence[int], each: int) -> int | None:
+    """Where the run begins that has every operation type `each` times and lies nearest to the middle; None if there is none."""
+    count = dict.fromkeys(operation_types, 0)
+    size = each * len(count)
+    even = 0
+    best, nearest = None, len(operation_types) + 1
+    for at, operation_type in enumerate(operation_types):
+        even -= count[operation_type] == each
+        count[operation_type] += 1
+        even += count[operation_type] == each
+        if at >= size:
+            gone = operation_types[at - size]
+            even -= count[gone] == each
+            count[gone] -= 1
+            even += count[gone] == each
+        first = at + 1 - size
+        if even == len(count) and abs(2 * first + size - len(operation_types)) < nearest:
+            best, nearest = first, abs(2 * first + size - len(operation_types))
+    return best

@@ -1,0 +1,399 @@
+"""The driver of a search: warm starts, the search for a period, tabu search in turns, proof; with and without pairs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from random import Random
+
+from pipeloom.errors import CapacityError, PipeloomError
+from pipeloom.schedule import Schedule, simulate
+from pipeloom.schedule.families import build
+from pipeloom.solver.bounds import bound_of, pairs_gain
+from pipeloom.solver.budget import BUDGET, Budget
+from pipeloom.solver.construct import (
+    CONSTRUCTION,
+    family_schedules,
+    interleaved_rounds,
+    list_scheduled,
+    reduced_instances,
+    sequences_of,
+)
+from pipeloom.solver.cyclic.search import PeriodSearch, modulo_starts
+from pipeloom.solver.cyclic.unroll import repeat_period
+from pipeloom.solver.evaluate import evaluate
+from pipeloom.solver.exact import certify
+from pipeloom.solver.incumbent import Incumbent, Progress, value_of
+from pipeloom.solver.instance import TOLERANCE, Instance, Sequences
+from pipeloom.solver.merge_backward import merge_weight_grads
+from pipeloom.solver.pairing import FIRST_RULES, OTHER_RULES, variants_with_pairs
+from pipeloom.solver.tabu import WITH_PAIRS, WITHOUT_PAIRS, TabuSearch
+
+
+@dataclass(frozen=True)
+class DriverParameters:
+    """How a search divides its effort between warm starts, the search for a period and tabu search."""
+
+    # The share of the moves or the time for the search of one period, and the m / p from which on it gets all of that: a shorter
+    # period gains m / p times, and a pipeline that hardly fills depends on its ends instead.
+    period_share: float = 0.5
+    full_pipeline: float = 4.0
+    # Rounds of the search for a period; the worst placement is dropped after each one.
+    period_rounds: int = 4
+    # A placement is dropped when its best period is worse than the incumbent by this factor.
+    hopeless: float = 1.03
+    # Warm starts from list scheduling that are tried however long they take.
+    fewest_starts: int = 8
+    # The share of the time after which no more warm starts are constructed, and the same for large instances, which are not
+    # searched and so have nothing else to do.
+    starts_share: float = 0.3
+    large_starts_share: float = 0.5
+    # Sequences per placement whose periods are annealed: more diversify, fewer get more moves.
+    period_seeds: int = 6
+    # With pairs: list schedules per placement taken as warm starts, and warm starts tried with all pairing rules. More diversify,
+    # and take the time from tabu search.
+    list_schedules: int = 3
+    all_rules: int = 3
+    # With pairs: the share of the time after which no more warm starts are constructed.
+    pair_starts_share: float = 1 / 3
+
+
+DRIVER = DriverParameters()
+PERIODIC_ORIGIN = "one period"
+PAIRED = ("1f1b-overlap", "interleaved-overlap", "dualpipev")
+
+
+@dataclass
+class WarmStart:
+    """Sequences to improve.
+
+    Attributes:
+        value: the best value that they were improved to.
+        origin: the family or the rule that they were constructed by.
+        search: the tabu search that improves them, once it has begun.
+    """
+
+    value: float
+    instance: Instance
+    sequences: Sequences
+    origin: str
+    search: TabuSearch | None = None
+
+
+class SearchDriver:
+    """One search: warm starts, which tabu search improves in turns, and what follows.
+
+    Args:
+        instances: one per placement and order of micro-batches.
+        pairs: whether overlapped pairs are searched over. The warm starts then have pairs formed on the way, no period is
+            searched for, and nothing is proved.
+
+    Attributes:
+        incumbent: the best schedule so far.
+        interrupted: whether Ctrl-C ended it.
+    """
+
+    def __init__(
+        self,
+        instances: Sequence[Instance],
+        budget: Budget,
+        random: Random,
+        progress: Callable[[Progress], None] | None,
+        pairs: bool = False,
+    ) -> None:
+        self.instances, self.budget, self.random, self.pairs = instances, budget, random, pairs
+        self.objective = instances[0].objective
+        bounds = {instance: bound_of(instance, pairs) for instance in instances}
+        self.incumbent = Incumbent(bounds, budget, progress)
+        self.interrupted = False
+        # instance -> (value, instance, sequences) whose periods could be repeated
+        self.seeds: dict[Instance, list[tuple[float, Instance, Sequences]]] = {}
+
+    def run(self) -> None:
+        """Search to the end of the budget, the bound, or an interrupt that follows a first answer.
+
+        Raises CapacityError if no start fits the memory.
+        """
+        for phase in (self._search, self._merge_backwards):
+            try:
+                phase()
+            except KeyboardInterrupt:
+                if self.incumbent.best is None:
+                    raise
+                self.interrupted = True
+        if self.incumbent.best is None:
+            raise CapacityError(
+                f"memory is {self.instances[0].memory_limit:g}; no schedule was found that fits it: "
+                "give more memory or fewer chunks"
+            )
+
+    def _search(self) -> None:
+        self._improve(self._paired_starts() if self.pairs else self._starts())
+        if self.budget.proof_end:
+            self._merge_backwards()
+            self._prove()
+
+    def _merge_backwards(self) -> None:
+        """Write the incumbent with fewer operations where that costs nothing: with pairs, or where B has a cost of its own."""
+        best = self.incumbent.best
+        if best is None or (best.instance.costs.backward is None and not self.pairs):
+            return
+        instance, sequences = best.instance, best.sequences
+        if sequences is None:
+            sequences = sequences_of(instance, best.schedule, pairs=True)
+        merged = merge_weight_grads(instance, sequences)
+        evaluation = evaluate(instance, merged)
+        if evaluation is not None and instance.fits(merged):
+            self.incumbent.offer(evaluation.value, best.origin, instance, merged, replace=True)
+
+    def _starts(self) -> list[WarmStart]:
+        """Sequences without pairs that fit, the best first; the incumbent becomes the best schedule of all."""
+        starts: list[WarmStart] = []
+        groups: dict[tuple[int, ...], list[Instance]] = {}
+        for instance in self.instances:
+            groups.setdefault(instance.placement, []).append(instance)
+        for group in groups.values():
+            self._family_starts(starts, group)
+        for group in groups.values():
+            if self.incumbent.proved:
+                return []
+            if group[0].nodes <= CONSTRUCTION.largest:
+                self._list_scheduled_starts(starts, group)
+            else:
+                self._large_starts(group[0])
+        if not self.incumbent.proved:
+            self._search_periods(starts)
+        return _best_of(starts)
+
+    def _family_starts(self, starts: list[WarmStart], group: list[Instance]) -> None:
+        """The families as they are, and their sequences with the micro-batches in every order that is asked for."""
+        first = group[0]
+        for schedule in self._families(first):
+            self._offer_family(schedule, first)
+            if first.nodes <= CONSTRUCTION.largest:
+                sequences = sequences_of(first, schedule)
+                for instance in group:
+                    self._start(starts, instance, sequences, schedule.name)
+
+    def _offer_family(self, schedule: Schedule, instance: Instance) -> None:
+        """Offer a family as it is, where it fits the memory."""
+        timeline = simulate(schedule, instance.costs, overlap_p2p=instance.overlap_p2p)
+        if max(timeline.peak_memory) <= instance.memory_limit + TOLERANCE:
+            self.incumbent.offer(value_of(timeline, self.objective), schedule.name, instance, schedule)
+
+    def _families(self, instance: Instance) -> Iterator[Schedule]:
+        sizes = instance.placement, instance.microbatches
+        yield from family_schedules(*sizes, instance.costs, instance.memory_limit)
+        if instance.costs.uneven:  # those that are made for a limit count on micro-batches that are alike
+            yield from family_schedules(*sizes, instance.even.costs, instance.memory_limit)
+        if self.pairs and instance.nodes > CONSTRUCTION.largest:
+            yield from families_with_pairs(instance)  # few others are built at that size
+
+    def _list_scheduled_starts(self, starts: list[WarmStart], group: list[Instance]) -> None:
+        for count, seed in enumerate(chain(interleaved_rounds(group[0]), list_scheduled(group[0]))):
+            if count >= DRIVER.fewest_starts and self._starts_are_due():
+                return
+            for instance in group:
+                self._start(starts, instance, seed.sequences, seed.origin)
+
+    def _large_starts(self, instance: Instance) -> None:
+        """For large sizes: a schedule of some of the micro-batches, and a stretch of it repeated for the others."""
+        if self.incumbent.best is None:
+            for start in modulo_starts(instance):
+                self._start([], instance, start.unrolled(instance), PERIODIC_ORIGIN)
+                break
+        if self._starts_are_due(DRIVER.large_starts_share):
+            return
+        best = math.inf
+        for small, sequences, origin in reduced_instances(instance):
+            evaluation = evaluate(small, sequences)
+            if evaluation is not None and small.fits(sequences) and evaluation.value < best * small.microbatches:
+                best = evaluation.value / small.microbatches
+                self.seeds.setdefault(instance, []).append((evaluation.value, small, sequences))
+                longer = repeat_period(small, sequences, instance)
+                if longer is not None:
+                    self._start([], instance, longer, f"{origin} of {small.microbatches} micro-batches, repeated")
+            if self._starts_are_due(DRIVER.large_starts_share) or self.incumbent.proved:
+                return
+
+    def _search_periods(self, starts: list[WarmStart]) -> None:
+        """Search one period of every placement; after each round, drop the worst placement."""
+        budget, first = self.budget, self.instances[0]
+        # What a period gains, it gains m / p times; a pipeline that hardly fills depends on its ends.
+        share = DRIVER.period_share
+        budget.grant(min(share, share * first.microbatches / (DRIVER.full_pipeline * first.ranks)))
+        searches = [
+            PeriodSearch(instance, self.random, self._seeds(instance))
+            for instance in self.instances
+            if self.incumbent.can_improve(instance)
+        ]
+        running = searches
+        for turn in range(DRIVER.period_rounds):
+            for at, search in enumerate(running):
+                if budget.over:
+                    break
+                share = 1 / ((DRIVER.period_rounds - turn) * len(running) - at)
+                before = search.work
+                search.run(self._recording(search, budget.periodic_slice(search, share)))
+                budget.periodic -= search.work - before
+            running = sorted(running, key=lambda search: search.value)[: max(1, len(running) - 1)]
+            running = [search for search in running if self._promising(search, turn)]
+        starts += [
+            WarmStart(search.value, search.instance, search.best, PERIODIC_ORIGIN)
+            for search in searches
+            if search.best is not None and search.instance.nodes <= CONSTRUCTION.largest
+        ]
+
+    def _seeds(self, instance: Instance) -> list[tuple[Instance, Sequences]]:
+        """The best sequences on the placement whose periods could be repeated; of equal values the first."""
+        by_value: dict[float, tuple[Instance, Sequences]] = {}
+        for value, small, sequences in sorted(self.seeds.get(instance, []), key=lambda seed: seed[0]):
+            by_value.setdefault(round(value, 9), (small, sequences))
+        return list(by_value.values())[: DRIVER.period_seeds]
+
+    def _recording(self, search: PeriodSearch, carry_on: Callable[[], bool]) -> Callable[[], bool]:
+        """`carry_on`, offering the best so far first, so that an interrupt keeps it."""
+
+        def offer_and_carry_on() -> bool:
+            if search.best is not None and self.incumbent.improves(search.value):
+                self.incumbent.offer(search.value, PERIODIC_ORIGIN, search.instance, search.best)
+            self.incumbent.report()
+            return carry_on()
+
+        return offer_and_carry_on
+
+    def _promising(self, search: PeriodSearch, turn: int) -> bool:
+        """Whether more of this search could be better than the incumbent."""
+        close = not turn or search.value < DRIVER.hopeless * self.incumbent.value
+        return self.incumbent.can_improve(search.instance) and close
+
+    def _starts_are_due(self, share: float = DRIVER.starts_share) -> bool:
+        """Whether to end the construction of starts: this share of the time is spent, and there is an incumbent."""
+        budget = self.budget
+        return self.incumbent.best is not None and budget.seconds > share * (budget.deadline - budget.begin)
+
+    def _start(self, starts: list[WarmStart], instance: Instance, sequences: Sequences, origin: str) -> None:
+        """Take sequences as a warm start, where they run and fit the memory, and offer them."""
+        evaluation = evaluate(instance, sequences)
+        if evaluation is None or not instance.fits(sequences):
+            return
+        starts.append(WarmStart(evaluation.value, instance, sequences, origin))
+        if instance.nodes <= CONSTRUCTION.largest and not self.pairs:
+            self.seeds.setdefault(instance, []).append((evaluation.value, instance, sequences))
+        if self.incumbent.improves(evaluation.value):
+            self.incumbent.offer(evaluation.value, origin, instance, sequences)
+
+    def _improve(self, starts: list[WarmStart]) -> None:
+        """The starts take turns; the worst is dropped after every round, until the budget is spent or the bound reached."""
+        pool = [start for start in starts if start.instance.nodes <= CONSTRUCTION.largest][: BUDGET.starts]
+        budget = self.budget
+        while pool and not budget.over and not self.incumbent.proved:
+            for start in pool:
+                if not budget.over and self.incumbent.can_improve(start.instance):
+                    self._improve_one(start, budget.slice(len(pool)))
+            pool.sort(key=lambda start: start.value)
+            del pool[max(1, len(pool) - 1) :]
+            pool = [start for start in pool if self.incumbent.can_improve(start.instance)]
+
+    def _improve_one(self, start: WarmStart, moves: int) -> None:
+        budget, before = self.budget, self.budget.used
+
+        def carry_on(sequences: Sequences, value: float, done: int) -> bool:
+            budget.used = before + done
+            if not self.incumbent.improves(value):
+                self.incumbent.report()
+            else:
+                self.incumbent.offer(value, start.origin, start.instance, sequences)
+            return budget.in_time()
+
+        if start.search is None:
+            parameters = WITH_PAIRS if self.pairs else WITHOUT_PAIRS
+            start.search = TabuSearch(start.instance, start.sequences, self.random, parameters)
+        start.search.walk(moves, self.incumbent.bounds[start.instance], carry_on)
+        start.value = start.search.value
+
+    def _prove(self) -> None:
+        """Raise the bound of every placement, and take what the solver finds on the way."""
+        incumbent = self.incumbent
+        assert incumbent.best is not None
+        placement = incumbent.best.schedule.placement
+        for instance in sorted(self.instances, key=lambda instance: instance.placement != placement):
+            best, left = incumbent.best, self.budget.proof_end - time.monotonic()
+            if (
+                not incumbent.can_improve(instance)
+                or left <= 0
+                or instance.nodes > CONSTRUCTION.largest
+                or pairs_gain(instance)
+            ):
+                continue  # the solver knows no pairs: where they gain, the formulas alone say what nothing beats
+            same = instance.placement == best.schedule.placement and not best.schedule.has_pairs
+            certificate = certify(instance, best.value, left, sequences_of(instance, best.schedule) if same else None)
+            incumbent.bounds[instance] = max(incumbent.bounds[instance], certificate.bound)
+            if certificate.sequences is not None:
+                incumbent.offer(certificate.value, "constraint programming", instance, certificate.sequences)
+                self._merge_backwards()
+            incumbent.report()
+
+    def _paired_starts(self) -> list[WarmStart]:
+        """Sequences with pairs that fit, the best first; the incumbent becomes the best schedule of all."""
+        starts: list[WarmStart] = []
+        seeds: list[tuple[float, int, Instance, Sequences, str]] = []
+        for instance in sorted(self.instances, key=lambda instance: self.incumbent.bounds[instance]):
+            if not self.incumbent.can_improve(instance):
+                break
+            for schedule in self._schedules(instance):
+                first = len(starts)
+                sequences = sequences_of(instance, schedule, pairs=True)
+                self._start(starts, instance, sequences, schedule.name)
+                for paired in variants_with_pairs(instance, sequences, FIRST_RULES, (0.5,)):
+                    self._start(starts, instance, paired, schedule.name)
+                value = min((start.value for start in starts[first:]), default=math.inf)
+                seeds.append((value, len(seeds), instance, sequences, schedule.name))
+                if self._starts_are_due(DRIVER.pair_starts_share) or self.incumbent.proved:
+                    break
+        for _, _, instance, sequences, origin in sorted(seeds, key=lambda seed: seed[:2])[: DRIVER.all_rules]:
+            if self._starts_are_due(DRIVER.pair_starts_share) or self.incumbent.proved:
+                break
+            for paired in variants_with_pairs(instance, sequences, OTHER_RULES, (0.0, 1.0)):
+                self._start(starts, instance, paired, origin)
+        return _best_of(starts)
+
+    def _schedules(self, instance: Instance) -> Iterator[Schedule]:
+        """Every one-route family on the placement, those that do not fit the memory too, and the best of list scheduling."""
+        for schedule in self._families(instance):
+            self._offer_family(schedule, instance)
+            yield schedule
+        if instance.nodes > CONSTRUCTION.largest or not self.incumbent.can_improve(instance):
+            return
+        listed = []
+        for at, seed in enumerate(list_scheduled(instance)):
+            evaluation = evaluate(instance, seed.sequences)
+            if evaluation is not None:
+                listed.append((evaluation.value, at, instance.schedule_of(seed.sequences, seed.origin)))
+            if self._starts_are_due(DRIVER.pair_starts_share):
+                break
+        for _, _, schedule in sorted(listed, key=lambda one: one[:2])[: DRIVER.list_schedules]:
+            yield schedule
+
+
+def families_with_pairs(instance: Instance) -> Iterator[Schedule]:
+    """The families with pairs on the instance's placement."""
+    for name in PAIRED:
+        chunks = instance.stages // instance.ranks if name == "interleaved-overlap" else None
+        try:
+            schedule = build(name, instance.ranks, instance.microbatches, chunks)
+        except PipeloomError:
+            continue
+        if schedule.placement == instance.placement:
+            yield schedule
+
+
+def _best_of(starts: list[WarmStart]) -> list[WarmStart]:
+    """Sorted by value; of equal ones of one instance, the first only."""
+    kept: dict[tuple[float, tuple[int, ...], tuple[int, ...]], WarmStart] = {}
+    for start in starts:
+        kept.setdefault((round(start.value, 9), start.instance.placement, start.instance.order), start)
+    return sorted(kept.values(), key=lambda start: start.value)

@@ -1,0 +1,204 @@
+"""Lower bounds, proofs and better sequences from constraint programming (OR-Tools CP-SAT, the extra `opt`).
+
+One interval variable per action, with no overlap on a rank. By the lemma of `instance`, the micro-batches of an operation
+type are in order. Memory is a cumulative resource that a micro-batch occupies from F until W (the share that is not held:
+until I).
+
+Domain: equal micro-batches, and costs under which no pair gains (`pairs_gain`). Other backwards and blocking receivers are
+relaxed, so that a bound stays one: a B is an I and a W that take no longer (`Costs.least_split`), and a receiver that a pair
+could let wait for both its messages at once waits for one of them only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipeloom.cores import usable_cores
+from pipeloom.errors import UsageError
+from pipeloom.solver.evaluate import evaluate
+from pipeloom.solver.instance import TOLERANCE, Instance, Sequences
+
+
+@dataclass(frozen=True)
+class ExactParameters:
+    """How costs become the whole numbers that CP-SAT needs."""
+
+    # Multiples of the costs that are tried, so that all times are whole: the smallest keeps the domains small.
+    factors: tuple[int, ...] = (1, 2, 4, 5, 8, 10, 20, 100, 1000, 10_000)
+    # Where none of them does, times are rounded down to this fraction: finer is a tighter bound and a slower proof.
+    finest: int = 100_000
+    # The relative tolerance within which a value is its bound, and the unit of memory.
+    rounding: float = 1e-6
+
+
+EXACT = ExactParameters()
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What the solver found.
+
+    Attributes:
+        bound: no sequences of this instance have a lower value.
+        sequences: better ones than were given, or None.
+        value: theirs, or the one given.
+    """
+
+    bound: float
+    sequences: Sequences | None
+    value: float
+
+
+def certify(instance: Instance, value: float, seconds: float, hint: Sequences | None = None) -> Certificate:
+    """Looks for sequences better than `value`, starting from `hint`, and for a lower bound, for at most `seconds`.
+
+    Costs that are no multiples of a ten-thousandth are rounded down for the bound. The sequences found are timed with the
+    problem's own costs, every B as I and W. Raises UsageError without OR-Tools.
+    """
+    cp_model = require_solver()
+    least = replace(instance, costs=instance.costs.least_split(instance.stages))
+    times = _least_times(least)
+    factor = _factor(least, times)
+    # the difference of two times that were rounded down may be a unit larger than it was; a span has two of them
+    slack = 2 if factor == EXACT.finest and instance.objective == "span" else 0
+    model = _Model(cp_model, least, times, factor, math.ceil(value * factor - TOLERANCE) + slack)
+    if hint is not None:
+        model.hint(hint)
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.num_workers = min(8, max(2, usable_cores()))
+    status = solver.solve(model.model)
+    if status == cp_model.INFEASIBLE:
+        # sequences that are as good as `value` would have to be a solution: where there are, nothing is claimed
+        return Certificate(value if hint is None else 0.0, None, value)
+    bound = min(value, max(0.0, solver.best_objective_bound - slack) / factor)
+    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        sequences = model.sequences(solver)
+        found = evaluate(instance, sequences)
+        if found is not None and instance.fits(sequences) and found.value < value - TOLERANCE:
+            return Certificate(min(bound, found.value), sequences, found.value)
+    return Certificate(bound, None, value)
+
+
+def require_solver() -> Any:
+    """OR-Tools' module; raises UsageError where it is not installed."""
+    try:
+        return importlib.import_module("ortools.sat.python.cp_model")
+    except ImportError:
+        raise UsageError("proofs need OR-Tools: pip install 'pipeloom[opt]'") from None
+
+
+def _least_times(instance: Instance) -> list[float]:
+    """node -> how long it keeps its rank at least, in whatever pair.
+
+    A receiver that is kept waiting (no `overlap_p2p`) waits in a pair for both messages at once: an F may owe its wait to the
+    backward beside it. Not so a rank's first F, which nothing can be paired with.
+    """
+    table, m, stride = instance.table, instance.microbatches, instance.stages * instance.microbatches
+    times = table.time[: table.none]
+    if instance.overlap_p2p:
+        return times
+    for stage, rank in enumerate(instance.placement):
+        mates = [other for other, home in enumerate(instance.placement) if home == rank]
+        longest = max(table.wait[stride + other * m] for other in mates)
+        for node in range(stage * m + (stage == mates[0]), (stage + 1) * m):
+            times[node] -= min(table.wait[node], longest)
+    return times
+
+
+def _factor(instance: Instance, times: list[float]) -> int:
+    """What makes all times whole numbers, or `EXACT.finest`."""
+    table = instance.table
+    values = {*times, *table.hop, *table.wait}
+    for factor in EXACT.factors:
+        if all(abs(v * factor - round(v * factor)) < TOLERANCE for v in values):
+            return factor
+    return EXACT.finest
+
+
+class _Model:
+    def __init__(self, cp_model: Any, instance: Instance, times: list[float], factor: int, most: int) -> None:
+        # The first action of all is F of the first stage's first micro-batch, at 0; the way of that micro-batch, to the last
+        # stage and back, lies in one span and passes every rank: no rank ends later than two spans.
+        horizon = most if instance.objective == "makespan" else 2 * most
+        self.model = model = cp_model.CpModel()
+        self.instance, self.factor = instance, factor
+        table, m = instance.table, instance.microbatches
+        time = [math.floor(value * factor + TOLERANCE) for value in times]
+        hop = [math.floor(value * factor + TOLERANCE) for value in table.hop]
+        self.start = start = [model.new_int_var(0, max(0, horizon - length), "") for length in time]
+        self.end = end = [begin + length for begin, length in zip(start, time, strict=True)]
+        on_rank: list[list[int]] = [[] for _ in range(instance.ranks)]
+        for node in range(instance.nodes):
+            on_rank[table.rank[node]].append(node)
+            if table.predecessor[node] != table.none:
+                model.add(start[node] >= end[table.predecessor[node]] + hop[node])
+            if table.weight_grad_of[node] != table.none:
+                model.add(start[table.weight_grad_of[node]] >= end[node])
+            if node % m:
+                model.add(start[node] >= end[node - 1])
+        for nodes in on_rank:
+            model.add_no_overlap([model.new_fixed_size_interval_var(start[node], time[node], "") for node in nodes])
+            self._memory(nodes, horizon)
+        model.add(start[0] == 0)
+        for stage in range(1, instance.stages):
+            if instance.placement[stage] in instance.placement[:stage] or factor == EXACT.finest:
+                break  # or times are rounded, and so are the starts that they add up to
+            first = stage * m  # nothing comes before it on its rank, so that it starts when its message arrives
+            model.add(start[first] == end[first - m] + hop[first])
+        target = model.new_int_var(0, most, "")
+        if instance.objective == "makespan":
+            model.add_max_equality(target, end)
+        else:
+            for nodes in on_rank:
+                # F of the rank's earliest stage, after its wait: everything else there comes after it
+                first = start[min(nodes)] + math.floor(table.wait[min(nodes)] * factor + TOLERANCE)
+                for node in nodes:
+                    model.add(target >= end[node] - first)
+        model.minimize(target)
+
+    def _memory(self, nodes: list[int], horizon: int) -> None:
+        instance, model = self.instance, self.model
+        stride, m = instance.stages * instance.microbatches, instance.microbatches
+        if instance.memory_limit == math.inf:
+            return
+        alike, memory_limit = instance.factors[0], instance.memory_limit + TOLERANCE
+        activation = [value * alike for value in instance.costs.per_stage("activation", instance.stages)]
+        held = instance.costs.per_stage("held", instance.stages)
+        forwards = [node for node in nodes if node < stride]
+        stages = sorted({node // m for node in forwards})
+        if len(stages) == 1 and held[stages[0]] == 1 and activation[stages[0]] > 0:
+            places = math.floor(memory_limit / activation[stages[0]] + TOLERANCE)
+            for node in forwards[places:]:
+                model.add(self.start[node] >= self.end[2 * stride + node - places])
+            return
+        # memory in millionths, activations rounded down and the memory limit up: the bound stays one
+        parts, demands = [], []
+        for node in forwards:
+            stage = node // m
+            for share, until in ((held[stage], 2 * stride + node), (1 - held[stage], stride + node)):
+                if share * activation[stage] > 0:
+                    length = model.new_int_var(0, horizon, "")
+                    parts.append(model.new_interval_var(self.start[node], length, self.end[until], ""))
+                    demands.append(math.floor(share * activation[stage] / EXACT.rounding + TOLERANCE))
+        model.add_cumulative(parts, demands, math.ceil(memory_limit / EXACT.rounding))
+
+    def hint(self, sequences: Sequences) -> None:
+        found = evaluate(self.instance, sequences)
+        if found is not None:
+            for node, variable in enumerate(self.start):
+                self.model.add_hint(variable, math.floor(found.start[node] * self.factor + TOLERANCE))
+
+    def sequences(self, solver: Any) -> Sequences:
+        """The order of the solution on every rank; where starts are equal, what takes no time goes first."""
+        kept: Sequences = [[] for _ in range(self.instance.ranks)]
+        for node in range(self.instance.nodes):
+            kept[self.instance.table.rank[node]].append(node)
+
+        def when(node: int) -> tuple[int, int, int]:
+            return solver.value(self.start[node]), solver.value(self.end[node]), node
+
+        return [sorted(sequence, key=when) for sequence in kept]

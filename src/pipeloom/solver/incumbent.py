@@ -1,0 +1,113 @@
+"""The incumbent of a search, the best schedule so far, with the lower bounds and the progress callback."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pipeloom.schedule import Schedule, Timeline
+from pipeloom.solver.budget import Budget
+from pipeloom.solver.exact import EXACT
+from pipeloom.solver.instance import TOLERANCE, Instance, Objective, Sequences
+
+
+def value_of(timeline: Timeline, objective: Objective) -> float:
+    """The makespan or the largest span."""
+    return round(timeline.value(objective), 9)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a search stands: the best value, the lower bound, seconds since its start, moves made."""
+
+    value: float
+    lower_bound: float
+    seconds: float
+    iterations: int
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A schedule within the memory limit.
+
+    Attributes:
+        value: its makespan or largest span.
+        origin: the family or the rule that it was constructed by.
+        instance: the placement, and the order of micro-batches, that it is for.
+        schedule: checked.
+        sequences: those that it was written from; None for a family as it is.
+    """
+
+    value: float
+    origin: str
+    instance: Instance
+    schedule: Schedule
+    sequences: Sequences | None = None
+
+
+class Incumbent:
+    """The best solution of a search, and what nothing can beat.
+
+    Attributes:
+        best: the best solution so far.
+        bounds: instance -> a value that no schedule of it can beat.
+    """
+
+    def __init__(
+        self,
+        bounds: dict[Instance, float],
+        budget: Budget,
+        progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self.bounds, self._budget, self._progress = bounds, budget, progress
+        self.best: Solution | None = None
+
+    @property
+    def bound(self) -> float:
+        """A value that nothing on the placements searched can beat."""
+        return min(self.bounds.values())
+
+    @property
+    def value(self) -> float:
+        """The best value; infinite before the first solution."""
+        return float("inf") if self.best is None else self.best.value
+
+    @property
+    def proved(self) -> bool:
+        """Whether nothing can be better."""
+        return self.best is not None and self.value <= self.bound + max(TOLERANCE, EXACT.rounding * self.value)
+
+    def can_improve(self, instance: Instance) -> bool:
+        """Whether the instance could still give something better."""
+        return self.bounds[instance] < self.value - TOLERANCE
+
+    def improves(self, value: float) -> bool:
+        """Whether a schedule of this value would be better."""
+        return value < self.value - TOLERANCE
+
+    def offer(
+        self, value: float, origin: str, instance: Instance, solution: Schedule | Sequences, replace: bool = False
+    ) -> bool:
+        """Take a schedule, or sequences of the instance, if it is better (`replace`: or as good); return whether it was taken."""
+        if value < self.bounds[instance] * (1 - EXACT.rounding) - TOLERANCE:
+            warnings.warn(
+                f"the lower bound {self.bounds[instance]:g} is above a schedule of {value:g} and is not used: please report "
+                f"{instance}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            self.bounds[instance] = 0.0
+        if not (self.improves(value) or (replace and value <= self.value + TOLERANCE)):
+            return False
+        if isinstance(solution, Schedule):
+            self.best = Solution(value, origin, instance, solution)
+        else:
+            sequences = [list(sequence) for sequence in solution]
+            self.best = Solution(value, origin, instance, instance.schedule_of(sequences), sequences)
+        self.report()
+        return True
+
+    def report(self) -> None:
+        if self._progress is not None and self.best is not None:
+            self._progress(Progress(self.value, self.bound, self._budget.seconds, self._budget.used))

@@ -1,0 +1,394 @@
+"""The neighbourhood of a schedule: moves on a critical path, and an estimate of what each one gains.
+
+A move replaces a part of one rank's sequence by operations made of the same nodes: an operation shifts to another index, or, with
+pairs, a pair is formed, split or formed anew. Critical blocks and shifts are those of Nowicki and Smutnicki (1996), the
+estimate by heads and tails is that of Balas and Vazacopoulos (1998); here every rank also has a limit on its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+from typing import NamedTuple
+
+from pipeloom.solver.evaluate import Evaluation
+from pipeloom.solver.instance import TOLERANCE, Instance, Sequences
+
+Block = tuple[int, int, int]  # rank, first index, last index
+
+
+@dataclass(frozen=True)
+class NeighbourhoodParameters:
+    """Which moves are looked at."""
+
+    # Whether pairs, and B as one operation, are formed and split. They gain nothing where no two actions overlap.
+    pairs: bool = False
+    # How far an operation shifts at once (to the end of its block if that is nearer), and how far away its partner in a pair may
+    # be; None: any. A longer reach estimates more operations per move.
+    reach: int | None = None
+    # Positions of the critical path that are looked at, drawn at random; None: all. All of them give better moves, but with pairs
+    # far fewer per second.
+    sampled_positions: int | None = None
+
+
+class Move(NamedTuple):
+    """`operations` in the place of those of `rank`'s sequence from index `low` to `high`, both included.
+
+    `makes` and `breaks` name what is new and what is lost (an order of two operations, a pair), so that tabu search does not go
+    back.
+    """
+
+    rank: int
+    low: int
+    high: int
+    operations: tuple[int, ...]
+    makes: tuple[int, ...]
+    breaks: tuple[int, ...]
+
+
+APART, TOGETHER, SLID = -1, -2, -3  # begin the attributes of moves that are no shift
+
+
+class SequenceState:
+    """Sequences with the place of every node, and their memory.
+
+    Attributes:
+        sequences: rank -> its operations.
+        place: node -> index in its rank's sequence.
+        levels: rank -> memory before each operation.
+        peaks: rank -> memory at the peak of each operation.
+    """
+
+    def __init__(self, instance: Instance, sequences: Sequences) -> None:
+        self.table, self.memory_limit = instance.table, instance.memory_limit + TOLERANCE
+        self.sequences = [list(sequence) for sequence in sequences]
+        self.place = [0] * self.table.none
+        self.levels = [[0.0] * len(sequence) for sequence in sequences]
+        self.peaks = [[0.0] * len(sequence) for sequence in sequences]
+        for rank, sequence in enumerate(sequences):
+            self._refresh(rank, 0, len(sequence) - 1)
+
+    def _refresh(self, rank: int, low: int, high: int) -> None:
+        """Places and memory from index `low`, whose level before is right, to `high`."""
+        sequence, levels, peaks, place = self.sequences[rank], self.levels[rank], self.peaks[rank], self.place
+        rise, change, nodes, none = self.table.rise, self.table.change, self.table.nodes, self.table.none
+        level = levels[low]
+        for at in range(low, high + 1):
+            operation = sequence[at]
+            levels[at], peaks[at] = level, level + rise[operation]
+            level += change[operation]
+            if operation < none:
+                place[operation] = at
+            else:
+                for node in nodes[operation]:
+                    place[node] = at
+
+    def apply(self, move: Move) -> Move:
+        """Make the move; return the one that takes it back."""
+        rank, low, high, operations, makes, breaks = move
+        before = tuple(self.sequences[rank][low : high + 1])
+        self.sequences[rank][low : high + 1] = operations
+        if len(operations) == len(before):
+            self._refresh(rank, low, high)
+        else:
+            level, count = self.levels[rank][low], len(operations)
+            self.levels[rank][low : high + 1] = [level] * count
+            self.peaks[rank][low : high + 1] = [level] * count
+            self._refresh(rank, low, len(self.sequences[rank]) - 1)
+        return Move(rank, low, low + len(operations) - 1, before, breaks, makes)
+
+    def allows_shift(self, rank: int, source: int, target: int) -> bool:
+        """Whether order on the rank and memory allow the operation at `source` to go to `target` (a cycle may remain)."""
+        table, place, levels, peaks = self.table, self.place, self.levels[rank], self.peaks[rank]
+        sequence = self.sequences[rank]
+        operation = sequence[source]
+        before, after = table.fixed_order(operation)
+        change, limit = table.change[operation], self.memory_limit
+        if source < target:
+            for node in after:
+                if place[node] <= target:
+                    return False
+            level = levels[target] + table.change[sequence[target]] - change
+            return level + table.rise[operation] <= limit and (
+                change >= 0 or max(peaks[source + 1 : target + 1]) - change <= limit
+            )
+        for node in before:
+            if place[node] >= target:
+                return False
+        return levels[target] + table.rise[operation] <= limit and (
+            change <= 0 or max(peaks[target:source]) + change <= limit
+        )
+
+    def allows(self, rank: int, low: int, operations: tuple[int, ...]) -> bool:
+        """Whether order on the rank and memory allow these operations from index `low` on, in place of those of the same nodes
+        (a cycle through other ranks may remain)."""
+        table, m = self.table, self.table.microbatches
+        nodes_of, rise, change, predecessor = table.nodes, table.rise, table.change, table.predecessor
+        stride, level = table.stride, self.levels[rank][low]
+        coming = {node for operation in operations for node in nodes_of[operation]}
+        for operation in operations:
+            if level + rise[operation] > self.memory_limit:
+                return False
+            level += change[operation]
+            nodes = nodes_of[operation]
+            for node in nodes:
+                if predecessor[node] in coming or (node % m and node - 1 in coming):
+                    return False
+                if node >= 2 * stride and node - stride in coming and node - stride not in nodes:
+                    return False
+            coming.difference_update(nodes)
+        return True
+
+
+def critical_blocks(state: SequenceState, evaluation: Evaluation, random: Random) -> list[Block]:
+    """The runs of one critical path, drawn at random, that lie on one rank."""
+    table, sequences = state.table, state.sequences
+    start, end, first = evaluation.start, evaluation.end, table.first
+    lasts = [end[first[sequence[-1]]] + shift for sequence, shift in zip(sequences, evaluation.offset, strict=True)]
+    rank = random.choice([r for r, value in enumerate(lasts) if value >= evaluation.value - TOLERANCE])
+    at = high = len(sequences[rank]) - 1
+    blocks = []
+    while True:
+        operation = sequences[rank][at]
+        begin = start[first[operation]]
+        senders = [
+            sender
+            for sender, hop in (
+                (table.predecessor[operation], table.hop[operation]),
+                (table.predecessor2[operation], table.hop2[operation]),
+            )
+            if sender != table.none and end[sender] + hop == begin
+        ]
+        on_rank = at > 0 and end[first[sequences[rank][at - 1]]] == begin
+        if on_rank and not (senders and random.random() < 0.5):
+            at -= 1
+            continue
+        blocks.append((rank, at, high))
+        if not senders:
+            return blocks
+        sender = random.choice(senders)
+        rank, at = table.rank[sender], state.place[sender]
+        high = at
+
+
+def neighbours(
+    state: SequenceState, blocks: list[Block], random: Random, parameters: NeighbourhoodParameters
+) -> Iterator[Move]:
+    """Moves at positions of the blocks, as far as order on the rank and memory allow.
+
+    Every operation shifts by one, and to both ends of its block; with pairs, see the functions below.
+    """
+    places = [(rank, at, low, high) for rank, low, high in blocks for at in range(low, high + 1)]
+    count, pairs = parameters.sampled_positions, parameters.pairs
+    if count is not None and len(places) > count:
+        places = random.sample(places, count)
+    reach = len(state.place) if parameters.reach is None else parameters.reach
+    near = reach if count is None else 1  # where all positions are looked at, the one before has this exchange already
+    for rank, at, low, high in places:
+        for target in {max(low, at - reach), max(low, at - near), min(high, at + 1), min(high, at + reach)}:
+            if target != at and (move := shift(state, rank, at, target)) is not None:
+                yield move
+        if pairs:
+            yield from _pairing(state, rank, at, reach)
+
+
+def shift(state: SequenceState, rank: int, source: int, target: int) -> Move | None:
+    """The operation at `source` goes to index `target`, if order on the rank and memory allow that."""
+    if not state.allows_shift(rank, source, target):
+        return None
+    sequence = state.sequences[rank]
+    operation, passed = sequence[source], sequence[target]
+    if source < target:
+        operations = (*sequence[source + 1 : target + 1], operation)
+        return Move(rank, source, target, operations, (passed, operation), (operation, passed))
+    operations = (operation, *sequence[target:source])
+    return Move(rank, target, source, operations, (operation, passed), (passed, operation))
+
+
+def _pairing(state: SequenceState, rank: int, at: int, reach: int) -> Iterator[Move]:
+    """Pairs, and B as one, formed or split at index `at`."""
+    nodes = state.table.nodes[state.sequences[rank][at]]
+    if len(nodes) > 1:
+        yield from _split(state, rank, at)
+        yield from _pair_anew(state, rank, at)
+    elif nodes[0] < 2 * state.table.stride:
+        yield from _pair(state, rank, at, reach)
+    yield from _merge_weight_grad(state, rank, at, reach)
+
+
+def _split(state: SequenceState, rank: int, at: int) -> Iterator[Move]:
+    """The two actions of a pair one after the other, in both orders; its W, or that of a B, apart."""
+    table, operation = state.table, state.sequences[rank][at]
+    nodes = table.nodes[operation]
+    ways: list[tuple[int, ...]] = []
+    if nodes[-1] >= 2 * table.stride:
+        ways.append((table.operation(*nodes[:-1]), nodes[-1]))
+    if nodes[0] < table.stride:
+        backward = table.operation(*nodes[1:])
+        ways += [(nodes[0], backward), (backward, nodes[0])]
+    for operations in ways:
+        if state.allows(rank, at, operations):
+            yield Move(rank, at, at, operations, (APART, *nodes), (TOGETHER, *nodes))
+
+
+def _merge_weight_grad(state: SequenceState, rank: int, at: int, reach: int) -> Iterator[Move]:
+    """An I, alone or paired, and its W a little later, as one operation at the I's place, where that is shorter than the two."""
+    table, sequence = state.table, state.sequences[rank]
+    nodes = table.nodes[sequence[at]]
+    if not table.stride <= nodes[-1] < 2 * table.stride:
+        return
+    to = state.place[nodes[-1] + table.stride]
+    if to > at + reach:
+        return
+    whole = table.operation(*nodes, nodes[-1] + table.stride)
+    if table.time[whole] < table.time[sequence[at]] + table.time[sequence[to]] - TOLERANCE:
+        yield from _join(state, rank, (at, to), whole, [(whole, *sequence[at + 1 : to])])
+
+
+def _pair(state: SequenceState, rank: int, at: int, reach: int) -> Iterator[Move]:
+    """The F or I alone at `at` with the nearest one of the other kind, before or after, at the place of either."""
+    table, sequence = state.table, state.sequences[rank]
+    node, stride = sequence[at], table.stride
+    for places in (range(at - 1, max(-1, at - 1 - reach), -1), range(at + 1, min(len(sequence), at + 1 + reach))):
+        for to in places:
+            other = sequence[to]
+            if other < 2 * stride and (other < stride) != (node < stride):
+                yield from _pair_with(state, rank, (min(at, to), max(at, to)), reach)
+                break
+
+
+def _pair_with(state: SequenceState, rank: int, ends: tuple[int, int], reach: int) -> Iterator[Move]:
+    """F|I of the nodes at both ends of a part; and F|B, where W is near and the pair needs less memory with it."""
+    table, sequence, (low, high) = state.table, state.sequences[rank], ends
+    forward, backward = sorted((sequence[low], sequence[high]))
+    pair, between = table.pair(forward, backward, False), sequence[low + 1 : high]
+    yield from _join(state, rank, ends, pair, [(pair, *between), (*between, pair)])
+    weight = state.place[backward + table.stride]
+    whole = table.pair(forward, backward, True)
+    if table.rise[whole] >= table.rise[pair] - TOLERANCE or weight > high + reach:
+        return
+    last = max(high, weight)
+    before, after = (
+        [sequence[at] for at in part if at != weight] for part in (range(low + 1, high), range(high + 1, last + 1))
+    )
+    yield from _join(state, rank, (low, last), whole, [(whole, *before, *after), (*before, whole, *after)])
+
+
+def _join(
+    state: SequenceState, rank: int, ends: tuple[int, int], joined: int, ways: list[tuple[int, ...]]
+) -> Iterator[Move]:
+    """The operations between `ends` in any of these ways, of which `joined` takes in two."""
+    nodes = state.table.nodes[joined]
+    for operations in set(ways):
+        if state.allows(rank, ends[0], operations):
+            yield Move(rank, *ends, operations, (TOGETHER, *nodes), (APART, *nodes))
+
+
+def _pair_anew(state: SequenceState, rank: int, at: int) -> Iterator[Move]:
+    """The pair at `at` lets go of one action and takes the one alone next to it instead."""
+    table, sequence = state.table, state.sequences[rank]
+    nodes = table.nodes[sequence[at]]
+    if nodes[0] >= table.stride or len(nodes) > 2:
+        return
+    forward, backward = nodes
+    for to in (at - 1, at + 1):
+        if not 0 <= to < len(sequence) or sequence[to] >= 2 * table.stride:
+            continue
+        other = sequence[to]
+        left, pair = (
+            (forward, table.pair(other, backward, False))
+            if other < table.stride
+            else (backward, table.pair(forward, other, False))
+        )
+        for operations in ((pair, left), (left, pair)):
+            if state.allows(rank, min(at, to), operations):
+                yield Move(
+                    rank, min(at, to), max(at, to), operations, (TOGETHER, *table.nodes[pair]), (TOGETHER, *nodes)
+                )
+
+
+def slide(state: SequenceState, rank: int, low: int, high: int, later: bool) -> Move | None:
+    """Move the forwards of a part against its backwards by one place: one pair less, an F first and an I last, or the reverse.
+
+    `later` False: (f1|i1) (f2|i2) -> f1 (f2|i1) i2; True: an F at `low` and an I at `high` close up to pairs. None if the part
+    does not allow it.
+    """
+    table, sequence = state.table, state.sequences[rank]
+    stride = table.stride
+    forwards, backwards, weights = [], [], []
+    for at in range(low, high + 1):
+        nodes = table.nodes[sequence[at]]
+        if len(nodes) > 2 or (len(nodes) == 2 and nodes[0] >= stride):
+            return None
+        forwards += [node for node in nodes if node < stride]
+        backwards += [node for node in nodes if stride <= node < 2 * stride]
+        weights += [(len(backwards), node) for node in nodes if node >= 2 * stride]
+    if not later and not (forwards and backwards):
+        return None
+    lead = 0 if later else 1
+    pairs = [table.pair(f, i, False) for f, i in zip(forwards[lead:], backwards, strict=False)]
+    body = [*forwards[:lead], *pairs, *forwards[lead + len(pairs) :], *backwards[len(pairs) :]]
+    operations: list[int] = []
+    for index, operation in enumerate(body):
+        operations.append(operation)
+        while weights and weights[0][0] <= index + 1 - lead:
+            operations.append(weights.pop(0)[1])
+    operations += [node for _, node in weights]
+    if not state.allows(rank, low, tuple(operations)):
+        return None
+    return Move(rank, low, high, tuple(operations), (SLID, rank, low), (SLID, rank, low))
+
+
+def random_move(
+    state: SequenceState, random: Random, parameters: NeighbourhoodParameters, slide_share: float
+) -> Move | None:
+    """Return any move of one operation by one place, or that `slide` makes; None when the draw is not allowed."""
+    rank = random.randrange(len(state.sequences))
+    sequence = state.sequences[rank]
+    if parameters.pairs and random.random() < slide_share:
+        low, high = sorted((random.randrange(len(sequence)), random.randrange(len(sequence))))
+        return slide(state, rank, low, high, random.random() < 0.5)
+    at = random.randrange(len(sequence) - 1)
+    moves = list(neighbours(state, [(rank, at, at + 1)], random, parameters))
+    return random.choice(moves) if moves else None
+
+
+def estimate(state: SequenceState, evaluation: Evaluation, tail: list[float], move: Move) -> float:
+    """About the length of the longest path through what the move touches, from the times before the move."""
+    rank, low, high, operations, _, _ = move
+    sequence, table = state.sequences[rank], state.table
+    predecessor, hop, successor, successor_hop, time = (
+        table.predecessor,
+        table.hop,
+        table.successor,
+        table.successor_hop,
+        table.time,
+    )
+    end, none = evaluation.end, table.none
+    clock = end[table.first[sequence[low - 1]]] if low else 0.0
+    starts = []
+    for operation in operations:
+        arrival = end[predecessor[operation]] + hop[operation]
+        if arrival > clock:
+            clock = arrival
+        if operation >= none:
+            arrival = end[table.predecessor2[operation]] + table.hop2[operation]
+            if arrival > clock:
+                clock = arrival
+        starts.append(clock)
+        clock += time[operation]
+    after = tail[table.first[sequence[high + 1]]] if high + 1 < len(sequence) else evaluation.offset[rank]
+    longest = 0.0
+    for operation, begin in zip(reversed(operations), reversed(starts), strict=True):
+        other = tail[successor[operation]] + successor_hop[operation]
+        if other > after:
+            after = other
+        if operation >= none:
+            other = tail[table.successor2[operation]] + table.successor2_hop[operation]
+            if other > after:
+                after = other
+        after += time[operation]
+        if begin + after > longest:
+            longest = begin + after
+    return longest

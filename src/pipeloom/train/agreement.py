@@ -1,0 +1,69 @@
+"""What the workers of a run must have in common beyond a pipeline's handshake: configuration, data, a user's code."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from pipeloom.config import Layout
+from pipeloom.errors import DistributedError
+from pipeloom.parallel.exchange import all_gather_json
+from pipeloom.runtime.health.handshake import differences, source_facts
+from pipeloom.train.corpus import Corpus
+
+if TYPE_CHECKING:
+    from pipeloom.train.worker import WorkerContext
+
+# The data's path may differ from machine to machine: its content is compared. Where logs go concerns rank 0 alone.
+MAY_DIFFER = frozenset({"data.source", "log.dir", "train.device", "train.timeout"})
+_SAMPLED_BYTES = 64 * 2**20  # a second of reading at most, and all of most texts
+_SAMPLES = 64
+
+
+def require_agreement(layouts: Sequence[Layout], context: WorkerContext, corpus: Corpus | None = None) -> None:
+    """Raise DistributedError, on every worker, that names what differs between two workers. Collective over the run.
+
+    Compared are the versions, Pipeloom's source, the configuration (but MAY_DIFFER), the file of a user's schedule, and the
+    data: sizes, and SHA-256 of all of it up to 64 MB, else of 64 samples of 1 MB at fixed offsets.
+    """
+    if context.world_size == 1:
+        return
+    mine: dict[str, Any] = source_facts()
+    for number, layout in enumerate(layouts):
+        where = f"layout {number}, " if len(layouts) > 1 else ""
+        mine |= {f"{where}{key}": value for key, value in _settings(layout).items()}
+    if corpus is not None:
+        mine["data, to train on"] = fingerprint(corpus.train)
+        mine["data, held out"] = fingerprint(corpus.held_out)
+    with context.waiting("what the other workers are about to train", "start-up"):
+        found = differences(all_gather_json(mine, dist.group.WORLD))
+    if found:
+        raise DistributedError("the ranks do not agree:\n" + "\n".join(f"  {line}" for line in found))
+
+
+def fingerprint(data: bytes) -> str:
+    """Size and SHA-256: of up to 64 MB of `data`, in 64 pieces at fixed offsets where it is longer."""
+    view = memoryview(data)
+    found = hashlib.sha256()
+    if len(view) <= _SAMPLED_BYTES:
+        found.update(view)
+    else:
+        piece = _SAMPLED_BYTES // _SAMPLES
+        for number in range(_SAMPLES):
+            start = (len(view) - piece) * number // (_SAMPLES - 1)
+            found.update(view[start : start + piece])
+    return f"{len(view)} bytes, SHA-256 {found.hexdigest()[:16]}"
+
+
+def _settings(layout: Layout) -> dict[str, Any]:
+    """Section.key -> value, as JSON holds it."""
+    dumped = layout.config.model_dump(mode="json")
+    settings = {f"{section}.{key}": value for section, table in dumped.items() for key, value in table.items()}
+    settings = {key: value for key, value in settings.items() if key not in MAY_DIFFER}
+    if layout.code is not None:
+        settings["code of the schedule"] = fingerprint(Path(layout.code).read_bytes())
+    return settings

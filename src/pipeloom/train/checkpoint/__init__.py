@@ -1,0 +1,1 @@
+"""Checkpoints: safetensors and JSON, one directory per step, loadable on any layout."""

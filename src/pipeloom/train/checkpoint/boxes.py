@@ -1,0 +1,83 @@
+"""Boxes: axis-parallel parts of a tensor, given by the offset of their first element and their shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+
+class Box(NamedTuple):
+    """A part of a tensor: `offset` and `shape` have one entry per dimension; a 0-dim tensor has one box, `((), ())`."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    def moved(self, by: Sequence[int]) -> Box:
+        """The same box in a tensor in which this one's tensor begins at `by`."""
+        return Box(tuple(a + b for a, b in zip(self.offset, by, strict=True)), self.shape)
+
+    def intersection(self, other: Box) -> Box | None:
+        """What both have in common; None: no element."""
+        first = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
+        stop = (
+            min(a + m, b + n) for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        )
+        shape = tuple(end - start for start, end in zip(first, stop, strict=True))
+        return Box(first, shape) if all(size > 0 for size in shape) else None
+
+    def slices_in(self, outer: Box) -> tuple[slice, ...]:
+        """Indices of this box in a tensor that holds `outer`."""
+        starts = (a - b for a, b in zip(self.offset, outer.offset, strict=True))
+        return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
+
+
+def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Boxes that hold the elements `start` to `stop` of a tensor, counted row by row, in that order.
+
+    Each is contiguous in memory; a tensor of n dimensions needs at most 2n - 1.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = math.prod(shape[1:])
+    first, last = start // row, (stop - 1) // row
+    if first == last and (start % row or stop % row):
+        for inner in boxes_of_run(shape[1:], start - first * row, stop - first * row):
+            yield Box((first, *inner.offset), (1, *inner.shape))
+        return
+    whole_from = -(-start // row)
+    whole_to = stop // row
+    if start % row:
+        yield from boxes_of_run(shape, start, whole_from * row)
+    if whole_from < whole_to:
+        zeros = (0,) * (len(shape) - 1)
+        yield Box((whole_from, *zeros), (whole_to - whole_from, *shape[1:]))
+    if stop % row:
+        yield from boxes_of_run(shape, whole_to * row, stop)
+
+
+def tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str:
+    """Why `boxes` do not hold each element of a tensor of `shape` exactly once; "" where they do."""
+    for box in boxes:
+        if len(box.offset) != len(shape) or len(box.shape) != len(shape):
+            return f"a part has {len(box.offset)} dimensions, the tensor {len(shape)}"
+        if any(a < 0 or n < 0 or a + n > size for a, n, size in zip(box.offset, box.shape, shape, strict=True)):
+            return f"the part {list(box.shape)} at {list(box.offset)} is outside {list(shape)}"
+    found, wanted = sum(box.elements for box in boxes), math.prod(shape)
+    if found != wanted:
+        return f"its parts hold {found:,} elements of {wanted:,}"
+    ordered = sorted(box for box in boxes if box.elements)
+    for at, box in enumerate(ordered):
+        for other in ordered[at + 1 :]:
+            if shape and other.offset[0] >= box.offset[0] + box.shape[0]:
+                break
+            if box.intersection(other) is not None:
+                return f"the parts at {list(box.offset)} and {list(other.offset)} overlap"
+    return ""

@@ -1,0 +1,70 @@
+"""A folder of checkpoints: one directory per step, complete when its manifest is there."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeloom.train.checkpoint.files import sync_directory
+from pipeloom.train.checkpoint.manifest import MANIFEST
+
+_STEP = re.compile(r"step-(\d{6,15})")
+_LEFTOVER = re.compile(r"\.step-\d+\.(partial|replaced|deleted)")
+
+
+def step_path(folder: Path, step: int) -> Path:
+    """`FOLDER/step-000010`."""
+    return folder / f"step-{step:06d}"
+
+
+def partial_path(folder: Path, step: int) -> Path:
+    """Where a checkpoint is while it is written: hidden, so that nobody takes it for one."""
+    return folder / f".step-{step:06d}.partial"
+
+
+def complete(folder: Path) -> list[tuple[int, Path]]:
+    """(step, directory) of every complete checkpoint in `folder`, newest first; none where there is no such folder."""
+    found = []
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            match = _STEP.fullmatch(path.name)
+            if match is not None and (path / MANIFEST).is_file():
+                found.append((int(match[1]), path))
+    return sorted(found, reverse=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes what an interrupted save or deletion has left."""
+    for path in list(folder.iterdir()):
+        if _LEFTOVER.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def publish(partial: Path, final: Path) -> None:
+    """Gives a finished directory its name, in one atomic step unless one of that name is replaced."""
+    sync_directory(partial)
+    old = final.with_name(f".{final.name}.replaced")
+    if final.exists():
+        final.rename(old)
+    partial.rename(final)
+    sync_directory(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def superseded(found: Sequence[tuple[int, Path]], keep: int, keep_every: int) -> list[Path]:
+    """The directories to delete: all but the `keep` newest (0: all stay) and each whose step `keep_every` divides."""
+    if keep == 0:
+        return []
+    return [path for step, path in found[keep:] if not keep_every or step % keep_every]
+
+
+def prune(folder: Path, keep: int, keep_every: int) -> None:
+    """Deletes superseded checkpoints; each is renamed first, so that no half-deleted one is ever found."""
+    for path in superseded(complete(folder), keep, keep_every):
+        hidden = path.with_name(f".{path.name}.deleted")
+        with contextlib.suppress(OSError):
+            path.rename(hidden)
+            shutil.rmtree(hidden)

@@ -1,0 +1,215 @@
+"""Loading: every file's checksum is compared before anything is used, then each rank reads the regions that it needs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from pipeloom.errors import CheckpointError
+from pipeloom.parallel.exchange import all_gather_json
+from pipeloom.runtime import Pipeline
+from pipeloom.train.checkpoint.boxes import Box
+from pipeloom.train.checkpoint.files import DTYPES_BY_NAME, verify
+from pipeloom.train.checkpoint.folder import complete
+from pipeloom.train.checkpoint.manifest import EXTRA, MANIFEST, Manifest, read_manifest
+from pipeloom.train.checkpoint.state import (
+    AnyOptimizer,
+    Number,
+    load_model,
+    load_optimizer,
+    require_shapes,
+    required_names,
+)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a checkpoint said beside tensors.
+
+    Attributes:
+        step: how many steps had been made.
+        extra: what was given to `save`; None: nothing.
+        path: the checkpoint's directory.
+    """
+
+    step: int
+    extra: Any
+    path: Path
+
+
+class Reader:
+    """A checkpoint whose files have been verified. Use it in a `with` block."""
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        self.directory, self.manifest = directory, manifest
+        self.tensors: dict[str, tuple[int, ...]] = {key: entry.shape for key, entry in manifest.tensors.items()}
+        self._files: dict[str, Any] = {}
+
+    @property
+    def numbers(self) -> Mapping[str, Number]:
+        return self.manifest.numbers
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in self._files.values():
+            file.__exit__(kind, error, trace)
+        self._files = {}
+
+    def region(self, key: str, box: Box) -> Tensor:
+        """The values of `box` of a tensor, in the stored dtype, on the CPU. Raises CheckpointError where they are not there."""
+        entry = self.manifest.tensors[key]
+        pieces = [(stored, common) for stored in entry.boxes if (common := stored.box.intersection(box)) is not None]
+        if len(pieces) == 1 and pieces[0][1] == box:
+            return self._read(pieces[0][0].file, pieces[0][0].name, key, pieces[0][0].box, box)
+        whole = torch.empty(box.shape, dtype=DTYPES_BY_NAME[entry.dtype])
+        for stored, common in pieces:
+            part = self._read(stored.file, stored.name, key, stored.box, common)
+            whole[common.slices_in(box)] = part
+        return whole
+
+    def _read(self, file: str, name: str, key: str, stored: Box, wanted: Box) -> Tensor:
+        path = self.directory / file
+        try:
+            opened = self._files.get(file)
+            if opened is None:
+                opened = safe_open(path, framework="pt", device="cpu")
+                self._files[file] = opened = opened.__enter__()  # type: ignore[no-untyped-call]
+            found = opened.get_slice(name)
+            shape, dtype = tuple(found.get_shape()), found.get_dtype()
+            expected = (stored.shape, self.manifest.tensors[key].dtype)
+            if (shape, dtype) != expected:
+                raise CheckpointError(f"{path}: {name!r}: expected {expected}, found {(shape, dtype)}")
+            if stored == wanted:
+                whole: Tensor = opened.get_tensor(name)
+                return whole
+            part: Tensor = found[wanted.slices_in(stored)]
+            return part
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: {name!r} cannot be read: {str(error)[:200]}") from None
+
+    def extra(self) -> Any:
+        """What was given to `save` as `extra`."""
+        return read_extra(self.directory) if EXTRA in self.manifest.files else None
+
+
+def read_extra(directory: Path) -> Any:
+    """What was given to `save` as `extra`, of a checkpoint that has been verified; None: nothing."""
+    path = directory / EXTRA
+    return json.loads(path.read_bytes()) if path.is_file() else None
+
+
+def verified(directory: Path, group: Any, index: int = 0, count: int = 1) -> tuple[Manifest | None, str]:
+    """(the manifest, "") of a checkpoint whose files all have the right checksums; (None, why not) for any other.
+
+    Collective over `group`, of whose `count` processes this is number `index`: each compares some of the files, and all of
+    them return alike.
+    """
+    manifest, problem = None, ""
+    try:
+        manifest = read_manifest(directory)
+        sizes = sorted(manifest.files.items(), key=lambda item: (-item[1].size, item[0]))
+        for name, stored in sizes[index::count]:
+            problem = problem or verify(directory, name, stored)
+    except CheckpointError as error:
+        problem = str(error)
+    facts = [problem, "" if manifest is None else _identity(manifest)]
+    answers = [facts] if group is None else all_gather_json(facts, group)
+    problems = [found for found, _ in answers if found]
+    if not problems and len({identity for _, identity in answers}) > 1:
+        problems = [f"{directory}: the ranks see different checkpoints there; it must be a folder that they share"]
+    return (None, problems[0]) if problems else (manifest, "")
+
+
+def _identity(manifest: Manifest) -> str:
+    return " ".join(f"{name} {stored.sha256}" for name, stored in sorted(manifest.files.items()))
+
+
+def load(path: str | Path, pipeline: Pipeline, optimizer: AnyOptimizer | None = None) -> Loaded:
+    """Puts the state of a checkpoint into a pipeline and its optimizer; collective. Any layout loads any other's.
+
+    Sets `pipeline.next_step` to the checkpoint's step.
+
+    Args:
+        path: a checkpoint, or a folder of checkpoints: of those the newest complete one.
+        optimizer: None: weights alone. Its state stays empty where the checkpoint holds weights alone.
+
+    Raises:
+        CheckpointError: nothing there; a file that is absent or damaged; weights or state that are not complete, or of another
+            shape. On every rank, with one message.
+    """
+    everyone = pipeline.mesh.everyone
+    group = pipeline.run_control if everyone.size > 1 else None
+    with pipeline.waiting("the other ranks to compare a checkpoint's checksums", "load"):
+        directory = _chosen(Path(path), group)
+        manifest, problem = verified(directory, group, everyone.index, everyone.size)
+    if manifest is None:
+        raise CheckpointError(problem)
+    with Reader(directory, manifest) as reader:
+        _require(reader, pipeline, group)
+
+        def put() -> None:
+            load_model(reader, pipeline)
+            if optimizer is not None:
+                if "optimizer" in reader.manifest.stored:
+                    load_optimizer(reader, pipeline, optimizer)
+                elif not isinstance(optimizer, torch.optim.Optimizer):
+                    optimizer.read_parameters()
+
+        _together(pipeline, group, put)
+        loaded = Loaded(manifest.step, reader.extra(), directory)
+    pipeline.next_step = manifest.step
+    return loaded
+
+
+def _chosen(path: Path, group: Any) -> Path:
+    """The checkpoint that `path` means: the first rank looks, and all take what it found."""
+    found = path
+    if not (path / MANIFEST).is_file():
+        found = next((directory for _, directory in complete(path)), path)
+    answers = [str(found)] if group is None else all_gather_json(str(found), group)
+    return Path(answers[0])
+
+
+def _require(reader: Reader, pipeline: Pipeline, group: Any) -> None:
+    """Raise CheckpointError, on every rank, where the checkpoint's model is another one than the pipeline's."""
+    needed = required_names(pipeline)
+    _together(pipeline, group, lambda: require_shapes(reader, needed))
+    everyone = [list(needed)]
+    if group is not None:
+        with pipeline.waiting("the other ranks to load a checkpoint", "load"):
+            everyone = all_gather_json(list(needed), group)
+    unknown = sorted(reader.manifest.names("model") - {name for names in everyone for name in names})
+    if unknown:
+        raise CheckpointError(
+            f"{reader.directory}: it holds {unknown[0]!r}{f' and {len(unknown) - 1} more weights' * (len(unknown) > 1)}, "
+            "which the model does not have"
+        )
+
+
+def _together(pipeline: Pipeline, group: Any, work: Callable[[], None]) -> None:
+    """Does `work` here, and raises one CheckpointError on every rank where it fails on any."""
+    problem = ""
+    try:
+        work()
+    except CheckpointError as error:
+        problem = str(error)
+    if group is None:
+        problems = [problem]
+    else:
+        with pipeline.waiting("the other ranks to load a checkpoint", "load"):
+            problems = all_gather_json(problem, group)
+    for found in problems:
+        if found:
+            raise CheckpointError(found)

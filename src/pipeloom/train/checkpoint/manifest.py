@@ -1,0 +1,196 @@
+"""The manifest of a checkpoint: which tensors it holds, in which boxes of which files, and the checksum of every file.
+
+`manifest.json` is written last, so a directory without one is no checkpoint. Its own content has a SHA-256 as well: a flipped
+digit in it is found like one in a tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeloom.errors import CheckpointError, UsageError, echo
+from pipeloom.limits import depth, read_file
+from pipeloom.train.checkpoint.boxes import Box, tiling_problem
+
+FORMAT = "pipeloom.checkpoint/1"
+MANIFEST = "manifest.json"
+EXTRA = "extra.json"
+# A tensor and its boxes take some 300 bytes: enough for 3 million of them.
+MANIFEST_BYTES = 2**30
+DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "C64")
+REST = {
+    "random numbers": "a function of (seed, step, sample, layer): no generator has a state to store",
+    "data": "read again from data.source of the configuration in extra.json, from the batch number there on",
+}
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,100}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class StoredBox:
+    """One box of a tensor.
+
+    Attributes:
+        file: the safetensors file in the checkpoint's directory.
+        name: the name in that file.
+        box: which part of the whole tensor it is.
+    """
+
+    file: str
+    name: str
+    box: Box
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor: dtype as safetensors writes it (`"F32"`), the whole shape, and the boxes that hold each element once."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[StoredBox, ...]
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """Size in bytes and SHA-256 (hexadecimal) of a file."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    Attributes:
+        step: how many steps have been made.
+        stored: of "model", "optimizer" and "extra", what it holds.
+        tensors: key -> entry; a key is `model.NAME` or `optimizer.NAME.STATE`, NAME being a global name.
+        numbers: key -> a state that is a number and no tensor.
+        files: name -> size and checksum, of every file but the manifest.
+        writer: version of Pipeloom, number of ranks, and when, for people.
+    """
+
+    step: int
+    stored: tuple[str, ...]
+    tensors: Mapping[str, Entry]
+    numbers: Mapping[str, float | int | bool]
+    files: Mapping[str, StoredFile]
+    writer: Mapping[str, Any] = field(default_factory=dict)
+
+    def names(self, kind: str) -> set[str]:
+        """The keys of `kind` ("model", "optimizer") without their first part."""
+        return {key.partition(".")[2] for key in (*self.tensors, *self.numbers) if key.partition(".")[0] == kind}
+
+
+def to_bytes(manifest: Manifest) -> bytes:
+    """The content of `manifest.json`."""
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "step": manifest.step,
+        "stored": list(manifest.stored),
+        "rest": REST,
+        "writer": dict(manifest.writer),
+        "files": {name: {"bytes": f.size, "sha256": f.sha256} for name, f in manifest.files.items()},
+        "numbers": dict(manifest.numbers),
+        "tensors": {
+            key: {
+                "dtype": entry.dtype,
+                "shape": list(entry.shape),
+                "boxes": [
+                    {"file": b.file, "name": b.name, "offset": list(b.box.offset), "shape": list(b.box.shape)}
+                    for b in entry.boxes
+                ],
+            }
+            for key, entry in manifest.tensors.items()
+        },
+    }
+    return json.dumps({**content, "sha256": _digest(content)}, indent=1, allow_nan=False).encode() + b"\n"
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of the checkpoint in `directory`, with its own checksum compared; the files are not looked at.
+
+    Raises CheckpointError with the file, what was expected and what was found.
+    """
+    path = directory / MANIFEST
+    try:
+        data = read_file(path, MANIFEST_BYTES, "a manifest")
+    except FileNotFoundError:
+        what = "is not complete: it has no manifest.json" if directory.is_dir() else "does not exist"
+        raise CheckpointError(f"{directory}: the checkpoint {what}") from None
+    except (OSError, UsageError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        content = json.loads(data)
+        if not isinstance(content, dict) or depth(content) > 8:
+            raise ValueError("expected one JSON object")
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: expected JSON, found {str(error)[:200]}") from None
+    if content.get("format") != FORMAT:
+        raise CheckpointError(f"{path}: expected format {FORMAT!r}, found {echo(content.get('format'))}")
+    said = content.pop("sha256", None)
+    found = _digest(content)
+    if said != found:
+        raise CheckpointError(f"{path}: expected SHA-256 {echo(said)} of its content, found {found!r}: it is damaged")
+    try:
+        manifest = _parse(content)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path}: it is not a manifest: {type(error).__name__} {str(error)[:200]}") from None
+    _check(manifest, path)
+    return manifest
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _parse(content: Mapping[str, Any]) -> Manifest:
+    tensors = {
+        key: Entry(
+            entry["dtype"],
+            _sizes(entry["shape"]),
+            tuple(
+                StoredBox(box["file"], box["name"], Box(_sizes(box["offset"]), _sizes(box["shape"])))
+                for box in entry["boxes"]
+            ),
+        )
+        for key, entry in content["tensors"].items()
+    }
+    files = {name: StoredFile(int(stored["bytes"]), stored["sha256"]) for name, stored in content["files"].items()}
+    if type(content["step"]) is not int or content["step"] < 0:
+        raise ValueError(f"step {content['step']!r}")
+    return Manifest(
+        content["step"], tuple(content["stored"]), tensors, dict(content["numbers"]), files, content["writer"]
+    )
+
+
+def _sizes(values: Sequence[Any]) -> tuple[int, ...]:
+    if not all(type(value) is int and 0 <= value < 2**60 for value in values):
+        raise ValueError(f"sizes {values!r}")
+    return tuple(values)
+
+
+def _check(manifest: Manifest, path: Path) -> None:
+    """Raises CheckpointError for file names that leave the directory, and for tensors whose boxes do not cover them."""
+    for name, stored in manifest.files.items():
+        if not _FILE.fullmatch(name) or name == MANIFEST or not _SHA256.fullmatch(stored.sha256) or stored.size < 0:
+            raise CheckpointError(f"{path}: {echo(name)} is no file of a checkpoint")
+    if ("extra" in manifest.stored) != (EXTRA in manifest.files):
+        raise CheckpointError(f"{path}: expected {EXTRA} among its files, found {sorted(manifest.files)[:5]}")
+    for key, entry in manifest.tensors.items():
+        if entry.dtype not in DTYPES:
+            raise CheckpointError(f"{path}: {echo(key)} has the unknown dtype {echo(entry.dtype)}")
+        for box in entry.boxes:
+            if box.file not in manifest.files:
+                raise CheckpointError(f"{path}: {echo(key)} is in {echo(box.file)}, which is not among its files")
+        problem = tiling_problem(entry.shape, [box.box for box in entry.boxes])
+        if problem:
+            raise CheckpointError(f"{path}: {echo(key)} is not complete: {problem}")

@@ -1,0 +1,195 @@
+"""Which checkpoint a run begins with: the first rank looks, all verify, and all take the same one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from pipeloom.config import Config
+from pipeloom.errors import CheckpointError, ConfigError, sentence
+from pipeloom.parallel.exchange import all_gather_json
+from pipeloom.train.checkpoint.folder import complete, step_path
+from pipeloom.train.checkpoint.load import read_extra, verified
+from pipeloom.train.checkpoint.manifest import MANIFEST, Manifest
+
+if TYPE_CHECKING:
+    from pipeloom.train.worker import WorkerContext
+
+RUN_FILE = "run.json"  # in a run's folder: the digests of its model and data
+# What decides names and shapes of parameters and buffers.
+_MODEL_KEYS = (
+    *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias"),
+    *("qkv_bias", "intermediate_size", "vocab_size", "tie_word_embeddings", "num_experts", "moe_intermediate_size"),
+    *("num_shared_experts", "router"),
+)
+# Sections and keys that may change from one part of a run to the next without a word: they change no number but rounding.
+_FREE = ("parallel.", "schedule.", "log.", "checkpoint.", "debug.", "train.steps", "train.device", "train.tune_cpu")
+_FREE_TOO = ("train.recompute", "train.timeout", "train.check_every", "train.deterministic", "train.on_", "train.re")
+_ZERO = ("optimizer.zero1", "optimizer.barrier", "train.rollbacks")
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins.
+
+    Attributes:
+        path: the checkpoint; None: at the first step.
+        manifest: of it.
+        extra: what the trainer stored beside tensors.
+        folder: the run's folder to go on in; None: a new one.
+        notes: sentences for people.
+    """
+
+    path: Path | None = None
+    manifest: Manifest | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    folder: Path | None = None
+    notes: tuple[str, ...] = ()
+
+
+def digests(config: Config, data: str) -> dict[str, str]:
+    """What two runs must have in common so that one may continue the other: `model` and `data`."""
+    model = config.model.model_dump(include=set(_MODEL_KEYS), mode="json")
+    return {"model": hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()[:16], "data": data}
+
+
+def find_start(config: Config, mine: Mapping[str, str], context: WorkerContext, run: Path | None = None) -> Start:
+    """The checkpoint that `checkpoint.resume` asks for, verified; collective over all workers.
+
+    Args:
+        mine: the run's `digests`.
+        run: "auto" looks into this run's folder only; None: below `checkpoint.dir`, else in the newest run below `log.dir`.
+
+    Raises:
+        CheckpointError: the one asked for is not there or is damaged, or none of several is whole.
+        ConfigError: new checkpoints would be mixed with others'.
+    """
+    group = dist.group.WORLD if context.world_size > 1 else None
+    found, notes = _candidates(config, mine, context, group, run), []
+    for number, text in enumerate(found["paths"]):
+        path = Path(text)
+        with context.waiting("the other workers to compare a checkpoint's checksums", "load"):
+            manifest, problem = verified(path, group, context.rank, context.world_size)
+        if manifest is None:
+            if found["exact"]:
+                raise CheckpointError(problem)
+            after = (
+                ", and there is none before it" if number + 1 == len(found["paths"]) else "; taking the one before it"
+            )
+            notes.append(f"{problem}{after}")
+            continue
+        extra = read_extra(path) or {}
+        notes += _differences(config, mine, extra)
+        return Start(path, manifest, extra, _folder(found, extra), tuple(notes))
+    if notes:
+        raise CheckpointError("\n".join(notes))
+    return Start(folder=Path(found["folder"]) if found["folder"] else None)
+
+
+def _candidates(
+    config: Config, mine: Mapping[str, str], context: WorkerContext, group: Any, run: Path | None
+) -> dict[str, Any]:
+    """What the first rank found: `paths` to try in order, whether the first is the only one, and the run's folder."""
+    found: dict[str, Any] = {}
+    if context.rank == 0:
+        try:
+            found = _look(config, mine, run)
+        except (CheckpointError, ConfigError) as error:
+            found = {"error": sentence(str(error)), "kind": type(error).__name__}
+        except OSError as error:
+            found = {"error": f"{error.filename}: cannot be read: {error.strerror}", "kind": "CheckpointError"}
+    if group is not None:
+        with context.waiting("rank 0 to look for a checkpoint", "load"):
+            found = all_gather_json(found, group)[0]
+    if "error" in found:
+        raise (ConfigError if found["kind"] == "ConfigError" else CheckpointError)(found["error"])
+    return found
+
+
+def _look(config: Config, mine: Mapping[str, str], run: Path | None) -> dict[str, Any]:
+    section = config.checkpoint
+    own = Path(section.dir).expanduser().absolute() if section.dir else None
+    if run is not None:
+        paths = [str(path) for _, path in complete(own or run)]
+        return {"paths": paths, "exact": False, "folder": str(run)}
+    if section.resume == "none":
+        _require_empty(own, None)
+        return {"paths": [], "exact": False, "folder": ""}
+    if section.resume == "auto":
+        folder = own or newest_run(config, mine)
+        paths = [str(path) for _, path in complete(folder)] if folder is not None else []
+        return {"paths": paths, "exact": False, "folder": str(folder) if paths and own is None else ""}
+    if isinstance(section.resume, int):
+        folder = own or newest_run(config, mine)
+        if folder is None:
+            raise CheckpointError(
+                f"checkpoint.resume = {section.resume}: no run below {config.log.dir} has this model and data"
+            )
+        chosen = step_path(folder, section.resume)
+        if not (chosen / MANIFEST).is_file():
+            steps = [step for step, _ in complete(folder)]
+            there = f"it has {', '.join(map(str, reversed(steps)))}" if steps else "it has none"
+            raise CheckpointError(
+                f"checkpoint.resume = {section.resume}: {folder} has no complete checkpoint of that step; {there}"
+            )
+    else:
+        chosen = Path(section.resume).expanduser().absolute()
+        if not (chosen / MANIFEST).is_file() and complete(chosen):
+            chosen = complete(chosen)[0][1]
+    _require_empty(own, chosen)
+    return {"paths": [str(chosen)], "exact": True, "folder": ""}
+
+
+def newest_run(config: Config, mine: Mapping[str, str]) -> Path | None:
+    """The newest run's folder below `log.dir` with the same model and data; None: there is none."""
+    root = Path(config.log.dir).expanduser().absolute()
+    runs = []
+    for path in root.iterdir() if root.is_dir() else ():
+        try:
+            facts = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(facts, dict) and all(facts.get(key) == value for key, value in mine.items()):
+            runs.append((float(facts.get("started", 0.0)), path))
+    return max(runs)[1] if runs else None
+
+
+def _require_empty(own: Path | None, chosen: Path | None) -> None:
+    """Raise ConfigError where `checkpoint.dir` has checkpoints that the new ones would be mixed with."""
+    there = complete(own) if own is not None else []
+    if there and (chosen is None or there[0][1] != chosen):
+        raise ConfigError(
+            f'checkpoint.dir = "{own}": it has checkpoints up to step {there[0][0]}, which new ones would be mixed with; use '
+            'another folder, or checkpoint.resume = "auto" to go on from there'
+        )
+
+
+def _folder(found: Mapping[str, Any], extra: Mapping[str, Any]) -> Path | None:
+    if found["exact"]:
+        return None
+    folder = Path(found["folder"] or str(extra.get("run", "")))
+    return folder if folder.is_absolute() and (folder / RUN_FILE).is_file() else None
+
+
+def _differences(config: Config, mine: Mapping[str, str], extra: Mapping[str, Any]) -> list[str]:
+    """A sentence where data or settings are others than those of the checkpoint."""
+    notes = []
+    if extra.get("data") not in (None, mine["data"]):
+        notes.append("the data is not that of the checkpoint: its order begins anew from the present batch number")
+    dumped, before = config.model_dump(mode="json"), extra.get("config", {})
+    changed = [
+        f"{section}.{key} {before[section][key]!r} -> {value!r}"
+        for section, table in dumped.items()
+        for key, value in table.items()
+        if section in before and key in before[section] and before[section][key] != value
+        if not f"{section}.{key}".startswith((*_FREE, *_FREE_TOO, *_ZERO, "data.source"))
+    ]
+    if changed:
+        notes.append(f"changed since the checkpoint: {', '.join(changed)}")
+    return notes

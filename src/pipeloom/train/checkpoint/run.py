@@ -1,0 +1,160 @@
+"""The checkpoints of a training run: when they are due, what they hold, and what is said of them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeloom.config import Config
+from pipeloom.errors import CheckpointError, ConfigError
+from pipeloom.parallel.exchange import all_gather_json
+from pipeloom.runtime import Pipeline
+from pipeloom.train.checkpoint.load import Loaded, load
+from pipeloom.train.checkpoint.save import Saver
+from pipeloom.train.optimizer import Optimizer
+from pipeloom.train.report import Report
+
+_PROBE = ".pipeloom-probe"
+
+
+class RunCheckpoints:
+    """Saves the state of a run; every rank makes one and calls it alike.
+
+    Args:
+        folder: where the checkpoints go, the same for all ranks.
+        facts: what the trainer stores beside tensors.
+        saved: step and batch number of the checkpoint that the run began with, which need not be saved again.
+
+    Attributes:
+        path: the newest checkpoint of the run; None: there is none yet.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        pipeline: Pipeline,
+        optimizer: Optimizer,
+        folder: Path,
+        facts: Callable[[], Mapping[str, Any]],
+        report: Report | None,
+        path: Path | None = None,
+        saved: tuple[int, int] | None = None,
+    ) -> None:
+        section = config.checkpoint
+        self.path = path
+        self._every = section.every
+        self._pipeline, self._optimizer, self._report = pipeline, optimizer, report
+        self._facts, self._saved = facts, saved
+        self._folder = folder
+        self._key = f'checkpoint.dir = "{section.dir}"' if section.dir else f'log.dir = "{config.log.dir}"'
+        self._asynchronous = section.asynchronous
+        self._saver = Saver(
+            folder,
+            pipeline,
+            optimizer,
+            keep=section.keep,
+            keep_every=section.keep_every,
+            asynchronous=section.asynchronous,
+        )
+
+    def require_room(self) -> None:
+        """Raise ConfigError, on every rank, where a checkpoint could not be written: before the first step; collective."""
+        pipeline, first = self._pipeline, self._pipeline.mesh.everyone.index == 0
+        weights = sum(p.nbytes for name, p in pipeline.named_parameters() if pipeline.owns(name))
+        states = sum(
+            p.numel() * (8 if p.dtype.itemsize >= 4 else 12)
+            for name, p in pipeline.named_parameters()
+            if pipeline.owns(name) and p.requires_grad
+        )
+        problem, probe = "", self._folder / _PROBE
+        if first:
+            try:
+                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                probe.write_text("")
+            except OSError as error:
+                problem = f"{self._key}: cannot write there: {error.strerror or error}"
+        sizes = self._exchange([weights + states, problem])
+        problem = problem or ("" if sizes[0][1] or probe.is_file() else self._unseen())
+        need = sum(size for size, _ in sizes)
+        if first and not problem and (free := shutil.disk_usage(self._folder).free) < need:
+            problem = (
+                f"{self._key}: a checkpoint takes about {need / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free there"
+            )
+        problems = [found for found in self._exchange(problem) if found]
+        if first:
+            probe.unlink(missing_ok=True)
+        if problems:
+            raise ConfigError(problems[0])
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is due after so many steps."""
+        return self._every > 0 and step % self._every == 0
+
+    def save(self, step: int, batch: int) -> None:
+        """Saves, unless that has been done; a checkpoint that cannot be written is reported, and training goes on."""
+        try:
+            self.require(step, batch)
+        except CheckpointError as error:
+            self._say(f"{error}; training goes on, and the newest checkpoint is {self.path or 'none'}")
+
+    def require(self, step: int, batch: int) -> None:
+        """Saves, unless that has been done. Raises CheckpointError where it cannot be written."""
+        if self._saved == (step, batch):
+            return
+        self._settle()
+        path = self._saver.save(step, self._facts())
+        self._saved, before, self.path = (step, batch), self.path, path
+        if not self._asynchronous:
+            self._tell(step, path)
+            return
+        self._pending = step, path, before
+
+    _pending: tuple[int, Path, Path | None] | None = None
+
+    def finish(self) -> None:
+        """Waits for a checkpoint that is being written. Raises CheckpointError where it could not be."""
+        if self._pending is None:
+            return
+        (step, path, before), self._pending = self._pending, None
+        try:
+            self._saver.wait()
+        except CheckpointError:
+            self.path, self._saved = before, None
+            raise
+        self._tell(step, path)
+
+    def back(self) -> Loaded:
+        """Puts the newest checkpoint's state back. Raises CheckpointError where that is not possible."""
+        self.finish()
+        if self.path is None:
+            raise CheckpointError("there is no checkpoint to go back to")
+        loaded = load(self.path, self._pipeline, self._optimizer)
+        self._saved = loaded.step, int(loaded.extra["batch"])
+        return loaded
+
+    def _settle(self) -> None:
+        try:
+            self.finish()
+        except CheckpointError as error:
+            self._say(f"{error}; training goes on, and the newest checkpoint is {self.path or 'none'}")
+
+    def _tell(self, step: int, path: Path) -> None:
+        self._say(f"checkpoint of step {step}: {path}")
+        if self._report is not None:
+            self._report.record("checkpoint", step=step, path=str(path), stalled=self._saver.stalled)
+
+    def _say(self, text: str) -> None:
+        if self._report is not None:
+            self._report.say(text)
+
+    def _unseen(self) -> str:
+        rank = self._pipeline.mesh.everyone.index
+        return f"{self._key}: rank {rank} does not see {self._folder}, where rank 0 writes; all hosts must share it"
+
+    def _exchange(self, value: Any) -> list[Any]:
+        if self._pipeline.mesh.everyone.size == 1:
+            return [value]
+        with self._pipeline.waiting("the other ranks to look at the folder of checkpoints", "save"):
+            return all_gather_json(value, self._pipeline.run_control)

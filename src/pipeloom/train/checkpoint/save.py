@@ -1,0 +1,378 @@
+"""Saving: every rank writes its share of the state into one file, the first one publishes the checkpoint.
+
+Ranks agree once on who writes what; a box that several of them hold is written by the one with the least to write. Their
+results travel as small files in the checkpoint's own directory, so that a writing thread needs no communication beside that
+of training, and a directory that the ranks do not share is found out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeloom.errors import CheckpointError, UsageError
+from pipeloom.parallel.exchange import all_gather_json
+from pipeloom.runtime import Pipeline
+from pipeloom.train.checkpoint.boxes import Box, tiling_problem
+from pipeloom.train.checkpoint.files import DTYPE_NAMES, write_bytes, write_tensors
+from pipeloom.train.checkpoint.folder import partial_path, prune, publish, remove_leftovers, step_path
+from pipeloom.train.checkpoint.manifest import EXTRA, MANIFEST, Entry, Manifest, StoredBox, StoredFile, to_bytes
+from pipeloom.train.checkpoint.state import AnyOptimizer, Number, Part, model_parts, optimizer_parts
+
+# A rank whose part has not appeared by then is not writing into the same directory, or is gone.
+PATIENCE_SECONDS = 900.0
+_POLL_SECONDS = 0.005
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Who writes what. The entries are known on the first rank only.
+
+    Attributes:
+        digest: of what every rank holds, from which it was made.
+        mine: (position among this rank's parts, name in its file) of what it writes.
+        writers: the ranks that write a file.
+        entries: key -> entry of the manifest.
+    """
+
+    digest: str
+    mine: tuple[tuple[int, str], ...]
+    writers: tuple[int, ...]
+    entries: Mapping[str, Entry]
+
+
+class Saver:
+    """Saves checkpoints of one run into a folder; every rank makes one with the same arguments and calls it alike.
+
+    Args:
+        folder: which all ranks share; each checkpoint is a directory `step-000010` in it.
+        pipeline: whose weights and buffers are saved.
+        optimizer: of its parameters: one of torch's, or the trainer's; None: weights alone.
+        keep: how many of the newest checkpoints stay; 0: all.
+        keep_every: those of every n-th step stay too; 0: none do for their step.
+        asynchronous: `save` returns when the state has been copied; a thread writes it.
+
+    Attributes:
+        stalled: seconds for which the last `save` kept its caller.
+        written: bytes of this rank's last file.
+        writer_cpu: seconds of CPU that the writing of it took.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        pipeline: Pipeline,
+        optimizer: AnyOptimizer | None = None,
+        *,
+        keep: int = 0,
+        keep_every: int = 0,
+        asynchronous: bool = False,
+    ) -> None:
+        self.folder = Path(folder)
+        self.stalled = 0.0
+        self.written = 0
+        self.writer_cpu = 0.0
+        self._pipeline, self._optimizer = pipeline, optimizer
+        self._keep, self._keep_every = keep, keep_every
+        self._asynchronous = asynchronous
+        self._rank, self._world = pipeline.mesh.everyone.index, pipeline.mesh.everyone.size
+        self._plan: _Plan | None = None
+        self._numbers: dict[str, Number] = {}
+        self._copies: list[Tensor] = []
+        self._thread: threading.Thread | None = None
+        self._problem = ""  # of the last save, as far as this rank knows
+        self._path: Path | None = None
+
+    def save(self, step: int, extra: Mapping[str, Any] | None = None) -> Path:
+        """Saves the state after `step` steps; collective.
+
+        Args:
+            extra: what else a resumed run needs, as JSON can hold it; the first rank's is stored.
+
+        Returns:
+            the checkpoint's directory: complete, or (asynchronous) complete when `wait` returns.
+
+        Raises:
+            CheckpointError: this checkpoint, or the asynchronous one before it, could not be written; on every rank.
+        """
+        begun = time.perf_counter()
+        if type(step) is not int or step < 0:
+            raise UsageError(f"step is {step!r}; it must be a whole number of at least 0")
+        self._join()
+        final, partial = step_path(self.folder, step), partial_path(self.folder, step)
+        prepared = self._prepare(partial) if self._rank == 0 else ""
+        parts = model_parts(self._pipeline)
+        numbers: dict[str, Number] = {}
+        if self._optimizer is not None:
+            more, numbers = optimizer_parts(self._pipeline, self._optimizer)
+            parts += more
+        self._agree(parts, numbers, prepared, partial)
+        assert self._plan is not None
+        tensors = self._snapshot([parts[at].tensor for at, _ in self._plan.mine])
+        named = {name: tensor for (_, name), tensor in zip(self._plan.mine, tensors, strict=True)}
+        content = None if extra is None else json.dumps(dict(extra), allow_nan=False).encode()
+        job = _Job(self, step, final, partial, named, self._plan, self._numbers, content)
+        self._path = final
+        if self._asynchronous:
+            self._thread = threading.Thread(target=job.run, name="pipeloom-checkpoint", daemon=True)
+            self._thread.start()
+            self.stalled = time.perf_counter() - begun
+            return final
+        job.run()
+        self._raise_together()
+        self.stalled = time.perf_counter() - begun
+        return final
+
+    def wait(self) -> Path | None:
+        """Waits until the last checkpoint is complete, and returns its directory (None: there was none); collective.
+
+        Raises CheckpointError, on every rank, where it could not be written.
+        """
+        self._join()
+        self._raise_together()
+        return self._path
+
+    @property
+    def writing(self) -> bool:
+        """Whether a thread of this rank is writing."""
+        return self._thread is not None and self._thread.is_alive()
+
+    # -- together --------------------------------------------------------------------------------------------------------
+
+    def _exchange(self, value: Any, what: str) -> list[Any]:
+        if self._world == 1:
+            return [value]
+        with self._pipeline.waiting(what, "save"):
+            return all_gather_json(value, self._pipeline.run_control)
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _raise_together(self) -> None:
+        problems = self._exchange(self._problem, "the other ranks to write their parts of a checkpoint")
+        self._problem = ""
+        _raise_first(problems)
+
+    def _prepare(self, partial: Path) -> str:
+        """Makes an empty directory to write into; why that cannot be, or ""."""
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            remove_leftovers(self.folder)
+            partial.mkdir(mode=0o700)
+        except OSError as error:
+            return f"{partial}: cannot be made: {error.strerror or error}"
+        return ""
+
+    def _agree(self, parts: Sequence[Part], numbers: Mapping[str, Number], prepared: str, partial: Path) -> None:
+        """Makes the plan, or finds that the last one holds: where no rank's boxes have changed."""
+        mine = [[p.key, DTYPE_NAMES[p.tensor.dtype], p.shape, p.box.offset, p.box.shape, p.first] for p in parts]
+        digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
+        fits = self._plan is not None and self._plan.digest == digest
+        answers = self._exchange(
+            [fits, self._problem or prepared, dict(numbers)], "the other ranks to begin a checkpoint"
+        )
+        self._problem = ""
+        _raise_first([problem for _, problem, _ in answers])
+        self._numbers = {key: value for _, _, given in answers for key, value in given.items()}
+        if not all(fits for fits, *_ in answers):
+            everyone = self._exchange([partial.is_dir(), mine], "the other ranks' parts of a checkpoint")
+            _raise_first(
+                [
+                    ""
+                    if sees
+                    else f"{self.folder}: rank {rank} does not see what rank 0 writes there; all must share it"
+                    for rank, (sees, _) in enumerate(everyone)
+                ]
+            )
+            self._plan = _plan([parts for _, parts in everyone], self._rank, digest)
+
+    @torch.no_grad()
+    def _snapshot(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Contiguous tensors on the CPU; copies, in memory that is kept for the next time, where a thread will write them."""
+        if not self._asynchronous:
+            return [tensor.detach().cpu().contiguous() for tensor in tensors]
+        if [(t.shape, t.dtype) for t in tensors] != [(c.shape, c.dtype) for c in self._copies]:
+            self._copies = []  # freed before the new ones are made
+            self._copies = [torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in tensors]
+        for copy, tensor in zip(self._copies, tensors, strict=True):
+            copy.copy_(tensor)
+        return self._copies
+
+
+@dataclass
+class _Job:
+    """The writing of one checkpoint on one rank."""
+
+    saver: Saver
+    step: int
+    final: Path
+    partial: Path
+    tensors: Mapping[str, Tensor]
+    plan: _Plan
+    numbers: Mapping[str, Number]
+    extra: bytes | None
+
+    def run(self) -> None:
+        """Writes this rank's file; on the first rank also waits for the others' and publishes. Never raises."""
+        saver, begun = self.saver, time.thread_time()
+        rank = saver._rank
+        problem = saver._problem
+        try:
+            if not problem and rank in self.plan.writers:
+                stored = write_tensors(self.partial / file_name(rank), self.tensors)
+                saver.written = stored.size
+                note = {"bytes": stored.size, "sha256": stored.sha256}
+            else:
+                note = {}
+        except OSError as error:
+            problem = (
+                f"{error.filename or self.partial / file_name(rank)}: cannot be written: {error.strerror or error}"
+            )
+            with contextlib.suppress(OSError):  # gives its room back, to the note too
+                (self.partial / file_name(rank)).unlink()
+        if problem:
+            note = {"problem": problem}
+        saver.writer_cpu = time.thread_time() - begun
+        try:
+            if rank:
+                self._leave(rank, note)
+            else:
+                self._publish(note)
+        except (OSError, CheckpointError) as error:
+            words = f"cannot be written: {error.strerror or error}" if isinstance(error, OSError) else str(error)
+            problem = problem or (words if isinstance(error, CheckpointError) else f"{self.partial}: {words}")
+            if rank == 0:
+                shutil.rmtree(self.partial, ignore_errors=True)
+        saver._problem = problem
+
+    def _leave(self, rank: int, note: Mapping[str, Any]) -> None:
+        path = self.partial / f"rank-{rank:05d}.json"
+        fresh = path.with_suffix(".part")
+        fresh.write_text(json.dumps(note), encoding="utf-8")
+        fresh.rename(path)
+
+    def _publish(self, note: Mapping[str, Any]) -> None:
+        notes = {0: note, **{rank: self._note_of(rank) for rank in range(1, self.saver._world)}}
+        for found in notes.values():
+            if "problem" in found:
+                raise CheckpointError(str(found["problem"]))
+        files = {file_name(rank): StoredFile(notes[rank]["bytes"], notes[rank]["sha256"]) for rank in self.plan.writers}
+        for name, stored in files.items():
+            size = os.stat(self.partial / name).st_size
+            if size != stored.size:
+                raise CheckpointError(f"{self.partial / name}: expected {stored.size:,} bytes, found {size:,}")
+        if self.extra is not None:
+            files[EXTRA] = write_bytes(self.partial / EXTRA, self.extra)
+        held = ["model"] + ["optimizer"] * (self.saver._optimizer is not None) + ["extra"] * (self.extra is not None)
+        writer = {
+            "pipeloom": _version(),
+            "ranks": self.saver._world,
+            "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+        }
+        manifest = Manifest(self.step, tuple(held), self.plan.entries, self.numbers, files, writer)
+        write_bytes(self.partial / MANIFEST, to_bytes(manifest))
+        for rank in range(1, self.saver._world):
+            (self.partial / f"rank-{rank:05d}.json").unlink()
+        publish(self.partial, self.final)
+        prune(self.saver.folder, self.saver._keep, self.saver._keep_every)
+
+    def _note_of(self, rank: int) -> dict[str, Any]:
+        path, until = self.partial / f"rank-{rank:05d}.json", time.monotonic() + PATIENCE_SECONDS
+        while time.monotonic() < until:
+            with contextlib.suppress(FileNotFoundError):
+                found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+                return found
+            time.sleep(_POLL_SECONDS)
+        raise CheckpointError(f"{path}: expected the part of rank {rank} within {PATIENCE_SECONDS:g} s, found nothing")
+
+
+def save(
+    folder: str | Path,
+    step: int,
+    pipeline: Pipeline,
+    optimizer: AnyOptimizer | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    keep: int = 0,
+    keep_every: int = 0,
+) -> Path:
+    """Saves one checkpoint, and returns its directory when the disc has it; collective. Arguments as for `Saver`."""
+    return Saver(folder, pipeline, optimizer, keep=keep, keep_every=keep_every).save(step, extra)
+
+
+def file_name(rank: int) -> str:
+    """The file of a rank's share."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def _raise_first(problems: Sequence[str]) -> None:
+    """Raises, on every rank, the same CheckpointError where any rank has a problem."""
+    found = list(dict.fromkeys(problem for problem in problems if problem))
+    if found:
+        raise CheckpointError(f"the checkpoint was not written: {found[0]}")
+
+
+def _plan(everyone: Sequence[Sequence[Sequence[Any]]], rank: int, digest: str) -> _Plan:
+    """The plan for what every rank holds, given as [key, dtype, shape, offset, box shape, first] of each part.
+
+    Raises UsageError for a key that two ranks describe differently, and for boxes that do not make up the tensor.
+    """
+    positions: list[dict[tuple[str, Box], int]] = [{} for _ in everyone]
+    holders: dict[tuple[str, Box], list[int]] = {}
+    whole: dict[str, tuple[str, tuple[int, ...]]] = {}
+    first_only: set[str] = set()
+    for number, parts in enumerate(everyone):
+        for at, (key, dtype, shape, offset, size, first) in enumerate(parts):
+            box = Box(tuple(offset), tuple(size))
+            if whole.setdefault(key, (dtype, tuple(shape))) != (dtype, tuple(shape)):
+                raise UsageError(f"{key} is {whole[key]} on one rank and {(dtype, tuple(shape))} on rank {number}")
+            if (key, box) not in positions[number]:
+                positions[number][key, box] = at
+                holders.setdefault((key, box), []).append(number)
+            if first:
+                first_only.add(key)
+    load = [0] * len(everyone)
+    entries: dict[str, list[StoredBox]] = {}
+    mine: list[tuple[int, str]] = []
+    writers: set[int] = set()
+    for (key, box), ranks in holders.items():
+        writer = ranks[0] if key in first_only else min(ranks, key=lambda number: load[number])
+        load[writer] += box.elements
+        writers.add(writer)
+        name = key if box.shape == whole[key][1] else f"{key}@{','.join(map(str, box.offset))}"
+        entries.setdefault(key, []).append(StoredBox(file_name(writer), name, box))
+        if writer == rank:
+            mine.append((positions[rank][key, box], name))
+    for key, boxes in entries.items():
+        problem = tiling_problem(whole[key][1], [stored.box for stored in boxes])
+        if problem:
+            raise UsageError(f"{key} cannot be saved: {problem}")
+    return _Plan(
+        digest,
+        tuple(mine),
+        tuple(sorted(writers)),
+        {key: Entry(*whole[key], tuple(boxes)) for key, boxes in sorted(entries.items())},
+    )
+
+
+def _version() -> str:
+    try:
+        return version("pipeloom")
+    except PackageNotFoundError:
+        return "unknown"

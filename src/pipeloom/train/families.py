@@ -1,0 +1,314 @@
+"""`verify --hf-families`: tiny models of Hugging Face families in pipelines, loss and every gradient against one process."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeloom import schedules
+from pipeloom.errors import UsageError, did_you_mean
+from pipeloom.models import cross_entropy, hf
+from pipeloom.models.hf.library import transformers
+from pipeloom.models.init import stable_seed
+from pipeloom.parallel.exchange import gather_tree
+from pipeloom.runtime import Pipeline, RuntimeOptions
+from pipeloom.runtime.batch import IGNORE_INDEX
+from pipeloom.schedule.model import Schedule
+
+if TYPE_CHECKING:
+    from pipeloom.train.worker import WorkerContext
+
+RANKS, MICROBATCHES, LENGTH = 2, 4, 12
+SCHEDULES: dict[str, Callable[[], Schedule]] = {
+    "1f1b": lambda: schedules.one_f_one_b(RANKS, MICROBATCHES),
+    "interleaved": lambda: schedules.interleaved(RANKS, MICROBATCHES, 2),
+    "zbv": lambda: schedules.zbv(RANKS, MICROBATCHES),
+}
+
+VOCABULARY = 61
+_LLAMA = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_GPT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "output_router_logits": False}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A tiny model of a family.
+
+    Attributes:
+        config: the name of its configuration class.
+        values: of the configuration.
+        padded: whether it is verified with an attention mask that leaves out tokens.
+    """
+
+    config: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+    padded: bool = False
+
+    def build(self) -> Any:
+        """The configuration: eager attention, float32, no dropout."""
+        kind = getattr(transformers(), self.config)
+        config = kind(**self.values, attn_implementation="eager")
+        for name, value in vars(config).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(config, name, 0.0)
+        return config
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaConfig", _LLAMA, padded=True),
+    "llama-tied": Family("LlamaConfig", {**_LLAMA, "tie_word_embeddings": True}),
+    "mistral": Family("MistralConfig", {**_LLAMA, "sliding_window": 5}),
+    "mixtral": Family("MixtralConfig", {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2": Family("Qwen2Config", {**_LLAMA, "tie_word_embeddings": True}),
+    "qwen2-moe": Family(
+        "Qwen2MoeConfig", {**_LLAMA, **_MOE, "shared_expert_intermediate_size": 16, "decoder_sparse_step": 2}
+    ),
+    "qwen3": Family("Qwen3Config", {**_LLAMA, "head_dim": 8}),
+    "qwen3-moe": Family("Qwen3MoeConfig", {**_LLAMA, **_MOE, "head_dim": 8}),
+    "gemma": Family("GemmaConfig", {**_LLAMA, "head_dim": 8}),
+    "gemma2": Family("Gemma2Config", {**_LLAMA, "head_dim": 8, "sliding_window": 5}),
+    "gemma3": Family("Gemma3TextConfig", {**_LLAMA, "head_dim": 8, "sliding_window": 5}),
+    "gpt2": Family("GPT2Config", _GPT, padded=True),
+    "gpt-neo": Family("GPTNeoConfig", {**_GPT, "attention_types": [[["global", "local"], 2]], "window_size": 5}),
+    "gpt-neox": Family("GPTNeoXConfig", {**_GPT, "intermediate_size": 48}),
+    "gptj": Family("GPTJConfig", {**_GPT, "rotary_dim": 4}),
+    "bloom": Family("BloomConfig", {**_GPT, "n_layer": 4}),
+    "opt": Family("OPTConfig", {**_GPT, "ffn_dim": 48, "word_embed_proj_dim": 16}),
+    "phi": Family("PhiConfig", {**_LLAMA, "num_key_value_heads": 4}),
+    "phi3": Family("Phi3Config", _LLAMA),
+    "falcon": Family("FalconConfig", {**_GPT, "alibi": False}),
+    "mpt": Family(
+        "MptConfig", {"d_model": 32, "n_heads": 4, "n_layers": 4, "vocab_size": VOCABULARY, "max_seq_len": 64}
+    ),
+    "stablelm": Family("StableLmConfig", _LLAMA),
+    "starcoder2": Family("Starcoder2Config", _LLAMA),
+    "olmo": Family("OlmoConfig", _LLAMA),
+    "olmo2": Family("Olmo2Config", _LLAMA),
+    "olmoe": Family("OlmoeConfig", {**_LLAMA, "num_experts": 4, "num_experts_per_tok": 2}),
+    "cohere": Family("CohereConfig", _LLAMA),
+    "cohere2": Family("Cohere2Config", {**_LLAMA, "sliding_window": 5}),
+    "granite": Family("GraniteConfig", {**_LLAMA, "embedding_multiplier": 2.0, "logits_scaling": 3.0}),
+    "granite-moe": Family("GraniteMoeConfig", {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "glm4": Family("Glm4Config", {**_LLAMA, "head_dim": 8}),
+    "smollm3": Family("SmolLM3Config", _LLAMA),
+    "deepseek-v3": Family(
+        "DeepseekV3Config",
+        {
+            **_LLAMA,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+        },
+    ),
+    "gpt-oss": Family(
+        "GptOssConfig", {**_LLAMA, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}
+    ),
+    "mamba": Family(
+        "MambaConfig", {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 4, "state_size": 4}
+    ),
+    "codegen": Family("CodeGenConfig", {**_GPT, "rotary_dim": 4}),
+    "xglm": Family(
+        "XGLMConfig", {"vocab_size": VOCABULARY, "d_model": 32, "num_layers": 4, "attention_heads": 4, "ffn_dim": 48}
+    ),
+    "biogpt": Family("BioGptConfig", {**_GPT, "intermediate_size": 48}),
+    "nemotron": Family("NemotronConfig", {**_LLAMA, "head_dim": 8}),
+    "jamba": Family(
+        "JambaConfig",
+        {
+            **_LLAMA,
+            "num_experts": 2,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 4,
+            "use_mamba_kernels": False,
+        },
+    ),
+    "openai-gpt": Family("OpenAIGPTConfig", {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 4, "n_head": 4}),
+    "apertus": Family("ApertusConfig", _LLAMA),
+    "persimmon": Family("PersimmonConfig", {**_LLAMA, "num_key_value_heads": 4}),
+}
+
+
+class Batch(NamedTuple):
+    """Token numbers and targets [rows, length], and what else the layers take by name."""
+
+    tokens: Tensor
+    targets: Tensor
+    keywords: dict[str, Tensor]
+
+
+class ParameterValues(NamedTuple):
+    """A parameter on one rank after a step: its value and its gradient (None: it got none)."""
+
+    value: Tensor
+    gradient: Tensor | None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How far a family under a schedule is from one process.
+
+    Attributes:
+        loss_error: |a - b| / |b|, b that of one process.
+        worst_error: the largest of ||a - b|| / max(||b||, a thousandth of the median parameter's ||b||) over all gradients.
+        worst_parameter: whose that is; empty where all gradients are equal.
+        separate: the share of the parameters whose gradient can wait for W.
+        passed: whether both errors are within the tolerance.
+    """
+
+    family: str
+    schedule: str
+    loss_error: float
+    worst_error: float
+    worst_parameter: str
+    separate: float
+    passed: bool
+
+
+def chosen(names: Sequence[str]) -> tuple[str, ...]:
+    """The families called `names`, all of them for none. Raises UsageError with the nearest name."""
+    for name in names:
+        if name not in FAMILIES:
+            raise UsageError(f"there is no family {name!r} to verify{did_you_mean(name, FAMILIES)}")
+    return tuple(names) or tuple(FAMILIES)
+
+
+def make_batch(family: str) -> Batch:
+    """Random tokens, different in every micro-batch; of a padded family rows of different lengths."""
+    generator = torch.Generator().manual_seed(stable_seed("families", family))
+    rows = MICROBATCHES + 1  # one micro-batch is larger than the others
+    tokens, targets = torch.randint(3, VOCABULARY, (2, rows, LENGTH), generator=generator)
+    if not FAMILIES[family].padded:
+        return Batch(tokens, targets, {})
+    mask = (torch.arange(LENGTH) < LENGTH - torch.arange(rows)[:, None]).long()
+    return Batch(tokens * mask, targets.masked_fill(mask == 0, IGNORE_INDEX), {"attention_mask": mask})
+
+
+def run(families: Sequence[str], context: WorkerContext, tolerance: float) -> Iterator[Verdict | None]:
+    """Verifies each family under each schedule; every worker of the pool iterates to the end.
+
+    Yields:
+        for each of them its verdict on rank 0, None on the others.
+    """
+    for family in families:
+        config = FAMILIES[family].build()
+        for name, make in SCHEDULES.items():
+            model = hf.layers(config)
+            pipeline = Pipeline(
+                model,
+                make(),
+                loss=cross_entropy,
+                tied=model.tied,
+                options=RuntimeOptions(device=context.device, watchdog=context.watchdog, seed=0),
+            )
+            context.close_to_strangers()
+            batch = make_batch(family)
+            loss = pipeline.step(batch.tokens, batch.targets, **batch.keywords).item()
+            mine = {name: (p.detach(), p.grad) for name, p in pipeline.named_parameters()}
+            group = pipeline.mesh.everyone.group
+            with pipeline.waiting("the other ranks' gradients"):
+                ranks = [mine] if group is None else gather_tree(mine, group, 0)
+            pipeline.close()
+            if ranks is None:
+                yield None
+                continue
+            held = [{key: ParameterValues(*value) for key, value in each.items()} for each in ranks]
+            yield compare(family, name, model, held, loss, tolerance)
+
+
+def compare(
+    family: str,
+    schedule: str,
+    model: hf.Layers,
+    ranks: Iterable[Mapping[str, ParameterValues]],
+    loss: float,
+    tolerance: float,
+) -> Verdict:
+    """A step's loss, and the gradients that each rank holds, against one process with the same weights."""
+    errors: dict[str, float] = {}
+    found = [(name, held) for each in ranks for name, held in each.items()]
+    reference = _whole_model(model, {hf.hub_name(name): held.value for name, held in found})
+    want_loss = _serial_step(reference, make_batch(family))
+    parameters = dict(reference.named_parameters(remove_duplicate=False))
+    norms = [float(p.grad.norm()) for p in reference.parameters() if p.grad is not None]
+    floor = 1e-3 * statistics.median(norms)
+    for name, held in found:
+        want = parameters[hf.hub_name(name)]
+        if not torch.equal(held.value, want) or (held.gradient is None) != (want.grad is None):
+            error = float("inf")  # copies of a weight that differ, or a gradient that one of the two has not
+        elif held.gradient is None or want.grad is None:
+            continue
+        else:
+            error = float((held.gradient - want.grad).norm()) / max(float(want.grad.norm()), floor)
+        errors[name] = error if error == error else float("inf")
+    unseen = {id(p) for p in reference.parameters()} - {id(parameters[hf.hub_name(name)]) for name, _ in found}
+    errors.update((name, float("inf")) for name, p in parameters.items() if id(p) in unseen)
+    worst = max(errors, key=lambda name: errors[name])
+    loss_error = abs(loss - want_loss) / abs(want_loss)
+    passed = loss_error <= tolerance and errors[worst] <= tolerance
+    return Verdict(
+        family, schedule, loss_error, errors[worst], worst if errors[worst] else "", model.separate_share, passed
+    )
+
+
+def _whole_model(model: hf.Layers, values: Mapping[str, Tensor]) -> Any:
+    """The model as `transformers` builds it, with these weights."""
+    whole = transformers().AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in whole.named_parameters(remove_duplicate=False):
+            if name in values:
+                parameter.copy_(values[name])
+    return whole.train()
+
+
+def _serial_step(model: Any, batch: Batch) -> float:
+    """The mean loss over the batch, micro-batch by micro-batch as a pipeline cuts it; adds to the gradients."""
+    rows = len(batch.tokens)
+    sizes = [rows // MICROBATCHES + (at < rows % MICROBATCHES) for at in range(MICROBATCHES)]
+    total, loss, start = int((batch.targets != IGNORE_INDEX).sum()), 0.0, 0
+    for size in sizes:
+        part = slice(start, start + size)
+        start += size
+        keywords = {name: value[part] for name, value in batch.keywords.items()}
+        logits = model(batch.tokens[part], use_cache=False, **keywords).logits
+        targets = batch.targets[part]
+        share = int((targets != IGNORE_INDEX).sum()) / total
+        value = cross_entropy(logits, targets) * share
+        value.backward()  # type: ignore[no-untyped-call]
+        loss += value.item()
+    return loss

@@ -1,0 +1,62 @@
+"""A few numbers from every rank to every other, sent without waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeloom.errors import DistributedError
+from pipeloom.runtime import Pipeline
+from pipeloom.runtime.health.report import plain_words, timed_out
+
+_TAG = 17
+
+
+class Exchange:
+    """One exchange; every rank of the run makes one, in the same order, and with as many numbers.
+
+    The receives are opened before anything is sent, so no rank's send has to wait for what another does next.
+    """
+
+    def __init__(self, pipeline: Pipeline, numbers: Sequence[float]) -> None:
+        self._pipeline = pipeline
+        self._own = torch.tensor(numbers, dtype=torch.float64)
+        self._group = pipeline.run_control
+        self._rank, ranks = pipeline.mesh.everyone.index, pipeline.mesh.everyone.size
+        self._rows: list[Tensor] = [torch.empty_like(self._own) for _ in range(ranks)]
+        self._rows[self._rank] = self._own
+        self._known: tuple[tuple[float, ...], ...] | None = None
+        others = [rank for rank in range(ranks) if rank != self._rank]
+        self._receipts: list[tuple[int, Any]] = [
+            (rank, self._group.recv([self._rows[rank]], rank, _TAG)) for rank in others
+        ]
+        self._sends: list[tuple[int, Any]] = [(rank, self._group.send([self._own], rank, _TAG)) for rank in others]
+
+    def wait(self) -> tuple[tuple[float, ...], ...]:
+        """The numbers of each rank, in rank order, the same bits on every rank.
+
+        Raises DistributedError when a rank is gone.
+        """
+        if self._known is None:
+            with self._pipeline.waiting("the other ranks' parts of the gradient norm"):
+                _complete(self._receipts)
+            self._known = tuple(tuple(row.tolist()) for row in self._rows)
+        return self._known
+
+    def finish(self) -> None:
+        """Waits until the others have this rank's numbers. Raises DistributedError when a rank is gone."""
+        with self._pipeline.waiting("the other ranks to take the gradient norm"):
+            _complete(self._sends)
+        self._sends = []
+
+
+def _complete(works: Sequence[tuple[int, Any]]) -> None:
+    for rank, work in works:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            lost = "did not send its part of the gradient norm in time" if timed_out(error) else "is gone"
+            raise DistributedError(f"rank {rank} {lost}: {plain_words(error)}") from None

@@ -1,0 +1,316 @@
+"""Checkpoints as directories that `transformers` loads, and such directories as checkpoints."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from pipeloom import schedules
+from pipeloom.config import ModelSection, load
+from pipeloom.decoder_shape import DecoderShape
+from pipeloom.errors import CheckpointError, ConfigError
+from pipeloom.models import cross_entropy, hf, hub_name, layers, tied
+from pipeloom.models.hf.library import causal_model, read_config, transformers
+from pipeloom.runtime import Pipeline, RuntimeOptions
+from pipeloom.train.checkpoint.boxes import Box
+from pipeloom.train.checkpoint.folder import complete
+from pipeloom.train.checkpoint.load import Reader, verified
+from pipeloom.train.checkpoint.manifest import MANIFEST
+from pipeloom.train.checkpoint.save import Saver
+
+_SHARD_BYTES = 2 * 10**9  # of weights in memory at a time, and in a file; readers take a rank's part of any file
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".index.json")
+_COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+
+
+def export(path: Path, out: Path) -> Path:
+    """Write the weights of a checkpoint as a directory of Hugging Face: safetensors, an index, and the configuration.
+
+    Args:
+        path: a checkpoint, or a folder of checkpoints: of those the newest complete one.
+        out: a directory that does not exist, or is empty.
+
+    Returns:
+        the checkpoint.
+
+    Raises CheckpointError for a checkpoint that is damaged, or that no trainer has written, ConfigError for a model that has
+    no counterpart in `transformers`, or a directory that cannot be written to.
+    """
+    directory = path if (path / MANIFEST).is_file() else next((found for _, found in complete(path)), None)
+    if directory is None:
+        raise CheckpointError(f"{path} holds no complete checkpoint")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} exists, and is not empty: give a new directory")
+    manifest, problem = verified(directory, None)
+    if manifest is None:
+        raise CheckpointError(problem)
+    with Reader(directory, manifest) as reader:
+        extra = reader.extra()
+        described = extra.get("config", {}).get("model") if isinstance(extra, dict) else None
+        if not isinstance(described, dict):
+            raise CheckpointError(f"{directory}: it does not say which model it is of; no trainer has written it")
+        section = ModelSection.model_validate(described)
+        config = read_config(section.source) if section.source else hub_config(section.shape())
+        names = [key.partition(".")[2] for key in reader.tensors if key.startswith("model.")]
+        kinds = {reader.manifest.tensors[f"model.{name}"].dtype for name in names}
+        config.dtype = torch.bfloat16 if kinds == {"BF16"} else torch.float32
+        model = causal_model(config, config.dtype)
+        out.mkdir(parents=True, exist_ok=True)
+        writer = _Writer(out)
+        for group in _by_layer(names):
+            tensors = {name: reader.region(f"model.{name}", _whole(reader, name)) for name in group}
+            renamed = {hf.hub_name(name): t for name, t in tensors.items()} if section.source else to_hub(tensors)
+            writer.add(_as_written(model, renamed))
+        writer.finish()
+    if section.source:
+        for file in sorted(Path(section.source).iterdir()):
+            if (
+                file.is_file()
+                and file.suffix in _COPIED
+                and not file.name.endswith(_WEIGHTS)
+                and file.name != "config.json"
+            ):
+                shutil.copyfile(file, out / file.name)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(out)  # last: without it nothing takes the directory for a model
+    return directory
+
+
+def import_directory(source: Path, out: Path) -> tuple[Path, bool]:
+    """Make a checkpoint, before the first step, of a directory of Hugging Face.
+
+    Where our own decoder can compute the model (Llama, Mistral, Qwen2, Mixtral, Qwen2-MoE), the checkpoint is of that, for any
+    layout with tensor and expert parallelism; otherwise it is of the model as `transformers` has it. `model.toml` in `out` is
+    the configuration that trains it. The whole model is in memory once.
+
+    Returns:
+        (the checkpoint, whether it is of our own decoder).
+    """
+    config = read_config(source)
+    values = own_values(config)
+    foreign = hf.layers(source, dtype=None)
+    section = load(
+        None, {f"model.{key}": value for key, value in (values or {"source": str(source.absolute())}).items()}
+    ).model
+    if values is None:
+        chosen, groups = list(foreign), foreign.tied
+    else:
+        dtype = next(foreign.cut.model.parameters()).dtype
+        chosen, groups = layers(section.shape(), 0, dtype), tied(section.shape())
+    pipeline = Pipeline(
+        chosen,
+        schedules.gpipe(1, 1),
+        loss=cross_entropy,
+        tied=groups,
+        options=RuntimeOptions(device=torch.device("cpu")),
+    )
+    if values is not None:
+        _fill(pipeline, foreign)
+    saver = Saver(out, pipeline)
+    path = saver.save(0, {"batch": 0, "config": {"model": section.model_dump(mode="json")}})
+    pipeline.close()
+    lines = "".join(f"{key} = {json.dumps(value)}\n" for key, value in (values or {"source": section.source}).items())
+    (out / "model.toml").write_text(f"[model]\n{lines}", encoding="utf-8")
+    return path, values is not None
+
+
+@torch.no_grad()
+def _fill(pipeline: Pipeline, foreign: hf.Layers) -> None:
+    """Put the weights of `foreign`, built layer by layer, into a pipeline of our own decoder."""
+    parameters = {hub_name(name): parameter for name, parameter in pipeline.named_parameters()}
+    filled = set()
+    for layer in foreign:
+        built: nn.Module = layer()
+        values = {hf.hub_name(f"{layer.name}.{name}"): value.detach() for name, value in built.named_parameters()}
+        for name, value in from_hub(values).items():
+            if name in parameters:  # a tied output layer is there once
+                parameters[name].copy_(value)
+                filled.add(name)
+    missing = sorted(parameters.keys() - filled)
+    if missing:
+        raise ConfigError(f"the directory has no weights for {missing[0]}")
+
+
+def hub_config(shape: DecoderShape) -> Any:
+    """The configuration in `transformers` of our own decoder. Raises ConfigError where none computes the same."""
+    package = transformers()
+    common = {
+        "num_hidden_layers": shape.num_hidden_layers,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_key_value_heads,
+        "head_dim": shape.head_width,
+        "vocab_size": shape.vocab_size,
+        "tie_word_embeddings": shape.tie_word_embeddings,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    if not shape.num_experts:
+        inner = {"intermediate_size": shape.intermediate_size}
+        if shape.qkv_bias and not shape.attention_bias:
+            return package.Qwen2Config(**common, **inner)
+        return package.LlamaConfig(**common, **inner, attention_bias=shape.attention_bias)
+    if shape.router != "softmax" or shape.capacity_factor or shape.attention_bias:
+        raise ConfigError(
+            f'no model of transformers has router = "{shape.router}", capacity_factor = {shape.capacity_factor:g} and '
+            f"attention_bias = {str(shape.attention_bias).lower()}; exported are softmax routers without a capacity"
+        )
+    chosen = {"num_experts_per_tok": shape.num_experts_per_tok}
+    if not shape.num_shared_experts:
+        if shape.qkv_bias or not shape.norm_topk_prob:
+            raise ConfigError("Mixtral, the model without shared experts, has no qkv_bias, and norm_topk_prob = true")
+        return package.MixtralConfig(
+            **common, **chosen, num_local_experts=shape.num_experts, intermediate_size=shape.expert_width
+        )
+    return package.Qwen2MoeConfig(
+        **common,
+        **chosen,
+        num_experts=shape.num_experts,
+        moe_intermediate_size=shape.expert_width,
+        intermediate_size=shape.intermediate_size,
+        shared_expert_intermediate_size=shape.num_shared_experts * shape.expert_width,
+        norm_topk_prob=shape.norm_topk_prob,
+        qkv_bias=shape.qkv_bias,
+    )
+
+
+def own_values(config: Any) -> dict[str, Any] | None:
+    """Keys of `[model]` with which our own decoder computes the model of a configuration; None: none do."""
+    kind, rope = config.model_type, getattr(config, "rope_parameters", None) or {}
+    plain = (
+        getattr(config, "hidden_act", "silu") == "silu"
+        and rope.get("rope_type", "default") == "default"
+        and rope.get("partial_rotary_factor", 1.0) == 1.0
+        and not getattr(config, "mlp_bias", False)
+        and (kind == "qwen2" or kind == "qwen2_moe" or not getattr(config, "sliding_window", None))
+        and not getattr(config, "use_sliding_window", False)
+    )
+    if not plain or kind not in ("llama", "mistral", "qwen2", "mixtral", "qwen2_moe"):
+        return None
+    values = {
+        "num_hidden_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads or config.num_attention_heads,
+        "intermediate_size": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": bool(config.tie_word_embeddings),
+        "rope_theta": float(rope.get("rope_theta", 10000.0)),
+        "rms_norm_eps": float(config.rms_norm_eps),
+        "attention_bias": bool(kind == "llama" and config.attention_bias),
+        "qkv_bias": bool(kind == "qwen2" or (kind == "qwen2_moe" and config.qkv_bias)),
+    }
+    if getattr(config, "head_dim", None):
+        values["head_dim"] = config.head_dim
+    if kind == "mixtral":
+        values |= {"num_experts": config.num_local_experts, "num_experts_per_tok": config.num_experts_per_tok}
+        values |= {"moe_intermediate_size": config.intermediate_size, "norm_topk_prob": True, "num_shared_experts": 0}
+    if kind == "qwen2_moe":
+        shared, odd = divmod(config.shared_expert_intermediate_size, config.moe_intermediate_size)
+        if odd or not shared or config.decoder_sparse_step != 1 or config.mlp_only_layers:
+            return None
+        values |= {"num_experts": config.num_experts, "num_experts_per_tok": config.num_experts_per_tok}
+        values |= {"moe_intermediate_size": config.moe_intermediate_size, "norm_topk_prob": bool(config.norm_topk_prob)}
+        values["num_shared_experts"] = shared
+    return values
+
+
+def to_hub(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of a layer of our own decoder as `transformers` has them in memory: experts' gate and up matrices are one."""
+    found = {}
+    for name, tensor in tensors.items():
+        if name.endswith("experts.gate_proj.weight"):
+            stem = name.removesuffix("gate_proj.weight")
+            found[f"{stem}gate_up_proj"] = torch.cat((tensor, tensors[f"{stem}up_proj.weight"]), dim=1)
+        elif name.endswith("experts.down_proj.weight"):
+            found[name.removesuffix(".weight")] = tensor
+        elif not name.endswith("experts.up_proj.weight"):
+            found[hub_name(name)] = tensor
+    return found
+
+
+def from_hub(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of `to_hub`, under the names of `transformers` where they differ in the last layer only."""
+    found = {}
+    for name, tensor in tensors.items():
+        if name.endswith("experts.gate_up_proj"):
+            stem = name.removesuffix("gate_up_proj")
+            found[f"{stem}gate_proj.weight"], found[f"{stem}up_proj.weight"] = tensor.chunk(2, dim=1)
+        elif name.endswith("experts.down_proj"):
+            found[f"{name}.weight"] = tensor
+        else:
+            found[name] = tensor
+    return found
+
+
+def _as_written(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights in memory as the family's files have them, such as experts one by one."""
+    loading: Any = importlib.import_module("transformers.core_model_loading")
+    converted: dict[str, Tensor] = loading.revert_weight_conversion(model, tensors)
+    return converted
+
+
+def _by_layer(names: list[str]) -> Iterator[list[str]]:
+    """Names of a checkpoint, those of one decoder layer together and others each alone."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        parts = name.split(".")
+        number = next((at for at, part in enumerate(parts) if part.isdigit()), None)
+        groups.setdefault(name if number is None else ".".join(parts[: number + 1]), []).append(name)
+    yield from groups.values()
+
+
+def _whole(reader: Reader, name: str) -> Box:
+    shape = reader.tensors[f"model.{name}"]
+    return Box((0,) * len(shape), shape)
+
+
+class _Writer:
+    """Writes tensors into files of some size, in the order in which they are added, and their index."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._waiting: dict[str, Tensor] = {}
+        self._files: list[list[str]] = []
+        self._bytes = self._total = 0
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if self._waiting and self._bytes + tensor.nbytes > _SHARD_BYTES:
+                self._flush()
+            self._waiting[name] = tensor.clone(memory_format=torch.contiguous_format)
+            self._bytes += tensor.nbytes
+            self._total += tensor.nbytes
+
+    def _flush(self) -> None:
+        save_file(self._waiting, self._part(len(self._files)), metadata={"format": "pt"})
+        self._files.append(list(self._waiting))
+        self._waiting, self._bytes = {}, 0
+
+    def _part(self, number: int) -> Path:
+        return self._folder / f"part-{number:05d}.safetensors"
+
+    def finish(self) -> None:
+        self._flush()
+        count = len(self._files)
+        if count == 1:
+            self._part(0).rename(self._folder / "model.safetensors")
+            return
+        index: dict[str, str] = {}
+        for number, names in enumerate(self._files):
+            file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            self._part(number).rename(self._folder / file)
+            index |= dict.fromkeys(names, file)
+        text = json.dumps({"metadata": {"total_size": self._total}, "weight_map": index}, indent=1)
+        (self._folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")

@@ -1,0 +1,157 @@
+"""What the launcher tries on this machine before it starts workers: the devices, the text, the folder for logs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from pipeloom.config import Config, Layout, parameter_count
+from pipeloom.errors import CapacityError, ConfigError
+from pipeloom.limits import MOST_LOCAL_WORKERS, WORKER_BYTES
+from pipeloom.train.corpus import STDLIB, read_corpus, require_length
+
+# The held-out part of every Python's standard library is several times longer. Reading it takes most of a second, which
+# no run with shorter sequences needs to spend before its workers do.
+_STDLIB_TOKENS = 100_000
+# What a short run writes into its folder: configuration, log, trace and drawing. A disc without room for it is full.
+_PROBE_BYTES = 2**18
+
+
+def require_machine(layout: Layout) -> None:
+    """Raise ConfigError with every reason why `train` could not run `layout` on this machine."""
+    config = layout.config
+    require_room(layout.world_size)
+    require_memory(layout)
+    _raise_all(
+        lambda: require_cuda(config.train.device, layout.world_size),
+        lambda: _require_receives(layout),
+        lambda: _require_text(config, layout.mesh.dp),
+        lambda: _require_folder("log.dir", config.log.dir),
+        *([lambda: _require_folder("checkpoint.dir", config.checkpoint.dir)] if config.checkpoint.dir else []),
+    )
+
+
+def require_room(workers: int) -> None:
+    """Raise CapacityError where this machine cannot start so many workers."""
+    if workers > MOST_LOCAL_WORKERS:
+        raise CapacityError(
+            f"{workers:,} workers (parallel.pp x dp x tp) are more than one machine starts; at most {MOST_LOCAL_WORKERS:,}: use "
+            "fewer, or torchrun on several machines"
+        )
+    memory = memory_of_machine()
+    if memory is not None and workers * WORKER_BYTES > memory:
+        raise CapacityError(
+            f"{workers:,} workers (parallel.pp x dp x tp) need about {workers * WORKER_BYTES / 1e9:,.0f} GB before they hold any "
+            f"weights, and this machine has {memory / 1e9:,.0f} GB; at most {memory // WORKER_BYTES:,} workers fit"
+        )
+
+
+def require_memory(layout: Layout) -> None:
+    """Raise CapacityError where the weights alone, with their gradients and averages, exceed the memory of this machine."""
+    memory, config = memory_of_machine(), layout.config
+    need = (
+        16
+        * parameter_count(config.model)
+        * layout.config.parallel.dp
+        // (config.parallel.ep if config.model.num_experts else 1)
+    )
+    host = config.train.device == "cpu" or (config.train.device == "auto" and not Path("/dev/nvidiactl").exists())
+    if host and memory is not None and need > memory:
+        raise CapacityError(
+            f"the model has {parameter_count(config.model):,} parameters: weights, gradients and AdamW's averages take about "
+            f"{need / 1e9:,.0f} GB, and this machine has {memory / 1e9:,.0f} GB; use a smaller model, or several machines"
+        )
+
+
+def memory_of_machine() -> int | None:
+    """Bytes of memory that this machine has, or that its control group allows; None where it is not known."""
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        allowed = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except (OSError, ValueError):
+        allowed = ""
+        with contextlib.suppress(OSError, ValueError):
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return None
+    return min(total, int(allowed)) if allowed.isdigit() else total
+
+
+def require_cuda(name: str, workers: int) -> None:
+    """As `require_devices`, without importing torch unless `name` is "cuda"."""
+    if name == "cuda":
+        require_devices(name, workers)
+
+
+def require_devices(name: str, workers: int) -> int:
+    """The number of CUDA devices that `train.device = name` may use; ConfigError when it asks for more than there are."""
+    if name == "cpu":
+        return 0
+    import torch
+
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto" or found >= workers:
+        return found
+    there = f"{found} CUDA device{'s' * (found != 1)}" if found else "no CUDA device"
+    raise ConfigError(
+        f'train.device = "{name}": this machine has {there} for {workers} worker{"s" * (workers > 1)}; '
+        f'use "cpu"' + (f", or parallel.pp = {found}" if found else "")
+    )
+
+
+def _require_receives(layout: Layout) -> None:
+    """Refuse `overlap_p2p = false` where "auto" will choose shared memory: CPU workers that this launcher starts here."""
+    config = layout.config
+    if config.schedule.overlap_p2p is not False or config.schedule.transport != "auto" or layout.mesh.pp == 1:
+        return
+    from pipeloom.runtime.p2p.connect import memory_here
+
+    if memory_here() is not None and require_devices(config.train.device, layout.world_size) < layout.world_size:
+        raise ConfigError(
+            "schedule.overlap_p2p = false: the ranks of one machine send through shared memory, which posts no receives "
+            'that could be posted later; set schedule.transport = "individual"'
+        )
+
+
+def _require_text(config: Config, replicas: int) -> None:
+    train, data = config.train, config.data
+    if data.source == STDLIB and train.seq_len < _STDLIB_TOKENS and data.sampling == "anywhere":
+        return
+    corpus = read_corpus(data.source)
+    require_length(len(corpus.train), train.seq_len, "training text")
+    require_length(len(corpus.held_out), train.seq_len, "held-out text")
+    if data.sampling != "anywhere":
+        from pipeloom.train.sampler import Sampler
+
+        windows = (len(corpus.train) - 1) // train.seq_len
+        Sampler(windows, train.global_batch_size, replicas, train.seed, data.sampling, data.remainder)
+
+
+def _require_folder(key: str, name: str) -> None:
+    """Try to make what a run makes in a folder, in the nearest one that exists, and leave nothing behind."""
+    folder = Path(name).expanduser().absolute()
+    base = next(
+        path for path in (folder, *folder.parents) if os.path.exists(path)
+    )  # False, not an error, for a name that is too long
+    try:
+        with tempfile.TemporaryDirectory(prefix=".pipeloom-", dir=base) as probe:
+            run = Path(probe, folder.relative_to(base), "run")
+            run.mkdir(parents=True)
+            (run / "probe").write_bytes(b"\0" * _PROBE_BYTES)
+    except OSError as error:
+        raise ConfigError(f'{key} = "{name}": cannot write there: {error.strerror or error}') from None
+
+
+def _raise_all(*checks: Callable[[], object]) -> None:
+    problems = [problem for check in checks for problem in _problems(check)]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _problems(check: Callable[[], object]) -> Iterator[str]:
+    try:
+        check()
+    except ConfigError as error:
+        yield from error.problems

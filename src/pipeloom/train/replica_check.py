@@ -1,0 +1,153 @@
+"""A check while training runs: what several ranks hold alike is still alike, bit for bit.
+
+A weight that drifts apart from its replica (a flipped bit, a lost message, a race) spoils a run without a sign. Compared are
+weights, masters and AdamW's moments, each among the ranks that hold the same elements of it: data-parallel replicas (of an
+expert: those along edp), tensor-parallel ranks of what is not cut, the replicas of two routes, the holders of a tied weight.
+Under ZeRO-1 a rank's slice of the state is compared with those who keep the same slice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeloom.errors import DistributedError
+from pipeloom.ops.checksum import checksums, joint_checksum
+from pipeloom.parallel.exchange import all_gather_json
+from pipeloom.runtime import Pipeline
+from pipeloom.runtime.health.names import Names
+from pipeloom.runtime.tied_weights import layer_of
+from pipeloom.train.optimizer import Optimizer
+
+# Relative, of a tensor's norm: on CUDA tensor-parallel ranks may add up in another order what they compute alike.
+CUDA_TP_TOLERANCE = 1e-3
+_STATES = ("master", "exp_avg", "exp_avg_sq")
+# checksum of the bits, norm where it may be compared instead, else 0
+Sums = tuple[int, float]
+
+
+class ReplicaCheck:
+    """Compares what ranks hold alike, every so many steps.
+
+    Args:
+        every: steps from one check to the next; 0: never.
+        tied: groups of parameter names that are one weight.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, optimizer: Optimizer, every: int, tied: Sequence[Sequence[str]] = ()
+    ) -> None:
+        self._pipeline = pipeline
+        self._optimizer = optimizer
+        self._every = every if pipeline.distributed else 0
+        self._first = {name: names[0] for names in tied for name in names}
+
+    def after_step(self, step: int) -> None:
+        """Check after step `step`, counted from 1, if it is due. Collective over the run.
+
+        Raises DistributedError, on every rank, that names a tensor and two ranks that hold different values of it.
+        """
+        if self._every and step % self._every == 0:
+            self.check(step)
+
+    def check(self, step: int) -> None:
+        """As `after_step`, at once."""
+        named = dict(self._tensors())
+        group = self._pipeline.run_control
+        with self._pipeline.waiting("the other ranks' checksums"):
+            # first one checksum for all tensors that the same ranks hold: there are few of these
+            if not self._differences(all_gather_json(self._joint(named), group)):
+                return
+            tensors = list(named.values())
+            sums = dict(zip(named, zip(checksums(tensors), self._norms(tensors), strict=True), strict=True))
+            differences = self._differences(all_gather_json(sums, group))
+        if differences:
+            raise DistributedError(f"after step {step} {self._words(differences)}")
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(key, tensor): equal keys on two ranks mean equal values. A key is a name, the part of it, and what it is."""
+        pipeline, index = self._pipeline, self._pipeline.mesh.place
+        state = self._optimizer.state_dict()
+        for name, parameter in pipeline.named_parameters():
+            sharding = pipeline.layouts[name]
+            cut = " ".join(f"{shard.axis} {getattr(index, shard.axis)}" for shard in sharding.shards)
+            where = f"{self._first.get(name, name)}|{cut}"
+            yield f"{where}|weight", parameter
+            held = state.get(name, {})
+            for kind in _STATES:
+                if isinstance(held.get(kind), Tensor) and not (kind == "master" and _shares(held[kind], parameter)):
+                    yield f"{where}|{kind} {held['start']}:{held['stop']}", held[kind]
+
+    def _norms(self, tensors: Sequence[Tensor]) -> list[float]:
+        if self._pipeline.device.type != "cuda" or self._pipeline.mesh.tp.size == 1 or not tensors:
+            return [0.0] * len(tensors)
+        return [float(n) for n in torch.stack([t.detach().double().norm() for t in tensors]).tolist()]
+
+    def _joint(self, named: Mapping[str, Tensor]) -> dict[str, Sums]:
+        """One checksum for all tensors that are cut alike; its key says which tensors those are.
+
+        It has no norm: on CUDA one that differs leads to a look at each tensor, never to an alarm.
+        """
+        routes = len(self._pipeline.schedule.routes)
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for key in sorted(named):
+            name, cut, kind = key.split("|")
+            # apart where other ranks hold them: a tied weight, a layer of two routes, and weights under ZeRO-1
+            alone = name if name in self._first.values() else ""
+            layer = layer_of(name, self._pipeline.modules) or "" if routes > 1 else ""
+            groups.setdefault((alone, layer, cut, str(kind == "weight")), []).append(key)
+        if not groups:
+            return {}
+        totals = torch.stack([joint_checksum([named[key] for key in keys]) for keys in groups.values()]).tolist()
+        return {
+            _digest("\n".join(keys)): (int(total), math.nan)
+            for keys, total in zip(groups.values(), totals, strict=True)
+        }
+
+    def _differences(self, everyone: Sequence[Mapping[str, Sequence[Any]]]) -> list[tuple[str, list[int], list[int]]]:
+        """(key, ranks that hold the value of the first, ranks that hold another) for each key that is not equal."""
+        holders: dict[str, dict[int, Sequence[Any]]] = {}
+        for rank, sums in enumerate(everyone):
+            for key, value in sums.items():
+                holders.setdefault(key, {})[rank] = value
+        found = []
+        for key, values in holders.items():
+            first = min(values)
+            others = [rank for rank in values if not self._equal(key, (first, rank), values[first], values[rank])]
+            if others:
+                found.append((key, [rank for rank in values if rank not in others], others))
+        return found
+
+    def _equal(self, key: str, ranks: tuple[int, int], a: Sequence[Any], b: Sequence[Any]) -> bool:
+        if a[0] == b[0]:
+            return True
+        first, second = (self._pipeline.mesh.shape.place(rank).tp for rank in ranks)
+        if self._pipeline.device.type != "cuda" or first == second:
+            return False
+        return bool(abs(a[1] - b[1]) <= CUDA_TP_TOLERANCE * max(abs(a[1]), abs(b[1])))
+
+    def _words(self, differences: Sequence[tuple[str, list[int], list[int]]]) -> str:
+        names = Names(self._pipeline.mesh)
+        key, same, others = differences[0]
+        name, _, kind = key.split("|")
+        what = {"weight": name, "master": f"the master weight of {name}"}.get(kind.split()[0])
+        what = what or f"the optimizer's {kind.split()[0]} of {name}"
+        more = f" (and {len(differences) - 1} more tensors)" if len(differences) > 1 else ""
+        held = " and ".join(names.of(rank) for rank in same[:3])
+        return (
+            f"{what}{more} is not the same on {' and '.join(names.of(rank) for rank in others[:3])} as on {held}, which "
+            "should hold the same bits: memory, a message or a kernel is at fault; start again from a checkpoint"
+        )
+
+
+def _shares(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

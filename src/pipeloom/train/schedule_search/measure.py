@@ -1,0 +1,87 @@
+"""A search for costs that the first steps show."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pipeloom.config import Layout
+from pipeloom.runtime import Pipeline
+from pipeloom.schedule import Timeline
+from pipeloom.schedule.measured import costs_of
+from pipeloom.schedule.transforms import half_split
+from pipeloom.train.metrics import shared_cores
+from pipeloom.train.report import Report
+from pipeloom.train.schedule_search.request import outcome_of_rank_0, value_of_rank_0
+from pipeloom.train.schedule_search.run import SearchOutcome, search_for
+from pipeloom.train.schedule_search.saved import fingerprint, report_outcome, save_outcome
+from pipeloom.train.schedule_search.trial import ABTrial
+
+if TYPE_CHECKING:
+    from pipeloom.train.worker import WorkerContext
+
+
+class MeasureThenSearch:
+    """The first steps of a search: those measured, the search, and the trial of its outcome beside the family."""
+
+    def __init__(self, layout: Layout, pipeline: Pipeline, context: WorkerContext, report: Report | None) -> None:
+        assert layout.search is not None
+        self._request = layout.search
+        self._key = fingerprint(layout.config, context.device)
+        self._pipeline, self._context, self._report = pipeline, context, report
+        self._timelines: list[Timeline] = []
+        self._outcome: SearchOutcome | None = None
+        self._trial: ABTrial | None = None
+
+    def after_step(self) -> bool:
+        """Take the step just made, collectively; return True when the pipeline has its schedule, and nothing is left to do."""
+        if self._trial is not None:
+            return self._after_trial_step(self._trial)
+        self._timelines.append(self._pipeline.timeline())
+        made, count = len(self._timelines), self._request.measure
+        if made < count:
+            # Halves of the backwards are split in turn, so that uneven micro-batches favour neither B nor I and W.
+            self._pipeline.adopt(half_split(self._request.family, made))
+            return False
+        steady = self._timelines[1:]  # the first step includes warm-up
+        words = f"measured in steps 2 to {count}"
+        if self._report is not None:
+            crowded = shared_cores(self._context.world_size, self._context.device)
+            self._report.say(
+                "searching a schedule for the measured costs"
+                + (f" ({crowded}: CPU cores are oversubscribed, so these include waits for a core)" * bool(crowded))
+            )
+        outcome = outcome_of_rank_0(self._context, lambda: search_for(self._request, costs_of(steady), words))
+        assert outcome is not None
+        self._pipeline.adopt(outcome.schedule)
+        if self._report is not None:
+            report_outcome(self._report, self._key, self._request, outcome)
+        family = self._request.family
+        if not self._request.trial or outcome.schedule.programs == family.programs:
+            return True
+        self._outcome = outcome
+        self._trial = ABTrial((outcome.schedule, family), self._request.trial, outcome.objective)
+        return False
+
+    def _after_trial_step(self, trial: ABTrial) -> bool:
+        assert self._outcome is not None
+        trial.note(self._pipeline.timeline())
+        if trial.next is not None:
+            self._pipeline.adopt(trial.next)
+            return False
+        searched, usual = value_of_rank_0(self._context, trial.medians)
+        outcome, family = self._outcome, self._request.family
+        falls_back = usual < searched
+        if falls_back:
+            outcome = replace(outcome, schedule=family, value=outcome.baseline)
+        self._pipeline.adopt(outcome.schedule)
+        if self._report is not None:
+            kept = family.name if falls_back else "the searched one"
+            self._report.record("trial", searched=searched, family=usual, kept=outcome.schedule.name)
+            self._report.say(
+                f"tried in turn, {self._request.trial} steps each: searched {searched * 1e3:.1f} ms, {family.name} "
+                f"{usual * 1e3:.1f} ms (medians); {kept} stays"
+            )
+            if falls_back:  # the other one was saved after the search
+                save_outcome(self._report, self._key, self._request, outcome)
+        return True

@@ -1,0 +1,120 @@
+"""A search for a configuration's request: its result beside the family that it is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from pipeloom.config.search import SearchRequest
+from pipeloom.errors import CapacityError
+from pipeloom.schedule import Costs, Schedule, simulate
+from pipeloom.schedule.json_form import from_json, to_json
+
+TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class SearchOutcome:
+    """A searched schedule beside the family that it is compared with.
+
+    Attributes:
+        schedule: what to run.
+        costs: what it was searched for.
+        objective: what `value`, `baseline` and `lower_bound` are.
+        value: simulated with the costs.
+        baseline: the same of the family.
+        lower_bound: for schedules within the memory, on the placements searched.
+        source: where the costs come from, in words.
+        seconds: that the search took; 0 for one taken over.
+    """
+
+    schedule: Schedule
+    costs: Costs
+    objective: str
+    value: float
+    baseline: float
+    lower_bound: float
+    source: str
+    seconds: float = 0.0
+
+    @property
+    def gap(self) -> float:
+        """value / lower bound - 1."""
+        return self.value / self.lower_bound - 1 if self.lower_bound else 0.0
+
+
+def to_plain(outcome: SearchOutcome) -> dict[str, Any]:
+    """Return `outcome` as JSON can hold it."""
+    return {
+        **{spec.name: getattr(outcome, spec.name) for spec in fields(outcome)},
+        "schedule": to_json(outcome.schedule),
+        "costs": asdict(outcome.costs),
+    }
+
+
+def from_plain(plain: Mapping[str, Any]) -> SearchOutcome:
+    """The inverse of `to_plain`; of a schedule's options, what its JSON form keeps."""
+    costs = {key: _tuples(value) for key, value in plain["costs"].items()}
+    return SearchOutcome(**{**plain, "schedule": from_json(plain["schedule"]), "costs": Costs(**costs)})
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def search_for(request: SearchRequest, costs: Costs, source: str) -> SearchOutcome:
+    """Search for `request`: the best schedule found for `costs`, or the request's family where that is as good.
+
+    Raises UsageError for costs of another size, CapacityError where nothing fits.
+    """
+    from pipeloom.solver import search
+    from pipeloom.solver.merge_backward import merge_backwards
+
+    family, objective = request.family, request.objective
+    baseline = value_of(family, costs, objective)
+    candidates = [family, merge_backwards(family, costs, objective)]
+    try:
+        result = search(
+            request.ranks,
+            request.microbatches,
+            replace(costs, backward=None),
+            request.memory,
+            placement=request.placement,
+            chunks=request.chunks,
+            objective=objective,
+            time_limit=request.time_limit,
+            iterations=request.iterations,
+            seed=request.seed,
+        )
+    except CapacityError:
+        if max(simulate(family, costs).peak_memory) > request.memory + TOLERANCE:
+            raise
+        return SearchOutcome(family, costs, objective, baseline, baseline, 0.0, source)
+    if result.interrupted:
+        raise KeyboardInterrupt
+    candidates += [result.schedule, merge_backwards(result.schedule, costs, objective)]
+    best = min(candidates, key=lambda schedule: value_of(schedule, costs, objective))
+    value = value_of(best, costs, objective)
+    bound = min(value, _bound(request, costs)) if costs.backward is not None else result.lower_bound
+    return SearchOutcome(best, costs, objective, value, baseline, bound, source, result.seconds)
+
+
+def _bound(request: SearchRequest, costs: Costs) -> float:
+    """A value that no schedule beats, where a B may cost less than I and W."""
+    from pipeloom.schedule.bounds import memory_bound, work_bound
+    from pipeloom.solver.search import placements_of
+
+    places = placements_of(request.ranks, request.chunks, request.placement)
+    bounds = []
+    for place in places:
+        sizes = (place, request.microbatches, costs)
+        bounds.append(
+            max(work_bound(*sizes, request.objective), memory_bound(*sizes, request.memory, request.objective))
+        )
+    return min(bounds)
+
+
+def value_of(schedule: Schedule, costs: Costs, objective: str) -> float:
+    """The makespan or the largest span of a simulated step."""
+    return simulate(schedule, costs).value(objective)

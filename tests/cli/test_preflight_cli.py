@@ -1,0 +1,126 @@
+"""What `train` and `verify` know before any worker starts: devices, the text, the folder for logs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeloom.cli import train, verify
+
+Run = Callable[[str], Any]
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Exit code 99 says that workers would have been started."""
+
+    def start(*arguments: object) -> int:
+        return 99
+
+    for command in (train, verify):
+        monkeypatch.setattr(command, "start_workers", start)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("no_cuda")
+@pytest.mark.parametrize("command", ["train", "verify"])
+def test_cuda_without_a_device(pipeloom: Run, command: str) -> None:
+    ended = pipeloom(f"{command} tiny --parallel.pp 2 --train.device cuda")
+    assert ended.code == 2
+    assert ended.err == 'pipeloom: train.device = "cuda": this machine has no CUDA device for 2 workers; use "cpu"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a" * 2000, "train.seq_len = 128: the held-out text has 100 tokens; use at most 99, or a larger data.source"),
+        ("a" * 20, "train.seq_len = 128: the training text has 19 tokens; use at most 18, or a larger data.source"),
+        ("a", "train.seq_len = 128: the training text has 1 token; use a larger data.source"),
+        ("", "short.txt holds no text to train on"),
+    ],
+)
+def test_a_text_that_is_too_short(pipeloom: Run, tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "short.txt").write_text(text)
+    ended = pipeloom("train tiny --train.seq_len 128 --data.source short.txt")
+    assert (ended.code, ended.out) == (2, "")
+    assert words in ended.err
+
+
+def test_a_text_of_one_window_more_than_needed_starts(pipeloom: Run, tmp_path: Path) -> None:
+    (tmp_path / "enough.txt").write_text("a" * 2580)  # 129 of them are held out
+    assert pipeloom("train tiny --train.seq_len 128 --data.source enough.txt").code == 99
+
+
+def test_too_few_windows_for_a_batch(pipeloom: Run, tmp_path: Path) -> None:
+    (tmp_path / "few.txt").write_text("a" * 4000)
+    words = "--train.seq_len 128 --train.global_batch_size 64 --data.sampling shuffle-then-split --data.remainder drop"
+    ended = pipeloom(f"train tiny --data.source few.txt {words}")
+    assert (ended.code, ended.out) == (2, "")
+    assert 'data.remainder = "drop": 29 windows do not fill one batch of 64' in ended.err
+
+
+@pytest.mark.parametrize("folder", ["/proc/nope", "/dev/null/x", "x" * 300])
+def test_a_folder_that_cannot_be_made(pipeloom: Run, folder: str) -> None:
+    ended = pipeloom(f"train tiny --log.dir {folder}")
+    assert (ended.code, ended.out) == (2, "")
+    shown = folder if len(folder) < 200 else f"{folder[:170]}… ({len(folder)} characters)"
+    assert f'log.dir = "{shown}": ' in ended.err
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written(pipeloom: Run, tmp_path: Path) -> None:
+    (tmp_path / "locked").mkdir(mode=0o500)
+    ended = pipeloom("train tiny --log.dir locked")
+    assert ended.code == 2
+    assert 'log.dir = "locked": cannot write there: Permission denied' in ended.err
+
+
+def test_a_disc_without_room(pipeloom: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=48k", "tmpfs", str(folder)], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"no small file system: {mounted.stderr.strip()}")
+    try:
+        ended = pipeloom("train tiny --log.dir small")
+        assert list(folder.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err == 'pipeloom: log.dir = "small": cannot write there: No space left on device\n'
+
+
+@pytest.mark.parametrize("transport", ["auto", "shared"])
+def test_no_overlap_over_shared_memory(pipeloom: Run, transport: str) -> None:
+    words = "--parallel.pp 2 --schedule.overlap_p2p false --train.device cpu"
+    ended = pipeloom(f"train tiny {words} --schedule.transport {transport}")
+    assert ended.code == 2
+    assert "schedule.overlap_p2p = false: the " in ended.err
+    assert 'set schedule.transport = "individual"' in ended.err
+    for allowed in ("--schedule.transport individual", "--parallel.pp 1", "--schedule.overlap_p2p true"):
+        assert pipeloom(f"train tiny {words} {allowed}").code == 99
+
+
+def test_all_of_them_at_once_and_nothing_is_left_behind(pipeloom: Run, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("a" * 50)
+    ended = pipeloom("train tiny --data.source short.txt --log.dir /proc/a/b")
+    assert ended.code == 2
+    assert len(ended.err.splitlines()) == 2
+    assert pipeloom("train tiny --log.dir new/folder").code == 99
+    assert [path.name for path in tmp_path.iterdir()] == ["short.txt"]

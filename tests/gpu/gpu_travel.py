@@ -1,0 +1,103 @@
+"""A segmented layer whose all-to-all is traffic through the copy engines to pinned host memory and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeloom.ops.segments import Compute, Done, Pending, Segment, Values, in_order
+from pipeloom.runtime import Layer
+
+
+class Delays:
+    """Called wherever a stream gets work; a stress test puts delays of random length there."""
+
+    on: Callable[[], None] | None = None
+
+    @classmethod
+    def pause(cls) -> None:
+        if cls.on is not None:
+            cls.on()
+
+
+class Copies:
+    """How often a communication moves its rows there and back: 0: not at all, as if it were free."""
+
+    count = 1
+
+
+class HostTrip:
+    """Moves the first value to pinned host memory and back, on the stream that it is started on."""
+
+    quick = False
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def start(self, values: Values) -> Pending:
+        return Done((self._there_and_back(values[0]), *values[1:]))
+
+    def start_backward(self, gradients: Values, saved: Values) -> Pending:
+        return Done((self._there_and_back(gradients[0]), *gradients[1:]))
+
+    def _there_and_back(self, rows: Tensor) -> Tensor:
+        if Copies.count == 0:
+            return rows
+        Delays.pause()
+        host = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=rows.is_cuda)
+        arrived = torch.empty_like(rows)
+        for _ in range(Copies.count):
+            host.copy_(rows, non_blocking=True)
+            arrived.copy_(host, non_blocking=True)
+        Delays.pause()
+        return arrived
+
+
+class Block(nn.Module):
+    """Attention's and the experts' products with a communication before and behind the latter: [tokens, width]."""
+
+    def __init__(self, width: int, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.attention, self.up, self.down = (
+            nn.Linear(width, width, dtype=dtype, device=device),
+            nn.Linear(width, 2 * width, dtype=dtype, device=device),
+            nn.Linear(2 * width, width, dtype=dtype, device=device),
+        )
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
+
+    def segments(self, **keywords: Any) -> Sequence[Segment]:
+        return (
+            Compute("attention", self._attend),
+            HostTrip("dispatch"),
+            Compute("experts", self._compute),
+            HostTrip("combine"),
+            Compute("sum", lambda values: (values[0] + values[1],)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return in_order(self.segments(), (x,))[0]  # type: ignore[no-any-return]
+
+    def _attend(self, values: Values) -> Values:
+        Delays.pause()
+        attended = values[0] + torch.tanh(self.attention(values[0]))
+        return attended * 0.5, attended
+
+    def _compute(self, values: Values) -> Values:
+        Delays.pause()
+        return self.down(F.silu(self.up(values[0]))), *values[1:]
+
+
+def blocks(count: int, width: int, dtype: torch.dtype, device: torch.device) -> list[Layer]:
+    return [Layer(f"block{at}", partial(Block, width, at, dtype, device)) for at in range(count)]
+
+
+def mse(output: Tensor, target: Tensor) -> Tensor:
+    return ((output.float() - target.float()) ** 2).mean()

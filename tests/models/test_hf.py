@@ -1,0 +1,291 @@
+"""Hugging Face models as layers: what a cut gives, what it refuses, and where its weights come from."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import pipeloom as pl
+from pipeloom.errors import ConfigError
+from pipeloom.models import cross_entropy, hf
+from pipeloom.models.hf.conv1d import TransposedLinear
+from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue
+from pipeloom.runtime import LocalPipeline
+from pipeloom.train import families
+from pipeloom.train.families import FAMILIES, SCHEDULES, ParameterValues, compare, make_batch
+from processes import run_ranks
+
+# left padding of rows and Conv1D; a sliding window; experts in three dimensions; other widths outside; returned tuples
+SAMPLE = ("gpt2", "mistral", "mixtral", "opt", "gptj")
+
+
+def step(family: str, schedule: str, model: hf.Layers) -> families.Verdict:
+    pipeline = LocalPipeline(model, SCHEDULES[schedule](), loss=cross_entropy, tied=model.tied)
+    batch = make_batch(family)
+    loss = pipeline.step(batch.tokens, batch.targets, **batch.keywords).item()
+    held = {name: ParameterValues(p.detach(), p.grad) for name, p in pipeline.named_parameters()}
+    return compare(family, schedule, model, [held], loss, 1e-5)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("family", SAMPLE)
+def test_loss_and_gradients_equal_one_process(family: str, schedule: str) -> None:
+    verdict = step(family, schedule, hf.layers(FAMILIES[family].build()))
+    assert verdict.passed, verdict
+
+
+def test_the_comparison_sees_a_wrong_gradient() -> None:
+    """A comparison that finds nothing proves nothing: one gradient off by a thousandth fails."""
+    model = hf.layers(FAMILIES["llama"].build())
+    pipeline = LocalPipeline(model, SCHEDULES["1f1b"](), loss=cross_entropy)
+    batch = make_batch("llama")
+    loss = pipeline.step(batch.tokens, batch.targets, **batch.keywords).item()
+    held = {name: ParameterValues(p.detach(), p.grad) for name, p in pipeline.named_parameters()}
+    name = "model.layers.2.mlp.up_proj.weight"
+    value, gradient = held[name]
+    assert gradient is not None
+    wrong = compare("llama", "1f1b", model, [{**held, name: ParameterValues(value, gradient * 1.001)}], loss, 1e-5)
+    assert not wrong.passed
+    assert wrong.worst_parameter == name
+    absent = compare("llama", "1f1b", model, [{k: v for k, v in held.items() if k != name}], loss, 1e-5)
+    assert not absent.passed
+    assert not compare("llama", "1f1b", model, [held], loss * 1.001, 1e-5).passed
+
+
+def _two_processes(rank: int) -> list[Any]:
+    found = []
+    for schedule in ("1f1b", "zbv"):
+        model = hf.layers(FAMILIES["gpt2"].build())
+        pipeline = pl_pipeline(model, schedule)
+        batch = make_batch("gpt2")
+        loss = pipeline.step(batch.tokens, batch.targets, **batch.keywords).item()
+        held = {name: (p.detach().numpy(), p.grad.numpy()) for name, p in pipeline.named_parameters()}
+        found.append((loss, held))
+        pipeline.close()
+    return found
+
+
+def pl_pipeline(model: hf.Layers, schedule: str) -> Any:
+    from pipeloom.runtime import Pipeline
+
+    return Pipeline(model, SCHEDULES[schedule](), loss=cross_entropy, tied=model.tied)
+
+
+@pytest.mark.dist
+def test_ties_across_processes_are_summed_once() -> None:
+    """GPT-2's output layer is its embedding: under 1F1B they are on two ranks, under ZBV on one."""
+    found = run_ranks(_two_processes, 2)
+    model = hf.layers(FAMILIES["gpt2"].build())
+    for at, schedule in enumerate(("1f1b", "zbv")):
+        ranks = [
+            {name: ParameterValues(*map(torch.from_numpy, values)) for name, values in rank[at][1].items()}
+            for rank in found
+        ]
+        verdict = compare("gpt2", schedule, model, ranks, found[0][at][0], 1e-5)
+        assert verdict.passed, verdict
+        holders = [name for rank in ranks for name in rank if name in model.tied[0]]
+        assert len(holders) == (2 if schedule == "1f1b" else 1)
+        assert sum("h.0." in name for name in ranks[1]) == 0, "a rank builds its own layers only"
+
+
+def test_names_are_those_of_transformers() -> None:
+    config = FAMILIES["qwen2"].build()
+    model = hf.layers(config)
+    with torch.device("meta"):
+        whole = transformers.AutoModelForCausalLM.from_config(config)
+    names = [f"{layer.name}.{inner}" for layer in model for inner, _ in layer().named_parameters()]
+    assert [layer.name for layer in model] == ["first", *(f"model.layers.{i}" for i in range(4)), "last"]
+    assert [hf.hub_name(name) for name in names] == [n for n, _ in whole.named_parameters(remove_duplicate=False)]
+    assert model.tied == (("first.model.embed_tokens.weight", "last.lm_head.weight"),)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt-oss", "apertus", "openai-gpt", "gemma3", "gpt-neo"])
+def test_buffers_that_no_file_holds_are_computed_again(family: str) -> None:
+    config = FAMILIES[family].build()
+    whole = dict(transformers.AutoModelForCausalLM.from_config(config).named_buffers())
+    found = {hf.hub_name(f"{layer.name}.{n}"): b for layer in hf.layers(config) for n, b in layer().named_buffers()}
+    assert found.keys() == whole.keys()
+    for name, buffer in found.items():
+        assert torch.equal(buffer, whole[name]), name
+
+
+def test_first_weights_follow_from_seed_and_name() -> None:
+    """Two cuts of a configuration draw the same weights, whatever the schedule; deviations are those of transformers."""
+    config = FAMILIES["openai-gpt"].build()
+    one, two = (
+        dict(LocalPipeline(hf.layers(config), SCHEDULES[s](), loss=cross_entropy).named_parameters())
+        for s in ("1f1b", "zbv")
+    )
+    whole = dict(transformers.AutoModelForCausalLM.from_config(config).named_parameters(remove_duplicate=False))
+    for name, weight in one.items():
+        assert torch.equal(weight, two[name])
+        assert float(weight.detach().std(unbiased=False)) == pytest.approx(
+            float(whole[hf.hub_name(name)].detach().std(unbiased=False)), rel=0.25, abs=1e-6
+        )
+
+
+def test_a_model_with_weights_is_used_as_it_is() -> None:
+    """Its parameters are trained in place, and its modules stay untouched."""
+    config = FAMILIES["gpt2"].build()
+    whole = transformers.AutoModelForCausalLM.from_config(config)
+    batch = make_batch("gpt2")
+    with torch.no_grad():
+        want = whole.eval()(batch.tokens, **batch.keywords).logits
+    model = hf.layers(whole)
+    pipeline = LocalPipeline(model, SCHEDULES["zbv"](), loss=cross_entropy, tied=model.tied)
+    assert torch.allclose(pipeline.predict(batch.tokens, **batch.keywords), want, atol=1e-6)
+    pipeline.step(batch.tokens, batch.targets, **batch.keywords)
+    assert {id(p) for p in pipeline.parameters()} == {id(p) for p in whole.parameters()}
+    assert all(p.grad is not None for p in whole.parameters())
+    assert type(whole.transformer.h[0].attn.c_attn).__name__ == "Conv1D"
+    assert not whole.training
+    with torch.no_grad():
+        assert torch.equal(whole(batch.tokens, **batch.keywords).logits, want)
+
+
+def test_masks_of_micro_batches_do_not_mix() -> None:
+    """The hand-over to layers is kept between stages: other masks of the same shape, and none, are not taken for it."""
+    model = hf.layers(FAMILIES["llama"].build())
+    pipeline = LocalPipeline(model, SCHEDULES["interleaved"](), loss=cross_entropy)
+    whole = transformers.AutoModelForCausalLM.from_config(model.config).eval()
+    with torch.no_grad():
+        own = dict(pipeline.named_parameters())
+        for name, parameter in whole.named_parameters():
+            parameter.copy_(own[next(n for n in own if hf.hub_name(n) == name)])
+        batch = make_batch("llama")
+        mask = batch.keywords["attention_mask"]
+        for given in ({"attention_mask": mask}, {"attention_mask": mask.flip(0)}, {}, {"attention_mask": mask.flip(1)}):
+            want = whole(batch.tokens, **given).logits
+            assert torch.allclose(pipeline.predict(batch.tokens, **given), want, atol=1e-5), list(given)
+        positions = torch.arange(12).expand(5, 12) + 7 * torch.arange(5)[:, None]
+        want = whole(batch.tokens, position_ids=positions).logits
+        assert torch.allclose(pipeline.predict(batch.tokens, position_ids=positions), want, atol=1e-5)
+
+
+def test_conv1d_waits_for_w_and_equals_its_own_gradient() -> None:
+    plain = transformers.pytorch_utils.Conv1D(5, 3)
+    layer, grad_context = TransposedLinear(plain), WeightGradContext()
+    layer.set_weight_grad_context(grad_context)
+    x = torch.randn(2, 4, 3, requires_grad=True)
+    (plain(x) * torch.arange(5)).sum().backward()
+    want, want_x = plain.weight.grad, x.grad
+    plain.weight.grad = x.grad = plain.bias.grad = None
+    grad_context.queue = WeightGradQueue()
+    (layer(x) * torch.arange(5)).sum().backward()
+    assert plain.weight.grad is None
+    assert torch.allclose(x.grad, want_x)
+    grad_context.queue.flush()
+    assert torch.allclose(plain.weight.grad, want)
+
+
+def test_the_share_of_separate_weight_gradients() -> None:
+    assert hf.layers(FAMILIES["gpt2"].build()).separate_share > 0.9
+    assert hf.layers(FAMILIES["mixtral"].build()).separate_share < 0.2  # expert weights in three dimensions
+
+
+@pytest.mark.parametrize(
+    ("config", "values", "reason"),
+    [
+        ("MixtralConfig", {"output_router_logits": True}, "does not decompose into stages"),
+        ("OPTConfig", {"layerdrop": 0.1}, "layerdrop is 0.1"),
+        ("Gemma3nTextConfig", {}, "depends on weights or on hidden states"),
+        ("XLNetConfig", {}, "its forward fails without its decoder layers"),
+        ("T5Config", {}, "transformers builds no causal model of T5Config"),
+    ],
+)
+def test_what_cannot_be_cut_gets_one_sentence(config: str, values: dict[str, Any], reason: str) -> None:
+    if config == "Gemma3nTextConfig":
+        values = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 16, "vocab_size": 32, "head_dim": 4}
+        values |= {"vocab_size_per_layer_input": 32, "hidden_size_per_layer_input": 4, "num_kv_shared_layers": 0}
+        values |= {"layer_types": ["sliding_attention", "full_attention"], "activation_sparsity_pattern": None}
+    with pytest.raises(ConfigError, match=reason) as error:
+        hf.layers(getattr(transformers, config)(**values))
+    assert "\n" not in str(error.value)
+
+
+def test_an_unknown_keyword_and_another_source_are_refused() -> None:
+    model = hf.layers(FAMILIES["llama"].build())
+    pipeline = LocalPipeline(model, SCHEDULES["1f1b"](), loss=cross_entropy)
+    with pytest.raises(pl.PipeloomError, match="attention_mask"):
+        pipeline.step(torch.zeros(4, 4, dtype=torch.int64), torch.zeros(4, 4), attention_masks=torch.ones(4, 4))
+    with pytest.raises(ConfigError, match="of type dict"):
+        hf.layers({"hidden_size": 3})
+
+
+def test_transformers_is_imported_late() -> None:
+    code = "import sys, pipeloom as pl; pl.check; assert 'torch' not in sys.modules; pl.hf; print('transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+# -- weights of a directory ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "gpt2", "qwen3-moe", "phi3"])
+def test_a_directory_gives_the_logits_of_transformers(family: str, tmp_path: Path) -> None:
+    """Sharded with an index; experts, which are written one by one, are put together."""
+    whole = written(family, tmp_path)
+    model = hf.layers(tmp_path)
+    pipeline = LocalPipeline(model, SCHEDULES["zbv"](), loss=cross_entropy, tied=model.tied)
+    batch = make_batch(family)
+    with torch.no_grad():
+        want = whole(batch.tokens, **batch.keywords).logits
+    assert torch.allclose(pipeline.predict(batch.tokens, **batch.keywords), want, atol=1e-5)
+    own = dict(whole.named_parameters(remove_duplicate=False))
+    assert all(torch.equal(p, own[hf.hub_name(name)]) for name, p in pipeline.named_parameters())
+
+
+def test_a_rank_reads_its_own_layers_only(tmp_path: Path) -> None:
+    written("qwen3-moe", tmp_path)
+    model = hf.layers(tmp_path)
+    for layer in model[2:4]:
+        held = sum(p.numel() * p.element_size() for p in layer().parameters())
+        before = model.cut.bytes_read
+        layer()
+        assert model.cut.bytes_read - before == held
+
+
+def test_what_is_wrong_with_a_directory_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        hf.layers(tmp_path)
+    written("llama", tmp_path)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    shard = tmp_path / sorted(set(index["weight_map"].values()))[0]
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-10])
+    with pytest.raises(ConfigError, match="is no complete safetensors file"):
+        hf.layers(tmp_path)[1]()
+    shard.write_bytes(whole)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
+    with pytest.raises(ConfigError, match=r"gate_proj\.weight is \[48, 32\], and the configuration says \[40, 32\]"):
+        hf.layers(tmp_path)[1]()
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 5}))
+    with pytest.raises(ConfigError, match=r"has no weights for model\.layers\.4\."):
+        hf.layers(tmp_path)[5]()
+    del index["weight_map"]["lm_head.weight"]
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../x"}}))
+    with pytest.raises(ConfigError, match="outside of the directory"):
+        hf.layers(tmp_path)[1]()
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(ConfigError, match="has no weights in safetensors"):
+        hf.layers(tmp_path)[1]()
+
+
+def written(family: str, folder: Path) -> Any:
+    """A model of the family with random weights, none of them at its first value, saved in `folder`."""
+    torch.manual_seed(5)
+    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family].build(), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder, max_shard_size="40KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    return model

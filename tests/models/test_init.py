@@ -1,0 +1,75 @@
+"""First weights: a function of seed and name, whatever the layout."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from pipeloom import schedules
+from pipeloom.config import load
+from pipeloom.models import cross_entropy, layers, tied
+from pipeloom.models.init import stable_seed
+from pipeloom.runtime import LocalPipeline
+
+MODEL = load("tiny").model
+
+
+def test_every_layout_starts_from_bitwise_the_same_weights() -> None:
+    one = {f"{layer.name}.{n}": p for layer in layers(MODEL, 7) for n, p in layer().named_parameters()}
+    for schedule, stages in (
+        (schedules.gpipe(ranks=2, microbatches=2), (1, 5)),
+        (schedules.interleaved(ranks=3, chunks=2, microbatches=3), None),
+    ):
+        torch.manual_seed(stages is None)
+        pipeline = LocalPipeline(layers(MODEL, 7), schedule, loss=cross_entropy, stages=stages)
+        found = dict(pipeline.named_parameters())
+        assert found.keys() == one.keys()
+        assert all(torch.equal(found[name], one[name]) for name in one)
+
+
+def test_drawing_leaves_the_global_random_state_alone() -> None:
+    torch.manual_seed(3)
+    want = torch.rand(4)
+    torch.manual_seed(3)
+    for layer in layers(MODEL, 0):
+        layer()
+    assert torch.equal(torch.rand(4), want)
+
+
+def test_another_seed_or_name_gives_other_weights() -> None:
+    first, second = (layers(MODEL, seed)[1]().mlp.up_proj.weight for seed in (0, 1))
+    other = layers(MODEL, 0)[2]().mlp.up_proj.weight
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_dtype_changes_the_rounding_only(dtype: torch.dtype) -> None:
+    narrow = layers(MODEL, 0, dtype)[0]().weight
+    assert narrow.dtype == dtype
+    assert torch.equal(narrow, layers(MODEL, 0)[0]().weight.to(dtype))
+
+
+def test_deviations_follow_width_and_depth() -> None:
+    block = layers(MODEL.model_copy(update={"hidden_size": 256, "intermediate_size": 512}), 0)[1]()
+    usual = math.sqrt(2 / (5 * 256))
+    assert block.self_attn.q_proj.weight.std().item() == pytest.approx(usual, rel=0.02)
+    for part in (block.self_attn.o_proj, block.mlp.down_proj):
+        assert part.weight.std().item() == pytest.approx(usual / math.sqrt(2 * 4), rel=0.02)
+    assert block.input_layernorm.weight.tolist() == [1.0] * 256
+
+
+def test_a_tied_output_layer_starts_as_the_embedding() -> None:
+    both = MODEL.model_copy(update={"tie_word_embeddings": True})
+    built = layers(both, 0)
+    assert torch.equal(built[0]().weight, built[-1]().lm_head.weight)
+    assert tied(both) == (("model.embed_tokens.weight", "head.lm_head.weight"),)
+    assert tied(MODEL) == ()
+    assert not torch.equal(layers(MODEL, 0)[0]().weight, layers(MODEL, 0)[-1]().lm_head.weight)
+
+
+def test_the_seed_of_a_name_never_changes() -> None:
+    assert stable_seed(0, "model.embed_tokens.weight") == 3590614378461558581
+    assert stable_seed("a", "b") != stable_seed("ab")

@@ -1,0 +1,68 @@
+"""Everything that a registered kind must work in, run in a process of its own: a kind cannot be taken back."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+from typing import Any
+
+import note_kind
+import pytest
+import torch
+import torch.distributed as dist
+
+import pipeloom as pl
+from models import batch, blocks, mse
+from pipeloom.draw import svg, terminal
+from pipeloom.draw.trace import trace
+from pipeloom.runtime import LocalPipeline, Pipeline
+from pipeloom.schedule.csv_form import from_csv, to_csv
+from pipeloom.schedule.json_form import from_json, to_json
+from processes import free_port
+
+
+def work(rank: int, port: int, results: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    pipeline = Pipeline(blocks(4), note_kind.noted(2, 3), loss=mse)
+    loss = pipeline.step(*batch(6)).item()
+    results.put((rank, loss, list(note_kind.SEEN)))
+    pipeline.close()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    schedule = note_kind.noted(2, 3)
+    plain = pl.schedules.one_f_one_b(2, 3)
+    pl.check(schedule)
+    assert pl.simulate(schedule).makespan > pl.simulate(plain).makespan
+    assert pl.simulate(schedule).busy[0] == pl.simulate(plain).busy[0] + 3 * 0.5
+    assert from_csv(to_csv(schedule)).programs == schedule.programs
+    assert from_json(to_json(schedule)) == schedule
+    assert pickle.loads(pickle.dumps(schedule)) == schedule
+    timeline = pl.simulate(schedule)
+    assert "N note" in svg([timeline])
+    assert "N note" in terminal(timeline, color=False)
+    assert {event.get("cat") for event in trace(timeline)["traceEvents"]} >= {"note", "forward"}
+    twice = [[*map(str, program), "0N0"] if not rank else program for rank, program in enumerate(schedule.programs)]
+    with pytest.raises(pl.ScheduleError, match="0N0 appears twice"):
+        pl.check(pl.Schedule.of(twice, placement=range(2), microbatches=3))
+    for wrong in (pl.Kind("N", "again"), pl.Kind("n", "small"), pl.Kind("X", "x", duration="furlong")):
+        with pytest.raises(pl.PipeloomError):
+            pl.register_kind(wrong)
+    local = LocalPipeline(blocks(4), plain, loss=mse).step(*batch(6)).item()
+    context = multiprocessing.get_context("spawn")
+    results, port = context.Queue(), free_port()
+    workers = [context.Process(target=work, args=(rank, port, results)) for rank in range(2)]
+    for worker in workers:
+        worker.start()
+    seen = sorted(results.get(timeout=100) for _ in workers)
+    for worker in workers:
+        worker.join(30)
+    assert [loss for _, loss, _ in seen] == [local, local]
+    assert all(notes == [("Block", mb) for mb in range(3) for _ in range(2)] for _, _, notes in seen)
+    print("a registered kind works everywhere")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""The loss of a float64 model reaches every rank, whatever torch's default dtype is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pipeloom as pl
+from models import WIDTH, batch, blocks, mse, serial
+from pipeloom.mesh_shape import MeshShape
+from pipeloom.parallel.mesh import Mesh
+from pipeloom.runtime import Layer, LocalPipeline, Pipeline
+from processes import run_ranks
+
+S = pl.schedules
+SCHEDULES = {"one route": S.one_f_one_b(2, 3), "two routes": S.chimera(2, 3)}
+
+
+def layers() -> list[Layer]:
+    def build(layer: Layer) -> nn.Module:
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)  # the same weights under both
+        try:
+            return layer().double()
+        finally:
+            torch.set_default_dtype(default)
+
+    return [Layer(layer.name, lambda layer=layer: build(layer)) for layer in blocks(2)]
+
+
+def steps(rank: int, schedule: pl.Schedule, dp: int, default: torch.dtype) -> list[float]:
+    x, y = (value.double() for value in batch(7))
+    torch.set_default_dtype(default)
+    mesh = Mesh.of(MeshShape(pp=2, dp=dp))
+    pipeline = Pipeline(layers(), schedule, loss=mse, mesh=mesh)
+    losses = [pipeline.step(x, y).item(), pipeline.evaluate(x, y).item()]
+    pipeline.close()
+    return losses
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("default", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("name", "dp"), [("one route", 1), ("two routes", 1), ("one route", 2)])
+def test_a_float64_loss_arrives(name: str, dp: int, default: torch.dtype) -> None:
+    x, y = (value.double() for value in batch(7))
+    want: Any = serial(layers(), x, y, [3, 2, 2])[0].item()
+    for losses in run_ranks(steps, 2 * dp, SCHEDULES[name], dp, default):
+        assert losses == pytest.approx([want, want], rel=1e-6)
+
+
+def test_a_float64_loss_of_two_routes_in_one_process() -> None:
+    """One route has one micro-batch, the other two: their sums are of one dtype."""
+    x, y = (torch.randn(7, 3, WIDTH, dtype=torch.float64) for _ in range(2))
+    loss = LocalPipeline(layers(), SCHEDULES["two routes"], loss=mse).step(x, y)
+    assert loss.dtype is torch.float32
+    assert loss.item() == pytest.approx(serial(layers(), x, y, [3, 2, 2])[0].item(), rel=1e-6)
+
+
+def dropped(rank: int, schedule: pl.Schedule) -> float:
+    """The loss of the second of two steps, when nobody has asked for that of the first."""
+    x, y = (value.double() for value in batch(7))
+    pipeline = Pipeline(layers(), schedule, loss=mse)
+    pipeline.forward_backward(x, y)
+    loss = pipeline.forward_backward(2 * x, y).wait().item()
+    pipeline.close()
+    return loss
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", list(SCHEDULES))
+def test_a_loss_that_nobody_asked_for_is_not_taken_for_the_next(name: str) -> None:
+    x, y = (value.double() for value in batch(7))
+    want: Any = serial(layers(), 2 * x, y, [3, 2, 2])[0].item()
+    assert run_ranks(dropped, 2, SCHEDULES[name]) == pytest.approx([want, want], rel=1e-6)

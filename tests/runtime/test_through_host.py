@@ -1,0 +1,68 @@
+"""Messages and collectives through host memory, as several processes on one GPU use them: here the host is the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pipeloom as pl
+from models import batch, blocks, gradients, mse, serial, worst
+from pipeloom.mesh_shape import MeshShape
+from pipeloom.parallel import through_host
+from pipeloom.parallel.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
+from pipeloom.parallel.mesh import Mesh
+from pipeloom.runtime import Pipeline, RuntimeOptions
+from pipeloom.runtime.batch import split_sizes
+from pipeloom.runtime.p2p import torch_p2p
+from processes import run_ranks
+
+
+def work(rank: int) -> dict[str, Any]:
+    through_host.goes_through_host = torch_p2p.goes_through_host = lambda device, group: True
+    mesh = Mesh.of(MeshShape(pp=1, dp=2))
+    assert mesh is not None
+    x = torch.arange(8.0).view(1, 4, 2) + rank
+    summed, gathered, scattered = (
+        x.clone(),
+        start_all_gather(x, mesh.dp).wait(),
+        start_reduce_scatter(x, mesh.dp).wait(),
+    )
+    start_all_reduce(summed, mesh.dp).wait()
+    found: dict[str, Any] = {"sum": summed.tolist(), "all": gathered.tolist(), "part": scattered.tolist()}
+    for transport in ("individual", "batched"):
+        schedule = pl.schedules.interleaved(2, 4, 2)
+        options = RuntimeOptions(transport=transport, monitor=False, checksum=True)  # type: ignore[arg-type]
+        pipeline = Pipeline(blocks(4), schedule, loss=mse, options=options)
+        for _ in range(2):
+            pipeline.zero_grad()
+            pipeline.step(*batch(8))
+        want = serial(blocks(4), *batch(8), split_sizes(8, 4))[1]
+        held = gradients(pipeline)
+        found[transport] = worst(held, {name: want[name] for name in held})
+        pipeline.close()
+    return found
+
+
+@pytest.mark.dist
+def test_values_arrive_through_host_memory() -> None:
+    x = torch.arange(8.0).view(1, 4, 2)
+    whole = 2 * x + 1
+    for rank, found in enumerate(run_ranks(work, 2)):
+        assert found["sum"] == whole.tolist()
+        assert found["all"] == torch.cat([x, x + 1], 1).tolist()
+        assert found["part"] == whole[:, 2 * rank : 2 * rank + 2].tolist()
+        assert found["individual"] <= 1e-6
+        assert found["batched"] <= 1e-6
+
+
+def test_nccl_and_the_cpu_move_tensors_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    for backend, device, expected in (
+        ("cpu:gloo,cuda:nccl", "cuda", False),
+        ("cpu:gloo,cuda:gloo", "cuda", True),
+        ("cpu:gloo,cuda:gloo", "cpu", False),
+    ):
+        monkeypatch.setattr(dist, "get_backend_config", lambda group, backend=backend: backend)
+        assert through_host.goes_through_host(torch.device(device), None) == expected

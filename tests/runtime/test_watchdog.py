@@ -1,0 +1,549 @@
+"""The control plane: links, how processes meet, and what the watchdog makes of messages, silence and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from pipeloom.errors import DistributedError
+from pipeloom.runtime.health import links as linking
+from pipeloom.runtime.health import watchdog as watching
+from pipeloom.runtime.health.links import Link, LinkClosed, inherited, meet, neighbours, read_secret
+from pipeloom.runtime.health.report import PeerGone, lost_peer
+from pipeloom.runtime.health.status import Limits, Status
+from pipeloom.runtime.health.store import RunStore, within
+from pipeloom.runtime.health.watchdog import Failure, RankState, Watchdog, judge, printable
+from pipeloom.schedule.actions import Action
+
+
+def wait_for(ready: Callable[[], object], seconds: float = 20.0) -> bool:
+    until = time.monotonic() + seconds
+    while not ready() and time.monotonic() < until:
+        time.sleep(0.01)
+    return bool(ready())
+
+
+def linked(key: bytes = b"key", other: bytes = b"key") -> tuple[Link, Link]:
+    one, two = socket.socketpair()
+    return Link(0, 1, one, key), Link(1, 0, two, other)
+
+
+def received(link: Link) -> list[dict[str, object]]:
+    until = time.monotonic() + 20.0
+    while not (messages := link.receive()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    return messages
+
+
+# -- links -------------------------------------------------------------------------------------------------------------------
+
+
+def test_messages_arrive_in_order_and_the_end_after_them() -> None:
+    one, two = linked()
+    one.send({"kind": "a"})
+    one.send({"kind": "b", "text": "line\nend"})
+    one.close()
+    assert received(two) == [{"kind": "a"}, {"kind": "b", "text": "line\nend"}]
+    with pytest.raises(LinkClosed, match="its connection closed"):
+        two.receive()
+
+
+def test_a_message_with_another_key_is_not_taken() -> None:
+    one, two = linked(b"key", b"another")
+    one.send({"kind": "failed"})
+    with pytest.raises(LinkClosed, match="a message that it did not write"):
+        wait_for(two.receive)
+
+
+def test_a_message_that_comes_again_is_not_taken() -> None:
+    """As a recorded one would be: its number is part of the MAC."""
+    one, two = socket.socketpair()
+    there, back = socket.socketpair()
+    sender, receiver = Link(0, 1, one, b"key"), Link(1, 0, there, b"key")
+    sender.send({"kind": "a"})
+    line = two.recv(4096)
+    back.sendall(line + line)
+    assert received(receiver) == [{"kind": "a"}]
+    with pytest.raises(LinkClosed, match="did not write"):
+        receiver.receive()
+
+
+def test_a_line_without_an_end_closes_the_link() -> None:
+    one, two = socket.socketpair()
+    link = Link(0, 1, one, b"key")
+    threading.Thread(target=_pour, args=(two, 1 << 19), daemon=True).start()
+    with pytest.raises(LinkClosed, match="without an end"):
+        wait_for(link.receive)
+
+
+def _pour(end: socket.socket, count: int) -> None:
+    with contextlib.suppress(OSError):
+        end.setblocking(True)
+        end.sendall(b"x" * count)
+
+
+def test_a_neighbour_that_does_not_read_never_blocks() -> None:
+    one, _two = linked()
+    begun = time.monotonic()
+    for _ in range(3000):
+        one.send({"text": "x" * 1000})
+    assert time.monotonic() - begun < 10
+    assert len(one._outgoing) < 2 << 20
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 16, 64, 1000])
+def test_neighbours_reach_everyone_around_a_frozen_one(world: int) -> None:
+    assert all(rank in neighbours(peer, world) for rank in range(world) for peer in neighbours(rank, world))
+    frozen = {3, 4} if world > 7 else set()
+    reached, fresh = {0}, {0}
+    while fresh:
+        fresh = {peer for rank in fresh for peer in neighbours(rank, world)} - reached - frozen
+        reached |= fresh
+    assert reached == set(range(world)) - frozen
+    assert len(neighbours(0, world)) <= 6
+
+
+def test_inherited_links_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = socket.socketpair()
+    monkeypatch.setenv(linking.LINKS, f"3:{one.detach()}")
+    found = inherited(0)
+    assert found is not None
+    assert [link.peer for link in found] == [3]
+    assert inherited(0) is None
+    Link(3, 0, two, b"").send({"kind": "hello"})
+    assert received(found[0]) == [{"kind": "hello"}]
+    assert not os.get_inheritable(found[0].fileno())
+
+
+# -- meeting -----------------------------------------------------------------------------------------------------------------
+
+
+def meet_all(world: int, secrets: Sequence[bytes], seconds: float = 30.0) -> list[list[Link]]:
+    store = RunStore(dist.HashStore(), b"", seconds)
+    with ThreadPoolExecutor(world) as threads:
+        each = [threads.submit(meet, store, "run", rank, world, secrets[rank], seconds) for rank in range(world)]
+        return [one.result() for one in each]
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_processes_meet(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind == "tcp":
+        monkeypatch.setattr(linking, "machine", lambda *names: "")
+        monkeypatch.setenv("PIPELOOM_ADDRESS", "127.0.0.1")
+    found = meet_all(4, [b"secret"] * 4)
+    assert [[link.peer for link in links] for links in found] == [neighbours(rank, 4) for rank in range(4)]
+    found[0][0].send({"kind": "hello"})
+    assert received(found[1][0]) == [{"kind": "hello"}]
+
+
+def test_a_process_with_another_secret_does_not_get_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linking, "machine", lambda *names: "")
+    monkeypatch.setenv("PIPELOOM_ADDRESS", "127.0.0.1")
+    with pytest.raises(DistributedError, match="has not opened its control connection"):
+        meet_all(2, [b"secret", b"another"], 2.0)
+
+
+def test_strangers_at_the_door_do_not_hold_up_a_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linking, "machine", lambda *names: "")
+    monkeypatch.setenv("PIPELOOM_ADDRESS", "127.0.0.1")
+    inner = RunStore(dist.HashStore(), b"", 30.0)
+    open_ones = []
+
+    class Told:
+        """A store whose readers find a door at which strangers stand already."""
+
+        def set(self, key: str, text: str) -> None:
+            if "/control/" in key:
+                for data in (b"", b"x" * 20, os.urandom(200), b"\x01\0\0\0" + bytes(16)):
+                    open_ones.append(socket.create_connection(tuple(json.loads(text))))
+                    open_ones[-1].send(data)
+            inner.set(key, text)
+
+        get = inner.get
+
+    with ThreadPoolExecutor(2) as threads:
+        each = [threads.submit(meet, Told(), "run", rank, 2, b"secret", 30.0) for rank in range(2)]
+        first, second = (one.result()[0] for one in each)
+    first.send({"kind": "hello"})
+    assert received(second) == [{"kind": "hello"}]
+
+
+def test_the_secret_comes_from_the_environment_or_a_file_of_the_users_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PIPELOOM_SECRET", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("PIPELOOM_SECRET_FILE", raising=False)
+    assert read_secret() is None
+    file = tmp_path / ".config" / "pipeloom" / "secret"
+    file.parent.mkdir(parents=True)
+    file.write_text("from a file\n")
+    file.chmod(0o644)
+    with pytest.raises(DistributedError, match=r"can be read by others.*chmod 600"):
+        read_secret()
+    file.chmod(0o600)
+    assert read_secret() == b"from a file"
+    monkeypatch.setenv("PIPELOOM_SECRET", "from the environment")
+    assert read_secret() == b"from the environment"
+    monkeypatch.delenv("PIPELOOM_SECRET")
+    monkeypatch.setenv("PIPELOOM_SECRET_FILE", str(tmp_path / "none"))
+    with pytest.raises(DistributedError, match="PIPELOOM_SECRET_FILE"):
+        read_secret()
+
+
+# -- the store ---------------------------------------------------------------------------------------------------------------
+
+
+def test_what_another_wrote_into_the_store_is_refused() -> None:
+    inner = dist.HashStore()
+    store = RunStore(inner, b"secret", 5.0)
+    store.set("key", "text with spaces\n")
+    assert store.get("key") == "text with spaces\n"
+    assert b"secret" not in bytes(inner.get("key"))
+    for forged in ("text", "x text", "0" * 64 + " text"):
+        inner.set("key", forged)
+        with pytest.raises(DistributedError, match="not written by a rank of this run"):
+            store.get("key")
+    RunStore(inner, b"another", 5.0).set("key", "text")
+    with pytest.raises(DistributedError, match="not written by a rank of this run"):
+        store.get("key")
+    store.set("other", "text")  # a value that is moved to another key
+    inner.set("key", bytes(inner.get("other")).decode())
+    with pytest.raises(DistributedError, match="not written by a rank of this run"):
+        store.get("key")
+
+
+def test_a_key_that_never_comes_has_a_deadline() -> None:
+    store = RunStore(dist.HashStore(), b"", 0.3)
+    with pytest.raises(DistributedError, match=r"nothing came under key within 0\.3 s"):
+        store.get("key")
+
+
+def test_a_call_that_never_returns_is_left_behind() -> None:
+    begun = time.monotonic()
+    with pytest.raises(DistributedError, match=r"no answer within 0\.2 s"):
+        within(0.2, lambda: time.sleep(30), "no answer")
+    assert time.monotonic() - begun < 10
+    assert within(5.0, lambda: 3, "") == 3
+    with pytest.raises(ZeroDivisionError):
+        within(5.0, lambda: 1 // 0, "")
+
+
+SERVER = """
+import sys, time
+from datetime import timedelta
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, 2, True, timedelta(seconds=30), wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.torch_behaviour
+def test_torchs_store_has_no_deadline_when_its_server_is_frozen_and_ours_has() -> None:
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        client = dist.TCPStore("127.0.0.1", port, 2, False, timedelta(seconds=1), wait_for_workers=False)
+        client.set("key", "value")
+        store = RunStore(client, b"", 4.0)
+        try:
+            os.kill(server.pid, signal.SIGSTOP)
+            begun = time.monotonic()
+            with pytest.raises(DistributedError, match="frozen or out of reach"):
+                store.get("key")  # torch's own check would have had to end after 1 s
+            assert 3.5 < time.monotonic() - begun < 30
+        finally:
+            server.kill()
+
+
+# -- the verdict -------------------------------------------------------------------------------------------------------------
+
+
+def test_limits() -> None:
+    automatic = Limits()
+    assert [automatic.of("step", slowest) for slowest in (0.0, 1.0, 3.0, 100.0)] == [30.0, 30.0, 60.0, 300.0]
+    assert automatic.of("first step", 0.0) == automatic.of("evaluation", 0.0) == automatic.of("start-up", 0.0) == 300.0
+    assert automatic.of("save", 0.0) > 300.0
+    assert Limits(12.0).of("save", 100.0) == Limits(12.0).of("step", 0.0) == 12.0
+
+
+def test_who_holds_up_a_run() -> None:
+    waits, busy, idle = RankState("", True, 12.0), RankState("", False, 13.0), RankState("", False, 1.0)
+    assert judge(range(3), {0: waits, 2: busy}, ()) == (1,)  # no answer
+    assert judge(range(4), {0: waits}, (2,)) == (1, 3)
+    assert judge(range(3), {0: waits, 1: busy}, (2,)) == (2,)  # it has left
+    assert judge(range(3), {0: waits, 1: idle, 2: busy}, ()) == (2,)
+    assert judge(range(2), {0: waits, 1: waits}, ()) == ()  # a lost message
+
+
+def test_control_characters_are_shown_as_text() -> None:
+    assert printable("a\x1b[31mb\nc\td\r\x9b") == "a\\x1b[31mb\nc\td\\x0d\\x9b"
+
+
+def test_a_lost_peer_is_told_by_type_and_place_and_never_by_words() -> None:
+    def users() -> None:
+        raise RuntimeError("Connection reset by peer [gloo/transport/tcp/pair.cc] Connection closed")
+
+    with pytest.raises(RuntimeError) as caught:
+        users()
+    assert not lost_peer(caught.value)
+    assert lost_peer(PeerGone(1, "anything"))
+    with pytest.raises(AttributeError) as other:
+        dist.get_world_size("no group")  # type: ignore[arg-type]
+    assert not lost_peer(other.value)
+    with pytest.raises(RuntimeError) as inside:
+        exec(compile("raise RuntimeError('no words')", dist.__file__, "exec"))
+    assert lost_peer(inside.value)
+
+
+# -- the watchdog ------------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """Watchdogs of several ranks in one process; `ends`: rank -> (words, exit code) of those that would have ended it."""
+
+    def __init__(self, world: int, timeout: float | None = 0.6) -> None:
+        self.ends: dict[int, tuple[str, int]] = {}
+        self.failures: dict[int, Failure] = {}
+        self.links: dict[int, dict[int, Link]] = {rank: {} for rank in range(world)}
+        for rank in range(world):
+            for peer in range(rank):
+                self.links[rank][peer], self.links[peer][rank] = _pair(rank, peer)
+        self.dogs = {rank: self._dog(rank, world, timeout) for rank in range(world)}
+
+    def _dog(self, rank: int, world: int, timeout: float | None) -> Watchdog:
+        def record(failure: Failure, code: int, words: str) -> None:
+            self.failures[rank] = failure
+
+        def end(words: str, code: int) -> None:
+            self.ends[rank] = words, code
+
+        status = Status(rank)
+        status.step, status.phase = 3, "step"
+        return Watchdog(list(self.links[rank].values()), status, world, Limits(timeout), record, end)
+
+    def start(self, *ranks: int) -> None:
+        for rank in ranks or self.dogs:
+            self.dogs[rank].start()
+
+
+def _pair(rank: int, peer: int) -> tuple[Link, Link]:
+    one, two = socket.socketpair()
+    return Link(rank, peer, one, b""), Link(peer, rank, two, b"")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "ROLL_CALL_SECONDS", 0.8)
+
+
+def test_a_failure_reaches_everyone() -> None:
+    run = Run(4)
+    run.start()
+    failure = run.dogs[2].failed("rank 2 failed: \x1b[2J", (2,))
+    assert failure.origin == 2
+    assert wait_for(lambda: len(run.ends) == 3)
+    assert {code for _, code in run.ends.values()} == {6}
+    assert all("stopped, because rank 2 failed: \\x1b[2J" in words for words, _ in run.ends.values())
+    assert {failure.blames for failure in run.failures.values()} == {(2,)}
+    assert run.dogs[2].failed("again").text.startswith("rank 2 failed")  # the first one stands
+
+
+def test_a_closed_link_is_a_death_and_one_after_bye_is_not() -> None:
+    run = Run(3, timeout=60.0)
+    run.start()
+    run.dogs[1].close()
+    time.sleep(0.5)
+    assert not run.ends
+    for link in run.links[2].values():
+        link._connection.shutdown(socket.SHUT_RDWR)
+    assert wait_for(lambda: 0 in run.ends)
+    assert "stopped, because rank 2 is gone" in run.ends[0][0]
+    assert run.failures[0].blames == (2,)
+
+
+def test_a_rank_that_does_not_answer_is_blamed() -> None:
+    """Rank 1's thread never runs, as in a process that is frozen or holds the GIL."""
+    run = Run(3)
+    run.start(0, 2)
+    for rank in (0, 2):
+        run.dogs[rank].status.wait_between("the loss")
+    assert wait_for(lambda: len(run.ends) == 2)
+    assert {failure.blames for failure in run.failures.values()} == {(1,)}
+    assert all("the step stalls: rank 1 does not answer" in words for words, _ in run.ends.values())
+
+
+def test_a_rank_that_is_busy_is_blamed_and_those_that_wait_are_not() -> None:
+    run = Run(3)
+    run.start()
+    run.dogs[1].status.enter(Action("F", 1, 2))
+    for rank in (0, 2):
+        run.dogs[rank].status.wait_between("the loss")
+    assert wait_for(lambda: len(run.ends) == 3)
+    assert {failure.blames for failure in run.failures.values()} == {(1,)}
+    assert all("is busy: step 3, in F of stage 1 micro-batch 2" in failure.text for failure in run.failures.values())
+
+
+def test_progress_is_no_stall() -> None:
+    run = Run(2)
+    run.start()
+    until = time.monotonic() + 2.5
+    while time.monotonic() < until:
+        for dog in run.dogs.values():
+            dog.status.wait_between("the loss")
+        time.sleep(0.02)
+    for dog in run.dogs.values():
+        dog.status.leave()
+    time.sleep(1.0)  # between steps no limit holds
+    assert not run.ends
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["waits", "is busy"])
+def test_a_rank_that_comes_late_is_no_stall_and_ends_one_when_it_stops(waits: bool) -> None:
+    """Rank 0 waits for longer than the limit, and rank 1 gets on all the while: a start-up, or a chain of slow stages."""
+    run = Run(2, timeout=3.0)
+    run.start()
+    run.dogs[0].status.wait_between("the other ranks at start-up")
+    until = time.monotonic() + 7.0
+    while time.monotonic() < until:
+        if waits:
+            run.dogs[1].status.wait_between("the other ranks at start-up")
+        else:
+            run.dogs[1].status.enter(Action("F", 1, 2))
+        time.sleep(0.02)
+    assert not run.ends
+    assert wait_for(lambda: len(run.ends) == 2)
+    assert {failure.blames for failure in run.failures.values()} == {() if waits else (1,)}
+
+
+def test_a_suspended_process_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its clock has run on, and nothing else."""
+    run = Run(2, timeout=50.0)
+    run.start()
+    run.dogs[0].status.wait_between("the loss")
+    real = time.monotonic
+    time.sleep(0.5)
+    monkeypatch.setattr(watching.time, "monotonic", lambda: real() + 100.0)
+    time.sleep(1.5)
+    assert not run.ends
+    assert run.dogs[0]._elapsed() < 10.0
+
+
+def test_a_stall_is_reported_while_it_lasts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(watching, "NOTICE_SECONDS", 0.5)
+    run = Run(3, timeout=60.0)
+    run.start(0, 2)
+    for rank in (0, 2):
+        run.dogs[rank].status.wait_between("the loss")
+    time.sleep(4.0)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "no progress" in line]
+    assert 1 <= len(lines) <= 2
+    assert lines[0].startswith("pipeloom: no progress for ")
+    assert "rank 1 does not answer" in lines[0]
+    assert "waits for the loss" in lines[0]
+    assert not run.ends
+
+
+def test_the_folder_is_known_everywhere() -> None:
+    run = Run(3, timeout=60.0)
+    run.start()
+    run.dogs[0].share_folder("runs/now")
+    assert wait_for(lambda: all(dog.folder == "runs/now" for dog in run.dogs.values()))
+
+
+def test_a_lost_peer_waits_for_whoever_knows_why() -> None:
+    run = Run(2, timeout=60.0)
+    run.start()
+    assert run.dogs[0].cause(0.2) is None
+    threading.Timer(0.3, run.dogs[1].failed, ("the reason", (1,))).start()
+    cause = run.dogs[0].cause(10.0)
+    assert cause is not None
+    assert (cause.text, cause.origin) == ("the reason", 1)
+    time.sleep(0.6)
+    assert 0 not in run.ends  # whoever asked ends the process
+
+
+def test_one_thread_reports_the_end() -> None:
+    """The main thread finds out while the watchdog's thread writes the report: it must not write a second one."""
+    run = Run(2, timeout=60.0)
+    writes, written, reports = threading.Event(), threading.Event(), []
+
+    def end(words: str, code: int) -> None:
+        writes.set()
+        written.wait(20.0)
+
+    run.dogs[0]._end = end
+    run.start()
+    run.dogs[1].failed("the reason", (1,))
+    assert writes.wait(20.0)
+    main = threading.Thread(target=lambda: reports.append(run.dogs[0].cause(0.2)), daemon=True)
+    main.start()
+    main.join(1.0)
+    written.set()
+    assert reports == []
+
+
+SIGNALLED = """
+import os, signal, sys, threading, time
+from pipeloom.runtime.health import watchdog as watching
+from pipeloom.runtime.health.status import Limits, Status
+from pipeloom.runtime.health.watchdog import Watchdog
+dog = Watchdog([], Status(0), 1, Limits(600.0))
+dog.start()
+signal.signal(signal.SIGTERM, lambda number, frame: None)
+dog.guard_signals()
+dog.status.wait_between("what never comes")
+print("ready", flush=True)
+lock = threading.Lock()
+lock.acquire()
+import ctypes
+ctypes.CDLL(None).sleep(60)  # a call that gives up the GIL, and in which no handler of Python's runs
+ctypes.CDLL(None).sleep(60)
+"""
+
+
+def test_sigterm_ends_a_call_that_never_returns() -> None:
+    with subprocess.Popen([sys.executable, "-c", SIGNALLED], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 75
+        assert process.stderr is not None
+        assert b"stopped by SIGTERM: start-up, waits for what never comes" in process.stderr.read()
+
+
+def test_a_forked_child_does_not_hide_its_parents_death() -> None:
+    run = Run(2, timeout=60.0)
+    run.start()
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(write)
+        os.read(read, 1)
+        os._exit(0)
+    try:
+        for link in run.links[1].values():
+            link.close()
+        time.sleep(0.1)
+        assert wait_for(lambda: 0 in run.ends or 1 in run.ends)
+    finally:
+        os.close(write)
+        os.waitpid(child, 0)

@@ -1,0 +1,166 @@
+"""The batches of the batched transport: all meet, in NCCL's order, and none delays what the schedule could do."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+import pytest
+
+import pipeloom as pl
+from pipeloom.errors import ScheduleError, UsageError
+from pipeloom.schedule import batched_p2p
+from pipeloom.schedule.batched_p2p import Batch, batches_of, check_batches, check_meeting
+from pipeloom.schedule.channels import Message, traffic
+from pipeloom.schedule.families import FAMILIES
+from pipeloom.schedule.model import Pair, parts
+from pipeloom.schedule.transforms import unpair
+
+S = pl.schedules
+UNITS = {"F": 1, "I": 1, "W": 1, "B": 2}
+Calls = list[tuple[tuple[Batch, ...], ...]]
+
+
+def schedules_of(family: str) -> list[pl.Schedule]:
+    found = []
+    for ranks in (1, 2, 3, 4):
+        for microbatches in (1, 2, 5, 8, 13):
+            try:
+                found.append(pl.schedules.build(family, ranks, microbatches))
+            except UsageError:
+                continue
+    return found
+
+
+def shuffled(schedule: pl.Schedule, draw: random.Random) -> pl.Schedule:
+    """Neighbouring cells exchanged at random, as long as the schedule can run."""
+    programs = [list(program) for program in schedule.programs]
+    for _ in range(6 * len(programs)):
+        row = draw.choice(programs)
+        at = draw.randrange(len(row) - 1) if len(row) > 1 else 0
+        row[at : at + 2] = row[at : at + 2][::-1]
+        try:
+            pl.check(of(programs, schedule))
+        except ScheduleError:
+            row[at : at + 2] = row[at : at + 2][::-1]
+    return of(programs, schedule)
+
+
+def of(programs: list[list[pl.Action | Pair]], like: pl.Schedule) -> pl.Schedule:
+    return pl.Schedule.of(
+        programs,
+        placement=like.placement,
+        microbatches=like.microbatches,
+        routes=like.routes,
+        route_of=like.route_of,
+        name="shuffled",
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_batches_of_every_family_meet(family: str) -> None:
+    draw = random.Random(family)
+    for schedule in schedules_of(family):
+        cases = [schedule]
+        if schedule.ranks in (2, 4) and schedule.microbatches in (5, 8):
+            cases.append(shuffled(schedule, draw))
+        for case in cases:
+            for ahead in (True, False):
+                check_batches(traffic(case), ahead)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_ends_have_the_messages_of_a_pair_of_ranks_in_one_order(family: str, ahead: bool) -> None:
+    """On one communicator NCCL matches them in order: there are no tags, and activations and gradients share it."""
+    for schedule in schedules_of(family):
+        programs = traffic(schedule)
+        orders: dict[tuple[int, int, bool], list[Message]] = defaultdict(list)
+        for rank in range(schedule.ranks):
+            for gap in batches_of(programs, rank, ahead):
+                for message in (message for batch in gap for message in batch):
+                    orders[*message.channel[:2], message.channel.source == rank].append(message)
+        for (source, destination, sending), order in orders.items():
+            assert order == orders[source, destination, not sending]
+            assert len(set(order)) == len(order)
+
+
+def makespan(schedule: pl.Schedule, ahead: bool) -> float:
+    """At unit costs, one communicator: an entry waits for the batches with its receives, a batch for the one before it."""
+    programs = traffic(schedule)
+    calls = [batches_of(programs, rank, ahead) for rank in range(schedule.ranks)]
+    issued: list[list[tuple[Batch, float]]] = [[] for _ in programs]  # in order, and when
+    ended: list[list[float]] = [[] for _ in programs]
+    times, clocks = [0] * len(programs), [0.0] * len(programs)
+    for rank in range(len(programs)):
+        issued[rank] += [(batch, 0.0) for batch in calls[rank][0]]
+    while True:
+        progress = False
+        turn: dict[Message, list[float]] = defaultdict(list)
+        for rank, batches_here in enumerate(issued):
+            for at, (batch, when) in enumerate(batches_here[: len(ended[rank]) + 1]):
+                for message in batch:
+                    turn[message].append(max([when, *ended[rank][at - 1 : at]]))
+        for rank, batches_here in enumerate(issued):
+            if len(ended[rank]) < len(batches_here):
+                batch, when = batches_here[len(ended[rank])]
+                if all(len(turn[message]) == 2 for message in batch):
+                    ended[rank].append(max([when, *ended[rank][-1:], *(max(turn[message]) for message in batch)]))
+                    progress = True
+        for rank, program in enumerate(programs):
+            if times[rank] == len(program):
+                continue
+            entry = program[times[rank]]
+            holders = [at for at, (batch, _) in enumerate(issued[rank]) if not set(entry.receives).isdisjoint(batch)]
+            if holders and max(holders) >= len(ended[rank]):
+                continue
+            start = max([clocks[rank], *(ended[rank][at] for at in holders)])
+            length = sum(UNITS[action.kind] for action in parts(entry.cell))
+            clocks[rank] = start + length
+            times[rank] += 1
+            issued[rank] += [(batch, clocks[rank]) for batch in calls[rank][times[rank]]]
+            progress = True
+        if not progress:
+            assert times == [len(program) for program in programs]
+            return max(clocks)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_batches_delay_nothing_at_unit_costs(family: str) -> None:
+    """With receives ahead the one communicator takes no longer than a channel of its own for each message."""
+    schedule = pl.schedules.build(family, 4, 8)
+    for case in (unpair(schedule), schedule):
+        assert makespan(case, ahead=True) == pl.simulate(case, pl.Costs(1, 1, 1, 0)).makespan
+
+
+def test_one_call_between_two_actions_where_nothing_waits_for_half_of_it() -> None:
+    for schedule in (S.one_f_one_b(4, 8), S.interleaved(4, 8, 2)):
+        for rank in range(4):
+            calls = batches_of(traffic(schedule), rank)
+            assert max(map(len, calls)) == 1
+            assert sum(map(len, calls)) < sum(len(batch) for gap in calls for batch in gap)
+
+
+def test_receives_that_are_posted_just_before_their_use_do_not_all_meet() -> None:
+    """What the batches were before: the walk finds the ranks and messages that stand still."""
+    schedule = S.interleaved(2, 4, 2)
+    programs = traffic(schedule)
+    late: Calls = []
+    for program in programs:
+        sends = [(), *(entry.sends for entry in program)]
+        receives = [*(entry.receives for entry in program), ()]
+        gaps = [(*made, *wanted) for made, wanted in zip(sends, receives, strict=True)]
+        late.append(tuple((gap,) if gap else () for gap in gaps))
+    with pytest.raises(
+        ScheduleError, match=r"(?s)wait for one another for ever.*rank 0 is at .*still holds the input gradient"
+    ):
+        check_meeting(programs, late)
+
+
+def test_check_walks_the_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = S.interleaved(2, 4, 2)
+    pl.check(schedule, transport="batched")
+    monkeypatch.setattr(batched_p2p, "bisect_right", lambda ends, moves: len(ends) - 1)
+    with pytest.raises(ScheduleError, match="wait for one another for ever"):
+        pl.check(schedule, transport="batched")
+    pl.check(schedule)

@@ -1,0 +1,89 @@
+"""The example of a model of one's own, in one process and in two, and the comparison that it calls."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipeloom as pl
+from pipeloom.runtime import Layer
+from pipeloom.train.verify import verify_layers
+
+EXAMPLE = Path(__file__).parents[1] / "examples/own_model.py"
+
+
+def run(*words: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, *words, str(EXAMPLE)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_the_example_gives_the_same_losses_in_one_process_and_in_two() -> None:
+    one = run()
+    two = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert one[0].startswith("verified: True")
+    assert one[1:] == two[1:]
+    assert len(one) == 22
+    assert float(one[20].split()[-1]) < float(one[1].split()[-1]) - 1
+
+
+class Shifted(nn.Module):
+    """A linear layer, of which a test can make the gradient wrong by a factor."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.factor = factor
+
+    def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+        y: Tensor = self.linear(x) if shift is None else self.linear(x) + shift
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient * self.factor)
+        return y
+
+
+def mean(output: Tensor, target: Tensor) -> Tensor:
+    return ((output - target) ** 2).mean()
+
+
+def built(second: float) -> list[Layer]:
+    """Four layers; the first one's gradient is right where it is built first, and off by `second` after that."""
+    factors = iter([1.0, second])
+    return [Layer("a", lambda: Shifted(next(factors))), *(Layer(name, Shifted) for name in "bcd")]
+
+
+@pytest.mark.parametrize(("wrong", "passes"), [(1.0, True), (1.01, False)])
+def test_a_wrong_gradient_is_found(wrong: float, passes: bool) -> None:
+    torch.manual_seed(0)
+    x, y, shift = torch.randn(3, 5, 4)
+    result = verify_layers(built(wrong), pl.schedules.zbv(2, 4), mean, x, y, shift=shift)
+    assert result.passed == passes
+    wrong_names = {"a.linear.weight", "a.linear.bias"}
+    assert {name for name, error in result.errors.items() if error > 1e-5} == (set() if passes else wrong_names)
+    assert set(result.errors) == {f"{layer}.linear.{name}" for layer in "abcd" for name in ("weight", "bias")}
+
+
+def test_modules_stay_as_they_are() -> None:
+    """Modules instead of factories, one parameter in two of them, and a buffer."""
+    modules = [Shifted() for _ in range(4)]
+    modules[3].linear.weight = modules[0].linear.weight
+    x, y = torch.randn(2, 5, 4)
+    result = verify_layers(
+        modules, pl.schedules.interleaved(2, 4, 2), mean, x, y, tied=[("0.linear.weight", "3.linear.weight")]
+    )
+    assert result.passed
+    assert modules[0].linear.weight is modules[3].linear.weight

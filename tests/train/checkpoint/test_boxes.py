@@ -1,0 +1,53 @@
+"""Boxes: runs of elements as boxes, intersections, and what makes up a tensor."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeloom.train.checkpoint.boxes import Box, boxes_of_run, tiling_problem
+
+shapes = st.lists(st.integers(1, 4), max_size=4)
+
+
+@settings(max_examples=200, deadline=None)
+@given(shapes, st.data())
+def test_a_run_is_boxes_in_the_order_of_its_elements(shape: list[int], data: st.DataObject) -> None:
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    start = data.draw(st.integers(0, whole.numel()))
+    stop = data.draw(st.integers(start, whole.numel()))
+    boxes = list(boxes_of_run(shape, start, stop))
+    around = Box((0,) * len(shape), tuple(shape))
+    elements = [int(e) for box in boxes for e in whole[box.slices_in(around)].reshape(-1)]
+    assert elements == list(range(start, stop))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+    rest = [*boxes_of_run(shape, 0, start), *boxes, *boxes_of_run(shape, stop, whole.numel())]
+    assert tiling_problem(shape, rest) == ""
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 3), st.data())
+def test_an_intersection_holds_what_both_hold(ndim: int, data: st.DataObject) -> None:
+    sizes = st.lists(st.integers(0, 4), min_size=ndim, max_size=ndim).map(tuple)
+    a, b = (Box(data.draw(sizes), data.draw(sizes)) for _ in range(2))
+    marks = torch.zeros((8,) * ndim, dtype=torch.int64)
+    around = Box((0,) * ndim, (8,) * ndim)
+    for box in (a, b):
+        marks[box.slices_in(around)] += 1
+    common = a.intersection(b)
+    assert common == b.intersection(a)
+    assert (0 if common is None else common.elements) == int((marks == 2).sum())
+    if common is not None:
+        assert bool((marks[common.slices_in(around)] == 2).all())
+
+
+def test_parts_that_do_not_make_up_a_tensor_are_described() -> None:
+    whole = [Box((0, 0), (2, 3)), Box((2, 0), (2, 3))]
+    assert tiling_problem((4, 3), whole) == ""
+    assert tiling_problem((4, 3), whole[:1]) == "its parts hold 6 elements of 12"
+    assert "overlap" in tiling_problem((4, 3), [whole[0], Box((1, 0), (2, 3))])
+    assert "overlap" in tiling_problem((4, 4), [Box((0, 0), (2, 4)), Box((1, 0), (2, 4))])
+    assert "outside" in tiling_problem((4, 3), [whole[0], Box((3, 0), (2, 3))])
+    assert "dimensions" in tiling_problem((4, 3), [Box((0,), (12,))])
+    assert tiling_problem((), [Box((), ())]) == ""

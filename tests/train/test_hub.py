@@ -1,0 +1,217 @@
+"""Weights in and out: Hugging Face directories as checkpoints, checkpoints as directories, and a model trained in between."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+import pipeloom as pl
+from pipeloom import checkpoint
+from pipeloom.config import load, load_layout
+from pipeloom.decoder_shape import DecoderShape
+from pipeloom.errors import CheckpointError, ConfigError
+from pipeloom.models import cross_entropy, hf, layers, tied
+from pipeloom.runtime import Pipeline
+from pipeloom.train import hub
+from pipeloom.train.build import build_pipeline
+from processes import run_ranks
+
+_SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_QWEN_MOE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 32,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": (
+        "LlamaConfig",
+        {**_SIZES, "attention_bias": True, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    ),
+    "qwen2": ("Qwen2Config", {**_SIZES, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
+    "mixtral": ("MixtralConfig", {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2-moe": ("Qwen2MoeConfig", {**_SIZES, **_QWEN_MOE, "norm_topk_prob": False}),
+    "gpt2": ("GPT2Config", {"vocab_size": 256, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64}),
+}
+OWN = [name for name in MODELS if name != "gpt2"]
+
+
+def written(name: str, folder: Path) -> Any:
+    """A model with random weights, none of them at its first value, saved in `folder` in two files or more."""
+    kind, values = MODELS[name]
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**values), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder, max_shard_size="60KB")
+    return model.eval()
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def same(a: Path, b: Path) -> None:
+    first, second = tensors(a), tensors(b)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, 256, (3, 24), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_in_and_out_again_is_bit_equal(name: str, tmp_path: Path) -> None:
+    """And the checkpoint in between computes the logits of `transformers`, our own decoder where it can."""
+    model = written(name, tmp_path / "hub")
+    path, own = hub.import_directory(tmp_path / "hub", tmp_path / "checkpoints")
+    assert own == (name in OWN)
+    section = load(tmp_path / "checkpoints/model.toml").model
+    chosen = layers(section.shape(), 0) if own else hf.layers(section.source)
+    groups = tied(section.shape()) if own else chosen.tied  # type: ignore[attr-defined]
+    pipeline = Pipeline(chosen, pl.schedules.gpipe(1, 1), loss=cross_entropy, tied=groups)
+    checkpoint.load(path, pipeline)
+    pipeline.eval()
+    with torch.no_grad():
+        assert torch.allclose(pipeline.predict(tokens()), model(tokens()).logits, atol=1e-5)
+    pipeline.close()
+    assert hub.export(tmp_path / "checkpoints", tmp_path / "out") == path
+    same(tmp_path / "hub", tmp_path / "out")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    with torch.no_grad():
+        assert torch.allclose(again(tokens()).logits, model(tokens()).logits, atol=1e-5)
+
+
+def _loaded_and_saved(rank: int, folder: str, flags: dict[str, Any]) -> None:
+    layout = load_layout(f"{folder}/checkpoints/model.toml", {**flags, "train.device": "cpu"})
+    pipeline = build_pipeline(layout, torch.device("cpu"))
+    checkpoint.load(f"{folder}/checkpoints", pipeline)
+    extra = {"config": layout.config.model_dump(mode="json")}
+    checkpoint.save(f"{folder}/again", 1, pipeline, extra=extra)
+    pipeline.close()
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [("llama", {"parallel.tp": 2}), ("qwen2-moe", {"parallel.dp": 2, "parallel.ep": 2})],
+    ids=["tp2 pp2", "ep2 pp2"],
+)
+def test_a_round_trip_over_parts_is_bit_equal(name: str, flags: dict[str, Any], tmp_path: Path) -> None:
+    written(name, tmp_path / "hub")
+    hub.import_directory(tmp_path / "hub", tmp_path / "checkpoints")
+    common = {"parallel.pp": 2, "schedule.name": "1f1b", "schedule.microbatches": 4}
+    run_ranks(_loaded_and_saved, 4, str(tmp_path), {**common, **flags})
+    hub.export(tmp_path / "again", tmp_path / "out")
+    same(tmp_path / "hub", tmp_path / "out")
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_directory_trains_and_comes_out(tmp_path: Path) -> None:
+    """Five steps from a directory on two ranks, and out: `transformers` has the logits of the trained checkpoint."""
+    model = written("gpt2", tmp_path / "hub")
+    (tmp_path / "hub/tokenizer.json").write_text("{}")
+    (tmp_path / "text.txt").write_text("the loom weaves " * 4000)
+    flags = ["--model.source", "hub", "--parallel.pp", "2", "--schedule.name", "zbv", "--schedule.microbatches", "4"]
+    flags += ["--train.steps", "5", "--train.seq_len", "24", "--train.global_batch_size", "8", "--train.device", "cpu"]
+    flags += ["--data.source", "text.txt", "--log.dir", "runs", "--train.recompute", "[1]"]
+    words = [sys.executable, "-P", "-m", "pipeloom"]
+    done = subprocess.run([*words, "train", *flags], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    (run,) = (tmp_path / "runs").iterdir()
+    done = subprocess.run(
+        [*words, "export", str(run), "out"], cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    trained = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    cut = hf.layers(tmp_path / "hub")
+    pipeline = Pipeline(cut, pl.schedules.gpipe(1, 1), loss=cross_entropy, tied=cut.tied)
+    pipeline.eval()
+    with torch.no_grad():
+        before = model(tokens()).logits
+        assert torch.allclose(pipeline.predict(tokens()), before, atol=1e-5)
+        checkpoint.load(run, pipeline)
+        after = trained(tokens()).logits
+        assert torch.allclose(pipeline.predict(tokens()), after, atol=1e-5)
+    pipeline.close()
+    assert float((after - before).abs().max()) > 1e-2
+    assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
+
+
+def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+        hub.export(tmp_path, tmp_path / "out")
+    written("qwen2", tmp_path / "hub")
+    path, _ = hub.import_directory(tmp_path / "hub", tmp_path / "checkpoints")
+    with pytest.raises(ConfigError, match="is not empty"):
+        hub.export(path, tmp_path / "hub")
+    extra = path / "extra.json"
+    whole = extra.read_text()
+    extra.write_text(whole.replace("256", "257"))
+    with pytest.raises(CheckpointError, match="damaged"):
+        hub.export(path, tmp_path / "out")
+    sizes = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
+    shape = DecoderShape(**sizes, intermediate_size=8, vocab_size=9, num_experts=2, router="switch")
+    with pytest.raises(ConfigError, match='router = "switch"'):
+        hub.hub_config(shape)
+
+
+@pytest.mark.parametrize(
+    ("changes", "own"),
+    [
+        ({}, True),
+        ({"sliding_window": 7}, False),
+        ({"hidden_act": "gelu"}, False),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, False),
+    ],
+)
+def test_only_what_our_decoder_computes_becomes_it(changes: dict[str, Any], own: bool) -> None:
+    config = transformers.MistralConfig(**{**_SIZES, "sliding_window": None, **changes})
+    assert (hub.own_values(config) is not None) == own
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"parallel.tp": 2}, r"parallel\.tp = 2: it is for our own decoder"),
+        ({"parallel.dp": 2, "parallel.ep": 2}, r"parallel\.ep = 2: it is for our own decoder"),
+        ({"model.hidden_size": 64}, r"model\.hidden_size = 64: the model of model\.source"),
+        ({"model.source": "/nowhere"}, r"config\.json cannot be read"),
+    ],
+)
+def test_a_source_and_keys_that_contradict_it(flags: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(_SIZES))
+    with pytest.raises(ConfigError, match=message):
+        load_layout("tiny", {"model.source": str(tmp_path), "model.num_hidden_layers": 4, **flags})
+
+
+def test_a_source_gives_its_sizes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"n_layer": 6, "n_embd": 48, "n_head": 3, "vocab_size": 300}))
+    model = load(None, {"model.source": str(tmp_path)}).model
+    assert (model.num_hidden_layers, model.hidden_size, model.num_attention_heads, model.vocab_size) == (6, 48, 3, 300)
+    (tmp_path / "config.json").write_text(json.dumps({"n_layer": 6}))
+    with pytest.raises(ConfigError, match="has no hidden_size or n_embd or d_model"):
+        load(None, {"model.source": str(tmp_path)})

@@ -1,0 +1,131 @@
+"""Process-wide settings: what `tune_process` does, that the trainer's workers alone call it, and that the library never does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pipeloom.config import load
+
+FAULTS = """
+import ctypes, resource
+from pipeloom.train.tuning import keep_freed_memory
+print(keep_freed_memory() if %r else False)
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+
+def step():  # eight pieces of 4 MiB, written to and freed
+    pieces = [libc.malloc(2**22) for _ in range(8)]
+    for piece in pieces:
+        ctypes.memset(piece, 1, 2**22)
+    for piece in reversed(pieces):
+        libc.free(piece)
+
+step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(tuned: bool = True, **environment: str) -> tuple[str, int]:
+    """Whether memory is kept, and the page faults of five steps in a fresh process."""
+    usual = {name: value for name, value in os.environ.items() if "MALLOC" not in name}
+    ran = subprocess.run(
+        [sys.executable, "-c", FAULTS % tuned],
+        env=usual | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    kept, count = ran.stdout.split()
+    return kept, int(count)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's heap")
+def test_freed_memory_is_used_again() -> None:
+    kept, count = faults()
+    if kept == "False":
+        pytest.skip("not glibc")
+    assert count < 500
+    off, usual = faults(tuned=False)
+    assert off == "False"
+    assert usual > 5_000
+    chosen, usual = faults(MALLOC_TRIM_THRESHOLD_=str(2**17))  # the user's word holds, and shows what it is without
+    assert chosen == "False"
+    assert usual > 5_000
+
+
+LIBRARY = """
+import ctypes, os, resource, signal, sys, threading
+import torch
+from torch import nn
+from torch.nn import functional as F
+before = (list(sys.path), signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT), torch.get_num_threads(),
+          torch.backends.mkldnn.enabled, torch.are_deterministic_algorithms_enabled(), F.linear, nn.Linear.forward)
+loaded = ctypes.CDLL
+def refuse(name, *rest, **more):
+    if name is None:
+        raise AssertionError("the library reaches for the C library")
+    return loaded(name, *rest, **more)
+ctypes.CDLL = refuse
+import pipeloom as pl
+from pipeloom.ops import products
+from pipeloom.runtime import LocalPipeline, Pipeline
+products.machine_prefers_onednn = lambda: True
+calls = []
+onednn = products._onednn()
+products._onednn = lambda: lambda *arguments: (calls.append(1), onednn(*arguments))[1]
+if %r:
+    assert products.use_onednn_linear()
+layers = [nn.Linear(128, 128) for _ in range(2)]
+for pipeline in (LocalPipeline(layers, pl.schedules.gpipe(2, 2), loss=F.mse_loss),
+                 Pipeline([nn.Linear(128, 128)], pl.schedules.gpipe(1, 2), loss=F.mse_loss)):
+    pipeline.step(torch.randn(256, 128), torch.randn(256, 128))
+after = (list(sys.path), signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT), torch.get_num_threads(),
+         torch.backends.mkldnn.enabled, torch.are_deterministic_algorithms_enabled(), F.linear, nn.Linear.forward)
+print(before == after, bool(calls), any("forward" in vars(layer) for layer in layers))
+"""
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_pipeline_changes_nothing_about_its_process(asked: bool) -> None:
+    """Neither the allocator nor signals, threads, switches or modules; products go through oneDNN where the user asks for it."""
+    from pipeloom.ops import products
+
+    if products._onednn() is None:
+        pytest.skip("this PyTorch has no oneDNN")
+    ran = subprocess.run([sys.executable, "-c", LIBRARY % asked], capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == ["True", str(asked), str(asked)]
+
+
+WORKER = """
+import sys
+from pipeloom.config import load_layout
+from pipeloom.ops import products
+from pipeloom.train import tuning, worker
+products.machine_prefers_onednn = lambda: True
+kept = []
+tuning.keep_freed_memory = lambda: kept.append(True)
+def body(context):
+    print(products.uses_onednn(), bool(kept))
+    return 0
+layout = load_layout("tiny", {"parallel.pp": 1, "train.device": "cpu", "train.tune_cpu": %r})
+sys.exit(worker.main(layout, body))
+"""
+
+
+@pytest.mark.parametrize("tuned", [True, False])
+def test_a_worker_tunes_its_process_unless_told_not_to(tuned: bool) -> None:
+    usual = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    ran = subprocess.run([sys.executable, "-c", WORKER % tuned], env=usual, capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == [str(tuned), str(tuned)]
+    assert load("tiny").train.tune_cpu
