@@ -16,8 +16,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 train: install
 	$(BIN)/pipeloom train $(ARGS)
 
+# a test that fails in the crowd runs once more alone; both outcomes are printed
 test: install lint
-	$(BIN)/python -m pytest -n 2 -q
+	$(BIN)/python -m pytest -n 2 -q || \
+	  { echo "once more, alone:"; $(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none; }
 	$(BIN)/python tests/mutants.py --sample 8 --no-baseline
 
 # every change of tests/mutants.toml must turn a named test red
