@@ -9,7 +9,7 @@ install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[train,hf,opt,dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[train,hf,data,tensorboard,opt,dev]"
 	@touch $@
 
 # make train ARGS="--train.steps 20 --parallel.pp 2"
