@@ -83,7 +83,7 @@ def emulate(link: Link) -> None:
         share = rows.shape[0] / (2 * tokens)  # each token goes to two experts
         return Busy.apply(experts(self, rows, counts), SECONDS * share)  # type: ignore[no-any-return, no-untyped-call]
 
-    class Slow(dispatch._Transfer):
+    class Slow(dispatch._TensorAllToAll):
         def __init__(self, rows: Tensor, split: Any, back: bool) -> None:
             super().__init__(rows, split, back)
             self._due = link.send(rows.shape[0])
@@ -95,7 +95,7 @@ def emulate(link: Link) -> None:
     Attention.forward = attend  # type: ignore[method-assign]
     moe_overlap._BlockAttention.run = attend_block  # type: ignore[method-assign]
     Experts.forward = compute  # type: ignore[method-assign]
-    dispatch._Transfer = Slow  # type: ignore[misc]
+    dispatch._TensorAllToAll = Slow  # type: ignore[misc]
 
 
 def measure(rank: int) -> dict[tuple[str, float], tuple[float, float]]:

@@ -85,6 +85,8 @@ class Interrupted(PipeloomError):
     exit_code = 130
 
 
+INTERRUPTED = 130  # exit code after Ctrl-C, as of a shell
+
 _DISC = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 
 
@@ -137,7 +139,7 @@ def nearest(value: int, valid: Iterable[int]) -> str:
 
 LONGEST_ECHO = 200  # characters of a user's input that a message repeats
 _LONG_WORD = re.compile(rf"\S{{{LONGEST_ECHO + 1},}}")
-_LONGEST_LINE = 4000
+_LONGEST_PRINTED_LINE = 4000
 
 
 def shortened(text: str, most: int = LONGEST_ECHO) -> str:
@@ -156,7 +158,7 @@ def echo(value: object) -> str:
 def sentence(text: str) -> str:
     """A message as it is printed: no word of more than `LONGEST_ECHO` characters, no line without an end."""
     lines = (_LONG_WORD.sub(lambda word: shortened(word[0]), line) for line in text.split("\n"))
-    return "\n".join(shortened(line, _LONGEST_LINE) for line in lines)
+    return "\n".join(shortened(line, _LONGEST_PRINTED_LINE) for line in lines)
 
 
 def printable(text: str) -> str:

@@ -19,14 +19,14 @@ from pipeloom.models.hf.conv1d import TransposedLinear
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue
 from pipeloom.runtime import LocalPipeline
 from pipeloom.train import families
-from pipeloom.train.families import FAMILIES, SCHEDULES, ParameterValues, compare, make_batch
+from pipeloom.train.families import MODEL_FAMILIES, SCHEDULES, ParameterValues, compare, make_batch
 from processes import run_ranks
 
 # left padding of rows and Conv1D; a sliding window; experts in three dimensions; other widths outside; returned tuples
 SAMPLE = ("gpt2", "mistral", "mixtral", "opt", "gptj")
 
 
-def step(family: str, schedule: str, model: hf.Layers) -> families.Verdict:
+def step(family: str, schedule: str, model: hf.ModelLayers) -> families.Verdict:
     pipeline = LocalPipeline(model, SCHEDULES[schedule](), loss=cross_entropy, tied=model.tied)
     batch = make_batch(family)
     loss = pipeline.step(batch.tokens, batch.targets, **batch.keywords).item()
@@ -37,13 +37,13 @@ def step(family: str, schedule: str, model: hf.Layers) -> families.Verdict:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("family", SAMPLE)
 def test_loss_and_gradients_equal_one_process(family: str, schedule: str) -> None:
-    verdict = step(family, schedule, hf.layers(FAMILIES[family].build()))
+    verdict = step(family, schedule, hf.layers(MODEL_FAMILIES[family].build()))
     assert verdict.passed, verdict
 
 
 def test_the_comparison_sees_a_wrong_gradient() -> None:
     """A comparison that finds nothing proves nothing: one gradient off by a thousandth fails."""
-    model = hf.layers(FAMILIES["llama"].build())
+    model = hf.layers(MODEL_FAMILIES["llama"].build())
     pipeline = LocalPipeline(model, SCHEDULES["1f1b"](), loss=cross_entropy)
     batch = make_batch("llama")
     loss = pipeline.step(batch.tokens, batch.targets, **batch.keywords).item()
@@ -62,7 +62,7 @@ def test_the_comparison_sees_a_wrong_gradient() -> None:
 def _two_processes(rank: int) -> list[Any]:
     found = []
     for schedule in ("1f1b", "zbv"):
-        model = hf.layers(FAMILIES["gpt2"].build())
+        model = hf.layers(MODEL_FAMILIES["gpt2"].build())
         pipeline = pl_pipeline(model, schedule)
         batch = make_batch("gpt2")
         loss = pipeline.step(batch.tokens, batch.targets, **batch.keywords).item()
@@ -72,7 +72,7 @@ def _two_processes(rank: int) -> list[Any]:
     return found
 
 
-def pl_pipeline(model: hf.Layers, schedule: str) -> Any:
+def pl_pipeline(model: hf.ModelLayers, schedule: str) -> Any:
     from pipeloom.runtime import Pipeline
 
     return Pipeline(model, SCHEDULES[schedule](), loss=cross_entropy, tied=model.tied)
@@ -82,7 +82,7 @@ def pl_pipeline(model: hf.Layers, schedule: str) -> Any:
 def test_ties_across_processes_are_summed_once() -> None:
     """GPT-2's output layer is its embedding: under 1F1B they are on two ranks, under ZBV on one."""
     found = run_ranks(_two_processes, 2)
-    model = hf.layers(FAMILIES["gpt2"].build())
+    model = hf.layers(MODEL_FAMILIES["gpt2"].build())
     for at, schedule in enumerate(("1f1b", "zbv")):
         ranks = [
             {name: ParameterValues(*map(torch.from_numpy, values)) for name, values in rank[at][1].items()}
@@ -96,7 +96,7 @@ def test_ties_across_processes_are_summed_once() -> None:
 
 
 def test_names_are_those_of_transformers() -> None:
-    config = FAMILIES["qwen2"].build()
+    config = MODEL_FAMILIES["qwen2"].build()
     model = hf.layers(config)
     with torch.device("meta"):
         whole = transformers.AutoModelForCausalLM.from_config(config)
@@ -108,7 +108,7 @@ def test_names_are_those_of_transformers() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt-oss", "apertus", "openai-gpt", "gemma3", "gpt-neo"])
 def test_buffers_that_no_file_holds_are_computed_again(family: str) -> None:
-    config = FAMILIES[family].build()
+    config = MODEL_FAMILIES[family].build()
     whole = dict(transformers.AutoModelForCausalLM.from_config(config).named_buffers())
     found = {hf.hub_name(f"{layer.name}.{n}"): b for layer in hf.layers(config) for n, b in layer().named_buffers()}
     assert found.keys() == whole.keys()
@@ -118,7 +118,7 @@ def test_buffers_that_no_file_holds_are_computed_again(family: str) -> None:
 
 def test_first_weights_follow_from_seed_and_name() -> None:
     """Two cuts of a configuration draw the same weights, whatever the schedule; deviations are those of transformers."""
-    config = FAMILIES["openai-gpt"].build()
+    config = MODEL_FAMILIES["openai-gpt"].build()
     one, two = (
         dict(LocalPipeline(hf.layers(config), SCHEDULES[s](), loss=cross_entropy).named_parameters())
         for s in ("1f1b", "zbv")
@@ -133,7 +133,7 @@ def test_first_weights_follow_from_seed_and_name() -> None:
 
 def test_a_model_with_weights_is_used_as_it_is() -> None:
     """Its parameters are trained in place, and its modules stay untouched."""
-    config = FAMILIES["gpt2"].build()
+    config = MODEL_FAMILIES["gpt2"].build()
     whole = transformers.AutoModelForCausalLM.from_config(config)
     batch = make_batch("gpt2")
     with torch.no_grad():
@@ -152,7 +152,7 @@ def test_a_model_with_weights_is_used_as_it_is() -> None:
 
 def test_masks_of_micro_batches_do_not_mix() -> None:
     """The hand-over to layers is kept between stages: other masks of the same shape, and none, are not taken for it."""
-    model = hf.layers(FAMILIES["llama"].build())
+    model = hf.layers(MODEL_FAMILIES["llama"].build())
     pipeline = LocalPipeline(model, SCHEDULES["interleaved"](), loss=cross_entropy)
     whole = transformers.AutoModelForCausalLM.from_config(model.config).eval()
     with torch.no_grad():
@@ -186,8 +186,8 @@ def test_conv1d_waits_for_w_and_equals_its_own_gradient() -> None:
 
 
 def test_the_share_of_separate_weight_gradients() -> None:
-    assert hf.layers(FAMILIES["gpt2"].build()).separate_share > 0.9
-    assert hf.layers(FAMILIES["mixtral"].build()).separate_share < 0.2  # expert weights in three dimensions
+    assert hf.layers(MODEL_FAMILIES["gpt2"].build()).separate_share > 0.9
+    assert hf.layers(MODEL_FAMILIES["mixtral"].build()).separate_share < 0.2  # expert weights in three dimensions
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_what_cannot_be_cut_gets_one_sentence(config: str, values: dict[str, Any
 
 
 def test_an_unknown_keyword_and_another_source_are_refused() -> None:
-    model = hf.layers(FAMILIES["llama"].build())
+    model = hf.layers(MODEL_FAMILIES["llama"].build())
     pipeline = LocalPipeline(model, SCHEDULES["1f1b"](), loss=cross_entropy)
     with pytest.raises(pl.PipeloomError, match="attention_mask"):
         pipeline.step(torch.zeros(4, 4, dtype=torch.int64), torch.zeros(4, 4), attention_masks=torch.ones(4, 4))
@@ -282,7 +282,7 @@ def test_what_is_wrong_with_a_directory_is_said(tmp_path: Path) -> None:
 def written(family: str, folder: Path) -> Any:
     """A model of the family with random weights, none of them at its first value, saved in `folder`."""
     torch.manual_seed(5)
-    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family].build(), dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_config(MODEL_FAMILIES[family].build(), dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)

@@ -80,7 +80,7 @@ def twice_and_wrong(rank: int) -> tuple[bool, Any, Any]:
 
 def own_term(gradients: Any, weights: Any, _: Any) -> Any:
     dx = sum(gradient @ weight for gradient, weight in zip(gradients, weights, strict=True))
-    return collectives.Pending(Done(), lambda: dx, dx)
+    return collectives.PendingCollective(Done(), lambda: dx, dx)
 
 
 class Done:

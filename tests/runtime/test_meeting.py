@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from pipeloom.errors import DistributedError
 from pipeloom.runtime.p2p import local_sockets as meeting
-from pipeloom.runtime.p2p.local_sockets import Connections, meet
+from pipeloom.runtime.p2p.local_sockets import SocketOfPeer, meet
 
 MAGIC_AND_RANK = b"pipeloom" + (0).to_bytes(4, "little")
 Strangers = Callable[[Path], None]
@@ -47,7 +47,7 @@ def connect(folder: Path) -> socket.socket:
     return stranger
 
 
-def meet_among(strangers: Strangers, timeout: float = 20.0) -> tuple[Connections, Connections]:
+def meet_among(strangers: Strangers, timeout: float = 20.0) -> tuple[SocketOfPeer, SocketOfPeer]:
     """(rank 1's senders, rank 0's receivers), where rank 0 sends to rank 1."""
     store = Store(strangers)
     with ThreadPoolExecutor(2) as threads:
@@ -57,7 +57,7 @@ def meet_among(strangers: Strangers, timeout: float = 20.0) -> tuple[Connections
         return one.result()[0], sending
 
 
-def close(*sides: Connections) -> None:
+def close(*sides: SocketOfPeer) -> None:
     for side in sides:
         for connection in side.values():
             connection.close()

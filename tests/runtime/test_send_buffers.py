@@ -17,7 +17,7 @@ import pipeloom as pl
 from pipeloom.runtime import RuntimeOptions
 from pipeloom.runtime.p2p.base import Outgoing
 from pipeloom.runtime.p2p.buffer_pool import BufferPool
-from pipeloom.runtime.p2p.shared_memory import SharedLinks, SharedMemoryTransport, _Segment
+from pipeloom.runtime.p2p.shared_memory import SharedLinks, SharedMemoryTransport, _SharedSegment
 from pipeloom.runtime.p2p.torch_p2p import TorchTransport
 from pipeloom.runtime.program import lower
 from pipeloom.runtime.tensor_spec import ShapeCache, boundary_of, encode
@@ -152,7 +152,7 @@ def test_shared_memory_is_free_only_once_it_is_copied(monkeypatch: pytest.Monkey
     pool = BufferPool(torch.device("cpu"))
     out, into = SharedMemoryTransport(sender, pool), SharedMemoryTransport(receiver, pool)
     reading = False
-    original = _Segment.tensor
+    original = _SharedSegment.tensor
     sent: list[int] = []
 
     def send() -> None:
@@ -163,14 +163,14 @@ def test_shared_memory_is_free_only_once_it_is_copied(monkeypatch: pytest.Monkey
             [Outgoing(Message(channels[0], 0, 1, "output", number, number), (value,), boundary_of((value,)))], ()
         )
 
-    def tensor(segment: _Segment, like: Tensor) -> Tensor:
+    def tensor(segment: _SharedSegment, like: Tensor) -> Tensor:
         nonlocal reading
         if reading and len(sent) < 6:
             reading = False
             send()
         return original(segment, like)
 
-    monkeypatch.setattr(_Segment, "tensor", tensor)
+    monkeypatch.setattr(_SharedSegment, "tensor", tensor)
     send()
     for number in range(6):
         reading = True

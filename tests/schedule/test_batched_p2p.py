@@ -10,7 +10,7 @@ import pytest
 import pipeloom as pl
 from pipeloom.errors import ScheduleError, UsageError
 from pipeloom.schedule import batched_p2p
-from pipeloom.schedule.batched_p2p import Batch, batches_of, check_batches, check_meeting
+from pipeloom.schedule.batched_p2p import MessageBatch, batches_of, check_batches, check_meeting
 from pipeloom.schedule.channels import Message, traffic
 from pipeloom.schedule.families import FAMILIES
 from pipeloom.schedule.model import Pair, parts
@@ -18,7 +18,7 @@ from pipeloom.schedule.transforms import unpair
 
 S = pl.schedules
 UNITS = {"F": 1, "I": 1, "W": 1, "B": 2}
-Calls = list[tuple[tuple[Batch, ...], ...]]
+Calls = list[tuple[tuple[MessageBatch, ...], ...]]
 
 
 def schedules_of(family: str) -> list[pl.Schedule]:
@@ -89,7 +89,7 @@ def makespan(schedule: pl.Schedule, ahead: bool) -> float:
     """At unit costs, one communicator: an entry waits for the batches with its receives, a batch for the one before it."""
     programs = traffic(schedule)
     calls = [batches_of(programs, rank, ahead) for rank in range(schedule.ranks)]
-    issued: list[list[tuple[Batch, float]]] = [[] for _ in programs]  # in order, and when
+    issued: list[list[tuple[MessageBatch, float]]] = [[] for _ in programs]  # in order, and when
     ended: list[list[float]] = [[] for _ in programs]
     times, clocks = [0] * len(programs), [0.0] * len(programs)
     for rank in range(len(programs)):

@@ -9,12 +9,13 @@ from random import Random
 import pytest
 
 from pipeloom.schedule import Costs, Schedule, check, simulate
+from pipeloom.schedule.costs import TIME_TOLERANCE
 from pipeloom.schedule.families import build
 from pipeloom.schedule.model import parts
 from pipeloom.schedule.segments import LayerSegments, SegmentCosts
 from pipeloom.solver.construct import sequences_of
 from pipeloom.solver.evaluate import evaluate
-from pipeloom.solver.instance import TOLERANCE, Instance, Sequences
+from pipeloom.solver.instance import Instance, Sequences
 from pipeloom.solver.merge_backward import merge_weight_grads
 from pipeloom.solver.neighbourhood import SequenceState, critical_blocks, estimate, neighbours, shift
 from pipeloom.solver.pairing import FIRST_RULES, OTHER_RULES, variants_with_pairs
@@ -51,8 +52,8 @@ def test_times_are_the_simulators(name: str, costs: Costs, objective: str) -> No
     check(made)
     after = simulate(made, costs)
     assert found.value == pytest.approx(after.makespan if objective == "makespan" else max(after.spans))
-    assert after.makespan <= before.makespan + TOLERANCE
-    assert max(after.peak_memory) <= max(before.peak_memory) + TOLERANCE
+    assert after.makespan <= before.makespan + TIME_TOLERANCE
+    assert max(after.peak_memory) <= max(before.peak_memory) + TIME_TOLERANCE
     for sequence, starts in zip(sequences, after.starts, strict=True):
         assert [found.start[table.first[operation]] for operation in sequence] == pytest.approx(list(starts))
     tails = found.tails(instance)
@@ -253,7 +254,7 @@ def test_weights_go_back_where_that_costs_nothing(name: str, costs: Costs) -> No
     after = evaluate(instance, made)
     assert before is not None
     assert after is not None
-    assert after.value <= before.value + TOLERANCE
+    assert after.value <= before.value + TIME_TOLERANCE
     assert actions_of(instance, made) == actions_of(instance, sequences)
     assert instance.fits(made)
     assert sum(map(len, made)) < sum(map(len, sequences)) or costs is MODEL

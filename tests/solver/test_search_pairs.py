@@ -11,13 +11,14 @@ import pytest
 import pipeloom as pl
 from pipeloom.errors import CapacityError, PipeloomError
 from pipeloom.schedule import Costs, check, simulate
+from pipeloom.schedule.costs import TIME_TOLERANCE
 from pipeloom.schedule.families import build
 from pipeloom.schedule.segments import LayerSegments, SegmentCosts, Times
 from pipeloom.solver import driver
 from pipeloom.solver.bounds import pair_bound, pairs_gain
 from pipeloom.solver.construct import CONSTRUCTION
 from pipeloom.solver.evaluate import evaluate
-from pipeloom.solver.instance import TOLERANCE, Instance
+from pipeloom.solver.instance import Instance
 
 ONE_ROUTE = (
     "1f1b",
@@ -46,7 +47,7 @@ def test_ahead_of_interleaved_overlap_and_dualpipe(share: float, most: float, pr
     assert (len(families["dualpipe"].schedule.routes), len(overlap.schedule.routes)) == (2, 1)
     found = pl.search(8, 32, full.scaled(0.25), memory=40 * 0.25, placement="loop", chunks=4, pairs=True, iterations=50)
     check(found.schedule)
-    assert found.value <= most + TOLERANCE
+    assert found.value <= most + TIME_TOLERANCE
     assert found.value < overlap.makespan - 0.8
     assert max(found.timeline.peak_activations) <= max(overlap.peak_activations) == 40
     assert len(found.schedule.routes) == 1
@@ -63,15 +64,15 @@ def test_never_worse_than_a_family(memory: float, chunks: int, share: float) -> 
     found = pl.search(4, 10, costs, memory, chunks=chunks, pairs=True, iterations=30)
     check(found.schedule)
     assert simulate(found.schedule, costs).makespan == pytest.approx(found.value)
-    assert max(found.timeline.peak_memory) <= memory + TOLERANCE
-    assert found.lower_bound <= found.value + TOLERANCE
+    assert max(found.timeline.peak_memory) <= memory + TIME_TOLERANCE
+    assert found.lower_bound <= found.value + TIME_TOLERANCE
     compared = 0
     for name in ONE_ROUTE:
         if chunks == 1 and build(name, 4, 10).chunks > 1:
             continue
         timeline = simulate(made := build(name, 4, 10), costs)
-        if made.chunks == chunks and max(timeline.peak_memory) <= memory + TOLERANCE:
-            assert found.value <= timeline.makespan + TOLERANCE
+        if made.chunks == chunks and max(timeline.peak_memory) <= memory + TIME_TOLERANCE:
+            assert found.value <= timeline.makespan + TIME_TOLERANCE
             compared += 1
     assert compared or memory < 4
 
@@ -84,7 +85,7 @@ def test_large_sizes_know_the_families_with_pairs(monkeypatch: pytest.MonkeyPatc
     found = pl.search(4, 30, costs, 8, placement="linear", pairs=True)
     check(found.schedule)
     assert [made.name for made in driver.families_with_pairs(instance)] == ["1f1b-overlap", "interleaved-overlap"]
-    assert found.value <= simulate(build("1f1b-overlap", 4, 30), costs).makespan + TOLERANCE
+    assert found.value <= simulate(build("1f1b-overlap", 4, 30), costs).makespan + TIME_TOLERANCE
     assert found.iterations == 0
 
 
@@ -120,8 +121,8 @@ def test_spans() -> None:
     costs = Costs(weight_grad=0.7, all_to_all=0.3)
     found = pl.search(4, 12, costs, 8, pairs=True, objective="span", iterations=200)
     assert found.value == pytest.approx(max(found.timeline.spans))
-    assert found.lower_bound <= found.value + TOLERANCE
-    assert found.value <= max(simulate(build("1f1b-overlap", 4, 12), costs).spans) + TOLERANCE
+    assert found.lower_bound <= found.value + TIME_TOLERANCE
+    assert found.value <= max(simulate(build("1f1b-overlap", 4, 12), costs).spans) + TIME_TOLERANCE
 
 
 def test_where_no_pair_gains_it_is_the_other_search() -> None:
@@ -199,7 +200,7 @@ def all_rows(instance: Instance, rank: int) -> list[list[int]]:
                     grow([*row, blocks.pair(mate, node, True)], [n for n in rest if n not in gone])
 
     grow([], nodes)
-    return [row for row in found if instance.peak(row) <= instance.memory_limit + TOLERANCE]
+    return [row for row in found if instance.peak(row) <= instance.memory_limit + TIME_TOLERANCE]
 
 
 @pytest.mark.parametrize("case", range(8))
@@ -212,6 +213,6 @@ def test_against_every_schedule_there_is(case: int) -> None:
     instance = Instance((0, 1), 2, costs, random.choice([1.0, 2.0]))
     values = (evaluate(instance, list(rows)) for rows in product(all_rows(instance, 0), all_rows(instance, 1)))
     best = min(found.value for found in values if found is not None)
-    assert pair_bound(instance) <= best + TOLERANCE
+    assert pair_bound(instance) <= best + TIME_TOLERANCE
     found = pl.search(2, 2, costs, instance.memory_limit, pairs=True, iterations=300)
     assert found.value == pytest.approx(best)

@@ -22,7 +22,7 @@ from pipeloom.config import load_layout
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.data import sample
 from pipeloom.train.loop import Trainer
-from pipeloom.train.sample import LENGTH, generate
+from pipeloom.train.sample import SAMPLED_TOKENS, generate
 from pipeloom.train.tokenizer import ByteTokenizer
 from pipeloom.train.verify import make_batch, pipeline_step, serial_step
 from processes import run_ranks
@@ -143,7 +143,7 @@ def test_one_rank_learns_a_text() -> None:
     assert after < 0.2
     assert len(trainer.traces) == 3
     written = generate(pipeline, ByteTokenizer(), 16, seed=0, prompt="abc")
-    assert len(written) == 3 + LENGTH
+    assert len(written) == 3 + SAMPLED_TOKENS
     assert "abcdefghabcdefgh" in written
     assert generate(pipeline, ByteTokenizer(), 16, seed=0, prompt="abc") == written
 

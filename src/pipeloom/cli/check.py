@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from pipeloom.cli.requests import Json
+from pipeloom.cli.requests import JsonOption
 from pipeloom.errors import UsageError
 
 
@@ -19,7 +19,7 @@ def command(
     transport: Annotated[
         Literal["individual", "batched"], typer.Option(help="Also prove the message order of this transport.")
     ] = "individual",
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Prove that every rank can run FILE to its end: complete, in order, on its ranks, free of deadlock.
 

@@ -17,6 +17,7 @@ import typer
 
 from pipeloom.cli import flags
 from pipeloom.errors import (
+    INTERRUPTED,
     LONGEST_ECHO,
     ArgumentError,
     ConfigError,
@@ -29,8 +30,6 @@ from pipeloom.errors import (
 
 # typer brings its own copy of click in newer versions, so that its base class of usage errors is found through this one
 _ClickError: Any = next(base for base in reversed(typer.BadParameter.__mro__) if base.__name__ == "ClickException")
-
-INTERRUPTED = 130
 
 
 class Output(io.FileIO):

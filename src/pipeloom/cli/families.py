@@ -15,7 +15,7 @@ from pipeloom.errors import UsageError
 
 FLAG = "--hf-families"
 TOLERANCE = 1e-5
-_VERDICTS = "PIPELOOM_VERDICTS"
+VERDICTS = "PIPELOOM_VERDICTS"
 
 
 def command(arguments: Sequence[str]) -> int:
@@ -43,11 +43,11 @@ def command(arguments: Sequence[str]) -> int:
     transformers()  # a missing or unsupported one is reported before any process starts
     with tempfile.TemporaryDirectory(prefix="pipeloom-") as folder:
         verdicts = Path(folder) / "verdicts.json"
-        os.environ[_VERDICTS] = str(verdicts)
+        os.environ[VERDICTS] = str(verdicts)
         try:
             code = start_workers("verify", arguments, RANKS)
         finally:
-            del os.environ[_VERDICTS]
+            del os.environ[VERDICTS]
         if code:
             return code
         return summarise(json.loads(verdicts.read_text(encoding="utf-8")), as_json)
@@ -69,9 +69,9 @@ def _work(layout: Any, families: Sequence[str], as_json: bool) -> int:
 
     code = be_worker(layout, verify)
     if int(os.environ["RANK"]) == 0:
-        if _VERDICTS not in os.environ:
+        if VERDICTS not in os.environ:
             return code or summarise(verdicts, as_json)
-        Path(os.environ[_VERDICTS]).write_text(json.dumps(verdicts), encoding="utf-8")
+        Path(os.environ[VERDICTS]).write_text(json.dumps(verdicts), encoding="utf-8")
     return code
 
 

@@ -12,7 +12,7 @@ COSTS = {
     "held": "--held-until-weight-grad",
     "microbatch": "--microbatch-costs",
 }
-_FLAGS = COSTS | {name: f"--{name.replace('_', '-')}" for name in ("memory", "time_limit", "prove", "pairs")}
+_FLAG_OF_ARGUMENT = COSTS | {name: f"--{name.replace('_', '-')}" for name in ("memory", "time_limit", "prove", "pairs")}
 _PHRASES = {
     "costs.microbatch": COSTS["microbatch"],
     "overlap_p2p=False": "--no-overlap-p2p",
@@ -24,7 +24,7 @@ def words(error: PipeloomError) -> str:
     """The error's message with flags in the place of arguments."""
     text = str(error)
     if isinstance(error, ArgumentError):
-        text = f"{_FLAGS.get(error.argument, error.argument)}{error.words}"
+        text = f"{_FLAG_OF_ARGUMENT.get(error.argument, error.argument)}{error.words}"
     for phrase, flag in _PHRASES.items():
         text = text.replace(phrase, flag)
     return text

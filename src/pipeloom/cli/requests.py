@@ -14,14 +14,18 @@ from pipeloom.errors import UsageError
 if TYPE_CHECKING:
     from pipeloom.schedule import Costs, Schedule
 
-Ranks = Annotated[int | None, typer.Option("--ranks", metavar="P", help="Number of pipeline ranks.")]
-Microbatches = Annotated[int | None, typer.Option("--microbatches", metavar="M", help="Micro-batches of one step.")]
-Chunks = Annotated[int | None, typer.Option("--chunks", metavar="V", help="Stages a rank, for looped schedules.")]
-Forward = Annotated[str, typer.Option("--forward", metavar="F", help="Time of a forward.")]
-InputGrad = Annotated[str, typer.Option("--input-grad", metavar="I", help="Time of an input gradient.")]
-WeightGrad = Annotated[str, typer.Option("--weight-grad", metavar="W", help="Time of a weight gradient (B = I + W).")]
-P2p = Annotated[str, typer.Option("--p2p", metavar="C", help="Time of a hop between two ranks.")]
-Held = Annotated[
+RanksOption = Annotated[int | None, typer.Option("--ranks", metavar="P", help="Number of pipeline ranks.")]
+MicrobatchesOption = Annotated[
+    int | None, typer.Option("--microbatches", metavar="M", help="Micro-batches of one step.")
+]
+ChunksOption = Annotated[int | None, typer.Option("--chunks", metavar="V", help="Stages a rank, for looped schedules.")]
+ForwardOption = Annotated[str, typer.Option("--forward", metavar="F", help="Time of a forward.")]
+InputGradOption = Annotated[str, typer.Option("--input-grad", metavar="I", help="Time of an input gradient.")]
+WeightGradOption = Annotated[
+    str, typer.Option("--weight-grad", metavar="W", help="Time of a weight gradient (B = I + W).")
+]
+P2pOption = Annotated[str, typer.Option("--p2p", metavar="C", help="Time of a hop between two ranks.")]
+HeldOption = Annotated[
     str,
     typer.Option(
         "--held-until-weight-grad",
@@ -29,25 +33,25 @@ Held = Annotated[
         help="Share of a micro-batch's activation that stays from I until W, 0 to 1.",
     ),
 ]
-AllToAll = Annotated[
+AllToAllOption = Annotated[
     str,
     typer.Option(
         "--all-to-all", metavar="X", help="Share of F and of I that is expert all-to-all, 0 to 1; pairs hide it."
     ),
 ]
-Pair = Annotated[
+PairOption = Annotated[
     str | None,
     typer.Option("--pair", metavar="T", help="Time of an overlapped pair F|B; default: what --all-to-all gives."),
 ]
-MicrobatchCosts = Annotated[
+MicrobatchCostsOption = Annotated[
     str | None,
     typer.Option("--microbatch-costs", metavar="X,Y,…", help="A factor for each micro-batch (sequence lengths)."),
 ]
-OverlapP2p = Annotated[
+OverlapP2pOption = Annotated[
     bool,
     typer.Option("--overlap-p2p/--no-overlap-p2p", help="Whether messages travel while their receiver computes."),
 ]
-Transforms = Annotated[
+TransformsOption = Annotated[
     list[str] | None,
     typer.Option(
         "--transform",
@@ -55,18 +59,18 @@ Transforms = Annotated[
         help="A transform of the schedule, such as unpair or defer-last-stage-weights=2; repeatable, applied in order.",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write the drawing as SVG.")]
-Png = Annotated[
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+SvgOption = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write the drawing as SVG.")]
+PngOption = Annotated[
     Path | None,
     typer.Option("--png", metavar="FILE", help="Write the drawing as PNG (extra png), two pixels for each."),
 ]
-Html = Annotated[
+HtmlOption = Annotated[
     Path | None,
     typer.Option("--html", metavar="FILE", help="Write one page to look at, ask and edit in; it needs no network."),
 ]
-Trace = Annotated[Path | None, typer.Option("--trace", metavar="FILE", help="Write a trace for Perfetto.")]
-Width = Annotated[
+TraceOption = Annotated[Path | None, typer.Option("--trace", metavar="FILE", help="Write a trace for Perfetto.")]
+WidthOption = Annotated[
     int | None,
     typer.Option("--width", metavar="N", min=20, max=20000, help="Columns of the terminal drawing, pixels of the SVG."),
 ]

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipeloom.cli import requests
-from pipeloom.cli.failures import INTERRUPTED
 from pipeloom.cli.schedule import as_dict, write_files
-from pipeloom.errors import UsageError
+from pipeloom.errors import INTERRUPTED, UsageError
 
 if TYPE_CHECKING:
     from pipeloom.solver import Progress, SearchResult
@@ -27,39 +26,39 @@ Memory = Annotated[
     float | None,
     typer.Option("--memory", metavar="X", help="Stage-micro-batches that a rank can hold; default: no limit."),
 ]
-Objective = Annotated[
+ObjectiveOption = Annotated[
     str, typer.Option(metavar="WHAT", help="makespan (steps end in a barrier) or span (they do not).")
 ]
 
 
 def command(
-    ranks: requests.Ranks = None,
-    microbatches: requests.Microbatches = None,
-    chunks: requests.Chunks = None,
+    ranks: requests.RanksOption = None,
+    microbatches: requests.MicrobatchesOption = None,
+    chunks: requests.ChunksOption = None,
     placement: Placement = None,
     memory: Memory = None,
-    held: requests.Held = "1",
-    objective: Objective = "makespan",
-    forward: requests.Forward = "1",
-    input_grad: requests.InputGrad = "1",
-    weight_grad: requests.WeightGrad = "1",
-    p2p: requests.P2p = "0",
-    all_to_all: requests.AllToAll = "0",
-    pair: requests.Pair = None,
-    microbatch_costs: requests.MicrobatchCosts = None,
-    overlap_p2p: requests.OverlapP2p = True,
+    held: requests.HeldOption = "1",
+    objective: ObjectiveOption = "makespan",
+    forward: requests.ForwardOption = "1",
+    input_grad: requests.InputGradOption = "1",
+    weight_grad: requests.WeightGradOption = "1",
+    p2p: requests.P2pOption = "0",
+    all_to_all: requests.AllToAllOption = "0",
+    pair: requests.PairOption = None,
+    microbatch_costs: requests.MicrobatchCostsOption = None,
+    overlap_p2p: requests.OverlapP2pOption = True,
     time_limit: Annotated[float | None, typer.Option(metavar="S", help="Seconds.")] = None,
     iterations: Annotated[int | None, typer.Option(metavar="N", help="Moves of the local search.")] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Of the random choices.")] = 0,
     pairs: Annotated[bool, typer.Option("--pairs", help="Search over overlapped pairs, too.")] = False,
     prove: Annotated[bool, typer.Option("--prove", help="Let OR-Tools look for a proof (extra opt).")] = False,
-    as_json: requests.Json = False,
+    as_json: requests.JsonOption = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print the schedule as torch's CSV.")] = False,
-    svg: requests.Svg = None,
-    png: requests.Png = None,
-    html: requests.Html = None,
-    trace: requests.Trace = None,
-    width: requests.Width = None,
+    svg: requests.SvgOption = None,
+    png: requests.PngOption = None,
+    html: requests.HtmlOption = None,
+    trace: requests.TraceOption = None,
+    width: requests.WidthOption = None,
 ) -> None:
     """Search for a schedule. Costs are a stage's: a number, or a comma list with one value a stage.
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pipeloom.schedule.measured import Prediction
     from pipeloom.solver import SearchResult
 
-RUN_FILE = "timelines.json"
+TIMELINES_FILE = "timelines.json"
 
 
 def command(
@@ -46,12 +46,12 @@ def command(
         ),
     ] = None,
     every: Annotated[bool, typer.Option("--every", help="Draw every traced step, one under another.")] = False,
-    as_json: requests.Json = False,
-    svg: requests.Svg = None,
-    png: requests.Png = None,
-    html: requests.Html = None,
-    trace: requests.Trace = None,
-    width: requests.Width = None,
+    as_json: requests.JsonOption = False,
+    svg: requests.SvgOption = None,
+    png: requests.PngOption = None,
+    html: requests.HtmlOption = None,
+    trace: requests.TraceOption = None,
+    width: requests.WidthOption = None,
 ) -> None:
     """Show what a run measured: the typical step, where its time went, and how well its costs predict it.
 
@@ -92,12 +92,12 @@ def timelines_of(path: Path) -> tuple[Timeline, ...]:
     """The measured steps of a run's folder or of a file of timelines; raises UsageError where there are none."""
     from pipeloom.schedule import timeline_form
 
-    file = path / RUN_FILE if path.is_dir() else path
+    file = path / TIMELINES_FILE if path.is_dir() else path
     if not file.is_file():
         if path.is_dir():
-            runs = sorted(name.parent.name for name in path.glob(f"*/{RUN_FILE}"))
+            runs = sorted(name.parent.name for name in path.glob(f"*/{TIMELINES_FILE}"))
             near = f"; nearest: {path / runs[-1]}" if runs else "; a run writes it at its end"
-            raise UsageError(f"{path} has no {RUN_FILE}{near}")
+            raise UsageError(f"{path} has no {TIMELINES_FILE}{near}")
         names = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
         raise UsageError(
             f"there is no {shortened(str(path))}{did_you_mean(path.name, names) if len(names) < 200 else ''}"

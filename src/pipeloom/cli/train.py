@@ -16,7 +16,7 @@ from pipeloom.errors import printable
 if TYPE_CHECKING:
     from pipeloom.config import Layout
 
-USAGE = """Usage: pipeloom train [CONFIG] [--section.key VALUE …]
+TRAIN_USAGE = """Usage: pipeloom train [CONFIG] [--section.key VALUE …]
 
 Trains a language model through a pipeline of worker processes on this machine.
 
@@ -34,7 +34,7 @@ Keys (with their defaults):
 def command(arguments: Sequence[str]) -> int:
     """Runs the command with the words after `train`; returns the exit code, or raises a PipeloomError."""
     if "--help" in arguments or "-h" in arguments:
-        print(USAGE + describe_keys())
+        print(TRAIN_USAGE + describe_keys())
         return 0
     from pipeloom.config import load_layout, split_arguments
     from pipeloom.train.worker import is_worker, launched_here, world_size_given

@@ -13,16 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeloom.cli import families
+from pipeloom.cli.families import TOLERANCE, VERDICTS
 from pipeloom.cli.workers import be_worker, require_torch, start_workers
 from pipeloom.errors import DistributedError, UsageError
 
 if TYPE_CHECKING:
     from pipeloom.config import Layout
 
-TOLERANCE = 1e-5
 _NAME_WIDTH = 44
-_VERDICTS = "PIPELOOM_VERDICTS"
-USAGE = """Usage: pipeloom verify [CONFIG] [--matrix FILE] [--tolerance 1e-5] [--json] [--section.key VALUE …]
+VERIFY_USAGE = """Usage: pipeloom verify [CONFIG] [--matrix FILE] [--tolerance 1e-5] [--json] [--section.key VALUE …]
        pipeloom verify --hf-families [FAMILY …] [--json]
 
 Runs one step of a layout through the pipeline and in one process, with the same micro-batches in fp32, and compares the
@@ -65,7 +64,7 @@ class Request:
 def command(arguments: Sequence[str]) -> int:
     """Runs the command with the words after `verify`; returns 0, 1 for a difference, or what ended the workers."""
     if "--help" in arguments or "-h" in arguments:
-        print(USAGE, end="")
+        print(VERIFY_USAGE, end="")
         return 0
     if families.FLAG in arguments:
         return families.command(arguments)
@@ -88,11 +87,11 @@ def command(arguments: Sequence[str]) -> int:
         print(f"a schedule is code: {file}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="pipeloom-") as folder:
         verdicts = Path(folder) / "verdicts.json"
-        os.environ[_VERDICTS] = str(verdicts)
+        os.environ[VERDICTS] = str(verdicts)
         try:
             code = start_workers("verify", arguments, request.largest.world_size)
         finally:
-            del os.environ[_VERDICTS]
+            del os.environ[VERDICTS]
         if code:
             return _failed(code, request.as_json)
         return summarise(request, json.loads(verdicts.read_text(encoding="utf-8")))
@@ -161,8 +160,8 @@ def _work(request: Request) -> int:
     code = be_worker(request.largest, verify)
     if int(os.environ["RANK"]) != 0:
         return code
-    if _VERDICTS in os.environ:
-        Path(os.environ[_VERDICTS]).write_text(json.dumps(verdicts), encoding="utf-8")
+    if VERDICTS in os.environ:
+        Path(os.environ[VERDICTS]).write_text(json.dumps(verdicts), encoding="utf-8")
         return code
     return summarise(request, verdicts)
 

@@ -11,7 +11,7 @@ from pipeloom.config.sections import SECTIONS
 from pipeloom.errors import did_you_mean, echo, shortened
 from pipeloom.limits import number
 
-_KINDS = {
+_VALUE_KINDS = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
     "float_type": "a number",
@@ -101,7 +101,7 @@ def _sentence(detail: dict[str, Any], path: list[str], values: Mapping[str, Any]
         return f"{start}: it must not be empty"
     if kind == "value_error":
         return f"{start}: {detail['msg'].removeprefix('Value error, ')}"
-    wanted = _KINDS.get(kind)
+    wanted = _VALUE_KINDS.get(kind)
     return f"{start}: it must be {wanted}" if wanted else f"{start}: {detail['msg'].lower()}"
 
 

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from pipeloom.config.problems import option_sentences
-from pipeloom.config.sections import Config
+from pipeloom.config.sections import Config, Positive
 from pipeloom.errors import ArgumentError, ConfigError, did_you_mean
 from pipeloom.limits import MOST_SEARCHED_CELLS, MOST_SEED, MOST_STEPS
 from pipeloom.schedule import Costs, Schedule
@@ -105,8 +105,7 @@ def _place(value: Any) -> Any:
     return tuple(value)
 
 
-PerStage = Annotated[Any, BeforeValidator(_per_stage)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+StageTimes = Annotated[Any, BeforeValidator(_per_stage)]
 
 
 class _Options(BaseModel):
@@ -116,9 +115,9 @@ class _Options(BaseModel):
 class CostOptions(_Options):
     """`[schedule.options.costs]`: times of one micro-batch in any one unit."""
 
-    forward: PerStage
-    input_grad: PerStage
-    weight_grad: PerStage
+    forward: StageTimes
+    input_grad: StageTimes
+    weight_grad: StageTimes
     backward: Annotated[Any, BeforeValidator(_per_stage)] = None
     p2p: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     held: Annotated[float, Field(ge=0, le=1)] = 1.0

@@ -14,7 +14,7 @@ from pipeloom.limits import MOST_LAYERS
 _REPEATED_LETTER = re.compile(r"([EtL|])\*(\d{1,9})")
 _REPEATED_GROUP = re.compile(r"\(([EtL|]*)\)(?:\*(\d{1,9}))?")
 _MARKS = 1_000  # repetitions that a text may hold, so that nested ones end soon
-_LONGEST = 2 * MOST_LAYERS  # letters of the text written out: layers, and as many ends of stages
+_MOST_LETTERS = 2 * MOST_LAYERS  # letters of the text written out: layers, and as many ends of stages
 
 
 def parse_stages(text: str, blocks: int, stages: int) -> list[int]:
@@ -48,13 +48,13 @@ def expand(text: str) -> str:
     wrong = re.search(r"[^EtL|()*\d]", plain)
     if wrong:
         raise UsageError(f"{wrong[0]!r:.200} is not a layer code; stages are written with E, t, L, |, *n and (…)*n")
-    if plain.count("*") + plain.count("(") > _MARKS or len(plain) > _LONGEST:
-        raise UsageError(f"it holds more than {_MARKS:,} repetitions, or {_LONGEST:,} letters")
+    if plain.count("*") + plain.count("(") > _MARKS or len(plain) > _MOST_LETTERS:
+        raise UsageError(f"it holds more than {_MARKS:,} repetitions, or {_MOST_LETTERS:,} letters")
     while True:
         plain, letters = _REPEATED_LETTER.subn(lambda found: _repeat(found[1], found[2]), plain)
         plain, groups = _REPEATED_GROUP.subn(lambda found: _repeat(found[1], found[2]), plain)
-        if len(plain) > _LONGEST:
-            raise UsageError(f"it stands for more than {_LONGEST:,} letters")
+        if len(plain) > _MOST_LETTERS:
+            raise UsageError(f"it stands for more than {_MOST_LETTERS:,} letters")
         if not letters and not groups:
             break
     wrong = re.search(r"[^EtL|]", plain)
@@ -75,6 +75,6 @@ def write_stages(sizes: list[int], blocks: int) -> str:
 
 def _repeat(what: str, times: str | None) -> str:
     count = int(times) if times is not None else 1
-    if len(what) * count > _LONGEST:
-        raise UsageError(f"({what:.200})*{count} is longer than {_LONGEST} layers")
+    if len(what) * count > _MOST_LETTERS:
+        raise UsageError(f"({what:.200})*{count} is longer than {_MOST_LETTERS} layers")
     return what * count

@@ -19,9 +19,9 @@ class Paint(NamedTuple):
     chunks: int
 
 
-IDLE = Paint("", 0, 1)
-Line = list[tuple[str, Paint]]
-_Segment = tuple[float, float, Action, int]
+IDLE_PAINT = Paint("", 0, 1)
+PaintedLine = list[tuple[str, Paint]]
+_BusyTime = tuple[float, float, Action, int]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Grid:
         kinds: the actions that occur.
     """
 
-    bands: tuple[tuple[Line, ...], ...]
+    bands: tuple[tuple[PaintedLine, ...], ...]
     columns: int
     scale: float
     makespan: float
@@ -74,7 +74,7 @@ def grid(timeline: Timeline, columns: int, filled: bool) -> Grid:
     return Grid(bands, used, scale, makespan, 1 + below, False, kinds)
 
 
-def _scale(ranks: list[list[_Segment]], makespan: float, columns: int) -> float:
+def _scale(ranks: list[list[_BusyTime]], makespan: float, columns: int) -> float:
     """Columns per unit of time: whole columns per tick where all times are multiples of a tick that fits, else all."""
     if makespan <= 0:
         return 1.0
@@ -90,9 +90,11 @@ def _scale(ranks: list[list[_Segment]], makespan: float, columns: int) -> float:
     return columns // count * 1000 / ticks if count <= columns else columns / makespan
 
 
-def _band(row: list[_Segment], columns: int, scale: float, chunks: int, below: int, filled: bool) -> tuple[Line, ...]:
+def _band(
+    row: list[_BusyTime], columns: int, scale: float, chunks: int, below: int, filled: bool
+) -> tuple[PaintedLine, ...]:
     """Letters, and `below` lines of micro-batches under them (0: beside the letters)."""
-    lines: list[Line] = [[("·", IDLE)] * columns, *([(" ", IDLE)] * columns for _ in range(below))]
+    lines: list[PaintedLine] = [[("·", IDLE_PAINT)] * columns, *([(" ", IDLE_PAINT)] * columns for _ in range(below))]
     for start, end, action, chunk in row:
         left, right = round(start * scale), min(columns, round(end * scale))
         paint = Paint(action.kind, chunk, chunks)
@@ -113,7 +115,7 @@ def _band(row: list[_Segment], columns: int, scale: float, chunks: int, below: i
     return tuple(lines)
 
 
-def _dithered(row: list[_Segment], columns: int, scale: float, chunks: int) -> Line:
+def _dithered(row: list[_BusyTime], columns: int, scale: float, chunks: int) -> PaintedLine:
     """One letter a column: of the actions in the column, the one that has waited for most time so far."""
     inside: list[dict[Paint, float]] = [defaultdict(float) for _ in range(columns)]
     for start, end, action, chunk in row:
@@ -123,9 +125,9 @@ def _dithered(row: list[_Segment], columns: int, scale: float, chunks: int) -> L
             inside[at][Paint(action.kind, chunk, chunks)] += min(high, at + 1) - max(low, at)
             at += 1
     owed: dict[str, float] = defaultdict(float)
-    line: Line = []
+    line: PaintedLine = []
     for found in inside:
-        found[IDLE] = max(0.0, 1 - sum(found.values()))
+        found[IDLE_PAINT] = max(0.0, 1 - sum(found.values()))
         for paint, time in found.items():
             owed[paint.kind] += time
         chosen = max((p for p, time in found.items() if time > 1e-9), key=lambda p: (owed[p.kind], found[p]))

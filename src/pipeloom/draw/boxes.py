@@ -14,7 +14,7 @@ from pipeloom.schedule.model import parts
 Phase = Literal["warm-up", "steady", "cool-down"]
 
 
-class Box(NamedTuple):
+class EntryBox(NamedTuple):
     """One program entry.
 
     Attributes:
@@ -34,7 +34,7 @@ class Box(NamedTuple):
     phase: Phase
 
 
-def boxes(timeline: Timeline) -> tuple[tuple[Box, ...], ...]:
+def boxes(timeline: Timeline) -> tuple[tuple[EntryBox, ...], ...]:
     """rank -> its boxes, in program order."""
     schedule = timeline.schedule
     origin = min((starts[0] for starts in timeline.starts if starts), default=0.0)
@@ -48,12 +48,14 @@ def boxes(timeline: Timeline) -> tuple[tuple[Box, ...], ...]:
             actions = parts(cell)
             share = _share(schedule, actions, duration) if len(actions) > 1 else 1.0
             start, end = timeline.starts[rank][at] - origin, timeline.ends[rank][at] - origin
-            row.append(Box(rank, actions, tuple(chunk_of[a.stage] for a in actions), start, end, share, phases[at]))
+            row.append(
+                EntryBox(rank, actions, tuple(chunk_of[a.stage] for a in actions), start, end, share, phases[at])
+            )
         rows.append(tuple(row))
     return tuple(rows)
 
 
-def segments(row: tuple[Box, ...]) -> Iterator[tuple[float, float, Action, int]]:
+def segments(row: tuple[EntryBox, ...]) -> Iterator[tuple[float, float, Action, int]]:
     """(start, end, action, chunk) of a rank's boxes; a pair is cut in two, as its actions' costs share it."""
     for box in row:
         middle = box.start + box.share * (box.end - box.start)
@@ -62,7 +64,7 @@ def segments(row: tuple[Box, ...]) -> Iterator[tuple[float, float, Action, int]]
             yield middle, box.end, box.actions[1], box.chunks[1]
 
 
-def talk(timeline: Timeline, box: Box) -> tuple[tuple[Action, float], ...]:
+def talk(timeline: Timeline, box: EntryBox) -> tuple[tuple[Action, float], ...]:
     """The box's actions with declared all-to-all, each with the share of the box's time that its all-to-all takes."""
     costs, stages = timeline.costs, timeline.schedule.stages
     shares = costs.per_stage("all_to_all", stages)

@@ -16,7 +16,7 @@ from pipeloom.errors import UsageError, printable
 # Okabe and Ito's colours, which stay apart for every kind of colour vision, the yellow darker so that it shows on white
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b59f00", "#56b4e9", "#e69f00", "#000000")
 DASHES = ("", "7 3", "2 3", "9 3 2 3")
-LEFT, RIGHT, HIGH, MARGIN = 74.0, 24.0, 220.0, 16.0
+LEFT, CHART_RIGHT, HIGH, TOP_MARGIN = 74.0, 24.0, 220.0, 16.0
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ def chart(title: str, axis: str, panels: Sequence[Panel], width: float = USUAL_W
     if not width >= LEAST_WIDTH:
         raise UsageError(f"an SVG is at least {LEAST_WIDTH} pixels wide, not {width:g}")
     labels = list(dict.fromkeys(label for panel in panels for label in panel.lines))
-    sheet = _Sheet(width, min(marks), max(marks), labels)
+    sheet = _ChartSheet(width, min(marks), max(marks), labels)
     y = 8.0
-    for words in wrapped(printable(title), 16.8, width - 2 * MARGIN):
+    for words in wrapped(printable(title), 16.8, width - 2 * TOP_MARGIN):
         y += 20
-        sheet.text(MARGIN, y, words, "h")
+        sheet.text(TOP_MARGIN, y, words, "h")
     for panel in panels:
         y = sheet.panel(panel, y + 42)
-    sheet.text((LEFT + width - RIGHT) / 2, y + 12, axis, "m")
+    sheet.text((LEFT + width - CHART_RIGHT) / 2, y + 12, axis, "m")
     height = sheet.legend(y + 34) + 16
     style = (
         "text{font-family:system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif;font-size:12px;"
@@ -60,7 +60,7 @@ def chart(title: str, axis: str, panels: Sequence[Panel], width: float = USUAL_W
 
 
 @dataclass
-class _Sheet:
+class _ChartSheet:
     """The drawing so far; `low` and `high` are the ends of the horizontal axis."""
 
     width: float
@@ -80,17 +80,19 @@ class _Sheet:
         return f'stroke="{COLOURS[at % len(COLOURS)]}"' + (f' stroke-dasharray="{dash}"' if dash else "")
 
     def across(self, x: float) -> float:
-        return LEFT + (x - self.low) / ((self.high - self.low) or 1.0) * (self.width - LEFT - RIGHT)
+        return LEFT + (x - self.low) / ((self.high - self.low) or 1.0) * (self.width - LEFT - CHART_RIGHT)
 
     def panel(self, panel: Panel, y: float) -> float:
         """Draw a panel from `y` on; return where it ends."""
-        self.text(MARGIN, y - 14, panel.title, "b")
+        self.text(TOP_MARGIN, y - 14, panel.title, "b")
         top = max((value for line in panel.lines.values() for _, value in line), default=0.0) or 1.0
         step = nice_step(top, 5)
         ceiling = math.ceil(top / step - 1e-9) * step
         for count in range(round(ceiling / step) + 1):
             level = y + HIGH * (1 - count * step / ceiling)
-            grid = f'd="M{LEFT} {level:.1f}H{self.width - RIGHT:.1f}" stroke="{palette.IDLE_LINE}" stroke-width=".6"'
+            grid = (
+                f'd="M{LEFT} {level:.1f}H{self.width - CHART_RIGHT:.1f}" stroke="{palette.IDLE_LINE}" stroke-width=".6"'
+            )
             self.out.append(f"<path {grid}/>")
             self.text(LEFT - 8, level + 4, number(count * step), "e")
         for label, line in panel.lines.items():
@@ -121,14 +123,14 @@ class _Sheet:
 
     def legend(self, y: float) -> float:
         """Draw a line and its words for each label, from the baseline `y` on; return the last baseline."""
-        x, room = MARGIN, self.width - 2 * MARGIN - 44
+        x, room = TOP_MARGIN, self.width - 2 * TOP_MARGIN - 44
         for label in self.labels:
             words = printable(label)
             if text_width(words, 12) > room:
                 words = wrapped(words, 12, room - 12)[0] + "…"
             wide = 34 + text_width(words, 12)
-            if x > MARGIN and x + wide > self.width - MARGIN:
-                x, y = MARGIN, y + 20
+            if x > TOP_MARGIN and x + wide > self.width - TOP_MARGIN:
+                x, y = TOP_MARGIN, y + 20
             self.out.append(f'<path d="M{x:.1f} {y - 4:.1f}h26" {self.stroke(label)} stroke-width="2.5"/>')
             self.text(x + 32, y, words)
             x += wide + 14

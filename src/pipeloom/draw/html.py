@@ -21,7 +21,7 @@ from pipeloom.schedule.actions import EVENTS, MOST_KINDS, Kind, kinds
 from pipeloom.schedule.costs import StageCosts
 from pipeloom.schedule.json_form import to_dict
 
-FORMAT = "pipeloom.page/1"
+PAGE_FORMAT = "pipeloom.page/1"
 
 
 def html(timelines: Timeline | Sequence[Timeline], title: str | None = None) -> str:
@@ -54,7 +54,7 @@ def document(timelines: Sequence[Timeline], title: str) -> dict[str, Any]:
     factor, unit = time_unit(timelines)
     mixed = len({timeline.source for timeline in timelines}) > 1
     return {
-        "format": FORMAT,
+        "format": PAGE_FORMAT,
         "title": title,
         "unit": {"factor": factor, "name": unit},
         "kinds": [_kind(kind) for kind in kinds()],

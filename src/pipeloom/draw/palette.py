@@ -16,7 +16,7 @@ Rgb = tuple[float, float, float]
 PAPER = "#ffffff"
 INK = "#1f2430"
 FAINT_INK = "#6b7280"
-IDLE = "#eef0f4"
+IDLE_COLOUR = "#eef0f4"
 IDLE_LINE = "#bcc3d0"
 
 _DARKEST, _LIGHTEST, _ALONE = 0.55, 0.80, 0.62

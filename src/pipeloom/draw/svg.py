@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from xml.sax.saxutils import escape
 
 from pipeloom.draw import palette
-from pipeloom.draw.boxes import Box, boxes, nice_step, talk
+from pipeloom.draw.boxes import EntryBox, boxes, nice_step, talk
 from pipeloom.draw.figures import assumptions, heading, number, plain, time_unit
 from pipeloom.errors import UsageError, printable
 from pipeloom.schedule import Timeline
@@ -16,7 +16,7 @@ from pipeloom.schedule.actions import kinds
 from pipeloom.schedule.idle import CAUSES, Cause
 
 ROW, GAP = 30.0, 5.0
-MARGIN, LEAST_LEFT, RIGHT = 16.0, 66.0, 104.0
+SHEET_MARGIN, LEAST_LEFT, LABELS_RIGHT = 16.0, 66.0, 104.0
 LINE, AXIS, BETWEEN, LEGEND_LINE = 17.0, 30.0, 22.0, 22.0
 DIGIT = 0.6  # width of a digit, in font sizes
 BOLD = 1.12  # of the width of plain text: how wide the heading is
@@ -25,7 +25,7 @@ MOST_TOOLTIPS = 4000
 
 
 @dataclass
-class _Sheet:
+class _TimelineSheet:
     """What is drawn so far, the colours that it uses, and what all timelines share.
 
     Attributes:
@@ -80,7 +80,7 @@ def svg(timelines: Timeline | Sequence[Timeline], width: float = USUAL_WIDTH, to
     longest = max(timeline.makespan for timeline in shown) or 1.0
     ranks = max(timeline.schedule.ranks for timeline in shown)
     left = max(LEAST_LEFT, 26 + text_width(f"rank {ranks - 1}", 12))
-    sheet = _Sheet(width, left, (width - left - RIGHT) / longest, time_unit(shown))
+    sheet = _TimelineSheet(width, left, (width - left - LABELS_RIGHT) / longest, time_unit(shown))
     top = 0.0
     for timeline in shown:
         top = (
@@ -140,17 +140,18 @@ def _pattern(cause: Cause) -> str:
     return f"idle-{cause.replace(' ', '-')}"
 
 
-def _hatches(sheet: _Sheet) -> str:
+def _hatches(sheet: _TimelineSheet) -> str:
     """The patterns of idle time: the direction of their lines says the cause."""
     return "".join(
         f'<pattern id="{_pattern(cause)}" width="8" height="8" patternUnits="userSpaceOnUse">'
-        f'<rect width="8" height="8" fill="{palette.IDLE}"/><path d="{_LINES[cause]}" stroke="{palette.IDLE_LINE}"/></pattern>'
+        f'<rect width="8" height="8" fill="{palette.IDLE_COLOUR}"/>'
+        f'<path d="{_LINES[cause]}" stroke="{palette.IDLE_LINE}"/></pattern>'
         for cause in CAUSES
         if cause in sheet.causes
     )
 
 
-def _style(sheet: _Sheet) -> str:
+def _style(sheet: _TimelineSheet) -> str:
     rules = [
         "text{font-family:system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif;font-size:12px;"
         f"fill:{palette.INK};font-variant-numeric:tabular-nums}}",
@@ -165,15 +166,15 @@ def _style(sheet: _Sheet) -> str:
     return "".join(rules)
 
 
-def _panel(sheet: _Sheet, timeline: Timeline, top: float, tooltips: bool) -> float:
+def _panel(sheet: _TimelineSheet, timeline: Timeline, top: float, tooltips: bool) -> float:
     """Draw one timeline from `top` on; return where it ends."""
-    left, scale, room = sheet.left, sheet.scale, sheet.width - 2 * MARGIN
+    left, scale, room = sheet.left, sheet.scale, sheet.width - 2 * SHEET_MARGIN
     right = left + timeline.makespan * scale
     y = top + 8
     for style, size, content in (("h", BOLD * 15, heading(timeline)), ("f", 11.5, _facts(sheet, timeline))):
         for line in wrapped(content, size, room):
             y += LINE + (style == "h")
-            sheet.text(MARGIN, y, line, style)
+            sheet.text(SHEET_MARGIN, y, line, style)
     columns = (right + 50, right + 96)
     y += LINE
     for x, word in zip(columns, ("idle", "peak"), strict=True):
@@ -211,7 +212,7 @@ def _panel(sheet: _Sheet, timeline: Timeline, top: float, tooltips: bool) -> flo
     return y + AXIS
 
 
-def _facts(sheet: _Sheet, timeline: Timeline) -> str:
+def _facts(sheet: _TimelineSheet, timeline: Timeline) -> str:
     unit = f" {sheet.unit[1]}" if sheet.unit[1] else ""
     return (
         f"{assumptions(timeline, sheet.unit)} · makespan {sheet.time(timeline.makespan)}{unit} · bubble ratio "
@@ -219,13 +220,13 @@ def _facts(sheet: _Sheet, timeline: Timeline) -> str:
     )
 
 
-def _halves(box: Box, timeline: Timeline, y: float) -> list[tuple[float, float]]:
+def _halves(box: EntryBox, timeline: Timeline, y: float) -> list[tuple[float, float]]:
     """(y, height) of each of the box's actions: one over the other in a pair."""
     part = (ROW - _foot(timeline)) / len(box.actions)
     return [(y + index * part, part) for index in range(len(box.actions))]
 
 
-def _box(sheet: _Sheet, box: Box, timeline: Timeline, y: float, tooltips: bool) -> None:
+def _box(sheet: _TimelineSheet, box: EntryBox, timeline: Timeline, y: float, tooltips: bool) -> None:
     x, wide = sheet.left + box.start * sheet.scale, (box.end - box.start) * sheet.scale
     if wide <= 0:
         return
@@ -248,7 +249,7 @@ def _foot(timeline: Timeline) -> float:
     return FOOT if any(shares) else 0.0
 
 
-def _talk(sheet: _Sheet, box: Box, timeline: Timeline, y: float) -> None:
+def _talk(sheet: _TimelineSheet, box: EntryBox, timeline: Timeline, y: float) -> None:
     """The box's all-to-all on a row at its foot, as long as the links are busy, the forward's first."""
     x, wide = sheet.left + box.start * sheet.scale, (box.end - box.start) * sheet.scale
     top = y + ROW - FOOT
@@ -267,7 +268,7 @@ def _number_size(usual: float, microbatches: int) -> float:
     return size if size >= 5.5 else 0.0
 
 
-def _numbers(sheet: _Sheet, box: Box, timeline: Timeline, y: float, size: float) -> None:
+def _numbers(sheet: _TimelineSheet, box: EntryBox, timeline: Timeline, y: float, size: float) -> None:
     wide = (box.end - box.start) * sheet.scale
     x = sheet.left + (box.start + box.end) / 2 * sheet.scale
     for (top, high), action, chunk in zip(_halves(box, timeline, y), box.actions, box.chunks, strict=True):
@@ -280,7 +281,7 @@ def _numbers(sheet: _Sheet, box: Box, timeline: Timeline, y: float, size: float)
             )
 
 
-def _axis(sheet: _Sheet, timeline: Timeline, y: float) -> None:
+def _axis(sheet: _TimelineSheet, timeline: Timeline, y: float) -> None:
     factor, unit = sheet.unit
     span = timeline.makespan * factor
     step = nice_step(span, max(1, int(timeline.makespan * sheet.scale / 70)))
@@ -291,7 +292,7 @@ def _axis(sheet: _Sheet, timeline: Timeline, y: float) -> None:
     sheet.text(sheet.left - 10, y + 16, f"time, {unit}" if unit else "time", "f r")
 
 
-def _legend(sheet: _Sheet, timelines: Sequence[Timeline], y: float) -> float:
+def _legend(sheet: _TimelineSheet, timelines: Sequence[Timeline], y: float) -> float:
     """A swatch for each action, from the first chunk to the last, one for each cause of idle, and notes; where it ends."""
     chunks = max(timeline.schedule.chunks for timeline in timelines)
     letters = {action.kind for t in timelines for row in boxes(t) for box in row for action in box.actions}
@@ -304,11 +305,11 @@ def _legend(sheet: _Sheet, timelines: Sequence[Timeline], y: float) -> float:
     notes = (["chunk 0 is the darkest"] if chunks > 1 else []) + (["numbers: micro-batch"] if sheet.numbered else [])
     notes += ["foot of a box: its all-to-all"] if any(map(_foot, timelines)) else []
     entries += [([], note) for note in notes]
-    x = MARGIN
+    x = SHEET_MARGIN
     for swatches, words in entries:
         wide = 17 * len(swatches) + 5 * bool(swatches) + text_width(words, 12)
-        if x > MARGIN and x + wide > sheet.width - MARGIN:
-            x, y = MARGIN, y + LEGEND_LINE
+        if x > SHEET_MARGIN and x + wide > sheet.width - SHEET_MARGIN:
+            x, y = SHEET_MARGIN, y + LEGEND_LINE
         for at, swatch in enumerate(swatches):
             sheet.out.append(f'<rect {swatch} x="{_n(x + 17 * at)}" y="{_n(y)}" width="16" height="16"/>')
         sheet.text(x + (17 * len(swatches) + 5 if swatches else 0), y + 12.5, words, "" if swatches else "f")

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Literal
 
 from pipeloom.draw import palette
-from pipeloom.draw.bands import IDLE, Grid, Paint, grid
+from pipeloom.draw.bands import IDLE_PAINT, Grid, Paint, grid
 from pipeloom.draw.boxes import nice_step
 from pipeloom.draw.figures import BUBBLE_WORDS, assumptions, figures, full_rank, heading, number, plain, time_unit
 from pipeloom.schedule.actions import kinds
@@ -70,7 +70,7 @@ def _paint(text: Text, line: list[tuple[str, Paint]], colored: bool) -> None:
     if not colored:
         text.append("".join(char for char, _ in line) + "\n")
         return
-    run, paint = "", line[0][1] if line else IDLE
+    run, paint = "", line[0][1] if line else IDLE_PAINT
     for char, this in line:
         if this != paint:
             text.append(run, style=_style(paint))
@@ -81,7 +81,7 @@ def _paint(text: Text, line: list[tuple[str, Paint]], colored: bool) -> None:
 
 
 def _style(paint: Paint) -> str:
-    if paint is IDLE or paint.kind == IDLE.kind:
+    if paint is IDLE_PAINT or paint.kind == IDLE_PAINT.kind:
         return "bright_black"
     background = palette.color(paint.kind, paint.chunk, paint.chunks)
     return f"{palette.ink_on(background)} on {background}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from pipeloom.draw.boxes import Box, boxes, talk
+from pipeloom.draw.boxes import EntryBox, boxes, talk
 from pipeloom.draw.figures import heading
 from pipeloom.schedule import Timeline
 from pipeloom.schedule.actions import kind_of
@@ -42,7 +42,7 @@ def trace(timeline: Timeline, unit_microseconds: float | None = None) -> dict[st
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"schedule": heading(timeline)}}
 
 
-def _all_to_all(timeline: Timeline, box: Box, unit: float) -> Iterator[dict[str, Any]]:
+def _all_to_all(timeline: Timeline, box: EntryBox, unit: float) -> Iterator[dict[str, Any]]:
     """The box's all-to-all on a thread of its own, as long as the links are busy, the forward's first."""
     start, span = box.start * unit, (box.end - box.start) * unit
     for action, share in talk(timeline, box):
@@ -70,7 +70,7 @@ def _flows(timeline: Timeline, unit: float) -> Iterator[dict[str, Any]]:
                 yield {"ph": "f", "bp": "e", **flow, "pid": rank, "ts": middle[rank][at]}
 
 
-def _slice(box: Box, unit: float) -> dict[str, Any]:
+def _slice(box: EntryBox, unit: float) -> dict[str, Any]:
     first = box.actions[0]
     args: dict[str, Any] = {
         "stage": first.stage,

@@ -6,7 +6,10 @@ EMBEDDING = "model.embed_tokens"
 HEAD = "head"
 EMBEDDING_WEIGHT = f"{EMBEDDING}.weight"
 HEAD_WEIGHT = f"{HEAD}.lm_head.weight"
-VOCABULARY = (HEAD_WEIGHT, EMBEDDING_WEIGHT)  # [vocabulary, hidden]; where they are tied a rank may list one only
+VOCABULARY_WEIGHTS = (
+    HEAD_WEIGHT,
+    EMBEDDING_WEIGHT,
+)  # [vocabulary, hidden]; where they are tied a rank may list one only
 
 
 def block(index: int) -> str:

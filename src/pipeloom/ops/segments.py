@@ -156,7 +156,7 @@ def begin(communication: Communication, values: Values) -> Callable[[], Values]:
     moving = [at for at, value in enumerate(values) if carries(value)] if torch.is_grad_enabled() else []
     if not moving:
         return partial(_arrive, communication.name, communication.start(values))
-    call = _Call(communication, values, moving)
+    call = _CommunicationCall(communication, values, moving)
     marks = _Begin.apply(call, *(values[at] for at in moving))  # type: ignore[no-untyped-call]
 
     def finish() -> Values:
@@ -174,7 +174,7 @@ def _arrive(name: str, pending: Pending) -> Values:
         return pending.wait()
 
 
-class _Call:
+class _CommunicationCall:
     """One communication under way, there and (its gradients) back: what its two nodes of autograd share."""
 
     def __init__(self, communication: Communication, values: Values, moving: Sequence[int]) -> None:
@@ -200,7 +200,7 @@ class _Call:
 
 class _Begin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: _CommunicationCall, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         call.pending = call.communication.start(call.placed([t.detach() for t in tensors], call.saved))
         # nothing has arrived yet: these only hold the two nodes together
@@ -215,7 +215,7 @@ class _Begin(torch.autograd.Function):
 
 class _End(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, *marks: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: _CommunicationCall, *marks: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         results = call.arrived()
         call.results = tuple(None if at in call.moving else value for at, value in enumerate(results))
@@ -224,7 +224,7 @@ class _End(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        call: _Call = ctx.call
+        call: _CommunicationCall = ctx.call
         given = call.placed(gradients, (None,) * len(call.saved))
         call.pending = call.communication.start_backward(given, call.saved)
         return None, *(gradient.new_zeros(0) for gradient in gradients)

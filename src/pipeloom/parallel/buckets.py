@@ -39,7 +39,7 @@ class BucketParameter:
 
 
 @dataclass(frozen=True)
-class Slot:
+class BucketSlot:
     """Where a parameter's elements stand in its bucket."""
 
     held: BucketParameter
@@ -116,7 +116,7 @@ class Bucket:
         """Whether `.grad` can be a view of the buffer: torch wants it to have the parameter's dtype."""
         return all(slot.held.parameter.dtype == self.dtype for slot in self.slots)
 
-    def views(self, flat: Tensor) -> Iterator[tuple[Slot, Tensor]]:
+    def views(self, flat: Tensor) -> Iterator[tuple[BucketSlot, Tensor]]:
         """Each slot, and its part of `flat` in the parameter's shape."""
         for slot in self.slots:
             yield slot, flat[slot.start : slot.stop].view(slot.held.parameter.shape)
@@ -150,11 +150,11 @@ def make_buckets(held: Sequence[BucketParameter], mesh: Mesh, capacity: int) -> 
     return tuple(sorted(buckets, key=lambda bucket: max(place[slot.held.name] for slot in bucket.slots)))
 
 
-def _slots(members: Sequence[BucketParameter]) -> tuple[Slot, ...]:
+def _slots(members: Sequence[BucketParameter]) -> tuple[BucketSlot, ...]:
     """Matrices first, so that what decays is one run; each parameter begins at a multiple of 64 bytes at least."""
     slots, start = [], 0
     for each in sorted(members, key=lambda each: not each.decays):
-        slots.append(Slot(each, start, start + each.parameter.numel()))
+        slots.append(BucketSlot(each, start, start + each.parameter.numel()))
         start = _aligned(slots[-1].stop)
     return tuple(slots)
 

@@ -26,7 +26,7 @@ _GATHER, _SCATTER = (
 
 
 @dataclass(frozen=True)
-class Pending:
+class PendingCollective:
     """A collective under way.
 
     Attributes:
@@ -45,12 +45,12 @@ class Pending:
         return self.finish()
 
 
-def start_all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Pending:
+def start_all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> PendingCollective:
     """The sum (or another `op`) over the axis, written into `x` itself, which must be contiguous."""
-    return Pending(start(dist.all_reduce, x, None, op, group=axis.group), lambda: x, x)
+    return PendingCollective(start(dist.all_reduce, x, None, op, group=axis.group), lambda: x, x)
 
 
-def start_all_gather(x: Tensor, axis: Axis) -> Pending:
+def start_all_gather(x: Tensor, axis: Axis) -> PendingCollective:
     """[..., t, width] of each rank -> [..., size · t, width]: the ranks' tokens one after the other."""
     part = x.contiguous()
     parts = part.new_empty((axis.size, *part.shape))
@@ -60,18 +60,18 @@ def start_all_gather(x: Tensor, axis: Axis) -> Pending:
         # without leading dimensions, or with one sequence, this is a view
         return parts.movedim(0, -3).reshape(*part.shape[:-2], -1, part.shape[-1])
 
-    return Pending(work, finish, part)
+    return PendingCollective(work, finish, part)
 
 
-def start_gather_slices(flat: Tensor, axis: Axis) -> Pending:
+def start_gather_slices(flat: Tensor, axis: Axis) -> PendingCollective:
     """Every rank's slice of `flat`, [size · n], on every rank: rank r's own elements are r·n to (r+1)·n."""
     parts = flat.view(axis.size, -1)
     own = parts[axis.index].clone() if flat.device.type == "cpu" else parts[axis.index]  # NCCL works in place
     work = start(getattr(dist, _GATHER), flat, own, group=axis.group)
-    return Pending(work, lambda: flat, own)
+    return PendingCollective(work, lambda: flat, own)
 
 
-def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
+def start_reduce_scatter(x: Tensor, axis: Axis) -> PendingCollective:
     """The sum over the axis of `x` [..., tokens, width], of which each rank gets its own tokens / size.
 
     Raises UsageError when the axis does not divide the tokens.
@@ -87,14 +87,14 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
         return _exchange_and_sum(parts, axis)
     own = torch.empty_like(parts[0])
     work = start(getattr(dist, _SCATTER), _rows(own), _rows(parts), group=axis.group)
-    return Pending(work, lambda: own, parts)
+    return PendingCollective(work, lambda: own, parts)
 
 
-def _exchange_and_sum(parts: Tensor, axis: Axis) -> Pending:
+def _exchange_and_sum(parts: Tensor, axis: Axis) -> PendingCollective:
     """gloo's own reduce-scatter is an all-reduce of which most is thrown away; this sends half, and sums in rank order."""
     received = torch.empty_like(parts)
     work = start(dist.all_to_all_single, _rows(received), _rows(parts), group=axis.group)
-    return Pending(work, lambda: received.sum(0), parts)
+    return PendingCollective(work, lambda: received.sum(0), parts)
 
 
 def _rows(x: Tensor) -> Tensor:

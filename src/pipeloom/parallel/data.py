@@ -20,7 +20,7 @@ from pipeloom.errors import UsageError
 from pipeloom.ops.deferred import StageBackward
 from pipeloom.ops.main_gradient import MainGradients
 from pipeloom.parallel.buckets import Bucket, BucketParameter, make_buckets
-from pipeloom.parallel.collectives import Pending, start_all_reduce, start_gather_slices
+from pipeloom.parallel.collectives import PendingCollective, start_all_reduce, start_gather_slices
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.reduction import Reducer, Reduction
 from pipeloom.parallel.through_host import start
@@ -260,7 +260,7 @@ class GradientSync:
             bucket.mark(self.main.absent)
         self._pending[at] = self._reducer.start(bucket)
 
-    def _start_marks(self) -> list[tuple[list[Bucket], Pending]]:
+    def _start_marks(self) -> list[tuple[list[Bucket], PendingCollective]]:
         """The sum of all buckets' marks, one all-reduce per axis: where each rank gets its slice of the gradients only."""
         axes = dict.fromkeys(bucket.axis for bucket in self.buckets if bucket.axis.size > 1) if self.sharded else ()
         started = []

@@ -50,10 +50,14 @@ class AllToAll:
         if split.axis.size == 1:
             return Done(values)
         moved = [(at, values[at]) for at in self.places if values[at] is not None]
-        return _Moving(values, {at: _Transfer(tensor, split, back) for at, tensor in moved}) if moved else Done(values)
+        return (
+            _Moving(values, {at: _TensorAllToAll(tensor, split, back) for at, tensor in moved})
+            if moved
+            else Done(values)
+        )
 
 
-class _Transfer:
+class _TensorAllToAll:
     """One tensor's all-to-all under way."""
 
     def __init__(self, rows: Tensor, split: AllToAllSplit, back: bool) -> None:
@@ -72,7 +76,7 @@ class _Transfer:
 class _Moving:
     """The values, some of which are under way."""
 
-    def __init__(self, values: Values, transfers: dict[int, _Transfer]) -> None:
+    def __init__(self, values: Values, transfers: dict[int, _TensorAllToAll]) -> None:
         self._values = values
         self._transfers = transfers
 

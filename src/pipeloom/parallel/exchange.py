@@ -16,8 +16,8 @@ from torch import Tensor
 
 from pipeloom.errors import DistributedError, UsageError
 
-_TAG = 19
-_DTYPES = {
+_ROWS_TAG = 19
+_EXCHANGED_DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
@@ -87,7 +87,7 @@ def gather_tree(value: Any, group: Any, destination: int) -> list[Any] | None:
     if dist.get_rank() != destination:
         for tensor in tensors:
             if tensor.numel():
-                dist.send(_bytes_of(tensor.detach().to(device).contiguous()), destination, group=group, tag=_TAG)
+                dist.send(_bytes_of(tensor.detach().to(device).contiguous()), destination, group=group, tag=_ROWS_TAG)
         return None
     trees = []
     for index, shape in enumerate(shapes):
@@ -98,7 +98,7 @@ def gather_tree(value: Any, group: Any, destination: int) -> list[Any] | None:
         received = _like(shape, device)
         for tensor in received:
             if tensor.numel():
-                dist.recv(_bytes_of(tensor), source, group=group, tag=_TAG)
+                dist.recv(_bytes_of(tensor), source, group=group, tag=_ROWS_TAG)
         trees.append(_build(shape, iter([tensor.cpu() for tensor in received])))
     return trees
 
@@ -130,8 +130,8 @@ def _describe(value: Any, tensors: list[Tensor]) -> Any:
     """`value` in JSON, with its tensors appended to `tensors` and described by dtype and shape."""
     if isinstance(value, Tensor):
         name = str(value.dtype).removeprefix("torch.")
-        if name not in _DTYPES:
-            raise UsageError(f"a tensor of dtype {value.dtype} cannot be sent; known: {', '.join(_DTYPES)}")
+        if name not in _EXCHANGED_DTYPES:
+            raise UsageError(f"a tensor of dtype {value.dtype} cannot be sent; known: {', '.join(_EXCHANGED_DTYPES)}")
         tensors.append(value)
         return {"tensor": [name, list(value.shape)]}
     if isinstance(value, (tuple, list)):
@@ -150,7 +150,7 @@ def _leaves(shape: Any) -> Iterator[tuple[torch.dtype, tuple[int, ...]]]:
     """Dtype and shape of each tensor described, in order."""
     ((kind, inner),) = shape.items()
     if kind == "tensor":
-        yield _DTYPES[inner[0]], tuple(inner[1])
+        yield _EXCHANGED_DTYPES[inner[0]], tuple(inner[1])
     elif kind != "value":
         for item in inner.values() if kind == "dict" else inner:
             yield from _leaves(item)

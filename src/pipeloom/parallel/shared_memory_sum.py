@@ -26,7 +26,7 @@ from pipeloom.parallel.mesh import Axis
 
 _PAGE = 4096
 _BLOCK = 131072  # elements that stay in a core's cache while all ranks' are added to them
-_TOKEN_BYTES = 16
+_SUM_TOKEN_BYTES = 16
 _SPINS = 50  # looks at the flags before a process sleeps
 _NAPS = 50e-6, 2e-3  # seconds, the shortest and the longest
 
@@ -215,8 +215,8 @@ class _Memory:
         descriptor = os.memfd_create("pipeloom")
         os.ftruncate(descriptor, size)
         mapped = mmap.mmap(descriptor, size)
-        token = secrets.token_bytes(_TOKEN_BYTES)
-        mapped[:_TOKEN_BYTES] = token
+        token = secrets.token_bytes(_SUM_TOKEN_BYTES)
+        mapped[:_SUM_TOKEN_BYTES] = token
         return cls(descriptor, mapped, (os.getpid(), descriptor, size, token.hex()))
 
 
@@ -232,7 +232,7 @@ def _map(offer: Sequence[Any] | None) -> mmap.mmap | None:
             mapped = mmap.mmap(file.fileno(), size)
     except (OSError, ValueError):
         return None
-    return mapped if mapped[:_TOKEN_BYTES] == bytes.fromhex(token) else None
+    return mapped if mapped[:_SUM_TOKEN_BYTES] == bytes.fromhex(token) else None
 
 
 def _starts(sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[int]:

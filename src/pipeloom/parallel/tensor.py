@@ -19,7 +19,7 @@ from pipeloom.errors import ArgumentError, UsageError, divisors, nearest
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, add_weight_gradient, apply_linear, as_autocast
 from pipeloom.ops.main_gradient import MainGradients
 from pipeloom.ops.products import add_product, adjoint, as_rows, linear, multiply, plain_operations_only
-from pipeloom.parallel.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
+from pipeloom.parallel.collectives import PendingCollective, start_all_gather, start_all_reduce, start_reduce_scatter
 from pipeloom.parallel.mesh import Axis
 from pipeloom.parallel.sharding import ParameterSharding, Shard
 from pipeloom.parallel.shared_memory_sum import SharedMemoryAllReduce, SharedSum
@@ -219,11 +219,11 @@ def _column(x: Tensor, linears: Sequence[ColumnLinear]) -> tuple[Tensor, ...]:
         )
     weights = [layer.weight for layer in linears]
     biases = [layer.bias for layer in linears]
-    call = _Call(linears[0].tensor, linears[0].grad_context)
+    call = _ColumnCall(linears[0].tensor, linears[0].grad_context)
     return _Column.apply(as_autocast(x), call, *weights, *biases)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _Call(NamedTuple):
+class _ColumnCall(NamedTuple):
     """How column layers are called: over which ranks, and where their weight gradients go."""
 
     tensor: TensorParallel
@@ -234,7 +234,7 @@ class _Column(torch.autograd.Function):
     """x -> x weight^T + bias for several weights. Keeps this rank's tokens of x only, and gathers them again for dW."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: _Call, *parameters: Any) -> Any:
+    def forward(ctx: Any, x: Tensor, call: _ColumnCall, *parameters: Any) -> Any:
         count, tensor = len(parameters) // 2, call.tensor
         weights, biases = parameters[:count], parameters[count:]
         trains = any(ctx.needs_input_grad[2 : 2 + count])  # frozen weights need no input
@@ -303,7 +303,7 @@ def _recorded_gradients(
 
 def _start_input_gradient(
     gradients: Sequence[Tensor], weights: Sequence[Tensor], tensor: TensorParallel
-) -> Pending | SharedSum:
+) -> PendingCollective | SharedSum:
     """The sum over layers of gradient · weight, and the start of its sum over the ranks."""
     rows = multiply(as_rows(gradients[0]), adjoint(weights[0].to(gradients[0].dtype)))
     for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
@@ -312,7 +312,7 @@ def _start_input_gradient(
     return start_reduce_scatter(dx, tensor.axis) if tensor.sequence else _start_sum(dx, tensor)
 
 
-def _start_sum(x: Tensor, tensor: TensorParallel) -> Pending | SharedSum:
+def _start_sum(x: Tensor, tensor: TensorParallel) -> PendingCollective | SharedSum:
     """The sum over the ranks, written into `x`."""
     through = tensor.sums.start(x) if tensor.sums is not None else None
     return through if through is not None else start_all_reduce(x, tensor.axis)

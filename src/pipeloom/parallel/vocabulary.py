@@ -75,7 +75,7 @@ def cross_entropy(
 
     Raises UsageError for a target outside the vocabulary (on CUDA the device does).
     """
-    call = _Call(tensor.axis, tensor.split_unevenly(vocabulary), label_smoothing)
+    call = _LossCall(tensor.axis, tensor.split_unevenly(vocabulary), label_smoothing)
     return _CrossEntropy.apply(logits, targets.flatten(), call)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -89,7 +89,7 @@ def whole_logits(logits: Tensor, tensor: TensorParallel, vocabulary: int) -> Ten
 
 
 @dataclass(frozen=True)
-class _Call:
+class _LossCall:
     axis: Axis
     parts: tuple[int, ...]
     smoothing: float
@@ -103,7 +103,7 @@ class _CrossEntropy(torch.autograd.Function):
     """With x the logits minus their maximum: loss = log Σ exp x - (1 - smoothing) x[target] - smoothing / vocabulary Σ x."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, call: _Call) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, call: _LossCall) -> Tensor:
         counts = targets != IGNORED
         _refuse_outside(torch.where(counts, targets, 0), call.vocabulary, "target")
         local, outside = _local(targets, call.parts, call.axis.index)
@@ -123,7 +123,7 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """p - q of each token, written over the exponentials: autograd refuses to run it twice, or to differentiate it."""
         work, exponentials, local, outside, counts = ctx.saved_tensors
-        call: _Call = ctx.call
+        call: _LossCall = ctx.call
         scale = gradients[0] / counts.sum() * counts
         work.mul_((scale / exponentials).unsqueeze(-1))
         if call.smoothing:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.parallel.buckets import Bucket
-from pipeloom.parallel.collectives import Pending, start_gather_slices
+from pipeloom.parallel.collectives import PendingCollective, start_gather_slices
 
 
 class FlatParameters:
@@ -53,6 +53,6 @@ class FlatParameters:
         if master.dtype != self.flat.dtype:
             self.flat[run].copy_(master)
 
-    def share(self) -> Pending | None:
+    def share(self) -> PendingCollective | None:
         """Starts to bring the other ranks' slices, after all of this rank's have been written; None: it has them all."""
         return start_gather_slices(self.flat, self.bucket.axis) if self.sharded else None

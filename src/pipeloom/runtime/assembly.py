@@ -34,7 +34,7 @@ from pipeloom.runtime.tied_weights import (
 )
 from pipeloom.schedule.model import Schedule
 
-Exchange = Callable[[Any], list[Any]]
+GatherObjects = Callable[[Any], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def assemble(
     device: torch.device,
     status: Status,
     seed: int,
-    exchange: Exchange,
+    exchange: GatherObjects,
     summed: str | None,
     thread: Thread | None = None,
 ) -> Assembly:

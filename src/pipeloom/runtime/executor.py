@@ -29,7 +29,7 @@ from pipeloom.runtime.overlap import CommStream, Coroutine, interleave
 from pipeloom.runtime.p2p.base import Outgoing, Transport
 from pipeloom.runtime.program import Instruction, RankProgram
 from pipeloom.runtime.stage import ShareOfLoss, Stage
-from pipeloom.runtime.tensor_spec import Boundary, ShapeCache, Values, boundary_of
+from pipeloom.runtime.tensor_spec import Boundary, BoundaryValues, ShapeCache, boundary_of
 from pipeloom.schedule.actions import Action, kind_of
 from pipeloom.schedule.channels import Message
 
@@ -77,7 +77,7 @@ class StepResult:
 class Delivery(NamedTuple):
     """An action's input from, or its output to, another stage: the values and their specs."""
 
-    values: Values
+    values: BoundaryValues
     specs: Boundary
 
 
@@ -205,7 +205,7 @@ class Executor:
         values, specs = self._forward_inputs(action, received)
         if self.keep_outputs and program.after is None:
             self.result.outputs[mb] = stage.compute(values, self.batch.keywords[mb])
-            outputs: Values = ()
+            outputs: BoundaryValues = ()
         else:
             outputs = stage.forward(mb, values, specs, self.batch.keywords[mb], program, self._share_of_loss(action))
         return self._forward_done(action, outputs, received)
@@ -289,7 +289,7 @@ class Executor:
 
     # -- inputs and outputs of actions -----------------------------------------------------------------------------------
 
-    def _forward_inputs(self, action: Action, received: Delivery | None) -> tuple[Values, Boundary | None]:
+    def _forward_inputs(self, action: Action, received: Delivery | None) -> tuple[BoundaryValues, Boundary | None]:
         """A forward's inputs; their specs, None for those of the user."""
         stage, mb = action.stage, action.microbatch
         before = self.program.stages[stage].before
@@ -310,7 +310,7 @@ class Executor:
         targets, share = self.batch.targets[action.microbatch], self.batch.shares[action.microbatch]
         return partial(share_of_loss, self.loss, targets=targets, share=share)
 
-    def _forward_done(self, action: Action, outputs: Values, received: Delivery | None) -> Delivery:
+    def _forward_done(self, action: Action, outputs: BoundaryValues, received: Delivery | None) -> Delivery:
         """A forward's output for the next stage; of a last stage nothing, and its loss is added up."""
         if received is not None and not self.training:
             self.transport.recycle(received.values)
@@ -328,7 +328,7 @@ class Executor:
             self._local["activation", after, action.microbatch] = Delivery(detached, specs)
         return Delivery(outputs, specs)
 
-    def _output_gradients(self, action: Action, received: Delivery | None) -> Values:
+    def _output_gradients(self, action: Action, received: Delivery | None) -> BoundaryValues:
         """What a backward starts from; empty on a route's last stage, where it starts from the loss."""
         if received is not None:
             return received.values
@@ -336,7 +336,9 @@ class Executor:
             return ()
         return self._local.pop(("gradient", action.stage, action.microbatch)).values
 
-    def _backward_done(self, action: Action, inputs: Values, buffers: Values, received: Delivery | None) -> Delivery:
+    def _backward_done(
+        self, action: Action, inputs: BoundaryValues, buffers: BoundaryValues, received: Delivery | None
+    ) -> Delivery:
         """A backward's input gradients for the stage before; receive buffers go back to the transport."""
         before = self.program.stages[action.stage].before
         if before is not None and before in self.stages:
@@ -375,7 +377,7 @@ class Executor:
                 if not self.stages[stage].segmented and not self.program.stages[stage].split:
                     self.hooks.before_last_backward(stage)
 
-    def _verify(self, message: Message, values: Values, sent: int | None) -> None:
+    def _verify(self, message: Message, values: BoundaryValues, sent: int | None) -> None:
         """Raise DistributedError where a message is not what its sender made."""
         if not any(value is not None for value in values):
             return

@@ -21,7 +21,7 @@ from pipeloom.runtime.health.report import FailureReporter
 from pipeloom.runtime.options import RuntimeOptions
 
 
-class Gradients:
+class StepGradients:
     """What happens to one rank's gradients before a step, as its stages end, and after it.
 
     Attributes:

@@ -34,7 +34,7 @@ from pipeloom.runtime.loss import Loss, PendingLoss
 from pipeloom.runtime.measured_timeline import timeline_of
 from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.runtime.p2p.base import Communicator, InProcessBatches, InProcessTransport, Mailroom
-from pipeloom.runtime.program import Programs, RankProgram, as_executed, require_same_stages
+from pipeloom.runtime.program import RankProgram, RankPrograms, as_executed, require_same_stages
 from pipeloom.runtime.stage_modules import KnownKeywords, LayerSource, layer_name, require_arguments
 from pipeloom.runtime.stats import RankStats
 from pipeloom.runtime.tensor_spec import ShapeCache
@@ -122,7 +122,7 @@ class LocalPipeline:
         """Run `schedule` from the next step on."""
         segmented = frozenset(stage for assembly in self._assemblies for stage in assembly.segmented)
         schedule = as_executed(schedule, segmented, self.options)
-        self._programs = [Programs(schedule, rank, self.options) for rank in range(schedule.ranks)]
+        self._programs = [RankPrograms(schedule, rank, self.options) for rank in range(schedule.ranks)]
         for programs, assembly in zip(self._programs, self._assemblies, strict=True):
             for index, stage in assembly.stages.items():
                 stage.require_order(schedule.name, programs.step.stages[index])

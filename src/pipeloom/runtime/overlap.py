@@ -28,8 +28,8 @@ from pipeloom.runtime.health.status import Status
 from pipeloom.runtime.stage_modules import StageModules
 from pipeloom.runtime.tensor_spec import as_values
 
-Result = TypeVar("Result")
-Coroutine = Generator[None, None, Result]
+CoroutineResult = TypeVar("CoroutineResult")
+Coroutine = Generator[None, None, CoroutineResult]
 
 
 # -- a stage cut at its communications -----------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def _unwrapped(values: Values) -> Any:
 # -- coroutines ----------------------------------------------------------------------------------------------------------
 
 
-def run_to_end(coroutine: Coroutine[Result]) -> Result:
+def run_to_end(coroutine: Coroutine[CoroutineResult]) -> CoroutineResult:
     """Run one coroutine to its end; return its result."""
     while True:
         try:

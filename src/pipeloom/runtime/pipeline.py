@@ -33,7 +33,7 @@ from pipeloom.runtime.batch import (
     sum_over_replicas,
 )
 from pipeloom.runtime.executor import Executor, StepHooks, StepResult
-from pipeloom.runtime.grad_sync import Gradients, checked_max_norm, summed_over
+from pipeloom.runtime.grad_sync import StepGradients, checked_max_norm, summed_over
 from pipeloom.runtime.health import handshake
 from pipeloom.runtime.health.fault_injection import Faults
 from pipeloom.runtime.health.names import Names
@@ -44,8 +44,8 @@ from pipeloom.runtime.health.watchdog import Watchdog, start_watchdog
 from pipeloom.runtime.loss import Loss, LossBroadcast, PendingLoss
 from pipeloom.runtime.measured_timeline import clock_offset, gather_timeline
 from pipeloom.runtime.options import RuntimeOptions, device_of
-from pipeloom.runtime.p2p.connect import Connections
-from pipeloom.runtime.program import Programs, RankProgram, as_executed, require_same_stages
+from pipeloom.runtime.p2p.connect import P2PConnections
+from pipeloom.runtime.program import RankProgram, RankPrograms, as_executed, require_same_stages
 from pipeloom.runtime.stage_modules import KnownKeywords, LayerSource, layer_name, require_arguments
 from pipeloom.runtime.stats import RankStats
 from pipeloom.runtime.tensor_spec import ShapeCache
@@ -154,8 +154,8 @@ class Pipeline:
         self._specs = ShapeCache(schedule, options.shapes)
         self._follow(schedule)
         self._losses = LossBroadcast(self.mesh, schedule, self.device, self._alarm)
-        self._connections = Connections(self.mesh, self._specs, self.device, options)
-        self._gradients = Gradients(self._assembly, self.mesh, options, self._alarm)
+        self._connections = P2PConnections(self.mesh, self._specs, self.device, options)
+        self._gradients = StepGradients(self._assembly, self.mesh, options, self._alarm)
         faults = Faults(options.fault if first else options.without_fault().fault, self.rank)
         sync = self._gradients.sync
         self._hooks = (
@@ -303,7 +303,7 @@ class Pipeline:
     def _follow(self, schedule: Schedule) -> None:
         """Run `schedule` from the next step on."""
         schedule = as_executed(schedule, self._assembly.segmented, self.options)
-        programs = Programs(schedule, self.rank, self.options)
+        programs = RankPrograms(schedule, self.rank, self.options)
         for index, stage in self._assembly.stages.items():
             stage.require_order(schedule.name, programs.step.stages[index])
         self.schedule = schedule

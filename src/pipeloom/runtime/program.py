@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pipeloom.errors import ConfigError
 from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.schedule.actions import INPUT_GRADIENT, Action, Cell, kind_of
-from pipeloom.schedule.batched_p2p import Batch, batches_of
-from pipeloom.schedule.channels import Channel, Entry, Message, message_kind, neighbours, posting_plan, traffic
+from pipeloom.schedule.batched_p2p import MessageBatch, batches_of
+from pipeloom.schedule.channels import Channel, EntryTraffic, Message, message_kind, neighbours, posting_plan, traffic
 from pipeloom.schedule.model import Schedule, parts
 from pipeloom.schedule.transforms import forward_only, unpair
 
@@ -70,10 +70,10 @@ class RankProgram:
     channels: tuple[Channel, ...]
     all_channels: tuple[Channel, ...]
     releases_sends: dict[Message, tuple[Message, ...]]
-    batches: tuple[Batch, ...] | None = None
+    batches: tuple[MessageBatch, ...] | None = None
 
 
-class Programs:
+class RankPrograms:
     """One rank's programs of a schedule: a training step's, and those of evaluations; each is lowered once."""
 
     def __init__(self, schedule: Schedule, rank: int, options: RuntimeOptions) -> None:
@@ -196,7 +196,7 @@ def _message_from(action: Action, messages: tuple[Message, ...]) -> Message | No
     return None
 
 
-def _released_sends(programs: tuple[tuple[Entry, ...], ...], rank: int) -> dict[Message, tuple[Message, ...]]:
+def _released_sends(programs: tuple[tuple[EntryTraffic, ...], ...], rank: int) -> dict[Message, tuple[Message, ...]]:
     """`RankProgram.releases_sends`, from programs without pairs."""
     peers = {m.channel.destination for entry in programs[rank] for m in entry.sends}
     used_at: dict[int, list[tuple[int, Message]]] = {}

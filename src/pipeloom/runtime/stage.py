@@ -25,14 +25,14 @@ from pipeloom.ops.segments import Communication, carries, is_segmented, saved_of
 from pipeloom.runtime.overlap import CommStream, ComputeGroup, Coroutine, run_to_end, split_at_communications
 from pipeloom.runtime.program import StageProgram
 from pipeloom.runtime.stage_modules import StageModules
-from pipeloom.runtime.tensor_spec import Boundary, Values, as_values
+from pipeloom.runtime.tensor_spec import Boundary, BoundaryValues, as_values
 
 _PROBES = 64  # forwards of a stage; a layer that changes its input in place does so in the first
 
 ShareOfLoss = Callable[[Any], Tensor]
 """The output of a route's last stage -> the micro-batch's share of the step's loss, 0-dim."""
 
-Gradients = tuple[Values, Values]
+InputGradients = tuple[BoundaryValues, BoundaryValues]
 """The gradients of a stage's inputs that carry one (None where none arrived), and the receive buffers that are free now."""
 
 
@@ -66,8 +66,8 @@ class InFlight:
 
     queue: WeightGradQueue | None
     groups: list[SavedGroup] = field(default_factory=list)
-    outputs: Values = ()
-    received: Values = ()
+    outputs: BoundaryValues = ()
+    received: BoundaryValues = ()
 
 
 class Stage:
@@ -117,12 +117,12 @@ class Stage:
     def forward(
         self,
         microbatch: int,
-        values: Values,
+        values: BoundaryValues,
         specs: Boundary | None,
         keywords: Mapping[str, Any],
         program: StageProgram,
         loss: ShareOfLoss | None = None,
-    ) -> Values:
+    ) -> BoundaryValues:
         """F: the outputs, attached to the graph; of a route's last stage the loss alone, detached.
 
         Args:
@@ -158,12 +158,12 @@ class Stage:
     def forward_in_segments(
         self,
         microbatch: int,
-        values: Values,
+        values: BoundaryValues,
         specs: Boundary | None,
         keywords: Mapping[str, Any],
         program: StageProgram,
         loss: ShareOfLoss | None = None,
-    ) -> Coroutine[Values]:
+    ) -> Coroutine[BoundaryValues]:
         """As `forward`, stopping where it would wait for a communication."""
         groups = split_at_communications(self.layers, keywords)
         # A backward that has communications computes weight gradients behind them even where it is one B.
@@ -175,7 +175,7 @@ class Stage:
         self._refuse_changes(buffers)
         return self._finish_forward(microbatch, flight, inputs, result, values if specs is not None else (), loss)
 
-    def compute(self, values: Values, keywords: Mapping[str, Any]) -> Any:
+    def compute(self, values: BoundaryValues, keywords: Mapping[str, Any]) -> Any:
         """The layers one after the other; the last one's result as it is. No gradient, nothing stays alive."""
         self._grad_context.queue = None
         result: Any = values
@@ -186,7 +186,7 @@ class Stage:
         return result
 
     def _begin_forward(
-        self, values: Values, specs: Boundary | None, program: StageProgram, queues: bool
+        self, values: BoundaryValues, specs: Boundary | None, program: StageProgram, queues: bool
     ) -> tuple[InFlight, tuple[Any, ...], list[tuple[str, BufferState]]]:
         """What the forward will leave, its inputs as leaves, and the buffers that it may not change; `queues`: for W."""
         if not torch.is_grad_enabled():
@@ -234,9 +234,9 @@ class Stage:
         flight: InFlight,
         inputs: tuple[Any, ...],
         result: Any,
-        received: Values,
+        received: BoundaryValues,
         loss: ShareOfLoss | None,
-    ) -> Values:
+    ) -> BoundaryValues:
         """The forward's outputs, with what the backward needs kept for it."""
         if loss is None:
             outputs = as_values(result, f"stage {self.index}")
@@ -306,7 +306,7 @@ class Stage:
 
     # -- backward --------------------------------------------------------------------------------------------------------
 
-    def backward(self, microbatch: int, gradients: Values) -> Gradients:
+    def backward(self, microbatch: int, gradients: BoundaryValues) -> InputGradients:
         """B: the input gradients; weight gradients are in place afterwards.
 
         Args:
@@ -317,7 +317,7 @@ class Stage:
             return run_to_end(self.backward_in_segments(microbatch, gradients, keeps_weights=False))
         return self._backward(self._alive.pop(microbatch), gradients)
 
-    def input_grad(self, microbatch: int, gradients: Values) -> Gradients:
+    def input_grad(self, microbatch: int, gradients: BoundaryValues) -> InputGradients:
         """I: as B, but the queued weight gradients wait for W. Everything else of the micro-batch is freed."""
         if self.segmented:
             return run_to_end(self.backward_in_segments(microbatch, gradients, keeps_weights=True))
@@ -335,7 +335,9 @@ class Stage:
         """Whether the backward of this micro-batch has communications inside at which another action may compute."""
         return any(group.after is not None and not group.after.quick for group in self._alive[microbatch].groups)
 
-    def backward_in_segments(self, microbatch: int, gradients: Values, keeps_weights: bool) -> Coroutine[Gradients]:
+    def backward_in_segments(
+        self, microbatch: int, gradients: BoundaryValues, keeps_weights: bool
+    ) -> Coroutine[InputGradients]:
         """As `backward`, or as `input_grad` (`keeps_weights`), stopping where it would wait for a communication.
 
         The groups run from the last to the first. In a B a group's weight gradients are computed as soon as the
@@ -368,7 +370,7 @@ class Stage:
             flight.queue.flush()
         return found
 
-    def _backward(self, flight: InFlight, gradients: Sequence[Tensor | None]) -> Gradients:
+    def _backward(self, flight: InFlight, gradients: Sequence[Tensor | None]) -> InputGradients:
         """The backward of the first group: of an unsegmented stage the only one."""
         group = flight.groups.pop()
         self._run_autograd(flight, group, gradients)
@@ -411,7 +413,7 @@ def _roots(outputs: tuple[Any, ...]) -> tuple[GradientEdge, ...]:
     return tuple(get_gradient_edge(value) for value in outputs if carries(value))
 
 
-def _leaves(values: Values, specs: Boundary | None) -> Values:
+def _leaves(values: BoundaryValues, specs: Boundary | None) -> BoundaryValues:
     """Inputs that carry a gradient as leaves of the stage's own graph; the user's carry none."""
     if specs is None:
         return values

@@ -13,7 +13,7 @@ from pipeloom.schedule.channels import Message, neighbours
 from pipeloom.schedule.model import Schedule
 
 HEADER_LENGTH = 256
-_DTYPES = (
+_BOUNDARY_DTYPES = (
     torch.float32,
     torch.float64,
     torch.float16,
@@ -28,7 +28,7 @@ _DTYPES = (
     torch.complex128,
 )
 
-Values = tuple[Tensor | None, ...]
+BoundaryValues = tuple[Tensor | None, ...]
 
 
 class TensorSpec(NamedTuple):
@@ -45,7 +45,7 @@ class TensorSpec(NamedTuple):
 Boundary = tuple[TensorSpec | None, ...]
 
 
-def as_values(result: Any, where: str) -> Values:
+def as_values(result: Any, where: str) -> BoundaryValues:
     """A layer's result as a tuple of tensors and None; raises UsageError that names `where` for anything else."""
     values = tuple(result) if isinstance(result, (tuple, list)) else (result,)
     for value in values:
@@ -56,7 +56,7 @@ def as_values(result: Any, where: str) -> Values:
     return values
 
 
-def boundary_of(values: Values) -> Boundary:
+def boundary_of(values: BoundaryValues) -> Boundary:
     """The specs of these values."""
     return tuple(
         None
@@ -87,10 +87,10 @@ def to_numbers(boundary: Boundary) -> list[int]:
     for spec in boundary:
         if spec is None:
             numbers.append(-1)
-        elif spec.dtype not in _DTYPES:
+        elif spec.dtype not in _BOUNDARY_DTYPES:
             raise UsageError(f"a tensor of dtype {spec.dtype} cannot cross a boundary")
         else:
-            numbers += [_DTYPES.index(spec.dtype), int(spec.carries), len(spec.shape), *spec.shape]
+            numbers += [_BOUNDARY_DTYPES.index(spec.dtype), int(spec.carries), len(spec.shape), *spec.shape]
     return numbers
 
 
@@ -109,7 +109,7 @@ def from_numbers(each: Iterable[int]) -> Boundary:
             specs.append(None)
         else:
             carries, ndim = bool(next(numbers)), next(numbers)
-            specs.append(TensorSpec(_DTYPES[kind], tuple(next(numbers) for _ in range(ndim)), carries))
+            specs.append(TensorSpec(_BOUNDARY_DTYPES[kind], tuple(next(numbers) for _ in range(ndim)), carries))
     return tuple(specs)
 
 

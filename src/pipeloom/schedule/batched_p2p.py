@@ -19,16 +19,16 @@ from typing import TypeAlias
 
 from pipeloom.errors import ScheduleError
 from pipeloom.schedule.actions import kind_of
-from pipeloom.schedule.channels import Entry, Message
+from pipeloom.schedule.channels import EntryTraffic, Message
 from pipeloom.schedule.model import parts
 
-Batch: TypeAlias = tuple[Message, ...]
+MessageBatch: TypeAlias = tuple[Message, ...]
 """Messages of one call, a rank's sends and receives, in the order in which NCCL matches those of one pair of ranks."""
 
-Programs: TypeAlias = tuple[tuple[Entry, ...], ...]
+TrafficOfRanks: TypeAlias = tuple[tuple[EntryTraffic, ...], ...]
 
 
-def batches_of(programs: Programs, rank: int, ahead: bool = True) -> tuple[tuple[Batch, ...], ...]:
+def batches_of(programs: TrafficOfRanks, rank: int, ahead: bool = True) -> tuple[tuple[MessageBatch, ...], ...]:
     """Return the batches of `rank`: for each of its entries those launched before it, and last those behind the last one.
 
     The first batch before an entry holds the sends of the entry before it and the receives that the entry needs. With
@@ -38,7 +38,7 @@ def batches_of(programs: Programs, rank: int, ahead: bool = True) -> tuple[tuple
     return _of_rank(programs, rank, _clock(programs), ahead)
 
 
-def check_batches(programs: Programs, ahead: bool = True) -> None:
+def check_batches(programs: TrafficOfRanks, ahead: bool = True) -> None:
     """Raise ScheduleError when some batches wait for one another for ever; name the ranks and messages."""
     clock = _clock(programs)
     check_meeting(programs, [_of_rank(programs, rank, clock, ahead) for rank in range(len(programs))])
@@ -56,7 +56,7 @@ class _Clock:
     moves: dict[Message, int]
 
 
-def _clock(programs: Programs) -> _Clock:
+def _clock(programs: TrafficOfRanks) -> _Clock:
     clock = _Clock([[] for _ in programs], [[] for _ in programs], {})
     ready = deque(range(len(programs)))
     waiting: dict[Message, int] = {}
@@ -79,7 +79,7 @@ def _clock(programs: Programs) -> _Clock:
     return clock
 
 
-def _of_rank(programs: Programs, rank: int, clock: _Clock, ahead: bool) -> tuple[tuple[Batch, ...], ...]:
+def _of_rank(programs: TrafficOfRanks, rank: int, clock: _Clock, ahead: bool) -> tuple[tuple[MessageBatch, ...], ...]:
     program, starts, ends = programs[rank], clock.starts[rank], clock.ends[rank]
     first: list[list[Message]] = [[] for _ in range(len(program) + 1)]
     second: list[list[Message]] = [[] for _ in range(len(program) + 1)]
@@ -92,7 +92,7 @@ def _of_rank(programs: Programs, rank: int, clock: _Clock, ahead: bool) -> tuple
                 continue
             gap = bisect_right(ends, moves)
             (second if moves > starts[gap] else first)[gap].append(message)
-    result: list[tuple[Batch, ...]] = []
+    result: list[tuple[MessageBatch, ...]] = []
     for at, (now, later) in enumerate(zip(first, second, strict=True)):
         awaited = program[at].receives if at < len(program) else ()
         calls = (now, later) if not set(now).isdisjoint(awaited) else ([*now, *later],)
@@ -105,8 +105,8 @@ def _of_rank(programs: Programs, rank: int, clock: _Clock, ahead: bool) -> tuple
 
 @dataclass
 class _RankState:
-    program: tuple[Entry, ...]
-    plan: tuple[tuple[Batch, ...], ...]
+    program: tuple[EntryTraffic, ...]
+    plan: tuple[tuple[MessageBatch, ...], ...]
     position: int = 0
     launched: int = 0
     batches: list[set[Message]] = field(default_factory=list)
@@ -117,7 +117,7 @@ class _RankState:
         return self.position < len(self.program) or self.head < len(self.batches)
 
 
-def check_meeting(programs: Programs, batches: Sequence[tuple[tuple[Batch, ...], ...]]) -> None:
+def check_meeting(programs: TrafficOfRanks, batches: Sequence[tuple[tuple[MessageBatch, ...], ...]]) -> None:
     """Run the programs with `batches` (rank -> as `batches_of`); raise ScheduleError where they come to a standstill."""
     states = [_RankState(program, plan) for program, plan in zip(programs, batches, strict=True)]
     arrived: set[Message] = set()

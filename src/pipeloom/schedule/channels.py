@@ -48,7 +48,7 @@ class Message(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Entry:
+class EntryTraffic:
     """One entry of a rank's program with the messages that it waits for and makes."""
 
     cell: Cell
@@ -56,7 +56,7 @@ class Entry:
     sends: tuple[Message, ...]
 
 
-def traffic(schedule: Schedule) -> tuple[tuple[Entry, ...], ...]:
+def traffic(schedule: Schedule) -> tuple[tuple[EntryTraffic, ...], ...]:
     """rank -> its program with messages. The schedule must have passed `check`."""
     before, after = neighbours(schedule)
     made: dict[tuple[MessageKind, int, int], Message] = {}
@@ -88,7 +88,7 @@ def traffic(schedule: Schedule) -> tuple[tuple[Entry, ...], ...]:
     sent = [[sum((sends(rank, a) for a in parts(cell)), ()) for cell in p] for rank, p in enumerate(schedule.programs)]
     return tuple(
         tuple(
-            Entry(cell, sum((receives(rank, a) for a in parts(cell)), ()), sent[rank][at])
+            EntryTraffic(cell, sum((receives(rank, a) for a in parts(cell)), ()), sent[rank][at])
             for at, cell in enumerate(program)
         )
         for rank, program in enumerate(schedule.programs)
@@ -111,7 +111,7 @@ def neighbours(schedule: Schedule) -> tuple[list[int | None], list[int | None]]:
     return before, after
 
 
-def smallest_depths(program: tuple[Entry, ...]) -> dict[Channel, int]:
+def smallest_depths(program: tuple[EntryTraffic, ...]) -> dict[Channel, int]:
     """channel -> the fewest receives that its destination must have open at once so that it cannot block itself.
 
     1 where messages are used in the order in which they arrive; more where a later one is used before an earlier one,
@@ -131,7 +131,7 @@ def smallest_depths(program: tuple[Entry, ...]) -> dict[Channel, int]:
     return depth
 
 
-def posting_plan(program: tuple[Entry, ...], depth: int, ahead: bool) -> tuple[tuple[Message, ...], ...]:
+def posting_plan(program: tuple[EntryTraffic, ...], depth: int, ahead: bool) -> tuple[tuple[Message, ...], ...]:
     """position -> the receives to post just before that entry runs, in channel order.
 
     With `ahead`, each channel keeps `depth` receives open (or `smallest_depths`, if that is more); without, a receive is

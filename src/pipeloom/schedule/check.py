@@ -15,14 +15,14 @@ from pipeloom.schedule.channels import neighbours, smallest_depths, traffic
 from pipeloom.schedule.graph import Graph, reach
 from pipeloom.schedule.model import Schedule, parts
 
-TransportName = Literal["individual", "batched"]
+CheckedTransport = Literal["individual", "batched"]
 
 
 def check(
     schedule: Schedule,
     *,
     receive_depth: int | None = None,
-    transport: TransportName = "individual",
+    transport: CheckedTransport = "individual",
 ) -> None:
     """Raises ScheduleError with the reason when `schedule` is not one that every rank can run to its end.
 

@@ -12,6 +12,9 @@ from pipeloom.errors import ArgumentError
 from pipeloom.schedule.actions import kinds
 from pipeloom.schedule.model import Schedule
 
+TIME_TOLERANCE = 1e-9
+"""Times and amounts of memory that differ by less count as equal: sums of the same costs in another order do."""
+
 PerStage = float | tuple[float, ...]
 PerLink = float | tuple[tuple[float, ...], ...]
 PerPair = PerStage | tuple[tuple[float, ...], ...]

@@ -18,7 +18,7 @@ from pipeloom.schedule.model import Schedule, parts
 
 _REDUCE = re.compile(r"\d+REDUCE_GRAD")
 _ACTION = re.compile(r"\(?\d+[FBIW]\d")  # the beginning of one: what follows may make it an invalid one
-_COMMUNICATION = re.compile(r"\d+(SEND|RECV|UNSHARD|RESHARD)")
+_COMMUNICATION_CELL = re.compile(r"\d+(SEND|RECV|UNSHARD|RESHARD)")
 
 
 class _Place(NamedTuple):
@@ -95,7 +95,7 @@ def _require_actions(text: str, where: str) -> None:
     words = [word for line in text.removeprefix("\ufeff").splitlines() for word in map(_word, line.split(",")) if word]
     if not words:
         raise UsageError(f"{where}: the file contains no actions")
-    if not any(_ACTION.match(word) or _COMMUNICATION.match(word) for word in words):
+    if not any(_ACTION.match(word) or _COMMUNICATION_CELL.match(word) for word in words):
         raise UsageError(
             f"{where} is no schedule: none of its cells is an action, such as 0F0, 3B2, 3I2, 3W2 or "
             f"(0F5;3B1)OVERLAP_F_B; the first cell is {words[0]!r:.60}"
@@ -128,7 +128,7 @@ def _read(text: str, where: str) -> tuple[list[list[Cell]], list[list[_Place]]]:
 
 
 def _cell(word: str, where: str) -> Cell:
-    if _COMMUNICATION.match(word):
+    if _COMMUNICATION_CELL.match(word):
         raise ScheduleError(
             f"{where}: {word} is a communication; sends and receives are derived here, so export the schedule without "
             'them (in torch: format="compute_only")'

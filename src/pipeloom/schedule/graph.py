@@ -89,7 +89,7 @@ def _needs(schedule: Schedule, need: Need | None, always: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Weights:
+class WalkCosts:
     """Times that a walk adds up: code -> duration, code -> hop of the message waited for, pair code -> duration.
 
     `hop` is None when all hops are free.
@@ -179,7 +179,11 @@ def _reach_pairs(schedule: Schedule, graph: Graph, happened: bytearray) -> None:
 
 
 def walk(
-    schedule: Schedule, graph: Graph, weights: Weights, clocks: Sequence[float] | None = None, overlap_p2p: bool = True
+    schedule: Schedule,
+    graph: Graph,
+    weights: WalkCosts,
+    clocks: Sequence[float] | None = None,
+    overlap_p2p: bool = True,
 ) -> Run:
     """Every rank runs its program as early as order and messages allow; each starts at its clock (default 0).
 
@@ -199,7 +203,7 @@ def walk(
     return run
 
 
-def _feed(program: Program, graph: Graph, weights: Weights) -> Iterator[Any]:
+def _feed(program: Program, graph: Graph, weights: WalkCosts) -> Iterator[Any]:
     columns: list[Iterable[Any]] = [graph.events_of(program), graph.needs_of(program)]
     columns += [map(t.__getitem__, program) for t in (weights.duration, weights.hop) if t is not None]
     return zip(*columns, strict=True)
@@ -252,7 +256,7 @@ def _walk_hops(turns: _Turns, end_of: list[float], run: Run, clocks: list[float]
         clocks[rank] = clock
 
 
-def _pair_feed(schedule: Schedule, rank: int, graph: Graph, weights: Weights) -> Iterator[Any]:
+def _pair_feed(schedule: Schedule, rank: int, graph: Graph, weights: WalkCosts) -> Iterator[Any]:
     """The duration of every entry, then event, need and hop of its first action and of its second, or ones that do nothing."""
     limit = schedule.pair_stride
     times = [weights.duration[code] if code < limit else weights.pair[code] for code in schedule.codes[rank]]

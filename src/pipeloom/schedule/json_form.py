@@ -11,14 +11,14 @@ from pipeloom.errors import ScheduleError, UsageError
 from pipeloom.limits import MOST_NESTED, depth
 from pipeloom.schedule.model import Schedule
 
-FORMAT = "pipeloom.schedule/1"
+SCHEDULE_FORMAT = "pipeloom.schedule/1"
 
 
 def to_dict(schedule: Schedule) -> dict[str, Any]:
     """The keys of the JSON form, ready for `json.dumps`: format, name, options, ranks, microbatches, placement (stage
     -> rank), routes, route_of (micro-batch -> route), programs (rank -> cells as in the CSV form)."""
     return {
-        "format": FORMAT,
+        "format": SCHEDULE_FORMAT,
         "name": schedule.name,
         "options": {key: _plain(value) for key, value in schedule.options},
         "ranks": schedule.ranks,
@@ -59,8 +59,10 @@ def from_json(text: str, source: str = "json") -> Schedule:
         raise UsageError(f"{source}: lists and objects lie too deep in each other; at most {MOST_NESTED} levels")
     if not isinstance(found, dict):
         raise UsageError(f"{source}: a schedule is a JSON object, and this is a {type(found).__name__}")
-    if found.get("format") != FORMAT:
-        raise UsageError(f"{source}: format is {found.get('format')!r:.200}; this version reads {FORMAT!r:.200}")
+    if found.get("format") != SCHEDULE_FORMAT:
+        raise UsageError(
+            f"{source}: format is {found.get('format')!r:.200}; this version reads {SCHEDULE_FORMAT!r:.200}"
+        )
     programs = _programs(found, source)
     ranks = _whole(found, "ranks", source, default=len(programs))
     if ranks != len(programs):

@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from pipeloom.errors import UsageError
+from pipeloom.schedule.actions import Resource
 from pipeloom.schedule.costs import Costs
-
-Resource = Literal["computation", "communication"]
 
 
 class Times(NamedTuple):
@@ -94,11 +93,11 @@ class _Resources:
         return start + time
 
 
-Layers = Sequence[LayerSegments]
-Weights = Literal["split", "fused", "later"]
+LayerSequence = Sequence[LayerSegments]
+WeightGradMode = Literal["split", "fused", "later"]
 
 
-def run_block(forward: Layers, backward: Layers, weights: Weights = "split") -> tuple[Placed, ...]:
+def run_block(forward: LayerSequence, backward: LayerSequence, weights: WeightGradMode = "split") -> tuple[Placed, ...]:
     """One block on two resources: an overlapped pair, or a forward or a backward alone where the other is empty.
 
     Args:
@@ -125,7 +124,7 @@ def _layer_pair(
     layers: tuple[LayerSegments | None, LayerSegments | None],
     at: tuple[int, int],
     ready: tuple[float, float],
-    weights: Weights,
+    weights: WeightGradMode,
 ) -> tuple[float, float]:
     """Runs one layer forward and one backward, either may be None; returns when the output and the gradient are there."""
     ahead, back = layers
@@ -190,7 +189,7 @@ class SegmentCosts:
         return length(run_block(self.stages[forward], self.stages[backward], self._weights if weights else "later"))
 
     @property
-    def _weights(self) -> Weights:
+    def _weights(self) -> WeightGradMode:
         return "split" if self.split else "fused"
 
     def costs(self, **others: Any) -> Costs:

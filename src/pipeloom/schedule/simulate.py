@@ -10,7 +10,7 @@ from pipeloom.schedule.actions import WEIGHT_GRADIENT, kinds
 from pipeloom.schedule.channels import neighbours
 from pipeloom.schedule.check import check
 from pipeloom.schedule.costs import Costs, PairTimes, durations
-from pipeloom.schedule.graph import Graph, Run, Weights, walk
+from pipeloom.schedule.graph import Graph, Run, WalkCosts, walk
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.timeline import Timeline
 
@@ -43,7 +43,7 @@ def run_once(
     return walk(schedule, Graph.of(schedule, full=not overlap_p2p), weights_of(schedule, costs), clocks, overlap_p2p)
 
 
-def weights_of(schedule: Schedule, costs: Costs) -> Weights:
+def weights_of(schedule: Schedule, costs: Costs) -> WalkCosts:
     """What `walk` adds up for these costs."""
     duration = durations(schedule, costs)
     pairs: dict[int, float] = {}
@@ -63,7 +63,7 @@ def weights_of(schedule: Schedule, costs: Costs) -> Weights:
                     if key not in table:
                         table[key] = times.time(*key)
                     pairs[code] = table[key]
-    return Weights(duration, _hops(schedule, costs), pairs)
+    return WalkCosts(duration, _hops(schedule, costs), pairs)
 
 
 def _hops(schedule: Schedule, costs: Costs) -> list[float] | None:

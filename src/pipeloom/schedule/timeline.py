@@ -6,13 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pipeloom.schedule.actions import WEIGHT_GRADIENT, kind_of, kinds
 from pipeloom.schedule.costs import Costs, PairTimes
 from pipeloom.schedule.critical import critical_path
 from pipeloom.schedule.idle import CAUSES, Cause, Gap, gaps
 from pipeloom.schedule.model import Schedule, parts
+
+Objective = Literal["makespan", "span"]
+"""The makespan, or the largest span of a rank: what schedules are compared by."""
 
 
 class Idle(NamedTuple):

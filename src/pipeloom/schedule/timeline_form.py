@@ -16,14 +16,14 @@ from pipeloom.schedule.costs import Costs
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.timeline import Timeline
 
-FORMAT = "pipeloom.timelines/1"
+TIMELINES_FORMAT = "pipeloom.timelines/1"
 
 
 def to_dict(timelines: Sequence[Timeline]) -> dict[str, Any]:
     """The keys of the JSON form, ready for `json.dumps`: format, schedules (each once), timelines (in order)."""
     schedules = list(dict.fromkeys(timeline.schedule for timeline in timelines))
     return {
-        "format": FORMAT,
+        "format": TIMELINES_FORMAT,
         "schedules": [json_form.to_dict(schedule) for schedule in schedules],
         "timelines": [
             {
@@ -63,9 +63,9 @@ def from_json(text: str, source: str = "json") -> tuple[Timeline, ...]:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{source} is not JSON: {error}") from None
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    if not isinstance(found, dict) or found.get("format") != TIMELINES_FORMAT:
         given = found.get("format") if isinstance(found, dict) else type(found).__name__
-        raise UsageError(f"{source}: format is {given!r:.200}; this version reads '{FORMAT}'")
+        raise UsageError(f"{source}: format is {given!r:.200}; this version reads '{TIMELINES_FORMAT}'")
     try:
         schedules = [json_form.from_json(json.dumps(form), source) for form in found["schedules"]]
         return tuple(_timeline(form, schedules, source) for form in found["timelines"])

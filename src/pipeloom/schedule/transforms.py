@@ -15,14 +15,13 @@ from dataclasses import dataclass, replace
 from pipeloom.errors import UsageError, did_you_mean
 from pipeloom.schedule.actions import Action, Cell, kind_number, kind_of
 from pipeloom.schedule.channels import neighbours
-from pipeloom.schedule.costs import Costs, durations
+from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, durations
 from pipeloom.schedule.model import Program, Schedule, parts
 from pipeloom.schedule.simulate import simulate
 
 # The share of a weight gradient's time that a wait must have before one is computed in it. 1: it delays nothing; 0: it is
 # computed in any wait, which pays where the waits are short and many. The shortest of the three is taken.
 _FITTING_SHARES = (0.0, 0.5, 1.0)
-_TOLERANCE = 1e-9
 
 
 # -- pairs ---------------------------------------------------------------------------------------------------------------
@@ -225,7 +224,7 @@ class _Cooldown:
         later = set(self.rest)
         ready = deque(weight for code, weight in self.weights.items() if code not in later)
         for code, start, end in zip(self.rest, starts[at:], ends[at:], strict=False):
-            while ready and now + needs[ready[0]] <= max(start, now) + _TOLERANCE:
+            while ready and now + needs[ready[0]] <= max(start, now) + TIME_TOLERANCE:
                 now += needs[ready[0]]
                 program.append(ready.popleft())
             program.append(code)
@@ -260,7 +259,7 @@ def _with_weights_in_waits(
         )
         candidate = replace(schedule, codes=codes)
         makespan = simulate(candidate, chosen).makespan
-        if best is None or makespan < least - _TOLERANCE:
+        if best is None or makespan < least - TIME_TOLERANCE:
             best, least = candidate, makespan
     assert best is not None
     return best

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 
 from pipeloom.schedule.bounds import memory_bound, work_bound
-from pipeloom.schedule.costs import PairTimes, StageCosts
-from pipeloom.solver.instance import TOLERANCE, Instance
+from pipeloom.schedule.costs import TIME_TOLERANCE, PairTimes, StageCosts
+from pipeloom.solver.instance import Instance
 
 
 def pairs_gain(instance: Instance) -> bool:
@@ -23,7 +23,7 @@ def pairs_gain(instance: Instance) -> bool:
     def gains(forward: int, backward: int) -> bool:
         return any(
             times.overlaps(forward, backward, split)
-            or times.time(forward, backward, split) < alone.forward[forward] + value - TOLERANCE
+            or times.time(forward, backward, split) < alone.forward[forward] + value - TIME_TOLERANCE
             for split, value in ((True, alone.input_grad[backward]), (False, alone.backward[backward]))
         )
 
@@ -96,7 +96,7 @@ def _of_rank(instance: Instance, times: PairTimes, back: list[float], rank: int)
     gains = [(spread.forward[s] - saved[s], spread.forward[s], activation[s]) for s in own]
     gains = [gain for gain in gains if gain[0] > 0]
     in_time = _most([(gain, time) for gain, time, _ in gains], wait, m)
-    in_memory = _most([(gain, memory) for gain, _, memory in gains], instance.memory_limit + TOLERANCE, m)
+    in_memory = _most([(gain, memory) for gain, _, memory in gains], instance.memory_limit + TIME_TOLERANCE, m)
     return head + m * work + max(0.0, wait - min(in_time, in_memory))
 
 

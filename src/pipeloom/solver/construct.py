@@ -10,15 +10,15 @@ from typing import Any
 
 from pipeloom.errors import PipeloomError
 from pipeloom.schedule.actions import KindName
-from pipeloom.schedule.costs import Costs
+from pipeloom.schedule.costs import TIME_TOLERANCE, Costs
 from pipeloom.schedule.families import BASELINES, ONE_ROUTE, build
-from pipeloom.schedule.families.greedy import NoWayOn, Rule, line_of, programs_along, programs_of
+from pipeloom.schedule.families.greedy import MemoryDeadlock, PriorityRule, programs_along, programs_of, single_route
 from pipeloom.schedule.families.interleaved import chunk_order, round_sizes
 from pipeloom.schedule.families.layout import warmup_then_alternate
 from pipeloom.schedule.model import Schedule, parts
 from pipeloom.schedule.placement import loop, name_of
 from pipeloom.schedule.transforms import cut_stages
-from pipeloom.solver.instance import TOLERANCE, Instance, Sequences
+from pipeloom.solver.instance import Instance, Sequences
 
 CHEAP = ("1f1b", "interleaved", "zb-h1", "zb-h2")
 ROUNDS = ("zbv", "v-half", "zb-auto")
@@ -131,7 +131,7 @@ def sequences_of(instance: Instance, schedule: Schedule, pairs: bool = False) ->
         [part for operation in sequence for part in _weight_grad_apart(instance, operation)] for sequence in sequences
     ]
     return [
-        shorter if instance.peak(shorter) <= instance.memory_limit + TOLERANCE else sequence
+        shorter if instance.peak(shorter) <= instance.memory_limit + TIME_TOLERANCE else sequence
         for shorter, sequence in zip(apart, sequences, strict=True)
     ]
 
@@ -143,7 +143,7 @@ def _weight_grad_apart(instance: Instance, operation: int) -> tuple[int, ...]:
     if len(nodes) == 1 or nodes[-1] < 2 * table.stride:
         return (operation,)
     rest, weight = table.operation(*nodes[:-1]), nodes[-1]
-    longer = table.time[rest] + table.time[weight] > table.time[operation] + TOLERANCE
+    longer = table.time[rest] + table.time[weight] > table.time[operation] + TIME_TOLERANCE
     return (operation,) if longer else (rest, weight)
 
 
@@ -158,11 +158,11 @@ def list_scheduled(instance: Instance, first_rule: bool = False) -> Iterator[Lis
         product((False, True), (True, False) if instance.stages > instance.ranks else (True,), (0.0, 0.5, 1.0))
     )
     for caps in _caps(instance):
-        line = line_of(instance.placement, instance.microbatches, instance.costs, rooms, caps)
+        line = single_route(instance.placement, instance.microbatches, instance.costs, rooms, caps)
         for turns, late, patience in rules[:1] if first_rule else rules:
             try:
-                programs = programs_of(line, Rule(turns, late, patience))
-            except NoWayOn:
+                programs = programs_of(line, PriorityRule(turns, late, patience))
+            except MemoryDeadlock:
                 continue
             yield ListSchedule(
                 "list scheduling", instance.numbered([[[a[:2]] for a in program] for program in programs])
@@ -184,7 +184,7 @@ def interleaved_rounds(instance: Instance, patience: Sequence[float] = (1.0, 0.5
     for slope, share in product((1, 2), patience):
         # what the warm-up needs, and no more, so that weight gradients are not put off to the end
         memory_limit = min(instance.memory_limit, largest * (slope * (p - 1) + (chunks - 1) * max(sizes) + 1))
-        line = line_of(instance.placement, m, instance.costs, [memory_limit] * p)
+        line = single_route(instance.placement, m, instance.costs, [memory_limit] * p)
         sequences: list[list[tuple[KindName, int]]] = []
         for rank in range(p):
             forwards: list[tuple[KindName, int]] = [("F", c * p + rank) for _, c in order]
@@ -193,7 +193,7 @@ def interleaved_rounds(instance: Instance, patience: Sequence[float] = (1.0, 0.5
             sequences.append(list(warmup_then_alternate(forwards, backwards, warmup)))
         try:
             programs = programs_along(line, sequences, share)
-        except NoWayOn:
+        except MemoryDeadlock:
             continue
         yield ListSchedule(
             "interleaved rounds", instance.numbered([[[a[:2]] for a in program] for program in programs])
@@ -227,7 +227,7 @@ def _caps(instance: Instance) -> list[tuple[float, ...]]:
     none = (math.inf,) * stages
     if stages == instance.ranks or instance.memory_limit == math.inf:
         return [none]
-    places = math.floor(instance.memory_limit / max(instance.costs.per_stage("activation", stages)) + TOLERANCE)
+    places = math.floor(instance.memory_limit / max(instance.costs.per_stage("activation", stages)) + TIME_TOLERANCE)
     later = [sum(1 for other in range(stage + 1, stages) if place[other] == place[stage]) for stage in range(stages)]
     kept = tuple(max(1.0, places - count) for count in later)
     life = [stages - stage for stage in range(stages)]

@@ -11,6 +11,7 @@ from random import Random
 
 from pipeloom.errors import CapacityError, PipeloomError
 from pipeloom.schedule import Schedule, simulate
+from pipeloom.schedule.costs import TIME_TOLERANCE
 from pipeloom.schedule.families import build
 from pipeloom.solver.bounds import bound_of, pairs_gain
 from pipeloom.solver.budget import BUDGET, Budget
@@ -27,7 +28,7 @@ from pipeloom.solver.cyclic.unroll import repeat_period
 from pipeloom.solver.evaluate import evaluate
 from pipeloom.solver.exact import certify
 from pipeloom.solver.incumbent import Incumbent, Progress, value_of
-from pipeloom.solver.instance import TOLERANCE, Instance, Sequences
+from pipeloom.solver.instance import Instance, Sequences
 from pipeloom.solver.merge_backward import merge_weight_grads
 from pipeloom.solver.pairing import FIRST_RULES, OTHER_RULES, variants_with_pairs
 from pipeloom.solver.tabu import WITH_PAIRS, WITHOUT_PAIRS, TabuSearch
@@ -181,7 +182,7 @@ class SearchDriver:
     def _offer_family(self, schedule: Schedule, instance: Instance) -> None:
         """Offer a family as it is, where it fits the memory."""
         timeline = simulate(schedule, instance.costs, overlap_p2p=instance.overlap_p2p)
-        if max(timeline.peak_memory) <= instance.memory_limit + TOLERANCE:
+        if max(timeline.peak_memory) <= instance.memory_limit + TIME_TOLERANCE:
             self.incumbent.offer(value_of(timeline, self.objective), schedule.name, instance, schedule)
 
     def _families(self, instance: Instance) -> Iterator[Schedule]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pipeloom.solver.instance import Instance, Sequences
 
-NEVER = -1.0
+UNREACHED = -1.0
 
 
 class Evaluation:
@@ -67,7 +67,7 @@ def evaluate(
     first, second, predecessor2, hop2 = table.first, table.second, table.predecessor2, table.hop2
     none = table.none
     if since is None:
-        end = [NEVER] * (none + 2)
+        end = [UNREACHED] * (none + 2)
         end[none] = 0.0
         start = [0.0] * none
         order: list[int] = []
@@ -136,9 +136,9 @@ def _before(
     order, end = earlier.order[:cut], list(earlier.end)
     for operation in earlier.order[cut:]:
         if operation < none:
-            end[operation] = NEVER
+            end[operation] = UNREACHED
         else:
-            end[first[operation]] = end[second[operation]] = NEVER
+            end[first[operation]] = end[second[operation]] = UNREACHED
     position = [_ended(sequence, first, end) for sequence in sequences]
     clocks = [end[first[sequence[at - 1]]] if at else 0.0 for sequence, at in zip(sequences, position, strict=True)]
     return list(earlier.start), end, order, position, clocks

@@ -18,8 +18,9 @@ from typing import Any
 
 from pipeloom.cores import usable_cores
 from pipeloom.errors import UsageError
+from pipeloom.schedule.costs import TIME_TOLERANCE
 from pipeloom.solver.evaluate import evaluate
-from pipeloom.solver.instance import TOLERANCE, Instance, Sequences
+from pipeloom.solver.instance import Instance, Sequences
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def certify(instance: Instance, value: float, seconds: float, hint: Sequences | 
     factor = _factor(least, times)
     # the difference of two times that were rounded down may be a unit larger than it was; a span has two of them
     slack = 2 if factor == EXACT.finest and instance.objective == "span" else 0
-    model = _Model(cp_model, least, times, factor, math.ceil(value * factor - TOLERANCE) + slack)
+    model = _Model(cp_model, least, times, factor, math.ceil(value * factor - TIME_TOLERANCE) + slack)
     if hint is not None:
         model.hint(hint)
     solver = cp_model.CpSolver()
@@ -78,7 +79,7 @@ def certify(instance: Instance, value: float, seconds: float, hint: Sequences | 
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         sequences = model.sequences(solver)
         found = evaluate(instance, sequences)
-        if found is not None and instance.fits(sequences) and found.value < value - TOLERANCE:
+        if found is not None and instance.fits(sequences) and found.value < value - TIME_TOLERANCE:
             return Certificate(min(bound, found.value), sequences, found.value)
     return Certificate(bound, None, value)
 
@@ -114,7 +115,7 @@ def _factor(instance: Instance, times: list[float]) -> int:
     table = instance.table
     values = {*times, *table.hop, *table.wait}
     for factor in EXACT.factors:
-        if all(abs(v * factor - round(v * factor)) < TOLERANCE for v in values):
+        if all(abs(v * factor - round(v * factor)) < TIME_TOLERANCE for v in values):
             return factor
     return EXACT.finest
 
@@ -127,8 +128,8 @@ class _Model:
         self.model = model = cp_model.CpModel()
         self.instance, self.factor = instance, factor
         table, m = instance.table, instance.microbatches
-        time = [math.floor(value * factor + TOLERANCE) for value in times]
-        hop = [math.floor(value * factor + TOLERANCE) for value in table.hop]
+        time = [math.floor(value * factor + TIME_TOLERANCE) for value in times]
+        hop = [math.floor(value * factor + TIME_TOLERANCE) for value in table.hop]
         self.start = start = [model.new_int_var(0, max(0, horizon - length), "") for length in time]
         self.end = end = [begin + length for begin, length in zip(start, time, strict=True)]
         on_rank: list[list[int]] = [[] for _ in range(instance.ranks)]
@@ -155,7 +156,7 @@ class _Model:
         else:
             for nodes in on_rank:
                 # F of the rank's earliest stage, after its wait: everything else there comes after it
-                first = start[min(nodes)] + math.floor(table.wait[min(nodes)] * factor + TOLERANCE)
+                first = start[min(nodes)] + math.floor(table.wait[min(nodes)] * factor + TIME_TOLERANCE)
                 for node in nodes:
                     model.add(target >= end[node] - first)
         model.minimize(target)
@@ -165,13 +166,13 @@ class _Model:
         stride, m = instance.stages * instance.microbatches, instance.microbatches
         if instance.memory_limit == math.inf:
             return
-        alike, memory_limit = instance.factors[0], instance.memory_limit + TOLERANCE
+        alike, memory_limit = instance.factors[0], instance.memory_limit + TIME_TOLERANCE
         activation = [value * alike for value in instance.costs.per_stage("activation", instance.stages)]
         held = instance.costs.per_stage("held", instance.stages)
         forwards = [node for node in nodes if node < stride]
         stages = sorted({node // m for node in forwards})
         if len(stages) == 1 and held[stages[0]] == 1 and activation[stages[0]] > 0:
-            places = math.floor(memory_limit / activation[stages[0]] + TOLERANCE)
+            places = math.floor(memory_limit / activation[stages[0]] + TIME_TOLERANCE)
             for node in forwards[places:]:
                 model.add(self.start[node] >= self.end[2 * stride + node - places])
             return
@@ -183,14 +184,14 @@ class _Model:
                 if share * activation[stage] > 0:
                     length = model.new_int_var(0, horizon, "")
                     parts.append(model.new_interval_var(self.start[node], length, self.end[until], ""))
-                    demands.append(math.floor(share * activation[stage] / EXACT.rounding + TOLERANCE))
+                    demands.append(math.floor(share * activation[stage] / EXACT.rounding + TIME_TOLERANCE))
         model.add_cumulative(parts, demands, math.ceil(memory_limit / EXACT.rounding))
 
     def hint(self, sequences: Sequences) -> None:
         found = evaluate(self.instance, sequences)
         if found is not None:
             for node, variable in enumerate(self.start):
-                self.model.add_hint(variable, math.floor(found.start[node] * self.factor + TOLERANCE))
+                self.model.add_hint(variable, math.floor(found.start[node] * self.factor + TIME_TOLERANCE))
 
     def sequences(self, solver: Any) -> Sequences:
         """The order of the solution on every rank; where starts are equal, what takes no time goes first."""

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipeloom.schedule import Schedule, Timeline
+from pipeloom.schedule.costs import TIME_TOLERANCE
+from pipeloom.schedule.timeline import Objective
 from pipeloom.solver.budget import Budget
 from pipeloom.solver.exact import EXACT
-from pipeloom.solver.instance import TOLERANCE, Instance, Objective, Sequences
+from pipeloom.solver.instance import Instance, Sequences
 
 
 def value_of(timeline: Timeline, objective: Objective) -> float:
@@ -76,21 +78,21 @@ class Incumbent:
     @property
     def proved(self) -> bool:
         """Whether nothing can be better."""
-        return self.best is not None and self.value <= self.bound + max(TOLERANCE, EXACT.rounding * self.value)
+        return self.best is not None and self.value <= self.bound + max(TIME_TOLERANCE, EXACT.rounding * self.value)
 
     def can_improve(self, instance: Instance) -> bool:
         """Whether the instance could still give something better."""
-        return self.bounds[instance] < self.value - TOLERANCE
+        return self.bounds[instance] < self.value - TIME_TOLERANCE
 
     def improves(self, value: float) -> bool:
         """Whether a schedule of this value would be better."""
-        return value < self.value - TOLERANCE
+        return value < self.value - TIME_TOLERANCE
 
     def offer(
         self, value: float, origin: str, instance: Instance, solution: Schedule | Sequences, replace: bool = False
     ) -> bool:
         """Take a schedule, or sequences of the instance, if it is better (`replace`: or as good); return whether it was taken."""
-        if value < self.bounds[instance] * (1 - EXACT.rounding) - TOLERANCE:
+        if value < self.bounds[instance] * (1 - EXACT.rounding) - TIME_TOLERANCE:
             warnings.warn(
                 f"the lower bound {self.bounds[instance]:g} is above a schedule of {value:g} and is not used: please report "
                 f"{instance}",
@@ -98,7 +100,7 @@ class Incumbent:
                 stacklevel=2,
             )
             self.bounds[instance] = 0.0
-        if not (self.improves(value) or (replace and value <= self.value + TOLERANCE)):
+        if not (self.improves(value) or (replace and value <= self.value + TIME_TOLERANCE)):
             return False
         if isinstance(solution, Schedule):
             self.best = Solution(value, origin, instance, solution)

@@ -15,15 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
 
 from pipeloom.schedule.actions import MOST_KINDS
-from pipeloom.schedule.costs import Costs, PairTimes
+from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, PairTimes
 from pipeloom.schedule.model import Schedule
+from pipeloom.schedule.timeline import Objective
 
-Objective = Literal["makespan", "span"]
 Sequences = list[list[int]]
-TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ class Instance:
 
     def fits(self, sequences: Sequences) -> bool:
         """Whether no rank's memory exceeds the memory limit."""
-        return all(self.peak(sequence) <= self.memory_limit + TOLERANCE for sequence in sequences)
+        return all(self.peak(sequence) <= self.memory_limit + TIME_TOLERANCE for sequence in sequences)
 
     def peak(self, sequence: Sequence[int]) -> float:
         """The largest memory of a rank that executes this sequence."""

@@ -10,9 +10,11 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from pipeloom.schedule import Costs, Schedule
+from pipeloom.schedule.costs import TIME_TOLERANCE
 from pipeloom.schedule.model import parts
+from pipeloom.schedule.timeline import Objective
 from pipeloom.solver.evaluate import evaluate
-from pipeloom.solver.instance import TOLERANCE, Instance, Objective, Sequences
+from pipeloom.solver.instance import Instance, Sequences
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def merge_weight_grads(instance: Instance, sequences: Sequences, work: int = MER
         group = groups.popleft()
         merged = _merged(instance, best, set(group))
         evaluation = evaluate(instance, merged)
-        if evaluation is not None and evaluation.value <= value + TOLERANCE:
+        if evaluation is not None and evaluation.value <= value + TIME_TOLERANCE:
             best, value = merged, evaluation.value
         elif len(group) > 1:
             half = len(group) // 2

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
+from pipeloom.schedule.costs import TIME_TOLERANCE
 from pipeloom.solver.evaluate import Evaluation
-from pipeloom.solver.instance import TOLERANCE, Instance, Sequences
+from pipeloom.solver.instance import Instance, Sequences
 
-Block = tuple[int, int, int]  # rank, first index, last index
+CriticalBlock = tuple[int, int, int]  # rank, first index, last index
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class SequenceState:
     """
 
     def __init__(self, instance: Instance, sequences: Sequences) -> None:
-        self.table, self.memory_limit = instance.table, instance.memory_limit + TOLERANCE
+        self.table, self.memory_limit = instance.table, instance.memory_limit + TIME_TOLERANCE
         self.sequences = [list(sequence) for sequence in sequences]
         self.place = [0] * self.table.none
         self.levels = [[0.0] * len(sequence) for sequence in sequences]
@@ -141,12 +142,12 @@ class SequenceState:
         return True
 
 
-def critical_blocks(state: SequenceState, evaluation: Evaluation, random: Random) -> list[Block]:
+def critical_blocks(state: SequenceState, evaluation: Evaluation, random: Random) -> list[CriticalBlock]:
     """The runs of one critical path, drawn at random, that lie on one rank."""
     table, sequences = state.table, state.sequences
     start, end, first = evaluation.start, evaluation.end, table.first
     lasts = [end[first[sequence[-1]]] + shift for sequence, shift in zip(sequences, evaluation.offset, strict=True)]
-    rank = random.choice([r for r, value in enumerate(lasts) if value >= evaluation.value - TOLERANCE])
+    rank = random.choice([r for r, value in enumerate(lasts) if value >= evaluation.value - TIME_TOLERANCE])
     at = high = len(sequences[rank]) - 1
     blocks = []
     while True:
@@ -173,7 +174,7 @@ def critical_blocks(state: SequenceState, evaluation: Evaluation, random: Random
 
 
 def neighbours(
-    state: SequenceState, blocks: list[Block], random: Random, parameters: NeighbourhoodParameters
+    state: SequenceState, blocks: list[CriticalBlock], random: Random, parameters: NeighbourhoodParameters
 ) -> Iterator[Move]:
     """Moves at positions of the blocks, as far as order on the rank and memory allow.
 
@@ -242,7 +243,7 @@ def _merge_weight_grad(state: SequenceState, rank: int, at: int, reach: int) -> 
     if to > at + reach:
         return
     whole = table.operation(*nodes, nodes[-1] + table.stride)
-    if table.time[whole] < table.time[sequence[at]] + table.time[sequence[to]] - TOLERANCE:
+    if table.time[whole] < table.time[sequence[at]] + table.time[sequence[to]] - TIME_TOLERANCE:
         yield from _join(state, rank, (at, to), whole, [(whole, *sequence[at + 1 : to])])
 
 
@@ -266,7 +267,7 @@ def _pair_with(state: SequenceState, rank: int, ends: tuple[int, int], reach: in
     yield from _join(state, rank, ends, pair, [(pair, *between), (*between, pair)])
     weight = state.place[backward + table.stride]
     whole = table.pair(forward, backward, True)
-    if table.rise[whole] >= table.rise[pair] - TOLERANCE or weight > high + reach:
+    if table.rise[whole] >= table.rise[pair] - TIME_TOLERANCE or weight > high + reach:
         return
     last = max(high, weight)
     before, after = (

@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from pipeloom.solver.evaluate import NEVER
-from pipeloom.solver.instance import TOLERANCE, Instance, Sequences
+from pipeloom.schedule.costs import TIME_TOLERANCE
+from pipeloom.solver.evaluate import UNREACHED
+from pipeloom.solver.instance import Instance, Sequences
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,9 @@ class _Placing:
 
     def __init__(self, instance: Instance, bare: Sequences, late: float) -> None:
         self.table, self.bare, self.late = instance.table, bare, late
-        self.memory_limit = instance.memory_limit + TOLERANCE
+        self.memory_limit = instance.memory_limit + TIME_TOLERANCE
         self.sequences: Sequences = [[] for _ in bare]
-        self.end = [NEVER] * (self.table.none + 2)
+        self.end = [UNREACHED] * (self.table.none + 2)
         self.end[self.table.none] = 0.0
         self.clocks, self.levels = [0.0] * len(bare), [0.0] * len(bare)
         self.position = [0] * len(bare)
@@ -116,7 +117,7 @@ class _Placing:
         )
         while queue:
             weight = queue[0]
-            fits = clock + (1 - self.late) * table.time[weight] <= arrival + TOLERANCE
+            fits = clock + (1 - self.late) * table.time[weight] <= arrival + TIME_TOLERANCE
             if not fits and level + table.rise[operation] <= self.memory_limit:
                 break
             queue.popleft()
@@ -157,8 +158,8 @@ class _Side:
 
 class _Pairing:
     def __init__(self, instance: Instance, sequences: Sequences, rule: PairingRule) -> None:
-        self.table, self.rule, self.memory_limit = instance.table, rule, instance.memory_limit + TOLERANCE
-        self.end = [NEVER] * (self.table.none + 2)
+        self.table, self.rule, self.memory_limit = instance.table, rule, instance.memory_limit + TIME_TOLERANCE
+        self.end = [UNREACHED] * (self.table.none + 2)
         self.end[self.table.none] = 0.0
         self.sides = [self._side(sequence) for sequence in sequences]
         self.heap = [(0.0, rank) for rank in range(len(sequences))]
@@ -178,7 +179,7 @@ class _Pairing:
         while self.heap:
             now, rank = heapq.heappop(self.heap)
             side = self.sides[rank]
-            if now < side.free - TOLERANCE:
+            if now < side.free - TIME_TOLERANCE:
                 continue  # it is called again when it is free
             operation = self._choose(side, now, rank)
             if operation is not None:
@@ -201,13 +202,13 @@ class _Pairing:
                 return side.weights.popleft()
             forward = None
         times = [self._arrival(node) if node is not None else float("inf") for node in (forward, backward)]
-        here = [time <= now + TOLERANCE for time in times]
+        here = [time <= now + TIME_TOLERANCE for time in times]
         if forward is not None and backward is not None:
             pair = table.pair(forward, backward, False)
             saved = table.time[forward] + table.time[backward] - table.time[pair]
-            if all(here) and saved > -TOLERANCE:
+            if all(here) and saved > -TIME_TOLERANCE:
                 return pair
-            if saved > TOLERANCE and max(times) <= now + self.rule.patience * saved + TOLERANCE:
+            if saved > TIME_TOLERANCE and max(times) <= now + self.rule.patience * saved + TIME_TOLERANCE:
                 return self._weight_before(side, now, max(times), rank)
         if here[1]:
             return backward
@@ -217,9 +218,9 @@ class _Pairing:
 
     def _weight_before(self, side: _Side, now: float, until: float, rank: int) -> int | None:
         """A weight gradient that fits before `until`, or None and a call at that time."""
-        if side.weights and now + (1 - self.rule.late) * self.table.time[side.weights[0]] <= until + TOLERANCE:
+        if side.weights and now + (1 - self.rule.late) * self.table.time[side.weights[0]] <= until + TIME_TOLERANCE:
             return side.weights.popleft()
-        if until > now + TOLERANCE and until < float("inf"):
+        if until > now + TIME_TOLERANCE and until < float("inf"):
             self._call(rank, until)
         return None
 

@@ -10,14 +10,16 @@ from random import Random
 from pipeloom.errors import ArgumentError, CapacityError, UsageError, did_you_mean
 from pipeloom.limits import MOST_SEARCHED_CELLS, MOST_SECONDS, MOST_STEPS, require_at_most
 from pipeloom.schedule import Costs, Schedule, Timeline, simulate
+from pipeloom.schedule.costs import TIME_TOLERANCE
 from pipeloom.schedule.families.layout import require_sizes
 from pipeloom.schedule.placement import NAMED, named, require_placement
+from pipeloom.schedule.timeline import Objective
 from pipeloom.solver.bounds import pairs_gain
 from pipeloom.solver.budget import Budget
 from pipeloom.solver.driver import SearchDriver
 from pipeloom.solver.exact import require_solver
 from pipeloom.solver.incumbent import Progress, value_of
-from pipeloom.solver.instance import TOLERANCE, Instance, Objective
+from pipeloom.solver.instance import Instance
 
 OBJECTIVES = ("makespan", "span")
 
@@ -190,7 +192,7 @@ def require_room(instance: Instance) -> None:
     largest = max(instance.factors)
     for rank in range(instance.ranks):
         least = largest * sum(a for a, home in zip(activation, instance.placement, strict=True) if home == rank)
-        if least > instance.memory_limit + TOLERANCE:
+        if least > instance.memory_limit + TIME_TOLERANCE:
             raise CapacityError(
                 f"memory is {instance.memory_limit:g}; one micro-batch in all stages of rank {rank} takes {least:g}"
             )

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
+from pipeloom.schedule.costs import TIME_TOLERANCE
 from pipeloom.solver.evaluate import evaluate
-from pipeloom.solver.instance import TOLERANCE, Instance, Sequences
+from pipeloom.solver.instance import Instance, Sequences
 from pipeloom.solver.neighbourhood import (
     Move,
     NeighbourhoodParameters,
@@ -85,7 +86,7 @@ class TabuSearch:
         done = 0
         while done < moves:
             if done % self.parameters.poll_interval == 0 and not (
-                self.value > goal + TOLERANCE and carry_on(self.best, self.value, done)
+                self.value > goal + TIME_TOLERANCE and carry_on(self.best, self.value, done)
             ):
                 break
             self._iterate()
@@ -108,7 +109,7 @@ class TabuSearch:
             self.state.apply(back)
             return
         self.evaluation = after
-        if after.value < self.value - TOLERANCE:
+        if after.value < self.value - TIME_TOLERANCE:
             self.best, self.value, self.stalled = [list(sequence) for sequence in self.state.sequences], after.value, 0
 
     def _choose(self) -> Move | None:
@@ -124,7 +125,7 @@ class TabuSearch:
             length = estimate(self.state, self.evaluation, tail, move)
             if length >= least:
                 continue
-            if length >= self.value - TOLERANCE and self.tabu.get(move.makes, 0) > self.step:
+            if length >= self.value - TIME_TOLERANCE and self.tabu.get(move.makes, 0) > self.step:
                 continue
             chosen, least = move, length
         return chosen or moves[0]

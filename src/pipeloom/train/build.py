@@ -21,7 +21,7 @@ from pipeloom.runtime import Pipeline, RuntimeOptions
 from pipeloom.runtime.health.watchdog import Watchdog
 from pipeloom.train.experts import spread_of
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+PARAMETER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 def build_pipeline(
@@ -42,7 +42,7 @@ def build_pipeline(
     if mesh is None and layout.mesh.world > layout.mesh.pp:
         mesh = Mesh.of(layout.mesh)
     tensor = _tensor_parallel(mesh, config, device) if isinstance(mesh, Mesh) and mesh.tp.size > 1 else None
-    kind = dtype or DTYPES[config.train.dtype]
+    kind = dtype or PARAMETER_DTYPES[config.train.dtype]
     options = RuntimeOptions(
         transport=config.schedule.transport,
         overlap_p2p=config.schedule.overlap_p2p,
@@ -84,12 +84,12 @@ def _layers(
 def ties(config: Config) -> tuple[tuple[str, ...], ...]:
     """Groups of names of parameters that are one weight."""
     if config.model.source:
-        return foreign(config.model.source, DTYPES[config.train.dtype]).tied
+        return foreign(config.model.source, PARAMETER_DTYPES[config.train.dtype]).tied
     return tied(config.model.shape())
 
 
 @cache
-def foreign(source: str, dtype: torch.dtype) -> hf.Layers:
+def foreign(source: str, dtype: torch.dtype) -> hf.ModelLayers:
     """The layers of the model in a Hugging Face directory."""
     return hf.layers(Path(source).expanduser(), dtype=dtype)
 
@@ -122,6 +122,6 @@ def _recomputed(config: Config) -> Literal["none"] | frozenset[str]:
         return "none"
     blocks = range(config.model.num_hidden_layers) if chosen == "full" else chosen
     if config.model.source:
-        trunk = foreign(config.model.source, DTYPES[config.train.dtype])[1:]
+        trunk = foreign(config.model.source, PARAMETER_DTYPES[config.train.dtype])[1:]
         return frozenset(trunk[number].name for number in blocks)
     return frozenset(names.block(number) for number in blocks)

@@ -23,16 +23,16 @@ from pipeloom.schedule.model import Schedule
 if TYPE_CHECKING:
     from pipeloom.train.worker import WorkerContext
 
-RANKS, MICROBATCHES, LENGTH = 2, 4, 12
+RANKS, MICROBATCHES, SEQUENCE_LENGTH = 2, 4, 12
 SCHEDULES: dict[str, Callable[[], Schedule]] = {
     "1f1b": lambda: schedules.one_f_one_b(RANKS, MICROBATCHES),
     "interleaved": lambda: schedules.interleaved(RANKS, MICROBATCHES, 2),
     "zbv": lambda: schedules.zbv(RANKS, MICROBATCHES),
 }
 
-VOCABULARY = 61
+VOCABULARY_SIZE = 61
 _LLAMA = {
-    "vocab_size": VOCABULARY,
+    "vocab_size": VOCABULARY_SIZE,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 4,
@@ -44,7 +44,7 @@ _LLAMA = {
     "eos_token_id": 2,
 }
 _GPT = {
-    "vocab_size": VOCABULARY,
+    "vocab_size": VOCABULARY_SIZE,
     "hidden_size": 32,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
@@ -57,7 +57,7 @@ _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
 
 
 @dataclass(frozen=True)
-class Family:
+class ModelFamily:
     """A tiny model of a family.
 
     Attributes:
@@ -80,44 +80,44 @@ class Family:
         return config
 
 
-FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaConfig", _LLAMA, padded=True),
-    "llama-tied": Family("LlamaConfig", {**_LLAMA, "tie_word_embeddings": True}),
-    "mistral": Family("MistralConfig", {**_LLAMA, "sliding_window": 5}),
-    "mixtral": Family("MixtralConfig", {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    "qwen2": Family("Qwen2Config", {**_LLAMA, "tie_word_embeddings": True}),
-    "qwen2-moe": Family(
+MODEL_FAMILIES: dict[str, ModelFamily] = {
+    "llama": ModelFamily("LlamaConfig", _LLAMA, padded=True),
+    "llama-tied": ModelFamily("LlamaConfig", {**_LLAMA, "tie_word_embeddings": True}),
+    "mistral": ModelFamily("MistralConfig", {**_LLAMA, "sliding_window": 5}),
+    "mixtral": ModelFamily("MixtralConfig", {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2": ModelFamily("Qwen2Config", {**_LLAMA, "tie_word_embeddings": True}),
+    "qwen2-moe": ModelFamily(
         "Qwen2MoeConfig", {**_LLAMA, **_MOE, "shared_expert_intermediate_size": 16, "decoder_sparse_step": 2}
     ),
-    "qwen3": Family("Qwen3Config", {**_LLAMA, "head_dim": 8}),
-    "qwen3-moe": Family("Qwen3MoeConfig", {**_LLAMA, **_MOE, "head_dim": 8}),
-    "gemma": Family("GemmaConfig", {**_LLAMA, "head_dim": 8}),
-    "gemma2": Family("Gemma2Config", {**_LLAMA, "head_dim": 8, "sliding_window": 5}),
-    "gemma3": Family("Gemma3TextConfig", {**_LLAMA, "head_dim": 8, "sliding_window": 5}),
-    "gpt2": Family("GPT2Config", _GPT, padded=True),
-    "gpt-neo": Family("GPTNeoConfig", {**_GPT, "attention_types": [[["global", "local"], 2]], "window_size": 5}),
-    "gpt-neox": Family("GPTNeoXConfig", {**_GPT, "intermediate_size": 48}),
-    "gptj": Family("GPTJConfig", {**_GPT, "rotary_dim": 4}),
-    "bloom": Family("BloomConfig", {**_GPT, "n_layer": 4}),
-    "opt": Family("OPTConfig", {**_GPT, "ffn_dim": 48, "word_embed_proj_dim": 16}),
-    "phi": Family("PhiConfig", {**_LLAMA, "num_key_value_heads": 4}),
-    "phi3": Family("Phi3Config", _LLAMA),
-    "falcon": Family("FalconConfig", {**_GPT, "alibi": False}),
-    "mpt": Family(
-        "MptConfig", {"d_model": 32, "n_heads": 4, "n_layers": 4, "vocab_size": VOCABULARY, "max_seq_len": 64}
+    "qwen3": ModelFamily("Qwen3Config", {**_LLAMA, "head_dim": 8}),
+    "qwen3-moe": ModelFamily("Qwen3MoeConfig", {**_LLAMA, **_MOE, "head_dim": 8}),
+    "gemma": ModelFamily("GemmaConfig", {**_LLAMA, "head_dim": 8}),
+    "gemma2": ModelFamily("Gemma2Config", {**_LLAMA, "head_dim": 8, "sliding_window": 5}),
+    "gemma3": ModelFamily("Gemma3TextConfig", {**_LLAMA, "head_dim": 8, "sliding_window": 5}),
+    "gpt2": ModelFamily("GPT2Config", _GPT, padded=True),
+    "gpt-neo": ModelFamily("GPTNeoConfig", {**_GPT, "attention_types": [[["global", "local"], 2]], "window_size": 5}),
+    "gpt-neox": ModelFamily("GPTNeoXConfig", {**_GPT, "intermediate_size": 48}),
+    "gptj": ModelFamily("GPTJConfig", {**_GPT, "rotary_dim": 4}),
+    "bloom": ModelFamily("BloomConfig", {**_GPT, "n_layer": 4}),
+    "opt": ModelFamily("OPTConfig", {**_GPT, "ffn_dim": 48, "word_embed_proj_dim": 16}),
+    "phi": ModelFamily("PhiConfig", {**_LLAMA, "num_key_value_heads": 4}),
+    "phi3": ModelFamily("Phi3Config", _LLAMA),
+    "falcon": ModelFamily("FalconConfig", {**_GPT, "alibi": False}),
+    "mpt": ModelFamily(
+        "MptConfig", {"d_model": 32, "n_heads": 4, "n_layers": 4, "vocab_size": VOCABULARY_SIZE, "max_seq_len": 64}
     ),
-    "stablelm": Family("StableLmConfig", _LLAMA),
-    "starcoder2": Family("Starcoder2Config", _LLAMA),
-    "olmo": Family("OlmoConfig", _LLAMA),
-    "olmo2": Family("Olmo2Config", _LLAMA),
-    "olmoe": Family("OlmoeConfig", {**_LLAMA, "num_experts": 4, "num_experts_per_tok": 2}),
-    "cohere": Family("CohereConfig", _LLAMA),
-    "cohere2": Family("Cohere2Config", {**_LLAMA, "sliding_window": 5}),
-    "granite": Family("GraniteConfig", {**_LLAMA, "embedding_multiplier": 2.0, "logits_scaling": 3.0}),
-    "granite-moe": Family("GraniteMoeConfig", {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    "glm4": Family("Glm4Config", {**_LLAMA, "head_dim": 8}),
-    "smollm3": Family("SmolLM3Config", _LLAMA),
-    "deepseek-v3": Family(
+    "stablelm": ModelFamily("StableLmConfig", _LLAMA),
+    "starcoder2": ModelFamily("Starcoder2Config", _LLAMA),
+    "olmo": ModelFamily("OlmoConfig", _LLAMA),
+    "olmo2": ModelFamily("Olmo2Config", _LLAMA),
+    "olmoe": ModelFamily("OlmoeConfig", {**_LLAMA, "num_experts": 4, "num_experts_per_tok": 2}),
+    "cohere": ModelFamily("CohereConfig", _LLAMA),
+    "cohere2": ModelFamily("Cohere2Config", {**_LLAMA, "sliding_window": 5}),
+    "granite": ModelFamily("GraniteConfig", {**_LLAMA, "embedding_multiplier": 2.0, "logits_scaling": 3.0}),
+    "granite-moe": ModelFamily("GraniteMoeConfig", {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "glm4": ModelFamily("Glm4Config", {**_LLAMA, "head_dim": 8}),
+    "smollm3": ModelFamily("SmolLM3Config", _LLAMA),
+    "deepseek-v3": ModelFamily(
         "DeepseekV3Config",
         {
             **_LLAMA,
@@ -135,19 +135,20 @@ FAMILIES: dict[str, Family] = {
             "v_head_dim": 8,
         },
     ),
-    "gpt-oss": Family(
+    "gpt-oss": ModelFamily(
         "GptOssConfig", {**_LLAMA, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}
     ),
-    "mamba": Family(
-        "MambaConfig", {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 4, "state_size": 4}
+    "mamba": ModelFamily(
+        "MambaConfig", {"vocab_size": VOCABULARY_SIZE, "hidden_size": 32, "num_hidden_layers": 4, "state_size": 4}
     ),
-    "codegen": Family("CodeGenConfig", {**_GPT, "rotary_dim": 4}),
-    "xglm": Family(
-        "XGLMConfig", {"vocab_size": VOCABULARY, "d_model": 32, "num_layers": 4, "attention_heads": 4, "ffn_dim": 48}
+    "codegen": ModelFamily("CodeGenConfig", {**_GPT, "rotary_dim": 4}),
+    "xglm": ModelFamily(
+        "XGLMConfig",
+        {"vocab_size": VOCABULARY_SIZE, "d_model": 32, "num_layers": 4, "attention_heads": 4, "ffn_dim": 48},
     ),
-    "biogpt": Family("BioGptConfig", {**_GPT, "intermediate_size": 48}),
-    "nemotron": Family("NemotronConfig", {**_LLAMA, "head_dim": 8}),
-    "jamba": Family(
+    "biogpt": ModelFamily("BioGptConfig", {**_GPT, "intermediate_size": 48}),
+    "nemotron": ModelFamily("NemotronConfig", {**_LLAMA, "head_dim": 8}),
+    "jamba": ModelFamily(
         "JambaConfig",
         {
             **_LLAMA,
@@ -158,13 +159,15 @@ FAMILIES: dict[str, Family] = {
             "use_mamba_kernels": False,
         },
     ),
-    "openai-gpt": Family("OpenAIGPTConfig", {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 4, "n_head": 4}),
-    "apertus": Family("ApertusConfig", _LLAMA),
-    "persimmon": Family("PersimmonConfig", {**_LLAMA, "num_key_value_heads": 4}),
+    "openai-gpt": ModelFamily(
+        "OpenAIGPTConfig", {"vocab_size": VOCABULARY_SIZE, "n_embd": 32, "n_layer": 4, "n_head": 4}
+    ),
+    "apertus": ModelFamily("ApertusConfig", _LLAMA),
+    "persimmon": ModelFamily("PersimmonConfig", {**_LLAMA, "num_key_value_heads": 4}),
 }
 
 
-class Batch(NamedTuple):
+class FamilyBatch(NamedTuple):
     """Token numbers and targets [rows, length], and what else the layers take by name."""
 
     tokens: Tensor
@@ -203,20 +206,20 @@ class Verdict:
 def chosen(names: Sequence[str]) -> tuple[str, ...]:
     """The families called `names`, all of them for none. Raises UsageError with the nearest name."""
     for name in names:
-        if name not in FAMILIES:
-            raise UsageError(f"there is no family {name!r} to verify{did_you_mean(name, FAMILIES)}")
-    return tuple(names) or tuple(FAMILIES)
+        if name not in MODEL_FAMILIES:
+            raise UsageError(f"there is no family {name!r} to verify{did_you_mean(name, MODEL_FAMILIES)}")
+    return tuple(names) or tuple(MODEL_FAMILIES)
 
 
-def make_batch(family: str) -> Batch:
+def make_batch(family: str) -> FamilyBatch:
     """Random tokens, different in every micro-batch; of a padded family rows of different lengths."""
     generator = torch.Generator().manual_seed(stable_seed("families", family))
     rows = MICROBATCHES + 1  # one micro-batch is larger than the others
-    tokens, targets = torch.randint(3, VOCABULARY, (2, rows, LENGTH), generator=generator)
-    if not FAMILIES[family].padded:
-        return Batch(tokens, targets, {})
-    mask = (torch.arange(LENGTH) < LENGTH - torch.arange(rows)[:, None]).long()
-    return Batch(tokens * mask, targets.masked_fill(mask == 0, IGNORE_INDEX), {"attention_mask": mask})
+    tokens, targets = torch.randint(3, VOCABULARY_SIZE, (2, rows, SEQUENCE_LENGTH), generator=generator)
+    if not MODEL_FAMILIES[family].padded:
+        return FamilyBatch(tokens, targets, {})
+    mask = (torch.arange(SEQUENCE_LENGTH) < SEQUENCE_LENGTH - torch.arange(rows)[:, None]).long()
+    return FamilyBatch(tokens * mask, targets.masked_fill(mask == 0, IGNORE_INDEX), {"attention_mask": mask})
 
 
 def run(families: Sequence[str], context: WorkerContext, tolerance: float) -> Iterator[Verdict | None]:
@@ -226,7 +229,7 @@ def run(families: Sequence[str], context: WorkerContext, tolerance: float) -> It
         for each of them its verdict on rank 0, None on the others.
     """
     for family in families:
-        config = FAMILIES[family].build()
+        config = MODEL_FAMILIES[family].build()
         for name, make in SCHEDULES.items():
             model = hf.layers(config)
             pipeline = Pipeline(
@@ -254,7 +257,7 @@ def run(families: Sequence[str], context: WorkerContext, tolerance: float) -> It
 def compare(
     family: str,
     schedule: str,
-    model: hf.Layers,
+    model: hf.ModelLayers,
     ranks: Iterable[Mapping[str, ParameterValues]],
     loss: float,
     tolerance: float,
@@ -286,7 +289,7 @@ def compare(
     )
 
 
-def _whole_model(model: hf.Layers, values: Mapping[str, Tensor]) -> Any:
+def _whole_model(model: hf.ModelLayers, values: Mapping[str, Tensor]) -> Any:
     """The model as `transformers` builds it, with these weights."""
     whole = transformers().AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
     with torch.no_grad():
@@ -296,7 +299,7 @@ def _whole_model(model: hf.Layers, values: Mapping[str, Tensor]) -> Any:
     return whole.train()
 
 
-def _serial_step(model: Any, batch: Batch) -> float:
+def _serial_step(model: Any, batch: FamilyBatch) -> float:
     """The mean loss over the batch, micro-batch by micro-batch as a pipeline cuts it; adds to the gradients."""
     rows = len(batch.tokens)
     sizes = [rows // MICROBATCHES + (at < rows % MICROBATCHES) for at in range(MICROBATCHES)]

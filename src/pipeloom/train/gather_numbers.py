@@ -12,10 +12,10 @@ from pipeloom.errors import DistributedError
 from pipeloom.runtime import Pipeline
 from pipeloom.runtime.health.report import plain_words, timed_out
 
-_TAG = 17
+_NUMBERS_TAG = 17
 
 
-class Exchange:
+class NumberGather:
     """One exchange; every rank of the run makes one, in the same order, and with as many numbers.
 
     The receives are opened before anything is sent, so no rank's send has to wait for what another does next.
@@ -31,9 +31,11 @@ class Exchange:
         self._known: tuple[tuple[float, ...], ...] | None = None
         others = [rank for rank in range(ranks) if rank != self._rank]
         self._receipts: list[tuple[int, Any]] = [
-            (rank, self._group.recv([self._rows[rank]], rank, _TAG)) for rank in others
+            (rank, self._group.recv([self._rows[rank]], rank, _NUMBERS_TAG)) for rank in others
         ]
-        self._sends: list[tuple[int, Any]] = [(rank, self._group.send([self._own], rank, _TAG)) for rank in others]
+        self._sends: list[tuple[int, Any]] = [
+            (rank, self._group.send([self._own], rank, _NUMBERS_TAG)) for rank in others
+        ]
 
     def wait(self) -> tuple[tuple[float, ...], ...]:
         """The numbers of each rank, in rank order, the same bits on every rank.

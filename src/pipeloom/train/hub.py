@@ -123,7 +123,7 @@ def import_directory(source: Path, out: Path) -> tuple[Path, bool]:
 
 
 @torch.no_grad()
-def _fill(pipeline: Pipeline, foreign: hf.Layers) -> None:
+def _fill(pipeline: Pipeline, foreign: hf.ModelLayers) -> None:
     """Put the weights of `foreign`, built layer by layer, into a pipeline of our own decoder."""
     parameters = {hub_name(name): parameter for name, parameter in pipeline.named_parameters()}
     filled = set()

@@ -23,13 +23,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeloom.errors import DistributedError, Preempted, UsageError, printable
+from pipeloom.errors import INTERRUPTED, DistributedError, Preempted, UsageError, printable
 from pipeloom.runtime.health.links import LINKS, neighbours
 from pipeloom.runtime.health.watchdog import NOTICE
 from pipeloom.train.failures import FAILURES, OBEYED, STORE, WorkerFailure, first_failure, read_failures
 from pipeloom.train.private_network import NETWORK, Network, private_network, wanted
 
-INTERRUPTED = 130
 _PR_SET_PDEATHSIG = 1
 _KEPT_LINES = 400
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from pipeloom.parallel.buckets import Slot
+from pipeloom.parallel.buckets import BucketSlot
 from pipeloom.parallel.data import GradientSync
 from pipeloom.parallel.zero import FlatParameters
 
@@ -167,7 +167,7 @@ class Buckets:
     def separate(self, steps: Mapping[str, float]) -> Replaced:
         return self._part(lambda slot: steps[slot.held.name])
 
-    def _part(self, trait: Callable[[Slot], object]) -> Replaced:
+    def _part(self, trait: Callable[[BucketSlot], object]) -> Replaced:
         """Gives each parameter a master of its own where the parameters of one master differ in a trait."""
         replaced: Replaced = {}
         masters, self._masters = self._masters, []
@@ -215,7 +215,7 @@ class Buckets:
         return [*(flat.flat for flat in self._flats), *narrow]
 
 
-def _inside(flat: FlatParameters, run: slice) -> list[tuple[Slot, int, int]]:
+def _inside(flat: FlatParameters, run: slice) -> list[tuple[BucketSlot, int, int]]:
     """The parameters with elements in `run`: (slot, first element, the one after the last), counted in the buffer."""
     found = [(slot, max(slot.start, run.start), min(slot.stop, run.stop)) for slot in flat.bucket.slots]
     return [(slot, first, last) for slot, first, last in found if first < last]

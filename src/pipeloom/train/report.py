@@ -20,7 +20,7 @@ from pipeloom import draw
 from pipeloom.config import Config, to_toml
 from pipeloom.errors import ConfigError, printable
 from pipeloom.schedule import Timeline, timeline_form
-from pipeloom.train.checkpoint.resume import RUN_FILE
+from pipeloom.train.checkpoint.resume import DIGESTS_FILE
 from pipeloom.train.failures import EXIT_FILE
 from pipeloom.train.metrics import StepMetrics, simulated
 
@@ -95,7 +95,7 @@ class Report:
         if folder is None and facts is not None:
             with contextlib.suppress(OSError):
                 text = json.dumps({**facts, "started": time.time()})
-                (self.folder.root / RUN_FILE).write_text(text, encoding="utf-8")
+                (self.folder.root / DIGESTS_FILE).write_text(text, encoding="utf-8")
         self._steps = config.train.steps
         self._html = config.log.html
         try:

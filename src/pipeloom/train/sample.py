@@ -14,19 +14,19 @@ from pipeloom.train.collect import sums
 from pipeloom.train.tokenizer import ByteTokenizer
 
 PROMPT = "def "
-LENGTH = 160
+SAMPLED_TOKENS = 160
 TEMPERATURE = 0.8
 
 
 def generate(pipeline: Pipeline, tokenizer: ByteTokenizer, seq_len: int, seed: int, prompt: str = PROMPT) -> str:
-    """`prompt` and LENGTH sampled tokens; the same for the same weights and seed. Collective; every rank gets it.
+    """`prompt` and SAMPLED_TOKENS sampled tokens; the same for the same weights and seed. Collective; every rank gets it.
 
     The window is as long as in training, filled up at the right: attention is causal, so what stands there changes
     nothing, and one shape goes through the pipeline.
     """
     text = tokenizer.encode(prompt).long()
     generator = torch.Generator().manual_seed(stable_seed("sample", seed))
-    for _ in range(LENGTH):
+    for _ in range(SAMPLED_TOKENS):
         recent = text[-seq_len:]
         window = torch.zeros(1, seq_len, dtype=torch.int64)
         window[0, : len(recent)] = recent
@@ -46,7 +46,7 @@ def _whole(pipeline: Pipeline, logits: Tensor) -> Tensor:
     """Of one position: [vocabulary], from each tensor-parallel rank's part."""
     if pipeline.mesh.tp.size == 1:
         return logits
-    shard = next(pipeline.layouts[name].over("tp") for name in names.VOCABULARY if name in pipeline.layouts)
+    shard = next(pipeline.layouts[name].over("tp") for name in names.VOCABULARY_WEIGHTS if name in pipeline.layouts)
     assert shard is not None
     return whole_logits(logits, TensorParallel(pipeline.mesh.tp), sum(shard.sizes))
 

@@ -19,12 +19,12 @@ from typing import Any
 from pipeloom.runtime import Pipeline
 from pipeloom.runtime.loss import PendingLoss
 from pipeloom.train.copies import OptimizerCopy, Surroundings
-from pipeloom.train.gather_numbers import Exchange
+from pipeloom.train.gather_numbers import NumberGather
 from pipeloom.train.norm import NormRow, norm_of, own_square
 from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.requests import together
 
-_FLAGS = 2  # in front of a row: whether the rank speculates, and what it was asked for
+_FLAG_COLUMNS = 2  # in front of a row: whether the rank speculates, and what it was asked for
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class _Step:
 
     loss: PendingLoss
     rate: float
-    exchange: Exchange
+    exchange: NumberGather
     bring_back: Callable[[], None] | None
 
 
@@ -105,9 +105,9 @@ class SpeculativeOptimizer:
     def _advance(self, loss: PendingLoss, rate: float, flags: int) -> None:
         """Steps now if this rank sees no reason to wait, else when everyone's numbers are here."""
         row = self._row.make(0.0, float(flags))
-        speculate = self._calm and self._harmless(math.sqrt(own_square(row, _FLAGS)))
+        speculate = self._calm and self._harmless(math.sqrt(own_square(row, _FLAG_COLUMNS)))
         row[0] = float(speculate)
-        exchange = Exchange(self._pipeline, row)
+        exchange = NumberGather(self._pipeline, row)
         bring_back = None
         if speculate:
             self.speculations += 1
@@ -147,5 +147,5 @@ class SpeculativeOptimizer:
         return math.isfinite(norm) and (most == 0 or norm <= most)
 
 
-def _norm(exchange: Exchange) -> float:
-    return norm_of(exchange.wait(), _FLAGS)
+def _norm(exchange: NumberGather) -> float:
+    return norm_of(exchange.wait(), _FLAG_COLUMNS)

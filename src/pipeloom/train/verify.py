@@ -45,11 +45,11 @@ from pipeloom.train.schedule_search import estimated
 if TYPE_CHECKING:
     from pipeloom.train.worker import WorkerContext
 
-Gradients = dict[str, Tensor | None]
+NamedGradients = dict[str, Tensor | None]
 
 
 @dataclass(frozen=True)
-class Result:
+class LayoutVerdict:
     """How far a layout is from one process.
 
     Attributes:
@@ -67,10 +67,10 @@ class Step(NamedTuple):
     """A step's mean loss, and the gradient of each parameter that is held (None: it got none)."""
 
     loss: float
-    gradients: Gradients
+    gradients: NamedGradients
 
 
-def run(layouts: Sequence[Layout], context: WorkerContext, tolerance: float) -> Iterator[Result | None]:
+def run(layouts: Sequence[Layout], context: WorkerContext, tolerance: float) -> Iterator[LayoutVerdict | None]:
     """Verifies the layouts one by one; every worker of the pool iterates to the end.
 
     A layout of n ranks runs on the workers 0..n-1, in fp32 (fp64 where configured), one step over random tokens, so
@@ -114,7 +114,7 @@ def verify_layers(
     weight: Weight | None = None,
     tolerance: float = 1e-5,
     **keywords: Any,
-) -> Result:
+) -> LayoutVerdict:
     """Compare one step of one's own model under a schedule with the layers called one after the other in plain torch.
 
     All ranks are in this process. Arguments are those of `Pipeline` and its `step`. Layers that draw random numbers, such as
@@ -222,13 +222,13 @@ def serial_step(layout: Layout, device: torch.device) -> Step:
         part = cross_entropy(x, targets.to(device), config.train.label_smoothing) * share
         part.backward()  # type: ignore[no-untyped-call]
         loss += part.item()
-    gradients: Gradients = {}
+    gradients: NamedGradients = {}
     for name, module in built:
         gradients |= {f"{name}.{inner}": p.grad for inner, p in module.named_parameters()}
     return Step(loss, {name: None if g is None else g.cpu() for name, g in gradients.items()})
 
 
-def compare(found: Sequence[Step], reference: Step, ties: Sequence[Sequence[str]], tolerance: float) -> Result:
+def compare(found: Sequence[Step], reference: Step, ties: Sequence[Sequence[str]], tolerance: float) -> LayoutVerdict:
     """The largest differences between the ranks' outcomes and the one of a single process.
 
     A parameter that several ranks hold (a tied weight, a replica) counts with its worst copy.
@@ -246,7 +246,7 @@ def compare(found: Sequence[Step], reference: Step, ties: Sequence[Sequence[str]
     differences = [abs(step.loss - reference.loss) / abs(reference.loss) for step in found]
     loss_error = math.inf if any(map(math.isnan, differences)) else max(differences)  # max would pass over a NaN
     passed = all(error <= tolerance for error in (loss_error, *errors.values()))
-    return Result(loss_error, errors, passed)
+    return LayoutVerdict(loss_error, errors, passed)
 
 
 def relative_error(a: Tensor | None, b: Tensor | None) -> float:

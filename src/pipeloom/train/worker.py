@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 from pipeloom.config import Layout
 from pipeloom.cores import usable_cores
 from pipeloom.errors import (
+    INTERRUPTED,
     ConfigError,
     DistributedError,
     Interrupted,
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     import torch
     from torch._C._distributed_c10d import Store
 
-INTERRUPTED = 130
 _MEET_SECONDS = 300.0
 
 

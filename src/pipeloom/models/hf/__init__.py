@@ -10,10 +10,10 @@ from pipeloom.models.hf.cut import Cut, cut
 from pipeloom.models.hf.library import RANGE, causal_model, read_config, transformers
 from pipeloom.ops.layer import Layer
 
-__all__ = ["RANGE", "Layers", "hub_name", "layers"]
+__all__ = ["RANGE", "ModelLayers", "hub_name", "layers"]
 
 
-class Layers(list[Layer]):
+class ModelLayers(list[Layer]):
     """A model's layers for `Pipeline`: the part before the decoder layers, each of them, and the part after them.
 
     Attributes:
@@ -40,7 +40,7 @@ class Layers(list[Layer]):
         return separate_share(self.cut.model)
 
 
-def layers(source: Any, *, dtype: Any = None) -> Layers:
+def layers(source: Any, *, dtype: Any = None) -> ModelLayers:
     """Cut a causal language model into layers, one per decoder layer and one for each end.
 
     Token numbers [batch, length] go in, logits [batch, length, vocabulary] come out. `attention_mask` and `position_ids`
@@ -57,10 +57,10 @@ def layers(source: Any, *, dtype: Any = None) -> Layers:
         ConfigError: a model that cannot be cut, with the reason; a missing or unsupported `transformers`.
     """
     if isinstance(source, (str, Path)):
-        return Layers(cut(causal_model(read_config(source), dtype), Path(source)))
+        return ModelLayers(cut(causal_model(read_config(source), dtype), Path(source)))
     if isinstance(source, transformers().PreTrainedModel):
-        return Layers(cut(source))
-    return Layers(cut(causal_model(source, dtype)))
+        return ModelLayers(cut(source))
+    return ModelLayers(cut(causal_model(source, dtype)))
 
 
 def hub_name(name: str) -> str:

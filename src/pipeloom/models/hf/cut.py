@@ -17,7 +17,7 @@ from pipeloom.models.hf.first_weights import initialize
 from pipeloom.models.hf.parts import FirstPart, LastPart, TrunkLayer
 from pipeloom.models.hf.recorders import Altered, Recorder, Replay, Stop, Tape
 from pipeloom.models.hf.stubs import Stubs, set_tensor
-from pipeloom.models.hf.weights import Weights
+from pipeloom.models.hf.weights import PretrainedWeights
 
 FIRST, LAST = "first", "last"
 _MOST_EXTRA = 4  # values that a decoder layer returns after the hidden states
@@ -59,7 +59,7 @@ class Cut:
         self.before = self._before()
         self.extra = self._extra()
         self._replay: Replay | None = None
-        self._weights: Weights | None = None
+        self._weights: PretrainedWeights | None = None
 
     # -- names -------------------------------------------------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ class Cut:
         initialize(module, prefix, self.model, draw=self.folder is None)
         if self.folder is not None:
             if self._weights is None:
-                self._weights = Weights(self.folder, self.model)
+                self._weights = PretrainedWeights(self.folder, self.model)
             self._weights.load(module, prefix)
 
     @property

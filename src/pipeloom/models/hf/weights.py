@@ -18,7 +18,7 @@ from pipeloom.errors import ConfigError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _MOST_HEADER_BYTES = 100_000_000  # as the safetensors library
-DTYPES = {
+STORED_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -33,7 +33,7 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoredTensor:
     """A tensor in a file: its type and shape, and where its bytes are."""
 
     file: Path
@@ -53,7 +53,7 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.bytes_read = 0
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, StoredTensor] = {}
         for file in _files(path):
             self.entries.update(_entries(file))
 
@@ -94,7 +94,7 @@ class _Group:
         return converted
 
 
-class Weights:
+class PretrainedWeights:
     """The weights of a directory as the parameters of a model, converted where its files have other names or cuts.
 
     `transformers` keeps experts, for one, as one tensor and writes them one by one; its own conversions are applied.
@@ -203,7 +203,7 @@ def _files(path: Path) -> list[Path]:
     raise ConfigError(f"{path} has no weights in safetensors: neither {SINGLE} nor {INDEX}")
 
 
-def _entries(file: Path) -> dict[str, Entry]:
+def _entries(file: Path) -> dict[str, StoredTensor]:
     """The header of a safetensors file: eight bytes of its length, then JSON."""
     try:
         with file.open("rb") as data:
@@ -217,10 +217,10 @@ def _entries(file: Path) -> dict[str, Entry]:
             if name != "__metadata__":
                 start, end = value["data_offsets"]
                 shape = tuple(int(n) for n in value["shape"])
-                dtype = DTYPES[value["dtype"]]
+                dtype = STORED_DTYPES[value["dtype"]]
                 if not 0 <= start <= end <= size - 8 - length or end - start != dtype.itemsize * _product(shape):
                     raise ValueError(f"the tensor {name!r:.200} lies outside of it")
-                entries[name] = Entry(file, dtype, shape, 8 + length + start, end - start)
+                entries[name] = StoredTensor(file, dtype, shape, 8 + length + start, end - start)
         return entries
     except KeyError as error:
         raise ConfigError(f"{file} has tensors of a type that is not supported: {error}") from error

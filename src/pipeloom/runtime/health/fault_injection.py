@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pipeloom.runtime.tensor_spec import Values
+from pipeloom.runtime.tensor_spec import BoundaryValues
 from pipeloom.schedule.actions import Action
 
 
@@ -46,7 +46,7 @@ class Faults:
         at = self._fault.number - first
         return range(at, at + 1) if 0 <= at < sends else range(0)
 
-    def corrupted(self, values: Values) -> Values:
+    def corrupted(self, values: BoundaryValues) -> BoundaryValues:
         """The values of the send that `drops` has just counted, with one bit flipped where that is the fault."""
         if self._kind != "flip-bit" or not self._mine or self._sent - 1 != self._fault.number:
             return values

@@ -29,7 +29,7 @@ from pipeloom.runtime.health.process_identity import machine
 
 LINKS = "PIPELOOM_LINKS"  # rank:descriptor,… of the sockets that the launcher made
 _MAC_BYTES = 16
-_LONGEST_LINE = 1 << 18
+_LONGEST_FRAME = 1 << 18
 _LARGEST_BACKLOG = 1 << 20  # bytes kept for a neighbour that does not read: a frozen one
 _NONCE_BYTES = 16
 _MOST_STRANGERS = 64  # connections whose handshake is under way at once
@@ -96,7 +96,7 @@ class Link:
         try:
             while chunk := self._connection.recv(1 << 16):
                 self._incoming += chunk
-                if len(self._incoming) > _LONGEST_LINE:
+                if len(self._incoming) > _LONGEST_FRAME:
                     break
             else:
                 self._closed = "its connection closed"
@@ -115,7 +115,7 @@ class Link:
             self._received += 1
             self.heard = time.monotonic()
             messages.append(json.loads(body))
-        if len(self._incoming) > _LONGEST_LINE:
+        if len(self._incoming) > _LONGEST_FRAME:
             self._closed = "its connection brought a message without an end"
         if self._closed is not None and not messages:
             raise LinkClosed(self._closed)

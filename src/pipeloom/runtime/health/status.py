@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pipeloom.runtime.health.names import Names
 
 _SLOWEST_STEPS = 20.0
-_SHORTEST, _LONGEST = 30.0, 300.0
+_SHORTEST_LIMIT, _LONGEST_LIMIT = 30.0, 300.0
 _PHASES = {  # seconds; longer than any of them takes where nothing is wrong, on a machine that others use too
     "start-up": 300.0,
     "first step": 300.0,
@@ -41,7 +41,7 @@ class Limits:
         """Seconds for a phase; `slowest`: seconds of the slowest step so far."""
         if self.timeout is not None:
             return self.timeout
-        return _PHASES.get(phase, min(_LONGEST, max(_SHORTEST, _SLOWEST_STEPS * slowest)))
+        return _PHASES.get(phase, min(_LONGEST_LIMIT, max(_SHORTEST_LIMIT, _SLOWEST_STEPS * slowest)))
 
 
 class Status:

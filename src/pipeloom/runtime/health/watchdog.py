@@ -79,7 +79,7 @@ class RankState:
 
 
 @dataclass
-class _Call:
+class _WatchedCall:
     """A call of this rank's whose answers still come in; `limit` None: for a line only."""
 
     number: int
@@ -174,7 +174,7 @@ class Watchdog:
         self._left: set[int] = set()
         self._gone: dict[int, str] = {}
         self._floor = time.monotonic()
-        self._call: _Call | None = None
+        self._call: _WatchedCall | None = None
         self._next_call = 0.0  # the earliest moment for one
         self._noticed = 0.0  # the `since` of the stall that a line was printed about
         self._heard_notice = -1e9
@@ -410,7 +410,7 @@ class Watchdog:
     def _begin_call(self, now: float, limit: float | None) -> None:
         self._count += 1
         number = self._count
-        self._call = _Call(number, limit, now + ROLL_CALL_SECONDS, {self.number: self._state()})
+        self._call = _WatchedCall(number, limit, now + ROLL_CALL_SECONDS, {self.number: self._state()})
         self._flood({"kind": "call", "call": number, "notice": limit is None})
 
     def _look_at_the_call(self, now: float) -> None:
@@ -439,7 +439,7 @@ class Watchdog:
             sys.stderr.write(f"{NOTICE}{printable(words)}\n")
             sys.stderr.flush()
 
-    def _complete(self, call: _Call) -> bool:
+    def _complete(self, call: _WatchedCall) -> bool:
         """Whether no more answers can come: a process of this machine that is stopped gives none."""
         missing = set(range(self.ranks)) - call.states.keys() - self._left
         return all(is_stopped(self._identities.get(rank, ("",))[0]) for rank in missing)

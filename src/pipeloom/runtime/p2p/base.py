@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from pipeloom.runtime.health.report import PeerGone as PeerGone
-from pipeloom.runtime.tensor_spec import Boundary, Values
-from pipeloom.schedule.batched_p2p import Batch
+from pipeloom.runtime.tensor_spec import Boundary, BoundaryValues
+from pipeloom.schedule.batched_p2p import MessageBatch
 from pipeloom.schedule.channels import Channel, Message
 
 
@@ -22,7 +22,7 @@ class Outgoing(NamedTuple):
     """
 
     message: Message
-    values: Values
+    values: BoundaryValues
     boundary: Boundary
     checksum: int | None = None
 
@@ -30,7 +30,7 @@ class Outgoing(NamedTuple):
 class Received(NamedTuple):
     """What has arrived: values, in buffers that are the receiver's, their specs, and the checksum that was sent along."""
 
-    values: Values
+    values: BoundaryValues
     boundary: Boundary
     checksum: int | None = None
 
@@ -47,7 +47,7 @@ class Transport(Protocol):
     def take(self, message: Message) -> Received:
         """The message's values, in buffers that are the caller's, waiting for them if need be."""
 
-    def recycle(self, values: Values) -> None:
+    def recycle(self, values: BoundaryValues) -> None:
         """These received values are no longer used."""
 
     def finish(self) -> None:
@@ -61,7 +61,7 @@ class BatchQueue:
         batches: in order; a message is a send where the program has made it, else a receive.
     """
 
-    def __init__(self, batches: Sequence[Batch]) -> None:
+    def __init__(self, batches: Sequence[MessageBatch]) -> None:
         self._batches = deque(batches)
         self._made: dict[Message, Outgoing] = {}
         self._posted: set[Message] = set()
@@ -113,7 +113,7 @@ class InProcessTransport:
             raise RuntimeError(f"channel {message.channel} brought {outgoing.message.words} instead of {message.words}")
         return Received(outgoing.values, outgoing.boundary, outgoing.checksum)
 
-    def recycle(self, values: Values) -> None:
+    def recycle(self, values: BoundaryValues) -> None:
         """Nothing to do: the values belonged to the sender's graph."""
 
     def finish(self) -> None:
@@ -173,7 +173,7 @@ class Communicator:
 class InProcessBatches:
     """As `InProcessTransport`, for one rank of a pipeline whose transport is "batched"."""
 
-    def __init__(self, communicator: Communicator, rank: int, batches: Sequence[Batch]) -> None:
+    def __init__(self, communicator: Communicator, rank: int, batches: Sequence[MessageBatch]) -> None:
         self._communicator = communicator
         self._rank = rank
         self._queue = BatchQueue(batches)
@@ -190,7 +190,7 @@ class InProcessBatches:
         outgoing = self._communicator.arrived[self._rank].pop(message)
         return Received(outgoing.values, outgoing.boundary, outgoing.checksum)
 
-    def recycle(self, values: Values) -> None:
+    def recycle(self, values: BoundaryValues) -> None:
         """Nothing to do: the values belonged to the sender's graph."""
 
     def finish(self) -> None:
@@ -198,6 +198,6 @@ class InProcessBatches:
             raise RuntimeError(f"rank {self._rank} has batches left at the end of the step")
 
 
-def tensors(values: Values) -> list[Tensor]:
+def tensors(values: BoundaryValues) -> list[Tensor]:
     """The tensors among the values, detached and in one piece each, ready to be sent."""
     return [value.detach().contiguous() for value in values if value is not None]

@@ -25,7 +25,7 @@ from pipeloom.runtime.tensor_spec import ShapeCache
 from pipeloom.schedule.channels import Channel
 
 
-class Connections:
+class P2PConnections:
     """Made on every rank of the mesh at once; `open` is collective over the pipeline.
 
     Attributes:

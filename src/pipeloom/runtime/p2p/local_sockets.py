@@ -26,19 +26,19 @@ from typing import Any
 
 from pipeloom.errors import DistributedError
 
-_TOKEN_BYTES = 32
-_HELLO = struct.Struct(f"<8sI{_TOKEN_BYTES}s")
+_HELLO_TOKEN_BYTES = 32
+_HELLO = struct.Struct(f"<8sI{_HELLO_TOKEN_BYTES}s")
 _MAGIC = b"pipeloom"
 _CREDENTIALS = struct.Struct("3i")  # process, user, group: unix(7), SO_PEERCRED
 _MOST_PENDING = 32  # connections that have not said who they are; the oldest makes room for the next
 _RETRY_SECONDS = 0.01
 
-Connections = dict[int, socket.socket]
+SocketOfPeer = dict[int, socket.socket]
 
 
 def meet(
     store: Any, prefix: str, rank: int, senders: Sequence[int], receivers: Sequence[int], timeout: float
-) -> tuple[Connections, Connections]:
+) -> tuple[SocketOfPeer, SocketOfPeer]:
     """Connect with the ranks that send to this one and with those that receive from it; all call it at once.
 
     Returns:
@@ -51,7 +51,7 @@ def meet(
         door = _Door(rank, senders)
         cleanup.callback(door.close)
         store.set(f"{prefix}/socket/{rank}", str(door.folder))
-        outgoing: Connections = {}
+        outgoing: SocketOfPeer = {}
         left = {peer: Path(os.fsdecode(store.get(f"{prefix}/socket/{peer}"))) for peer in receivers}
         while left or door.missing:
             for peer, folder in list(left.items()):
@@ -81,9 +81,9 @@ class _Door:
 
     def __init__(self, rank: int, senders: Sequence[int]) -> None:
         self.missing = set(senders)
-        self.known: Connections = {}
+        self.known: SocketOfPeer = {}
         self.folder = Path(tempfile.mkdtemp(prefix="pipeloom-"))  # of mode 0700
-        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        self._token = secrets.token_bytes(_HELLO_TOKEN_BYTES)
         self._pending: OrderedDict[int, socket.socket] = OrderedDict()
         descriptor = os.open(self.folder / "token", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(descriptor, "wb") as file:

@@ -29,7 +29,7 @@ from pipeloom.errors import DistributedError, UsageError
 from pipeloom.runtime.p2p.base import Outgoing, PeerGone, Received
 from pipeloom.runtime.p2p.buffer_pool import BufferPool
 from pipeloom.runtime.p2p.local_sockets import meet
-from pipeloom.runtime.tensor_spec import Boundary, Values, boundary_of, from_numbers, to_numbers
+from pipeloom.runtime.tensor_spec import Boundary, BoundaryValues, boundary_of, from_numbers, to_numbers
 from pipeloom.schedule.channels import Channel, Message, MessageKind
 
 _START = 64  # the data begins here; byte 0 says whether the receiver has still to read it
@@ -40,10 +40,10 @@ _MOST_TENSORS = 128
 # flags, number of tensors, number of new segments, message, boundary, checksum (or 0); then each tensor's segment
 _NOTICES = [struct.Struct(f"<BBHIIq{count}I") for count in range(_MOST_TENSORS + 1)]
 _GRADIENT, _NEW_BOUNDARY = 1, 2  # flags
-_KINDS: tuple[MessageKind, MessageKind] = ("activation", "gradient")
+_MESSAGE_KINDS: tuple[MessageKind, MessageKind] = ("activation", "gradient")
 
 
-class _Segment:
+class _SharedSegment:
     """Memory for one tensor on its way, mapped by its sender and its receiver."""
 
     def __init__(self, descriptor: int, size: int) -> None:
@@ -53,7 +53,7 @@ class _Segment:
         self._view: tuple[Any, Tensor] | None = None
 
     @classmethod
-    def create(cls, bytes_of_data: int) -> tuple[_Segment, int]:
+    def create(cls, bytes_of_data: int) -> tuple[_SharedSegment, int]:
         size = _START + bytes_of_data
         descriptor = os.memfd_create("pipeloom")
         os.ftruncate(descriptor, size)
@@ -71,11 +71,11 @@ class _Outbox:
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
-        self.segments: list[_Segment] = []
+        self.segments: list[_SharedSegment] = []
         self.free: dict[int, deque[int]] = {}
         self.boundaries: dict[Boundary, int] = {}
 
-    def segment(self, size: int) -> tuple[int, _Segment, int | None]:
+    def segment(self, size: int) -> tuple[int, _SharedSegment, int | None]:
         """(number, segment, descriptor to send along if it is new) with room for so many bytes."""
         size = 1 << max(size - 1, 4095).bit_length()
         waiting = self.free.setdefault(size, deque())
@@ -83,18 +83,18 @@ class _Outbox:
             number = waiting.popleft()
             waiting.append(number)
             return number, self.segments[number], None
-        segment, descriptor = _Segment.create(size)
+        segment, descriptor = _SharedSegment.create(size)
         self.segments.append(segment)
         waiting.append(len(self.segments) - 1)
         return len(self.segments) - 1, segment, descriptor
 
 
-class _Inbox:
+class _SharedInbox:
     """What one peer has sent: its segments and boundaries by number."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
-        self.segments: list[_Segment] = []
+        self.segments: list[_SharedSegment] = []
         self.boundaries: list[Boundary] = []
         self.descriptors_next = False
         self.gone: object = None  # why nothing more can come
@@ -112,7 +112,7 @@ class SharedLinks:
         receivers = sorted({c.destination for c in channels if c.source == rank})
         self.arrived: dict[tuple[int, str, int], deque[tuple[list[int], int, int]]] = {}
         incoming, outgoing = meet(store, prefix, rank, senders, receivers, timeout)
-        self.inboxes = {peer: _Inbox(connection) for peer, connection in incoming.items()}
+        self.inboxes = {peer: _SharedInbox(connection) for peer, connection in incoming.items()}
         self.outboxes = {peer: _Outbox(connection) for peer, connection in outgoing.items()}
         self._notice = bytearray(_NOTICE_BYTES)
         self._poll = select.poll()
@@ -175,7 +175,7 @@ class SharedLinks:
             if new or flags & _NEW_BOUNDARY:
                 rest = struct.unpack_from(f"<{(length - form.size) // 8}q", data, form.size)
                 for descriptor, size in zip(descriptors, rest[:new], strict=True):
-                    inbox.segments.append(_Segment(descriptor, size))
+                    inbox.segments.append(_SharedSegment(descriptor, size))
                     os.close(descriptor)
                 if flags & _NEW_BOUNDARY:
                     inbox.boundaries.append(from_numbers(rest[new:]))
@@ -183,14 +183,14 @@ class SharedLinks:
             raise DistributedError(
                 f"rank {peer} sent {length} bytes that are no notice of a message: {error}"
             ) from None
-        key = peer, _KINDS[flags & _GRADIENT], index
+        key = peer, _MESSAGE_KINDS[flags & _GRADIENT], index
         queue = self.arrived.get(key)
         if queue is None:
             queue = self.arrived[key] = deque()
         queue.append((numbers, boundary, checksum))
         return True
 
-    def _mark_gone(self, inbox: _Inbox, why: object) -> bool:
+    def _mark_gone(self, inbox: _SharedInbox, why: object) -> bool:
         inbox.gone = why
         self._poll.unregister(inbox.connection)
         return False
@@ -292,7 +292,7 @@ class SharedMemoryTransport:
             values.append(value)
         return Received(tuple(values), boundary, checksum)
 
-    def recycle(self, values: Values) -> None:
+    def recycle(self, values: BoundaryValues) -> None:
         for value in values:
             if value is not None:
                 self._pool.give(value)

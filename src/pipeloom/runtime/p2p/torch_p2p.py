@@ -19,15 +19,23 @@ from pipeloom.parallel.mesh import PipelineMesh
 from pipeloom.parallel.through_host import goes_through_host
 from pipeloom.runtime.p2p.base import BatchQueue, Outgoing, Received, tensors
 from pipeloom.runtime.p2p.buffer_pool import BufferPool
-from pipeloom.runtime.tensor_spec import HEADER_LENGTH, Boundary, ShapeCache, Values, boundary_of, decode, encode
-from pipeloom.schedule.batched_p2p import Batch
+from pipeloom.runtime.tensor_spec import (
+    HEADER_LENGTH,
+    Boundary,
+    BoundaryValues,
+    ShapeCache,
+    boundary_of,
+    decode,
+    encode,
+)
+from pipeloom.schedule.batched_p2p import MessageBatch
 from pipeloom.schedule.channels import Channel, Message
 
 _TAGS = {"activation": 11, "gradient": 12}
 _HEADER_TAGS = {"activation": 13, "gradient": 16}
 
 
-class _Transfer(NamedTuple):
+class _TorchTransfer(NamedTuple):
     """The tensors of a message, about to be sent or received, and the list that their works go to."""
 
     message: Message
@@ -39,14 +47,14 @@ class Opened(NamedTuple):
     """A receive that is under way."""
 
     works: list[Any]
-    values: Values
+    values: BoundaryValues
     boundary: Boundary
     checksum: Tensor | None
     host: list[tuple[Tensor, Tensor]]  # (buffer, where its values arrive), for messages through host memory
 
 
 @dataclass
-class _Inbox:
+class _TorchInbox:
     """A channel's receives: those not opened yet, in channel order; the first may have to wait for its header."""
 
     queue: deque[Message] = field(default_factory=deque)
@@ -103,7 +111,7 @@ class TorchTransport:
         releases_sends: dict[Message, tuple[Message, ...]],
         book: ShapeCache,
         pool: BufferPool,
-        batches: Sequence[Batch] | None = None,
+        batches: Sequence[MessageBatch] | None = None,
         checksums: bool = False,
     ) -> None:
         self._links = links
@@ -112,7 +120,7 @@ class TorchTransport:
         self._book = book
         self._pool = pool
         self._batches = None if batches is None else BatchQueue(batches)
-        self._inboxes: dict[Channel, _Inbox] = {}
+        self._inboxes: dict[Channel, _TorchInbox] = {}
         self._opened: dict[Message, Opened] = {}
         self._sending: dict[Message, tuple[list[Any], list[Tensor]]] = {}
         self._headers: dict[Message, tuple[Any, Tensor]] = {}  # of gradients, on their way
@@ -125,7 +133,7 @@ class TorchTransport:
         for outgoing in sends:
             self._start(self._send(outgoing), outgoing.message.channel.destination)
         for message in posts:
-            self._inboxes.setdefault(message.channel, _Inbox()).queue.append(message)
+            self._inboxes.setdefault(message.channel, _TorchInbox()).queue.append(message)
         for inbox in self._inboxes.values():
             if inbox.queue:
                 self._open(inbox)
@@ -150,7 +158,7 @@ class TorchTransport:
             values = self._without_zeros(message, values)
         return Received(values, boundary, None if checksum is None else int(checksum))
 
-    def _without_zeros(self, message: Message, values: Values) -> Values:
+    def _without_zeros(self, message: Message, values: BoundaryValues) -> BoundaryValues:
         """A gradient message's values, with None in place of the zeros that stand for a missing gradient."""
         without = self._book.without(message)
         while without is None:  # headers arrive in the channel's order
@@ -164,7 +172,7 @@ class TorchTransport:
         self.recycle(tuple(values[at] for at in without))
         return tuple(None if at in without else value for at, value in enumerate(values))
 
-    def recycle(self, values: Values) -> None:
+    def recycle(self, values: BoundaryValues) -> None:
         for value in values:
             if value is not None:
                 self._pool.give(value)
@@ -182,7 +190,7 @@ class TorchTransport:
         for work in works:
             work.wait()
 
-    def _send(self, outgoing: Outgoing) -> _Transfer:
+    def _send(self, outgoing: Outgoing) -> _TorchTransfer:
         """What to send of a message; its header is on its way."""
         message = outgoing.message
         works: list[Any] = []
@@ -200,9 +208,9 @@ class TorchTransport:
             works.append(self._links.control.send([header], message.channel.destination, _HEADER_TAGS[kind]))
             kept = [*sent, header]
         self._sending[message] = works, kept
-        return _Transfer(message, sent, works)
+        return _TorchTransfer(message, sent, works)
 
-    def _filled(self, message: Message, values: Values, introduces: bool) -> Values:
+    def _filled(self, message: Message, values: BoundaryValues, introduces: bool) -> BoundaryValues:
         """The gradients to send, zeros for one that is None: receives are posted before anybody knows which are."""
         without = tuple(at for at, value in enumerate(values) if value is None)
         if introduces:
@@ -217,7 +225,7 @@ class TorchTransport:
             for value, spec in zip(values, specs, strict=True)
         )
 
-    def _open(self, inbox: _Inbox) -> None:
+    def _open(self, inbox: _TorchInbox) -> None:
         """Opens receives while their shapes are known."""
         while inbox.queue:
             message = inbox.queue[0]
@@ -236,7 +244,7 @@ class TorchTransport:
         self._links.control.recv([header], message.channel.source, _HEADER_TAGS["activation"]).wait()
         self._book.learn(message.producer, message.microbatch, decode(header))
 
-    def _receive(self, message: Message, boundary: Boundary, introduced: bool) -> _Transfer:
+    def _receive(self, message: Message, boundary: Boundary, introduced: bool) -> _TorchTransfer:
         """Buffers for a message; where a gradient's header comes with it, its receive is posted."""
         if introduced and boundary and message.channel.kind == "gradient":
             header = torch.empty(HEADER_LENGTH, dtype=torch.int64)
@@ -254,9 +262,9 @@ class TorchTransport:
             host = [(buffer, torch.empty_like(buffer, device="cpu")) for buffer in buffers]
             buffers = [arrived for _, arrived in host]
         self._opened[message] = Opened(works, tuple(values), boundary, checksum, host)
-        return _Transfer(message, buffers, works)
+        return _TorchTransfer(message, buffers, works)
 
-    def _start(self, transfer: _Transfer, other: int) -> None:
+    def _start(self, transfer: _TorchTransfer, other: int) -> None:
         """Starts a message to or from rank `other` by itself."""
         message = transfer.message
         group, peer = self._links.peer(message.channel, other)
@@ -270,7 +278,7 @@ class TorchTransport:
         The call is cut there: what makes that message may need one that stands before it in the batch.
         """
         sends = {each.message: self._send(each) for each in batch if isinstance(each, Outgoing)}
-        transfers: list[tuple[_Transfer, bool]] = []
+        transfers: list[tuple[_TorchTransfer, bool]] = []
         for each in batch:
             if isinstance(each, Outgoing):
                 transfers.append((sends[each.message], True))
@@ -285,7 +293,7 @@ class TorchTransport:
             transfers.append((self._receive(each, boundary, introduced), False))
         self._start_together(transfers)
 
-    def _start_together(self, transfers: Sequence[tuple[_Transfer, bool]]) -> None:
+    def _start_together(self, transfers: Sequence[tuple[_TorchTransfer, bool]]) -> None:
         """Starts messages, each sent (True) or received, in one call."""
         operations: list[dist.P2POp] = []
         works_of: list[list[Any]] = []

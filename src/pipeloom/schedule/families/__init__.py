@@ -37,7 +37,7 @@ from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.transforms import split_cooldown
 
 Family = Callable[..., Schedule]
-Result = TypeVar("Result")
+BuildResult = TypeVar("BuildResult")
 
 COOLDOWNS = ("whole", "split")
 
@@ -209,7 +209,7 @@ def _find(name: str, folder: Path) -> Family:
     raise unknown_name(name)
 
 
-def _from_user(name: str, run: Callable[[], Result]) -> Result:
+def _from_user(name: str, run: Callable[[], BuildResult]) -> BuildResult:
     """The result of `run`, which executes code of the user's module of the schedule `name`.
 
     Raises UsageError (ScheduleError where the user's code raised one) that names the file and line for any exception.

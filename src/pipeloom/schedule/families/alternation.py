@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 
 from pipeloom.schedule.actions import KindName
 from pipeloom.schedule.costs import Costs, StageCosts
-
-Planned = tuple[KindName, int, int]
+from pipeloom.schedule.families.greedy import Planned
 
 
 @dataclass(frozen=True)
-class Habits:
+class RoundRules:
     """What the rule leaves open; the family tries all combinations.
 
     Attributes:
@@ -31,7 +30,7 @@ class Habits:
 
 
 @dataclass
-class _Rank:
+class _AlternatingRank:
     clock: float = 0.0
     memory: float = 0.0
     idle: float = 0.0
@@ -43,7 +42,7 @@ class _Rank:
 class Alternation:
     """Grows all ranks' programs, round by round."""
 
-    def __init__(self, ranks: int, microbatches: int, costs: Costs, room: float, habits: Habits) -> None:
+    def __init__(self, ranks: int, microbatches: int, costs: Costs, room: float, habits: RoundRules) -> None:
         self.microbatches, self.costs, self.room, self.habits = microbatches, costs, room + 1e-9, habits
         spread = StageCosts.of(costs, ranks)
         self.time: dict[KindName, tuple[float, ...]] = {
@@ -53,7 +52,7 @@ class Alternation:
         }
         self.activation = costs.per_stage("activation", ranks)
         self.held = costs.per_stage("held", ranks)
-        self.ranks = [_Rank() for _ in range(ranks)]
+        self.ranks = [_AlternatingRank() for _ in range(ranks)]
 
     def programs(self) -> list[list[Planned]]:
         """rank -> its (kind, stage, micro-batch), complete."""

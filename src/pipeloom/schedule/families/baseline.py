@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeloom.errors import ArgumentError, UsageError
-from pipeloom.schedule.costs import Costs
+from pipeloom.schedule.costs import TIME_TOLERANCE, Costs
 from pipeloom.schedule.families import BASELINES, build
-from pipeloom.schedule.families.greedy import NoWayOn, Rule, line_of, programs_of
+from pipeloom.schedule.families.greedy import MemoryDeadlock, PriorityRule, programs_of, single_route
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.placement import name_of
 from pipeloom.schedule.simulate import simulate
-
-TOLERANCE = 1e-9
 
 
 def baseline_memory(placement: Sequence[int], ranks: int, microbatches: int) -> tuple[float, str]:
@@ -39,15 +37,15 @@ def baseline(
     """
     known = costs if costs is not None else Costs()
     for schedule in _families(placement, (ranks, microbatches), costs):
-        if max(simulate(schedule, known).peak_memory) <= memory + TOLERANCE:
+        if max(simulate(schedule, known).peak_memory) <= memory + TIME_TOLERANCE:
             return schedule
     for late in (True, False):
         # Every stage may hold its share of the memory, so that list scheduling cannot get stuck.
         caps = [max(1.0, memory // placement.count(rank)) for rank in placement]
-        line = line_of(placement, microbatches, known, [memory] * ranks, caps)
+        line = single_route(placement, microbatches, known, [memory] * ranks, caps)
         try:
-            programs = programs_of(line, Rule(late=late))
-        except NoWayOn:
+            programs = programs_of(line, PriorityRule(late=late))
+        except MemoryDeadlock:
             continue
         cells = [[f"{stage}{kind}{mb}" for kind, stage, mb in program] for program in programs]
         return Schedule.of(cells, placement=placement, microbatches=microbatches, name="list scheduling")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pipeloom.schedule.actions import KindName
 
 INTERVAL = 6
-Slot = tuple[KindName, int, int]
+BlockSlot = tuple[KindName, int, int]
 Fixed = tuple[tuple[float, int], tuple[float, int]]  # the first and the last (slot, rank) that stay
 
 
@@ -55,15 +55,15 @@ class _Grid:
 
     placement: list[int]
     microbatches: int
-    taken: list[dict[int, Slot]] = field(default_factory=list)
+    taken: list[dict[int, BlockSlot]] = field(default_factory=list)
     slot_of: dict[KindName, list[list[int]]] = field(default_factory=dict)  # F, I by stage; W by rank, oldest first
     gradients: list[list[int]] = field(default_factory=list)  # rank -> the slots of its I, in order
 
-    def ordered(self) -> list[tuple[int, int, Slot]]:
+    def ordered(self) -> list[tuple[int, int, BlockSlot]]:
         """(slot, rank, what) of everything, in time."""
         return sorted((slot, rank, what) for rank, row in enumerate(self.taken) for slot, what in row.items())
 
-    def earliest(self, what: Slot) -> int:
+    def earliest(self, what: BlockSlot) -> int:
         """The first slot that data and order leave to it. A W is ("W", rank, index) and follows the I of the same index."""
         kind, stage, mb = what
         after = self.slot_of[kind][stage][mb - 1] if mb else -1
@@ -138,7 +138,7 @@ def _remove_weights(grid: _Grid) -> None:
             del row[slot]
 
 
-def _levels(row: dict[int, Slot]) -> list[int]:
+def _levels(row: dict[int, BlockSlot]) -> list[int]:
     """slot -> stage-micro-batches alive after it."""
     levels, level = [], 0
     for slot in range(max(row) + 1):
@@ -199,7 +199,7 @@ class _Filled:
         peak: the most alive at once.
     """
 
-    def __init__(self, row: dict[int, Slot]) -> None:
+    def __init__(self, row: dict[int, BlockSlot]) -> None:
         self.kinds = [row[slot][0] if slot in row else "" for slot in range(max(row) + 1)]
         self.states = [(0, 0)]
         for kind in self.kinds:
@@ -241,7 +241,7 @@ def _close_gaps(grid: _Grid) -> None:
 
 def repeated_programs(
     block: BuildingBlock, placement: list[int], microbatches: int, room: int
-) -> list[list[Slot]] | None:
+) -> list[list[BlockSlot]] | None:
     """rank -> its (kind, stage, micro-batch) with the block's own steady state; None if it does not fit p or `room`.
 
     Only what comes before the steady state and after it moves to earlier slots (their "squeezing"); a W takes the first free
@@ -273,10 +273,10 @@ def _steady(grid: _Grid) -> Fixed:
     return first, min((entry for entry in entries if entry > first), default=(math.inf, 0))
 
 
-def _with_weights(row: dict[int, Slot]) -> list[Slot]:
+def _with_weights(row: dict[int, BlockSlot]) -> list[BlockSlot]:
     """A rank's actions in the order of their slots, each W that of the oldest I without one."""
-    program: list[Slot] = []
-    pending: deque[Slot] = deque()
+    program: list[BlockSlot] = []
+    pending: deque[BlockSlot] = deque()
     for _, what in sorted(row.items()):
         if what[0] == "I":
             pending.append(("W", *what[1:]))

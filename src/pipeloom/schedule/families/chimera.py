@@ -6,7 +6,7 @@ import math
 
 from pipeloom.errors import UsageError
 from pipeloom.schedule.costs import Costs
-from pipeloom.schedule.families.greedy import Line, Rule, programs_of
+from pipeloom.schedule.families.greedy import PriorityRule, SchedulingProblem, programs_of
 from pipeloom.schedule.families.layout import Coder, require_sizes
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.simulate import simulate
@@ -39,10 +39,12 @@ def chimera(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedu
     code = Coder(stages, microbatches)
     schedules = []
     for plan, caps, turns in ways:
-        line = Line(placement, routes, jobs, plan, (math.inf,) * ranks, tuple(map(float, caps)) * 2, fused=True)
+        line = SchedulingProblem(
+            placement, routes, jobs, plan, (math.inf,) * ranks, tuple(map(float, caps)) * 2, fused=True
+        )
         schedules.append(
             Schedule.of_codes(
-                [[code.of(*action) for action in program] for program in programs_of(line, Rule(turns=turns))],
+                [[code.of(*action) for action in program] for program in programs_of(line, PriorityRule(turns=turns))],
                 placement=placement,
                 microbatches=microbatches,
                 name="chimera",

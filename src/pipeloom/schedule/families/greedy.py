@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeloom.schedule.actions import KindName
-from pipeloom.schedule.costs import Costs, StageCosts
+from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, StageCosts
 
 Planned = tuple[KindName, int, int]
-EPS = 1e-9
 
 
 @dataclass(frozen=True)
-class Line:
+class SchedulingProblem:
     """What is to be scheduled.
 
     Attributes:
@@ -44,7 +43,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Rule:
+class PriorityRule:
     """How a rank chooses among ready actions.
 
     Attributes:
@@ -58,38 +57,40 @@ class Rule:
     patience: float = 1.0
 
 
-def line_of(
+def single_route(
     placement: Sequence[int],
     microbatches: int,
     costs: Costs,
     room: Sequence[float],
     caps: Sequence[float] | None = None,
-) -> Line:
+) -> SchedulingProblem:
     """A line of one route through all stages in order."""
     stages = tuple(range(len(placement)))
     chosen = tuple(caps) if caps is not None else (math.inf,) * len(placement)
-    return Line(tuple(placement), (stages,), (range(microbatches),), costs, tuple(room), chosen)
+    return SchedulingProblem(tuple(placement), (stages,), (range(microbatches),), costs, tuple(room), chosen)
 
 
-class NoWayOn(Exception):
+class MemoryDeadlock(Exception):
     """The limits on memory let no rank go on."""
 
 
-def programs_of(line: Line, rule: Rule) -> list[list[Planned]]:
-    """rank -> its (kind, stage, micro-batch). Raises NoWayOn."""
+def programs_of(line: SchedulingProblem, rule: PriorityRule) -> list[list[Planned]]:
+    """rank -> its (kind, stage, micro-batch). Raises MemoryDeadlock."""
     return _Growth(line, rule).run()
 
 
-def programs_along(line: Line, words: Sequence[Sequence[tuple[KindName, int]]], patience: float) -> list[list[Planned]]:
+def programs_along(
+    line: SchedulingProblem, words: Sequence[Sequence[tuple[KindName, int]]], patience: float
+) -> list[list[Planned]]:
     """As `programs_of`, but each rank's forwards and input gradients come in the order of its word of (kind, stage).
 
-    Only the place of the weight gradients is left to choose: in waits, where memory is short, and at the end. Raises NoWayOn.
+    Only the positions of the weight gradients are chosen: in waits, where memory is short, and at the end. Raises MemoryDeadlock.
     """
     return _Along(line, words, patience).run()
 
 
 class _Growth:
-    def __init__(self, line: Line, rule: Rule) -> None:
+    def __init__(self, line: SchedulingProblem, rule: PriorityRule) -> None:
         stages = len(line.placement)
         self.line, self.rule = line, rule
         spread = StageCosts.of(line.costs, stages)
@@ -129,7 +130,7 @@ class _Growth:
         left = sum(map(len, self.jobs)) * (2 if self.line.fused else 3)
         while left:
             if not self.heap:
-                raise NoWayOn
+                raise MemoryDeadlock
             now, rank = heapq.heappop(self.heap)
             if now != self.wake_at[rank]:
                 continue
@@ -150,7 +151,7 @@ class _Growth:
                 index = self.done[kind][stage]
                 if index >= len(arrivals) or (kind == "F" and not self._has_room(rank, stage)):
                     continue
-                if arrivals[index] > now + EPS:
+                if arrivals[index] > now + TIME_TOLERANCE:
                     following = min(following, arrivals[index])
                     continue
                 late = self.order[stage] if kind != "F" or not self.rule.late else -self.order[stage]
@@ -165,7 +166,7 @@ class _Growth:
         """A weight gradient for the time until `following`, the oldest first; or sleep until then."""
         if not self.line.fused and self.gradients[rank]:
             stage = self.gradients[rank][0]
-            if following - now >= self.rule.patience * self.time["W"][stage] - EPS:
+            if following - now >= self.rule.patience * self.time["W"][stage] - TIME_TOLERANCE:
                 return "W", stage
         self._wake(rank, following)
         return None
@@ -178,7 +179,7 @@ class _Growth:
 
     def _has_room(self, rank: int, stage: int) -> bool:
         alive = self.done["F"][stage] - self.done["B" if self.line.fused else "W"][stage]
-        fits = self.memory[rank] + self.activation[stage] <= self.line.room[rank] + EPS
+        fits = self.memory[rank] + self.activation[stage] <= self.line.room[rank] + TIME_TOLERANCE
         return fits and alive < self.line.caps[stage]
 
     def _start(self, rank: int, now: float, kind: KindName, stage: int) -> None:
@@ -212,8 +213,10 @@ class _Growth:
 
 
 class _Along(_Growth):
-    def __init__(self, line: Line, words: Sequence[Sequence[tuple[KindName, int]]], patience: float) -> None:
-        super().__init__(line, Rule(patience=patience))
+    def __init__(
+        self, line: SchedulingProblem, words: Sequence[Sequence[tuple[KindName, int]]], patience: float
+    ) -> None:
+        super().__init__(line, PriorityRule(patience=patience))
         self.words = words
         self.position = [0] * len(words)
 
@@ -226,7 +229,7 @@ class _Along(_Growth):
         index = self.done[kind][stage]
         if index >= len(arrivals) or (kind == "F" and not self._has_room(rank, stage)):
             return self._fill(rank, now, math.inf)
-        if arrivals[index] > now + EPS:
+        if arrivals[index] > now + TIME_TOLERANCE:
             return self._fill(rank, now, arrivals[index])
         self.position[rank] += 1
         return kind, stage

@@ -7,13 +7,13 @@ from dataclasses import replace
 from itertools import product
 
 from pipeloom.schedule.costs import Costs
-from pipeloom.schedule.families.greedy import Rule, line_of, programs_of
+from pipeloom.schedule.families.greedy import PriorityRule, programs_of, single_route
 from pipeloom.schedule.families.layout import Coder, require_sizes
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.placement import vee
 from pipeloom.schedule.simulate import simulate
 
-MANY = 4_000
+MOST_TASKS_WITH_CAPS = 4_000
 
 
 def hanayo(ranks: int, microbatches: int, waves: int = 1) -> Schedule:
@@ -27,13 +27,12 @@ def hanayo(ranks: int, microbatches: int, waves: int = 1) -> Schedule:
     placement = vee(ranks, 2 * waves)
     code = Coder(len(placement), microbatches)
     turns = (False,) if microbatches <= ranks else (False, True)
-    caps = (
-        (2 * ranks,) if microbatches <= ranks or len(placement) * microbatches > MANY else (2 * ranks, 3 * ranks // 2)
-    )
+    small = len(placement) * microbatches <= MOST_TASKS_WITH_CAPS
+    caps = (2 * ranks, 3 * ranks // 2) if microbatches > ranks and small else (2 * ranks,)
     schedules = []
     for turn, cap in product(turns, caps):
-        line = line_of(placement, microbatches, Costs(), [math.inf] * ranks, [cap] * len(placement))
-        programs = programs_of(replace(line, fused=True), Rule(turns=turn))
+        line = single_route(placement, microbatches, Costs(), [math.inf] * ranks, [cap] * len(placement))
+        programs = programs_of(replace(line, fused=True), PriorityRule(turns=turn))
         schedules.append(
             Schedule.of_codes(
                 [[code.of(*action) for action in program] for program in programs],

@@ -10,14 +10,14 @@ from itertools import accumulate
 from pipeloom.errors import CapacityError, ScheduleError, UsageError
 from pipeloom.schedule.actions import KindName
 from pipeloom.schedule.costs import Costs
-from pipeloom.schedule.families.greedy import Line, NoWayOn, line_of, programs_along
+from pipeloom.schedule.families.greedy import MemoryDeadlock, SchedulingProblem, programs_along, single_route
 from pipeloom.schedule.families.interleaved import Rounds, chunk_order, interleaved, round_sizes
 from pipeloom.schedule.families.layout import Coder, warmup_then_alternate
 from pipeloom.schedule.model import Program, Schedule
 from pipeloom.schedule.simulate import simulate
 
-PATIENCE = (0.0, 0.5, 1.0)
-MANY = 40_000
+GAP_SHARES = (0.0, 0.5, 1.0)
+MOST_TASKS_WITH_VARIANTS = 40_000
 
 
 def interleaved_zb(
@@ -54,12 +54,14 @@ def interleaved_zb(
     largest = max(round_sizes(ranks, microbatches, rounds, group_size))
     own = [_peak(program, code.stride) for program in base.codes]
     tasks = base.stages * microbatches
-    if tasks <= MANY:
+    if tasks <= MOST_TASKS_WITH_VARIANTS:
         low = min(max(own), (chunks - 1) * largest + ranks)
         for slope, room in ((2, own), (2, [max(own)] * ranks), (1, [low] * ranks), (1, [max(own)] * ranks)):
             words = _words(base, order, [slope * (ranks - r - 1) + (chunks - 1) * largest for r in range(ranks)])
-            line = line_of(base.placement, microbatches, replace(chosen, activation=1.0, held=1.0), room)
-            programs += _late(line, words, PATIENCE if tasks <= MANY // 8 else PATIENCE[-1:], code)
+            line = single_route(base.placement, microbatches, replace(chosen, activation=1.0, held=1.0), room)
+            programs += _late(
+                line, words, GAP_SHARES if tasks <= MOST_TASKS_WITH_VARIANTS // 8 else GAP_SHARES[-1:], code
+            )
         programs.append([_lagging(word, r, code) for r, word in enumerate(words)])  # of the shorter warm-up
     if memory is not None:
         peaks = [max(_alive(program, code.stride) for program in codes) for codes in programs]
@@ -103,14 +105,14 @@ def _words(base: Schedule, order: list[tuple[int, int]], warmups: list[int]) -> 
 
 
 def _late(
-    line: Line, words: list[list[tuple[KindName, int]]], patience: tuple[float, ...], code: Coder
+    line: SchedulingProblem, words: list[list[tuple[KindName, int]]], patience: tuple[float, ...], code: Coder
 ) -> list[list[list[int]]]:
     """Programs with the weight gradients put off; none where the order deadlocks."""
     made = []
     for share in patience:
         try:
             late = programs_along(line, words, share)
-        except NoWayOn:
+        except MemoryDeadlock:
             return []
         made.append([[code.of(*action) for action in program] for program in late])
     return made

@@ -14,15 +14,14 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from pipeloom.schedule.actions import KindName
-from pipeloom.schedule.costs import Costs, StageCosts
-from pipeloom.schedule.families.greedy import NoWayOn, Planned
+from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, StageCosts
+from pipeloom.schedule.families.greedy import MemoryDeadlock, Planned
 
 DOWN, UP = 0, 1  # the half of the V that runs from rank 0 to the last, and the half that runs back
-_TOLERANCE = 1e-9
 
 
 @dataclass
-class _Rank:
+class _RoundsRank:
     stages: tuple[int, int]
     clock: float = 0.0
     alive: int = 0
@@ -45,10 +44,10 @@ def round_programs(ranks: int, microbatches: int, costs: Costs, room: int) -> li
             rounds = _Rounds(ranks, microbatches, costs, room, (before_backwards, before_forwards), allowed)
             try:
                 rounds.run()
-            except NoWayOn:
+            except MemoryDeadlock:
                 break
             idle = [rank.idle for rank in rounds.ranks]
-            if allowed is not None and max(idle) >= max(allowed) - _TOLERANCE:
+            if allowed is not None and max(idle) >= max(allowed) - TIME_TOLERANCE:
                 break
             complete.append([rank.program for rank in rounds.ranks])
             allowed = idle
@@ -70,12 +69,12 @@ class _Rounds:
         spread = StageCosts.of(costs, 2 * ranks)
         self.time = {"F": spread.forward, "I": spread.input_grad, "W": spread.weight_grad}
         self.ends: dict[str, list[list[float]]] = {kind: [[] for _ in range(2 * ranks)] for kind in ("F", "I")}
-        self.ranks = [_Rank((rank, 2 * ranks - 1 - rank)) for rank in range(ranks)]
+        self.ranks = [_RoundsRank((rank, 2 * ranks - 1 - rank)) for rank in range(ranks)]
         # The least of what each rank may treat as idle time that another one has anyway.
         self.slack = [max(allowed) - idle for idle in allowed] if allowed is not None else [0.0] * ranks
 
     def run(self) -> None:
-        """Grows all programs. Raises NoWayOn."""
+        """Grows all programs. Raises MemoryDeadlock."""
         self._warm_up()
         for _ in range(2 * self.microbatches):
             self._backwards()
@@ -107,9 +106,9 @@ class _Rounds:
         rank = self.ranks[at]
         stage, index, arrival = rank.stages[half], self._done(kind, at, half), self._arrival(kind, at, half)
         if index >= self.microbatches or arrival is None or (kind == "F" and rank.alive >= self.room):
-            raise NoWayOn
+            raise MemoryDeadlock
         if index >= self._ready(kind, at, half):
-            raise NoWayOn
+            raise MemoryDeadlock
         start = max(rank.clock, arrival or 0.0)
         if rank.program:
             rank.idle += start - rank.clock
@@ -124,7 +123,7 @@ class _Rounds:
     def _weight(self, at: int) -> None:
         rank = self.ranks[at]
         if not rank.pending:
-            raise NoWayOn
+            raise MemoryDeadlock
         action = rank.pending.popleft()
         rank.program.append(action)
         rank.clock += self.time["W"][action[1]]
@@ -200,7 +199,7 @@ class _Rounds:
         """Weight gradients for the time until the next `kind` of `half` can start."""
         rank, arrival = self.ranks[at], self._arrival(kind, at, half)
         if arrival is None:
-            raise NoWayOn
+            raise MemoryDeadlock
         while rank.pending and arrival >= rank.clock + self.time["W"][rank.pending[0][1]]:
             self._weight(at)
         worst = max(max(other.idle for other in self.ranks), self.slack[at])

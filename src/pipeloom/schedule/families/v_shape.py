@@ -4,22 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from pipeloom.limits import MOST_PLANNED_CELLS
 from pipeloom.schedule.costs import Costs
 from pipeloom.schedule.families.building_block import BuildingBlock, repeated_programs, words_of
-from pipeloom.schedule.families.greedy import NoWayOn, Planned, Rule, line_of, programs_along, programs_of
+from pipeloom.schedule.families.greedy import (
+    MemoryDeadlock,
+    Planned,
+    PriorityRule,
+    programs_along,
+    programs_of,
+    single_route,
+)
 from pipeloom.schedule.families.layout import Coder, require_sizes
 from pipeloom.schedule.families.v_rounds import round_programs
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.placement import vee
 from pipeloom.schedule.simulate import simulate
+from pipeloom.schedule.timeline import Objective
 
-Objective = Literal["makespan", "span"]
-PATIENCE = (0.5, 0.75, 1.0)
+FIT_SHARES = (0.5, 0.75, 1.0)
 SHY = 1.05  # A W planned 5 % too long, with hops twice as much, keeps out of gaps that it would only just fit.
-MANY = 1_500  # p m above which one way of each kind is tried: p = 64, m = 256 then takes 5 s instead of 17
+# Largest p m for which every rule of each kind is tried: p = 64, m = 256 then takes 5 s instead of 17.
+MOST_CELLS_WITH_ALL_RULES = 1_500
 
 
 def v_schedule(
@@ -35,15 +43,15 @@ def v_schedule(
     """The shortest schedule of `sizes` (p, m) at these costs with at most `room` stage-micro-batches on a rank.
 
     The building blocks give the order of F and I; the weight gradients are placed for the costs, in several ways. With `rounds`
-    the programs of `round_programs` are candidates too, where p m is at most `MANY`. The shortest is that of the least
-    makespan, of equal ones of the least largest span; or, with `objective` "span", the other way round.
+    the programs of `round_programs` are candidates too, where p m is at most `MOST_CELLS_WITH_ALL_RULES`. The shortest has the
+    least makespan, and of equal ones the least largest span; or, with `objective` "span", the other way round.
     """
     ranks, microbatches = sizes
     require_sizes(MOST_PLANNED_CELLS, ranks=ranks, microbatches=microbatches)
     chosen = costs if costs is not None else Costs()
     placement = vee(ranks)
     counted = replace(chosen, activation=1.0, held=1.0)
-    many = ranks * microbatches > MANY
+    many = ranks * microbatches > MOST_CELLS_WITH_ALL_RULES
     candidates: list[list[list[Planned]]] = []
     for block in blocks:
         repeated = repeated_programs(block, placement, microbatches, room)
@@ -53,17 +61,17 @@ def v_schedule(
         if words is None:
             continue
         for plan in _plans(counted)[: 1 if many else 3]:
-            for patience in PATIENCE[-1 if many else 0 :]:
+            for patience in FIT_SHARES[-1 if many else 0 :]:
                 try:
-                    line = line_of(placement, microbatches, plan, [room] * ranks)
+                    line = single_route(placement, microbatches, plan, [room] * ranks)
                     candidates.append(programs_along(line, words, patience))
-                except NoWayOn:
+                except MemoryDeadlock:
                     continue
     if chosen != Costs() or not candidates:
         # One place is kept free for the second half of the V, without which the first could block it for ever.
         caps = [room - 1] * ranks + [room] * ranks
-        line = line_of(placement, microbatches, counted, [room] * ranks, caps)
-        candidates += [programs_of(line, Rule(turns=turns)) for turns in (True, False)]
+        line = single_route(placement, microbatches, counted, [room] * ranks, caps)
+        candidates += [programs_of(line, PriorityRule(turns=turns)) for turns in (True, False)]
     if rounds and not many:
         candidates += round_programs(ranks, microbatches, chosen, room)
     code = Coder(2 * ranks, microbatches)

@@ -7,8 +7,8 @@ from itertools import product
 from pipeloom.errors import CapacityError, UsageError
 from pipeloom.limits import MOST_PLANNED_CELLS
 from pipeloom.schedule.costs import Costs
-from pipeloom.schedule.families.alternation import Alternation, Habits
-from pipeloom.schedule.families.greedy import Rule, line_of, programs_of
+from pipeloom.schedule.families.alternation import Alternation, RoundRules
+from pipeloom.schedule.families.greedy import PriorityRule, programs_of, single_route
 from pipeloom.schedule.families.layout import Coder, require_sizes
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.simulate import simulate
@@ -38,12 +38,12 @@ def zb_auto(ranks: int, microbatches: int, memory: float | None = None, costs: C
     if room < largest:
         raise CapacityError(f"memory is {memory:g}; one micro-batch's activations take {largest:g}")
     candidates = [
-        Alternation(ranks, microbatches, chosen, room, Habits(*flags)).programs()
+        Alternation(ranks, microbatches, chosen, room, RoundRules(*flags)).programs()
         for flags in sorted(set(product((True, False), repeat=3)))
     ]
     if room < 2 * ranks * largest:
-        line = line_of(range(ranks), microbatches, chosen, [room] * ranks)
-        candidates += [programs_of(line, Rule(patience=share)) for share in (0.0, 1.0)]
+        line = single_route(range(ranks), microbatches, chosen, [room] * ranks)
+        candidates += [programs_of(line, PriorityRule(patience=share)) for share in (0.0, 1.0)]
     code = Coder(ranks, microbatches)
     options = {} if memory is None else {"memory": memory}
     schedules = [

@@ -7,8 +7,9 @@ from typing import get_args
 from pipeloom.errors import UsageError, did_you_mean
 from pipeloom.schedule.costs import Costs
 from pipeloom.schedule.families.building_block import BuildingBlock
-from pipeloom.schedule.families.v_shape import Objective, v_schedule
+from pipeloom.schedule.families.v_shape import v_schedule
 from pipeloom.schedule.model import Schedule
+from pipeloom.schedule.timeline import Objective
 
 
 def zbv(ranks: int, microbatches: int, costs: Costs | None = None, objective: Objective = "makespan") -> Schedule:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
+from pipeloom.schedule.costs import TIME_TOLERANCE
 from pipeloom.solver.cyclic.period import PeriodicSchedule
-from pipeloom.solver.instance import TOLERANCE
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ class AnnealingRun:
         self.interval = start.interval
         self.best = [list(sequence) for sequence in start.sequences], list(start.shift)
         self.excess = [
-            max(0.0, start.peak(rank) - start.instance.memory_limit - TOLERANCE) for rank in range(start.instance.ranks)
+            max(0.0, start.peak(rank) - start.instance.memory_limit - TIME_TOLERANCE)
+            for rank in range(start.instance.ranks)
         ]
         self.penalty = ANNEALING.memory_penalty * start.work
 
@@ -77,7 +78,7 @@ class AnnealingRun:
         """`steps` moves, from hot to cold; ends early at a length of `goal` or when `carry_on(moves made)` says no."""
         random, now, initial_temperature = self.random, self.now, self.initial_temperature
         for step in range(steps):
-            if self.interval <= goal + TOLERANCE or (step % ANNEALING.poll_interval == 0 and not carry_on(step)):
+            if self.interval <= goal + TIME_TOLERANCE or (step % ANNEALING.poll_interval == 0 and not carry_on(step)):
                 return
             temperature = (
                 now.work * initial_temperature * (ANNEALING.final_temperature / initial_temperature) ** (step / steps)
@@ -93,13 +94,13 @@ class AnnealingRun:
         before = list(now.sequences[rank]), list(now.shift), self.excess[rank]
         state = now.end, now.order, now.critical, now.interval
         if self._move(run, rank) if run else self._swap(rank, random.choice(now.sequences[rank])):
-            self.excess[rank] = max(0.0, now.peak(rank) - now.instance.memory_limit - TOLERANCE)
+            self.excess[rank] = max(0.0, now.peak(rank) - now.instance.memory_limit - TIME_TOLERANCE)
             left = most - self.penalty * self.over
             if left >= now.work:
                 now.link(rank)
                 now.end, now.order = list(now.end), list(now.order)
                 if now.measure(left):
-                    if now.interval < self.interval - TOLERANCE and not self.over:
+                    if now.interval < self.interval - TIME_TOLERANCE and not self.over:
                         self.interval = now.interval
                         self.best = [list(sequence) for sequence in now.sequences], list(now.shift)
                     return

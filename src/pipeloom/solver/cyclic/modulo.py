@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 
+from pipeloom.schedule.costs import TIME_TOLERANCE
 from pipeloom.solver.cyclic.period import PeriodicSchedule
-from pipeloom.solver.instance import TOLERANCE, Instance
+from pipeloom.solver.instance import Instance
 
 
 class _Table:
@@ -30,9 +31,9 @@ class _Table:
                 following = stretches[at + 1][0] if at + 1 < len(stretches) else stretches[0][0] + interval
                 gap = following - end
                 first = ready + (end - ready) % interval  # the gap's next start
-                if first - interval + gap >= ready + time - TOLERANCE:
+                if first - interval + gap >= ready + time - TIME_TOLERANCE:
                     first = ready  # it is in the gap now, with enough left of it
-                if gap >= time - TOLERANCE:
+                if gap >= time - TIME_TOLERANCE:
                     best = min(best, first)
                 elif gap > longest:
                     longest, start = gap, first

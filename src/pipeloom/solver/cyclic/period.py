@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from pipeloom.solver.instance import TOLERANCE, Instance, Sequences
+from pipeloom.schedule.costs import TIME_TOLERANCE
+from pipeloom.solver.instance import Instance, Sequences
 
 # Passes over the nodes before `measure` gives up: more would measure a few schedules that it now refuses.
 MOST_PASSES = 2000
@@ -70,7 +71,7 @@ class PeriodicSchedule:
 
     @property
     def fits(self) -> bool:
-        memory_limit = self.instance.memory_limit + TOLERANCE
+        memory_limit = self.instance.memory_limit + TIME_TOLERANCE
         return all(self.peak(rank) <= memory_limit for rank in range(self.instance.ranks))
 
     def measure(self, most: float = math.inf) -> bool:
@@ -97,7 +98,7 @@ class PeriodicSchedule:
                 if arrival > value:
                     value, other = arrival, sent
                 value += time[node]
-                if value > end[node] + TOLERANCE:
+                if value > end[node] + TIME_TOLERANCE:
                     end[node] = value
                     reason[node] = other
                     changed = True
@@ -111,7 +112,7 @@ class PeriodicSchedule:
                 ratio = self._ratio(found)
                 if ratio is None or ratio > most:
                     return False
-                if ratio > interval + TOLERANCE:
+                if ratio > interval + TIME_TOLERANCE:
                     interval, self.critical = ratio, found
         self.interval = interval
         low = min(end[:-1])

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
+from pipeloom.schedule.costs import TIME_TOLERANCE
 from pipeloom.solver.cyclic.anneal import ANNEALING, AnnealingRun
 from pipeloom.solver.cyclic.modulo import modulo_packed
 from pipeloom.solver.cyclic.period import PeriodicSchedule
 from pipeloom.solver.cyclic.unroll import periodic_part
 from pipeloom.solver.evaluate import evaluate
-from pipeloom.solver.instance import TOLERANCE, Instance, Sequences
+from pipeloom.solver.instance import Instance, Sequences
 
 
 @dataclass(frozen=True)
@@ -113,10 +114,10 @@ class PeriodSearch:
         ended = evaluate(self.instance, sequences)
         if ended is None or not self.instance.fits(sequences):
             return
-        if ended.value < self.value - TOLERANCE:
+        if ended.value < self.value - TIME_TOLERANCE:
             self.value, self.best = ended.value, sequences
         each = found.instance.microbatches
-        if all(abs(ended.value - value) > TOLERANCE or each != other for value, _, other, _, _ in self.pool):
+        if all(abs(ended.value - value) > TIME_TOLERANCE or each != other for value, _, other, _, _ in self.pool):
             self.pool.append(
                 (ended.value, found.interval, each, [list(sequence) for sequence in found.sequences], list(found.shift))
             )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from pipeloom.schedule.costs import TIME_TOLERANCE
 from pipeloom.solver.cyclic.period import PeriodicSchedule
-from pipeloom.solver.instance import TOLERANCE, Instance, Sequences
+from pipeloom.solver.instance import Instance, Sequences
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def repeat_period(small: Instance, sequences: Sequences, instance: Instance) -> 
         part = periodic_part(small, sequences, each)
         if part is None or not part.fits or not part.measure(least * each):
             continue
-        if part.interval / each < least - TOLERANCE:
+        if part.interval / each < least - TIME_TOLERANCE:
             chosen, least = each, part.interval / each
         if part.interval <= UNROLLING.close * part.work:
             return with_repeated_part(small, sequences, each, instance)

@@ -18,12 +18,12 @@ from pipeloom.errors import CheckpointError, UsageError, echo
 from pipeloom.limits import depth, read_file
 from pipeloom.train.checkpoint.boxes import Box, tiling_problem
 
-FORMAT = "pipeloom.checkpoint/1"
+CHECKPOINT_FORMAT = "pipeloom.checkpoint/1"
 MANIFEST = "manifest.json"
 EXTRA = "extra.json"
 # A tensor and its boxes take some 300 bytes: enough for 3 million of them.
 MANIFEST_BYTES = 2**30
-DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "C64")
+CHECKPOINT_DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "C64")
 REST = {
     "random numbers": "a function of (seed, step, sample, layer): no generator has a state to store",
     "data": "read again from data.source of the configuration in extra.json, from the batch number there on",
@@ -48,7 +48,7 @@ class StoredBox:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor: dtype as safetensors writes it (`"F32"`), the whole shape, and the boxes that hold each element once."""
 
     dtype: str
@@ -79,7 +79,7 @@ class Manifest:
 
     step: int
     stored: tuple[str, ...]
-    tensors: Mapping[str, Entry]
+    tensors: Mapping[str, TensorEntry]
     numbers: Mapping[str, float | int | bool]
     files: Mapping[str, StoredFile]
     writer: Mapping[str, Any] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class Manifest:
 def to_bytes(manifest: Manifest) -> bytes:
     """The content of `manifest.json`."""
     content: dict[str, Any] = {
-        "format": FORMAT,
+        "format": CHECKPOINT_FORMAT,
         "step": manifest.step,
         "stored": list(manifest.stored),
         "rest": REST,
@@ -133,8 +133,8 @@ def read_manifest(directory: Path) -> Manifest:
             raise ValueError("expected one JSON object")
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: expected JSON, found {str(error)[:200]}") from None
-    if content.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: expected format {FORMAT!r}, found {echo(content.get('format'))}")
+    if content.get("format") != CHECKPOINT_FORMAT:
+        raise CheckpointError(f"{path}: expected format {CHECKPOINT_FORMAT!r}, found {echo(content.get('format'))}")
     said = content.pop("sha256", None)
     found = _digest(content)
     if said != found:
@@ -154,7 +154,7 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 def _parse(content: Mapping[str, Any]) -> Manifest:
     tensors = {
-        key: Entry(
+        key: TensorEntry(
             entry["dtype"],
             _sizes(entry["shape"]),
             tuple(
@@ -186,7 +186,7 @@ def _check(manifest: Manifest, path: Path) -> None:
     if ("extra" in manifest.stored) != (EXTRA in manifest.files):
         raise CheckpointError(f"{path}: expected {EXTRA} among its files, found {sorted(manifest.files)[:5]}")
     for key, entry in manifest.tensors.items():
-        if entry.dtype not in DTYPES:
+        if entry.dtype not in CHECKPOINT_DTYPES:
             raise CheckpointError(f"{path}: {echo(key)} has the unknown dtype {echo(entry.dtype)}")
         for box in entry.boxes:
             if box.file not in manifest.files:

@@ -21,7 +21,7 @@ from pipeloom.train.checkpoint.manifest import MANIFEST, Manifest
 if TYPE_CHECKING:
     from pipeloom.train.worker import WorkerContext
 
-RUN_FILE = "run.json"  # in a run's folder: the digests of its model and data
+DIGESTS_FILE = "run.json"  # in a run's folder: the digests of its model and data
 # What decides names and shapes of parameters and buffers.
 _MODEL_KEYS = (
     *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias"),
@@ -152,7 +152,7 @@ def newest_run(config: Config, mine: Mapping[str, str]) -> Path | None:
     runs = []
     for path in root.iterdir() if root.is_dir() else ():
         try:
-            facts = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
+            facts = json.loads((path / DIGESTS_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
         if isinstance(facts, dict) and all(facts.get(key) == value for key, value in mine.items()):
@@ -174,7 +174,7 @@ def _folder(found: Mapping[str, Any], extra: Mapping[str, Any]) -> Path | None:
     if found["exact"]:
         return None
     folder = Path(found["folder"] or str(extra.get("run", "")))
-    return folder if folder.is_absolute() and (folder / RUN_FILE).is_file() else None
+    return folder if folder.is_absolute() and (folder / DIGESTS_FILE).is_file() else None
 
 
 def _differences(config: Config, mine: Mapping[str, str], extra: Mapping[str, Any]) -> list[str]:

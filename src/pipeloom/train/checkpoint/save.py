@@ -30,7 +30,7 @@ from pipeloom.runtime import Pipeline
 from pipeloom.train.checkpoint.boxes import Box, tiling_problem
 from pipeloom.train.checkpoint.files import DTYPE_NAMES, write_bytes, write_tensors
 from pipeloom.train.checkpoint.folder import partial_path, prune, publish, remove_leftovers, step_path
-from pipeloom.train.checkpoint.manifest import EXTRA, MANIFEST, Entry, Manifest, StoredBox, StoredFile, to_bytes
+from pipeloom.train.checkpoint.manifest import EXTRA, MANIFEST, Manifest, StoredBox, StoredFile, TensorEntry, to_bytes
 from pipeloom.train.checkpoint.state import AnyOptimizer, Number, Part, model_parts, optimizer_parts
 
 # A rank whose part has not appeared by then is not writing into the same directory, or is gone.
@@ -52,7 +52,7 @@ class _Plan:
     digest: str
     mine: tuple[tuple[int, str], ...]
     writers: tuple[int, ...]
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, TensorEntry]
 
 
 class Saver:
@@ -367,7 +367,7 @@ def _plan(everyone: Sequence[Sequence[Sequence[Any]]], rank: int, digest: str) -
         digest,
         tuple(mine),
         tuple(sorted(writers)),
-        {key: Entry(*whole[key], tuple(boxes)) for key, boxes in sorted(entries.items())},
+        {key: TensorEntry(*whole[key], tuple(boxes)) for key, boxes in sorted(entries.items())},
     )
 
 

@@ -9,9 +9,8 @@ from typing import Any
 from pipeloom.config.search import SearchRequest
 from pipeloom.errors import CapacityError
 from pipeloom.schedule import Costs, Schedule, simulate
+from pipeloom.schedule.costs import TIME_TOLERANCE
 from pipeloom.schedule.json_form import from_json, to_json
-
-TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def search_for(request: SearchRequest, costs: Costs, source: str) -> SearchOutco
             seed=request.seed,
         )
     except CapacityError:
-        if max(simulate(family, costs).peak_memory) > request.memory + TOLERANCE:
+        if max(simulate(family, costs).peak_memory) > request.memory + TIME_TOLERANCE:
             raise
         return SearchOutcome(family, costs, objective, baseline, baseline, 0.0, source)
     if result.interrupted:
