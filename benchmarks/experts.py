@@ -73,8 +73,8 @@ def emulate(link: Link) -> None:
     tokens = BATCH * LENGTH
     attention, run, experts = Attention.forward, moe_overlap._BlockAttention.run, Experts.forward
 
-    def attend(self: Attention, x: Tensor) -> Tensor:
-        return Busy.apply(attention(self, x), SECONDS)  # type: ignore[no-any-return, no-untyped-call]
+    def attend(self: Attention, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        return Busy.apply(attention(self, x, position_ids), SECONDS)  # type: ignore[no-any-return, no-untyped-call]
 
     def attend_block(self: Any, start: int, end: int) -> Tensor:
         return Busy.apply(run(self, start, end), SECONDS * (end - start) / LENGTH)  # type: ignore[no-any-return, no-untyped-call]

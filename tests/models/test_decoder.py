@@ -13,11 +13,15 @@ from pipeloom.config import layer_sizes, load
 from pipeloom.config.sections import ModelSection
 from pipeloom.models import cross_entropy, hub_name, layers
 from pipeloom.models.decoder import Attention, FeedForward, RMSNorm
-from pipeloom.models.rotary import rotate
+from pipeloom.models.rotary import rotary_table, rotate
 
 
 def shape(**changes: Any) -> ModelSection:
     return load("tiny", {f"model.{key}": value for key, value in changes.items()}).model
+
+
+def turned(x: Tensor, theta: float) -> Tensor:
+    return rotate(x, rotary_table(x.shape[-2], x.shape[-1], theta, x.dtype, x.device))
 
 
 def naive_rotation(x: Tensor, theta: float) -> Tensor:
@@ -56,12 +60,12 @@ def normal(*size: int) -> Tensor:
 
 def test_rotary_positions_turn_pairs_as_complex_numbers() -> None:
     x = normal(2, 3, 7, 8)
-    torch.testing.assert_close(rotate(x, 100.0), naive_rotation(x, 100.0), rtol=0, atol=1e-5)
+    torch.testing.assert_close(turned(x, 100.0), naive_rotation(x, 100.0), rtol=0, atol=1e-5)
 
 
 def test_rotary_scores_depend_on_the_distance_only() -> None:
     query, key = (normal(1, 8).expand(9, 8) * scale for scale in (1.0, 0.5))
-    scores = rotate(query, 10.0) @ rotate(key, 10.0).T
+    scores = turned(query, 10.0) @ turned(key, 10.0).T
     for distance in range(8):
         line = torch.diagonal(scores, -distance)
         torch.testing.assert_close(line, line[:1].expand_as(line), rtol=0, atol=1e-5)
@@ -100,7 +104,7 @@ def plain_block(weights: dict[str, Tensor], model: ModelSection, x: Tensor) -> T
     query, key, value = (
         linear(f"self_attn.{part}_proj", normed).view(len(x), length, -1, width).transpose(1, 2) for part in "qkv"
     )
-    query, key = rotate(query, model.rope_theta), rotate(key, model.rope_theta)
+    query, key = turned(query, model.rope_theta), turned(key, model.rope_theta)
     key, value = (part.repeat_interleave(heads // groups, 1) for part in (key, value))
     scores = query @ key.transpose(-1, -2) / math.sqrt(width)
     later = torch.ones(length, length, dtype=torch.bool).triu(1)

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeloom.decoder_shape import DecoderShape
-from pipeloom.models.rotary import rotate
+from pipeloom.models.documents import visible
+from pipeloom.models.rotary import rotary_rows, rotary_table, rotate
 from pipeloom.ops.microbatch import MicrobatchContext
 from pipeloom.ops.random_state import Dropout, TokenPart
 from pipeloom.parallel.sharding import ParameterSharding
@@ -60,18 +61,25 @@ class Attention(nn.Module):
         self.v_proj = column_linear(hidden, keys, tensor, bias=bias)
         self.o_proj = row_linear(queries, hidden, tensor, bias=shape.attention_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.split_heads(x)
+    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """With `position_ids` [batch, length], which restart with each document of a row, documents do not see each other."""
+        query, key, value = self.split_heads(x, position_ids)
         grouped = self.key_value_heads < self.heads
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        mask = None if position_ids is None else visible(position_ids)
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+        )
         return self.merge_heads(mixed)
 
-    def split_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def split_heads(self, x: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """x [batch, length, hidden] -> queries and keys, turned to their positions, and values: [batch, heads, length, width]."""
         queries, keys, values = project(x, self.q_proj, self.k_proj, self.v_proj)
-        query = rotate(self._split(queries, self.heads), self.theta)
-        key = rotate(self._split(keys, self.key_value_heads), self.theta)
-        return query, key, self._split(values, self.key_value_heads)
+        query, key = self._split(queries, self.heads), self._split(keys, self.key_value_heads)
+        if position_ids is None:
+            table = rotary_table(query.shape[-2], self.head_width, self.theta, query.dtype, query.device)
+        else:
+            table = rotary_rows(position_ids, self.head_width, self.theta, query.dtype)
+        return rotate(query, table), rotate(key, table), self._split(values, self.key_value_heads)
 
     def merge_heads(self, mixed: Tensor) -> Tensor:
         """[batch, heads, length, width] -> [batch, length, hidden]."""
@@ -113,9 +121,11 @@ class Block(nn.Module):
         self.mlp = FeedForward(shape, tensor)
         self.mlp_dropout = Dropout(shape.dropout, part)
 
-    def forward(self, x: Tensor, microbatch: MicrobatchContext | None = None) -> Tensor:
-        """`microbatch` is needed for dropout in training only."""
-        mixed = self.self_attn(self.input_layernorm(x))
+    def forward(
+        self, x: Tensor, microbatch: MicrobatchContext | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
+        """`microbatch` is needed for dropout in training only, `position_ids` where rows hold several documents."""
+        mixed = self.self_attn(self.input_layernorm(x), position_ids)
         attended: Tensor = x + self.attention_dropout(mixed, microbatch)
         inner = self.mlp(self.post_attention_layernorm(attended))
         out: Tensor = attended + self.mlp_dropout(inner, microbatch)

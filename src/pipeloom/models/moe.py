@@ -105,29 +105,38 @@ class SparseBlock(nn.Module):
         self.mlp = SparseFeedForward(shape, tensor, expert)
         self.mlp_dropout = Dropout(shape.dropout, part)
 
-    def forward(self, x: Tensor, microbatch: MicrobatchContext | None = None) -> Tensor:
-        """`microbatch` is needed in training for dropout and for routers that draw; without it auxiliary losses count 1."""
-        out: Tensor = in_order(self.segments(microbatch=microbatch), (x,))[0]
+    def forward(
+        self, x: Tensor, microbatch: MicrobatchContext | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
+        """`microbatch` is needed in training for dropout and for routers that draw; without it auxiliary losses count 1.
+
+        `position_ids` [batch, length] restart with each document where rows hold several.
+        """
+        out: Tensor = in_order(self.segments(microbatch=microbatch, position_ids=position_ids), (x,))[0]
         return out
 
-    def segments(self, *, microbatch: MicrobatchContext | None = None) -> Sequence[Segment]:
+    def segments(
+        self, *, microbatch: MicrobatchContext | None = None, position_ids: Tensor | None = None
+    ) -> Sequence[Segment]:
         """x -> the block's output. With parts that overlap each other inside the micro-batch, they are one segment."""
         expert = self.mlp.expert
         if expert is not None and expert.chunks > 1:
-            return [Compute("block in chunks", partial(run_in_chunks, self, microbatch))]
+            return [Compute("block in chunks", partial(run_in_chunks, self, microbatch, position_ids))]
         if expert is not None and expert.blocks > 1:
-            return [Compute("block in sequence blocks", partial(run_in_sequence_blocks, self, microbatch))]
+            run = partial(run_in_sequence_blocks, self, microbatch, position_ids)
+            return [Compute("block in sequence blocks", run)]
         return [
-            Compute("attention", partial(self._attend_and_route, microbatch)),
+            Compute("attention", partial(self._attend_and_route, microbatch, position_ids)),
             *dispatch_segments(expert),
             Compute("experts", self._compute),
             *combine_segments(expert),
             Compute("mixture", partial(self._mix, microbatch)),
         ]
 
-    def attend(self, x: Tensor, microbatch: MicrobatchContext | None) -> Tensor:
+    def attend(self, x: Tensor, microbatch: MicrobatchContext | None, position_ids: Tensor | None = None) -> Tensor:
         """x and what attention adds to it."""
-        gained: Tensor = self.attention_dropout(self.self_attn(self.input_layernorm(x)), microbatch)
+        mixed = self.self_attn(self.input_layernorm(x), position_ids)
+        gained: Tensor = self.attention_dropout(mixed, microbatch)
         return x + gained
 
     def tokens(self, attended: Tensor) -> Tensor:
@@ -145,8 +154,10 @@ class SparseBlock(nn.Module):
         gained: Tensor = self.mlp_dropout(whole, microbatch)
         return attended + gained
 
-    def _attend_and_route(self, microbatch: MicrobatchContext | None, values: Values) -> Values:
-        attended = self.attend(values[0], microbatch)
+    def _attend_and_route(
+        self, microbatch: MicrobatchContext | None, position_ids: Tensor | None, values: Values
+    ) -> Values:
+        attended = self.attend(values[0], microbatch, position_ids)
         tokens = self.tokens(attended).flatten(0, 1)
         routing = self.mlp.route(tokens, microbatch)
         (dispatch_plan,) = plan_dispatch([routing], self.mlp.expert)

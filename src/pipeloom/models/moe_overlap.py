@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pipeloom.models.decoder import Attention
+from pipeloom.models.documents import visible
 from pipeloom.ops.microbatch import MicrobatchContext
 from pipeloom.ops.segments import Communication, Values, begin, in_order
 from pipeloom.parallel.dispatch import combine_segments, dispatch_segments, permute_for_dispatch, unpermute_and_mix
@@ -27,10 +28,12 @@ if TYPE_CHECKING:
 Finish = Callable[[], Values]
 
 
-def run_in_chunks(block: SparseBlock, microbatch: MicrobatchContext | None, values: Values) -> Values:
+def run_in_chunks(
+    block: SparseBlock, microbatch: MicrobatchContext | None, position_ids: Tensor | None, values: Values
+) -> Values:
     """The block with its tokens in chunks: dispatch(i+1) beside experts(i) beside combine(i-1) (Tutel, arXiv 2206.03382)."""
     mlp, expert = block.mlp, _spread(block)
-    attended = block.attend(values[0], microbatch)
+    attended = block.attend(values[0], microbatch, position_ids)
     tokens = block.tokens(attended).flatten(0, 1)
     chunks = tokens.tensor_split(expert.chunks)
     routings = _cut(mlp.route(tokens, microbatch), expert.chunks)
@@ -54,7 +57,9 @@ def run_in_chunks(block: SparseBlock, microbatch: MicrobatchContext | None, valu
     return (block.add(attended, whole if shared is None else whole + shared, microbatch),)
 
 
-def run_in_sequence_blocks(block: SparseBlock, microbatch: MicrobatchContext | None, values: Values) -> Values:
+def run_in_sequence_blocks(
+    block: SparseBlock, microbatch: MicrobatchContext | None, position_ids: Tensor | None, values: Values
+) -> Values:
     """The block with its sequences in blocks: dispatch(i) beside attention(i+1), combine(i) beside what follows (AMPipe).
 
     Nothing is dropped for its place here (config/expert_checks.py): capacity is known only when all tokens are routed.
@@ -63,7 +68,7 @@ def run_in_sequence_blocks(block: SparseBlock, microbatch: MicrobatchContext | N
     mlp, expert = block.mlp, _spread(block)
     whole_draws = mlp.gate.draw(x.flatten(0, 1), microbatch)
     dropped = _mask(block, x, microbatch)
-    attention = _BlockAttention(block.self_attn, block.input_layernorm(x))
+    attention = _BlockAttention(block.self_attn, block.input_layernorm(x), position_ids)
     spans = [(int(part[0]), int(part[-1]) + 1) for part in torch.arange(x.shape[1]).tensor_split(expert.blocks)]
     tally = None
     ready: list[tuple[Finish, DispatchPlan, Tensor]] = []
@@ -93,18 +98,22 @@ def run_in_sequence_blocks(block: SparseBlock, microbatch: MicrobatchContext | N
 class _BlockAttention:
     """Causal attention of one run of queries at a time over all keys up to them."""
 
-    def __init__(self, attention: Attention, x: Tensor) -> None:
+    def __init__(self, attention: Attention, x: Tensor, position_ids: Tensor | None) -> None:
         self._attention = attention
-        self._query, self._key, self._value = attention.split_heads(x)
+        self._position_ids = position_ids
+        self._query, self._key, self._value = attention.split_heads(x, position_ids)
 
     def run(self, start: int, end: int) -> Tensor:
         """What positions start..end-1 get: [batch, end - start, hidden]."""
-        visible = torch.ones(end - start, end, dtype=torch.bool, device=self._query.device).tril(start)
+        if self._position_ids is None:
+            mask = torch.ones(end - start, end, dtype=torch.bool, device=self._query.device).tril(start)
+        else:
+            mask = visible(self._position_ids, start, end)
         mixed = F.scaled_dot_product_attention(
             self._query[:, :, start:end],
             self._key[:, :, :end],
             self._value[:, :, :end],
-            attn_mask=visible,
+            attn_mask=mask,
             enable_gqa=self._key.shape[1] < self._query.shape[1],
         )
         return self._attention.merge_heads(mixed)

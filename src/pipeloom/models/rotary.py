@@ -19,8 +19,16 @@ def rotary_table(
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def rotate(x: Tensor, theta: float) -> Tensor:
-    """`x` [..., length, width] with the pair (i, i + width / 2) at position t turned by t theta^(-2 i / width)."""
-    cos, sin = rotary_table(x.shape[-2], x.shape[-1], theta, x.dtype, x.device)
+def rotary_rows(position_ids: Tensor, width: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """As `rotary_table`, for the given positions [batch, length]: each [batch, 1, length, width / 2]."""
+    device = position_ids.device
+    frequencies = theta ** (-torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
+    angles = position_ids[:, None, :, None].to(torch.float32) * frequencies
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    """`x` [..., length, width] with the pair (i, i + width / 2) turned by the angles whose cosines and sines are given."""
+    cos, sin = table
     left, right = x.chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
