@@ -15,6 +15,7 @@ from pipeloom.models.decoder import Block, Head
 from pipeloom.models.gate import TopKGate
 from pipeloom.models.init import Deviations, InitSpec, draw
 from pipeloom.models.moe import SparseBlock
+from pipeloom.models.moe_overlap import OverlappedSparseBlock
 from pipeloom.ops.layer import Layer
 from pipeloom.ops.random_state import set_sources
 from pipeloom.parallel.dispatch_plan import ExpertParallel
@@ -52,7 +53,9 @@ def layers(
     cut = spread(tensor)
     index = {"tp": cut.index if cut is not None else 0, "ep": expert.axis.index if expert is not None else 0}
     drawing = InitSpec(seed, deviations, same, index)
-    block = partial(SparseBlock, shape, cut, expert) if shape.num_experts else partial(Block, shape, cut)
+    overlaps = expert is not None and expert.size > 1 and max(expert.chunks, expert.blocks) > 1
+    sparse = OverlappedSparseBlock if overlaps else SparseBlock
+    block = partial(sparse, shape, cut, expert) if shape.num_experts else partial(Block, shape, cut)
 
     def build(name: str, make: Callable[[], nn.Module]) -> nn.Module:
         with torch.device("meta"):

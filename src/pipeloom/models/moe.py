@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from pipeloom.decoder_shape import DecoderShape
 from pipeloom.models.decoder import Attention, RMSNorm
 from pipeloom.models.gate import TopKGate
-from pipeloom.models.moe_overlap import run_in_chunks, run_in_sequence_blocks
 from pipeloom.ops.microbatch import MicrobatchContext
 from pipeloom.ops.random_state import Dropout, TokenPart
 from pipeloom.ops.segments import Compute, Segment, Values, in_order
@@ -118,13 +117,8 @@ class SparseBlock(nn.Module):
     def segments(
         self, *, microbatch: MicrobatchContext | None = None, position_ids: Tensor | None = None
     ) -> Sequence[Segment]:
-        """x -> the block's output. With parts that overlap each other inside the micro-batch, they are one segment."""
+        """x -> the block's output, cut at the all-to-alls."""
         expert = self.mlp.expert
-        if expert is not None and expert.chunks > 1:
-            return [Compute("block in chunks", partial(run_in_chunks, self, microbatch, position_ids))]
-        if expert is not None and expert.blocks > 1:
-            run = partial(run_in_sequence_blocks, self, microbatch, position_ids)
-            return [Compute("block in sequence blocks", run)]
         return [
             Compute("attention", partial(self._attend_and_route, microbatch, position_ids)),
             *dispatch_segments(expert),

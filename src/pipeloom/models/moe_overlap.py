@@ -6,9 +6,9 @@ does not depend on the parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,16 +16,27 @@ from torch.nn import functional as F
 
 from pipeloom.models.decoder import Attention
 from pipeloom.models.documents import visible
+from pipeloom.models.moe import SparseBlock, SparseFeedForward
 from pipeloom.ops.microbatch import MicrobatchContext
-from pipeloom.ops.segments import Communication, Values, begin, in_order
+from pipeloom.ops.segments import Communication, Compute, Segment, Values, begin, in_order
 from pipeloom.parallel.dispatch import combine_segments, dispatch_segments, permute_for_dispatch, unpermute_and_mix
 from pipeloom.parallel.dispatch_plan import DispatchPlan, ExpertParallel, plan_dispatch
 from pipeloom.parallel.router import RouterNoise, Routing
 
-if TYPE_CHECKING:
-    from pipeloom.models.moe import SparseBlock, SparseFeedForward
-
 Finish = Callable[[], Values]
+
+
+class OverlappedSparseBlock(SparseBlock):
+    """A block whose tokens are cut into parts (`ExpertParallel.chunks` or `blocks`), which overlap in one segment."""
+
+    def segments(
+        self, *, microbatch: MicrobatchContext | None = None, position_ids: Tensor | None = None
+    ) -> Sequence[Segment]:
+        """Return the one segment, x -> the block's output."""
+        if _spread(self).chunks > 1:
+            return [Compute("block in chunks", partial(run_in_chunks, self, microbatch, position_ids))]
+        run = partial(run_in_sequence_blocks, self, microbatch, position_ids)
+        return [Compute("block in sequence blocks", run)]
 
 
 def run_in_chunks(

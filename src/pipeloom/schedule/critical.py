@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+from pipeloom.schedule.costs import Costs
 from pipeloom.schedule.graph import Graph
-
-if TYPE_CHECKING:
-    from pipeloom.schedule.timeline import Timeline
+from pipeloom.schedule.model import Schedule
 
 
-def critical_path(timeline: Timeline) -> tuple[tuple[int, int], ...]:
-    """See `Timeline.critical_path`. Linear in the number of entries, once."""
-    schedule = timeline.schedule
+def critical_path(
+    schedule: Schedule, costs: Costs, all_ends: Sequence[Sequence[float]], overlap_p2p: bool
+) -> tuple[tuple[int, int], ...]:
+    """Return what `Timeline.critical_path` describes; `all_ends`: rank -> the ends of its entries. Linear in their number."""
     graph = Graph.of(schedule)
-    factors = timeline.costs.factors(schedule.microbatches)
+    factors = costs.factors(schedule.microbatches)
     entries = [schedule.split_entries(rank) for rank in range(schedule.ranks)]
     maker: dict[int, tuple[int, int]] = {}
     none = schedule.no_action
@@ -23,7 +23,7 @@ def critical_path(timeline: Timeline) -> tuple[tuple[int, int], ...]:
             for at, code in enumerate(codes):
                 if code != none:
                     maker[graph.event[code] if graph.event is not None else code] = rank, at
-    _, rank, at = max((ends[-1], rank, len(ends) - 1) for rank, ends in enumerate(timeline.ends) if ends)
+    _, rank, at = max((ends[-1], rank, len(ends) - 1) for rank, ends in enumerate(all_ends) if ends)
     path = [(rank, at)]
     while True:
         candidates = []
@@ -31,12 +31,12 @@ def critical_path(timeline: Timeline) -> tuple[tuple[int, int], ...]:
             made = maker.get(graph.needs[code]) if code != none else None
             if made is not None:
                 source, position = made
-                arrival = timeline.ends[source][position]
-                if timeline.overlap_p2p:  # else the hop comes after whatever was waited for
-                    arrival += timeline.costs.hop(source, rank, factors[code % schedule.microbatches])
+                arrival = all_ends[source][position]
+                if overlap_p2p:  # else the hop comes after whatever was waited for
+                    arrival += costs.hop(source, rank, factors[code % schedule.microbatches])
                 candidates.append((arrival, source != rank, made))
         if at:
-            candidates.append((timeline.ends[rank][at - 1], False, (rank, at - 1)))
+            candidates.append((all_ends[rank][at - 1], False, (rank, at - 1)))
         if not candidates:
             return tuple(reversed(path))
         rank, at = max(candidates)[2]

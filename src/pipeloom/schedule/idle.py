@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Protocol, get_args
 
 from pipeloom.schedule.actions import OUTPUT, kinds
+from pipeloom.schedule.costs import Costs
 from pipeloom.schedule.graph import Graph
-
-if TYPE_CHECKING:
-    from pipeloom.schedule.timeline import Timeline
+from pipeloom.schedule.model import Schedule
 
 Cause = Literal["dependency", "message", "memory", "end of step", "overhead"]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
@@ -32,7 +32,26 @@ class Gap(NamedTuple):
     at: int
 
 
-def gaps(timeline: Timeline) -> tuple[tuple[Gap, ...], ...]:
+class TimedSchedule(Protocol):
+    """The part of a `Timeline` that decides the causes; its attributes are described there."""
+
+    @property
+    def schedule(self) -> Schedule: ...
+    @property
+    def costs(self) -> Costs: ...
+    @property
+    def starts(self) -> tuple[tuple[float, ...], ...]: ...
+    @property
+    def ends(self) -> tuple[tuple[float, ...], ...]: ...
+    @property
+    def overlap_p2p(self) -> bool: ...
+    @property
+    def peak_memory(self) -> Sequence[float]: ...
+    @property
+    def memory_changes(self) -> Sequence[float]: ...
+
+
+def gaps(timeline: TimedSchedule) -> tuple[tuple[Gap, ...], ...]:
     """rank -> its gaps from the start of the step to its end, in order. Linear in the number of entries."""
     schedule = timeline.schedule
     if not any(timeline.starts):
@@ -50,7 +69,7 @@ class _Makers(NamedTuple):
     place: dict[int, tuple[int, int]]
 
 
-def _makers(timeline: Timeline) -> _Makers:
+def _makers(timeline: TimedSchedule) -> _Makers:
     schedule = timeline.schedule
     graph = Graph.of(schedule, full=True)
     assert graph.event is not None
@@ -63,7 +82,9 @@ def _makers(timeline: Timeline) -> _Makers:
     return _Makers(graph, place)
 
 
-def _arrival(timeline: Timeline, maker: _Makers, rank: int, code: int, clock: float) -> tuple[float, float, int] | None:
+def _arrival(
+    timeline: TimedSchedule, maker: _Makers, rank: int, code: int, clock: float
+) -> tuple[float, float, int] | None:
     """(arrival, end of what produces it, rank of that) of what the action waits for; None where it waits for nothing.
 
     `clock`: when its rank is free, from when on the message travels where receivers wait for theirs.
@@ -78,7 +99,7 @@ def _arrival(timeline: Timeline, maker: _Makers, rank: int, code: int, clock: fl
     return leaves + timeline.costs.hop(source, rank, factor), end, source
 
 
-def _gaps_of(timeline: Timeline, rank: int, maker: _Makers, step: tuple[float, float]) -> tuple[Gap, ...]:
+def _gaps_of(timeline: TimedSchedule, rank: int, maker: _Makers, step: tuple[float, float]) -> tuple[Gap, ...]:
     schedule = timeline.schedule
     firsts, seconds = schedule.split_entries(rank)
     forwards = [OUTPUT in kind.produces for kind in kinds()]

@@ -202,7 +202,7 @@ class Timeline:
         Backwards from the entry that ends last: the one before is the rank's previous entry or the one that made the message
         waited for, whichever let it start later (the message, where both did).
         """
-        return critical_path(self)
+        return critical_path(self.schedule, self.costs, self.ends, self.overlap_p2p)
 
     def _repr_svg_(self) -> str | None:
         """For notebooks: the drawing."""
