@@ -15,7 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 from pipeloom import schedules
 from pipeloom.errors import PipeloomError, ScheduleError
-from pipeloom.schedule import Action, Costs, Kind, Pair, Schedule, Timeline, check, lower_bound, register_kind, simulate
+from pipeloom.schedule import (
+    Action,
+    Costs,
+    Kind,
+    NamedTensor,
+    Pair,
+    Schedule,
+    Timeline,
+    check,
+    lower_bound,
+    register_kind,
+    simulate,
+)
 from pipeloom.schedule.files import load
 
 if TYPE_CHECKING:
@@ -29,6 +41,7 @@ __all__ = [
     "Action",
     "Costs",
     "Kind",
+    "NamedTensor",
     "Pair",
     "PipeloomError",
     "Schedule",

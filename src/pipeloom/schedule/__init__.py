@@ -5,6 +5,7 @@ from pipeloom.schedule.bounds import lower_bound
 from pipeloom.schedule.check import check
 from pipeloom.schedule.costs import Costs
 from pipeloom.schedule.model import Schedule
+from pipeloom.schedule.named import NamedTensor
 from pipeloom.schedule.period import period
 from pipeloom.schedule.simulate import simulate
 from pipeloom.schedule.timeline import Timeline
@@ -13,6 +14,7 @@ __all__ = [
     "Action",
     "Costs",
     "Kind",
+    "NamedTensor",
     "Pair",
     "Schedule",
     "Timeline",

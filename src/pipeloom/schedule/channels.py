@@ -24,13 +24,22 @@ class Channel(NamedTuple):
     kind: MessageKind
 
 
+class Edge(NamedTuple):
+    """What one stage hands to another: OUTPUT, or a tensor by its name. Its gradient comes back along it."""
+
+    producer: int
+    consumer: int
+    name: str
+
+
 class Message(NamedTuple):
     """What stage `producer` computed and stage `consumer` waits for, of one micro-batch.
 
     Attributes:
         channel: what it travels on.
-        producer, consumer: the stages; neighbours in their route.
-        name: what it is: the producer's output, or its input gradient.
+        producer, consumer: the stages; neighbours in their route, unless the tensor has a name.
+        name: what it is: the producer's output, its input gradient, or the name of a tensor (of its gradient, where the
+            channel's kind is that).
         microbatch: whose it is.
         number: its position among the messages of its channel, from 0.
     """
@@ -44,7 +53,20 @@ class Message(NamedTuple):
 
     @property
     def words(self) -> str:
-        return f"the {self.name} of stage {self.producer} micro-batch {self.microbatch}"
+        if self.name in (OUTPUT, INPUT_GRADIENT):
+            return f"the {self.name} of stage {self.producer} micro-batch {self.microbatch}"
+        if self.channel.kind == "activation":
+            return (
+                f"tensor {self.name!r} of stage {self.producer} for stage {self.consumer} micro-batch {self.microbatch}"
+            )
+        return f"the gradient of tensor {self.name!r} from stage {self.producer} micro-batch {self.microbatch}"
+
+    @property
+    def edge(self) -> Edge:
+        """What it carries; of a gradient message what that is the gradient of."""
+        if self.channel.kind == "activation":
+            return Edge(self.producer, self.consumer, self.name)
+        return Edge(self.consumer, self.producer, OUTPUT if self.name == INPUT_GRADIENT else self.name)
 
 
 @dataclass(frozen=True)
@@ -59,31 +81,47 @@ class EntryTraffic:
 def traffic(schedule: Schedule) -> tuple[tuple[EntryTraffic, ...], ...]:
     """rank -> its program with messages. The schedule must have passed `check`."""
     before, after = neighbours(schedule)
-    made: dict[tuple[MessageKind, int, int], Message] = {}
+    named = NamedEdges.of(schedule)
+    made: dict[tuple[MessageKind, Edge, int], Message] = {}
     count: dict[Channel, int] = defaultdict(int)
+
+    def into(stage: int) -> list[Edge]:
+        origin = before[stage]
+        return [*([] if origin is None else [Edge(origin, stage, OUTPUT)]), *named.reads[stage]]
+
+    def out_of(stage: int) -> list[Edge]:
+        to = after[stage]
+        return [*([] if to is None else [Edge(stage, to, OUTPUT)]), *named.writes[stage]]
 
     def sends(rank: int, action: Action) -> tuple[Message, ...]:
         kind = message_kind(action)
         if kind is None:
             return ()
-        to = (after if kind == "activation" else before)[action.stage]
-        if to is None or schedule.placement[to] == rank:
-            return ()
-        channel = Channel(rank, schedule.placement[to], kind)
-        name = OUTPUT if kind == "activation" else INPUT_GRADIENT
-        message = Message(channel, action.stage, to, name, action.microbatch, count[channel])
-        count[channel] += 1
-        made[kind, action.stage, action.microbatch] = message
-        return (message,)
+        messages = []
+        for edge in out_of(action.stage) if kind == "activation" else into(action.stage):
+            producer, consumer, name = edge
+            if kind == "gradient":
+                producer, consumer, name = consumer, producer, INPUT_GRADIENT if name == OUTPUT else name
+            if schedule.placement[consumer] == rank:
+                continue
+            channel = Channel(rank, schedule.placement[consumer], kind)
+            message = Message(channel, producer, consumer, name, action.microbatch, count[channel])
+            count[channel] += 1
+            made[kind, edge, action.microbatch] = message
+            messages.append(message)
+        return tuple(messages)
 
     def receives(rank: int, action: Action) -> tuple[Message, ...]:
         kind = message_kind(action)
         if kind is None:
             return ()
-        origin = (before if kind == "activation" else after)[action.stage]
-        if origin is None or schedule.placement[origin] == rank:
-            return ()
-        return (made[kind, origin, action.microbatch],)
+        awaited = into(action.stage) if kind == "activation" else out_of(action.stage)
+        sources = [edge.producer if kind == "activation" else edge.consumer for edge in awaited]
+        return tuple(
+            made[kind, edge, action.microbatch]
+            for edge, source in zip(awaited, sources, strict=True)
+            if schedule.placement[source] != rank
+        )
 
     sent = [[sum((sends(rank, a) for a in parts(cell)), ()) for cell in p] for rank, p in enumerate(schedule.programs)]
     return tuple(
@@ -111,23 +149,48 @@ def neighbours(schedule: Schedule) -> tuple[list[int | None], list[int | None]]:
     return before, after
 
 
+@dataclass(frozen=True)
+class NamedEdges:
+    """Where named tensors go, by stage.
+
+    Attributes:
+        reads: stage -> what it receives by name, in the order of `Schedule.tensors`.
+        writes: stage -> what it sends by name, in that order.
+    """
+
+    reads: tuple[tuple[Edge, ...], ...]
+    writes: tuple[tuple[Edge, ...], ...]
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> NamedEdges:
+        """Of every route: its stage at the producer's position sends to those at the consumers'."""
+        edges = [
+            Edge(route[tensor.producer], route[consumer], tensor.name)
+            for route in schedule.routes
+            for tensor in schedule.tensors
+            for consumer in tensor.consumers
+        ]
+        return cls(
+            tuple(tuple(edge for edge in edges if edge.consumer == stage) for stage in range(schedule.stages)),
+            tuple(tuple(edge for edge in edges if edge.producer == stage) for stage in range(schedule.stages)),
+        )
+
+
 def smallest_depths(program: tuple[EntryTraffic, ...]) -> dict[Channel, int]:
     """channel -> the fewest receives that its destination must have open at once so that it cannot block itself.
 
-    1 where messages are used in the order in which they arrive; more where a later one is used before an earlier one,
-    which then sits in its buffer meanwhile.
+    1 where messages are used one by one in the order in which they arrive; more where an entry uses several of them, and where
+    a later one is used before an earlier one, which then sits in its buffer meanwhile.
     """
     used: dict[Channel, set[int]] = defaultdict(set)
     depth: dict[Channel, int] = {}
     for entry in program:
+        for channel, _, _, _, _, number in entry.receives:
+            before = used[channel]
+            ahead = sum(1 for index in range(number) if index not in before) if number > len(before) else 0
+            depth[channel] = max(depth.get(channel, 1), ahead + 1)
         for message in entry.receives:
-            ahead = (
-                sum(1 for index in range(message.number) if index not in used[message.channel])
-                if (message.number > len(used[message.channel]))
-                else 0
-            )
             used[message.channel].add(message.number)
-            depth[message.channel] = max(depth.get(message.channel, 1), ahead + 1)
     return depth
 
 

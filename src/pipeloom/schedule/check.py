@@ -195,5 +195,5 @@ def _check_depth(schedule: Schedule, receive_depth: int) -> None:
             if receive_depth < least:
                 raise ScheduleError(
                     f"receive depth {receive_depth} deadlocks: rank {channel.destination} uses {channel.kind}s from rank "
-                    f"{channel.source} out of order and needs {least} receives open at once"
+                    f"{channel.source} out of order or several at once, and needs {least} receives open"
                 )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Any
 
 from pipeloom.errors import ArgumentError
-from pipeloom.schedule.actions import kinds
+from pipeloom.schedule.actions import OUTPUT, kinds
 from pipeloom.schedule.model import Schedule
 
 TIME_TOLERANCE = 1e-9
@@ -41,6 +41,8 @@ class Costs:
         backward: time of a B alone; None: I + W (less where W hides I's all-to-all).
         microbatch: factors by micro-batch (sequences of different lengths) of F, I, W, B, the activation and the message;
             empty: 1 for all. A given pair's gain is multiplied by the smaller of its two factors.
+        tensors: the size of named tensors, {name: size}, in the unit of `message`; one that is not there has the size
+            `message`.
 
     Raises:
         UsageError: a negative or not finite value, or none of the shape that its field takes.
@@ -59,10 +61,14 @@ class Costs:
     pair_split: PerPair | None = None
     backward: PerStage | None = None
     microbatch: tuple[float, ...] = ()
+    tensors: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "tensors", _sizes(self.tensors))
         for spec in fields(self):
             value = getattr(self, spec.name)
+            if spec.name == "tensors":
+                continue
             if value is None and spec.default is None:
                 continue
             value = _plain_tuples(value)
@@ -149,15 +155,18 @@ class Costs:
         """Whether micro-batches differ."""
         return len(set(self.microbatch)) > 1
 
-    def hop(self, source: int, destination: int, factor: float = 1.0) -> float:
+    def hop(self, source: int, destination: int, factor: float = 1.0, name: str = OUTPUT) -> float:
         """Time from the end of an action on rank `source` to the arrival of its message on rank `destination`.
 
-        `factor`: of the micro-batch; it makes the message larger, not the latency.
+        Args:
+            factor: of the micro-batch; it makes the message larger, not the latency.
+            name: of the tensor that it carries, or whose gradient.
         """
         if source == destination:
             return 0.0
         latency = self.p2p[source][destination] if isinstance(self.p2p, tuple) else self.p2p
-        return latency + factor * self.message / self.bandwidth
+        size = self.message if name == OUTPUT or not self.tensors else dict(self.tensors).get(name, self.message)
+        return latency + factor * size / self.bandwidth
 
     def check_links(self, ranks: int) -> None:
         """Raises UsageError when `p2p` is a matrix of another size."""
@@ -289,6 +298,19 @@ _DEPTHS = {
     "pair_split": (0, 1, 2),
     "microbatch": (1,),
 }
+
+
+def _sizes(tensors: Any) -> tuple[tuple[str, float], ...]:
+    """`Costs.tensors` as sorted pairs. Raises UsageError for anything but names with sizes."""
+    shape = "; it must give each name its size, as in {'skip': 2.0}"
+    try:
+        pairs = [(name, size) for name, size in (tensors.items() if isinstance(tensors, Mapping) else tensors)]
+    except (TypeError, ValueError):
+        raise ArgumentError("tensors", f" is {tensors!r:.200}{shape}") from None
+    for name, size in pairs:
+        if not isinstance(name, str) or _depth(size) != 0 or not 0 <= size < math.inf:
+            raise ArgumentError("tensors", f" has {name!r:.100}: {size!r:.100}{shape}, at least 0")
+    return tuple(sorted((name, float(size)) for name, size in dict(pairs).items()))
 
 
 def _plain_tuples(value: Any) -> Any:

@@ -28,13 +28,14 @@ def critical_path(
     while True:
         candidates = []
         for code in (entries[rank][0][at], entries[rank][1][at]):
-            made = maker.get(graph.needs[code]) if code != none else None
-            if made is not None:
-                source, position = made
+            for event, name in graph.waits_of(code) if code != none else ():
+                if event not in maker:
+                    continue
+                source, position = maker[event]
                 arrival = all_ends[source][position]
                 if overlap_p2p:  # else the hop comes after whatever was waited for
-                    arrival += costs.hop(source, rank, factors[code % schedule.microbatches])
-                candidates.append((arrival, source != rank, made))
+                    arrival += costs.hop(source, rank, factors[code % schedule.microbatches], name)
+                candidates.append((arrival, source != rank, maker[event]))
         if at:
             candidates.append((all_ends[rank][at - 1], False, (rank, at - 1)))
         if not candidates:

@@ -6,7 +6,9 @@ Every action waits for at most one event beside its place in the program (`Kind.
     F of a route's first stage: nothing        F: the output of the stage before
     B, I of a route's last stage: its output   B, I: the input gradient of the stage after      W: its own input gradient
 
-That a backward follows its own F needs no edge of its own: the chain through the last stage implies it.
+That a backward follows its own F needs no edge of its own: the chain through the last stage implies it. So is a tensor
+that goes past stages by its name, and its gradient, made before the neighbour's message that the action waits for; but its
+message may arrive later, so a walk that counts hops waits for it too (`NamedNeeds`).
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from pipeloom.schedule.actions import EVENTS, Need, kinds
-from pipeloom.schedule.channels import neighbours
+from pipeloom.schedule.actions import EVENTS, INPUT_GRADIENT, OUTPUT, Need, kinds
+from pipeloom.schedule.channels import Edge, NamedEdges, neighbours
 from pipeloom.schedule.model import Program, Schedule
 
 NEVER = math.inf
@@ -32,6 +34,7 @@ class Graph:
         always: the index of an event that has always happened.
         event: code -> the event that the action ends with; None where every code is its own event (only F and B).
         needs: code -> the event that it waits for.
+        named: what actions wait for by name; None: nothing.
 
     Tables of all kinds have one more entry, for `Schedule.no_action`: it needs `always` and makes `always + 1`.
     """
@@ -39,6 +42,7 @@ class Graph:
     always: int
     event: list[int] | None
     needs: list[int]
+    named: NamedNeeds | None = None
 
     @classmethod
     def of(cls, schedule: Schedule, full: bool = False) -> Graph:
@@ -52,13 +56,14 @@ class Graph:
             if kind.waits_for not in columns:
                 columns[kind.waits_for] = _needs(schedule, kind.waits_for, always)
             needs += columns[kind.waits_for]
+        named = NamedNeeds.of(schedule) if schedule.tensors else None
         if not every:
-            return cls(always, None, needs)
+            return cls(always, None, needs, named)
         event: list[int] = []
         for kind in kinds():
             first = EVENTS.index(kind.produces[0]) * stride if kind.produces else None
             event += range(first, first + stride) if first is not None else [always + 1] * stride
-        return cls(always, [*event, always + 1], [*needs, always])
+        return cls(always, [*event, always + 1], [*needs, always], named)
 
     def events_of(self, codes: Sequence[int]) -> Iterable[int]:
         """The events that `codes`, in order, end with."""
@@ -67,6 +72,40 @@ class Graph:
     def needs_of(self, codes: Sequence[int]) -> Iterable[int]:
         """The events that `codes`, in order, wait for."""
         return map(self.needs.__getitem__, codes)
+
+    def waits_of(self, code: int) -> list[tuple[int, str]]:
+        """All events that the action waits for, each with the name of the tensor that brings it."""
+        named = [] if self.named is None else [(event, edge.name) for event, edge in self.named.of_code(code)]
+        return [(self.needs[code], OUTPUT), *named]
+
+
+@dataclass(frozen=True)
+class NamedNeeds:
+    """What actions wait for by name: a forward the tensors that its stage reads, a backward the gradients of those written.
+
+    Attributes:
+        microbatches: m.
+        edges: code // m -> (event of micro-batch 0, what brings it) of each.
+    """
+
+    microbatches: int
+    edges: tuple[tuple[tuple[int, Edge], ...], ...]
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> NamedNeeds:
+        m, stride, named = schedule.microbatches, schedule.kind_stride, NamedEdges.of(schedule)
+        gradients = EVENTS.index(INPUT_GRADIENT) * stride
+        forward = [tuple((edge.producer * m, edge) for edge in edges) for edges in named.reads]
+        backward = [tuple((gradients + edge.consumer * m, edge) for edge in edges) for edges in named.writes]
+        nothing: list[tuple[tuple[int, Edge], ...]] = [()] * schedule.stages
+        by_step = {-1: forward, 0: nothing, 1: backward}
+        steps = [kind.waits_for.step if kind.waits_for is not None else 0 for kind in kinds()]
+        return cls(m, tuple(edges for step in steps for edges in by_step[step]))
+
+    def of_code(self, code: int) -> list[tuple[int, Edge]]:
+        """(event, what brings it) of each that the action waits for."""
+        stage, microbatch = divmod(code, self.microbatches)
+        return [(event + microbatch, edge) for event, edge in self.edges[stage]]
 
 
 def _needs(schedule: Schedule, need: Need | None, always: int) -> list[int]:
@@ -92,12 +131,14 @@ def _needs(schedule: Schedule, need: Need | None, always: int) -> list[int]:
 class WalkCosts:
     """Times that a walk adds up: code -> duration, code -> hop of the message waited for, pair code -> duration.
 
-    `hop` is None when all hops are free.
+    `hop` is None when all hops are free. `named`: code -> (event, hop) of each message that it waits for by name; None where
+    these are free or there are none.
     """
 
     duration: Sequence[float]
     hop: Sequence[float] | None
     pair: dict[int, float]
+    named: dict[int, list[tuple[int, float]]] | None = None
 
 
 @dataclass(frozen=True)
@@ -193,7 +234,10 @@ def walk(
     end_of = [NEVER] * graph.always + [0.0, 0.0]
     run = Run([[] for _ in schedule.codes], [[] for _ in schedule.codes], [])
     clock = list(clocks) if clocks is not None else [0.0] * schedule.ranks
-    if schedule.has_pairs or (weights.hop is not None and not overlap_p2p):
+    if weights.named is not None:
+        feeds = [_named_feed(schedule, rank, graph, weights, weights.named) for rank in range(schedule.ranks)]
+        _walk_named(_Turns(feeds), end_of, run, clock, overlap_p2p)
+    elif schedule.has_pairs or (weights.hop is not None and not overlap_p2p):
         feeds = [_pair_feed(schedule, rank, graph, weights) for rank in range(schedule.ranks)]
         _walk_pairs(_Turns(feeds), end_of, run, clock, overlap_p2p)
     else:
@@ -290,4 +334,43 @@ def _walk_pairs(turns: _Turns, end_of: list[float], run: Run, clocks: list[float
             for made in (event, event2):
                 if made in waiting:
                     ready.append(waiting.pop(made))
+        clocks[rank] = clock
+
+
+def _named_feed(
+    schedule: Schedule, rank: int, graph: Graph, weights: WalkCosts, named: dict[int, list[tuple[int, float]]]
+) -> Iterator[Any]:
+    """The duration of every entry, the events that it makes, and (event, hop) of each message that it waits for."""
+    limit, none, event = schedule.pair_stride, schedule.no_action, graph.event
+    assert event is not None
+    for code, first, second in zip(schedule.codes[rank], *schedule.split_entries(rank), strict=True):
+        codes = [each for each in (first, second) if each != none]
+        hop = [0.0 if weights.hop is None else weights.hop[each] for each in codes]
+        needs = [(graph.needs[each], time) for each, time in zip(codes, hop, strict=True)]
+        needs += [need for each in codes for need in named.get(each, ())]
+        yield weights.duration[code] if code < limit else weights.pair[code], [event[each] for each in codes], needs
+
+
+def _walk_named(turns: _Turns, end_of: list[float], run: Run, clocks: list[float], overlap_p2p: bool) -> None:
+    """As `_walk_pairs`, for entries that wait for any number of messages."""
+    ready, waiting = turns.ready, turns.waiting
+    while ready:
+        rank = ready.pop()
+        clock = clocks[rank]
+        for entry in turns.entries(rank):
+            duration, events, needs = entry
+            missing = next((event for event, _ in needs if end_of[event] == NEVER), None)
+            if missing is not None:
+                turns.stop(rank, entry, missing)
+                break
+            free = clock
+            for event, hop in needs:
+                clock = max(clock, (end_of[event] if overlap_p2p else max(free, end_of[event])) + hop)
+            run.starts[rank].append(clock)
+            clock += duration
+            run.ends[rank].append(clock)
+            for event in events:
+                end_of[event] = clock
+                if event in waiting:
+                    ready.append(waiting.pop(event))
         clocks[rank] = clock

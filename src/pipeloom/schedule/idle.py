@@ -85,18 +85,20 @@ def _makers(timeline: TimedSchedule) -> _Makers:
 def _arrival(
     timeline: TimedSchedule, maker: _Makers, rank: int, code: int, clock: float
 ) -> tuple[float, float, int] | None:
-    """(arrival, end of what produces it, rank of that) of what the action waits for; None where it waits for nothing.
+    """(arrival, end of what produces it, rank of that) of what the action waits for longest; None where it waits for nothing.
 
     `clock`: when its rank is free, from when on the message travels where receivers wait for theirs.
     """
-    place = maker.place.get(maker.graph.needs[code])
-    if place is None:
-        return None
-    source, position = place
-    end = timeline.ends[source][position]
     factor = timeline.costs.factors(timeline.schedule.microbatches)[code % timeline.schedule.microbatches]
-    leaves = end if timeline.overlap_p2p else max(clock, end)
-    return leaves + timeline.costs.hop(source, rank, factor), end, source
+    arrivals = []
+    for event, name in maker.graph.waits_of(code):
+        if event not in maker.place:
+            continue
+        source, position = maker.place[event]
+        end = timeline.ends[source][position]
+        leaves = end if timeline.overlap_p2p else max(clock, end)
+        arrivals.append((leaves + timeline.costs.hop(source, rank, factor, name), end, source))
+    return max(arrivals, default=None)
 
 
 def _gaps_of(timeline: TimedSchedule, rank: int, maker: _Makers, step: tuple[float, float]) -> tuple[Gap, ...]:

@@ -16,7 +16,8 @@ SCHEDULE_FORMAT = "pipeloom.schedule/1"
 
 def to_dict(schedule: Schedule) -> dict[str, Any]:
     """The keys of the JSON form, ready for `json.dumps`: format, name, options, ranks, microbatches, placement (stage
-    -> rank), routes, route_of (micro-batch -> route), programs (rank -> cells as in the CSV form)."""
+    -> rank), routes, route_of (micro-batch -> route), programs (rank -> cells as in the CSV form), and where stages read
+    tensors by name, tensors ([name, position of the producer, positions of the consumers] of each)."""
     return {
         "format": SCHEDULE_FORMAT,
         "name": schedule.name,
@@ -27,6 +28,9 @@ def to_dict(schedule: Schedule) -> dict[str, Any]:
         "routes": [list(route) for route in schedule.routes],
         "route_of": list(schedule.route_of),
         "programs": [[str(cell) for cell in program] for program in schedule.programs],
+        **(
+            {"tensors": [[t.name, t.producer, list(t.consumers)] for t in schedule.tensors]} if schedule.tensors else {}
+        ),
     }
 
 
@@ -86,7 +90,7 @@ def from_json(text: str, source: str = "json") -> Schedule:
             options={key: _frozen(value) for key, value in options.items()},
             routes=_routes(found, source),
             route_of=_wholes(found["route_of"], "route_of", source) if "route_of" in found else None,
-        )
+        ).with_tensors(_tensors(found, source))
     except ScheduleError as error:
         raise ScheduleError(f"{source}: {error}") from None
 
@@ -124,6 +128,18 @@ def _routes(found: dict[str, Any], source: str) -> list[list[int]] | None:
     if not isinstance(routes, list) or not routes:
         raise UsageError(f"{source}: routes must be a list of lists of stages, not {routes!r:.60}")
     return [_wholes(route, "routes", source) for route in routes]
+
+
+def _tensors(found: dict[str, Any], source: str) -> list[tuple[str, int, list[int]]]:
+    tensors = found.get("tensors", [])
+    if not isinstance(tensors, list):
+        raise UsageError(f"{source}: tensors must be a list, not {tensors!r:.60}")
+    for each in tensors:
+        if not isinstance(each, list) or len(each) != 3 or not isinstance(each[0], str):
+            raise UsageError(f"{source}: tensors holds {each!r:.60}; give [name, producer, [consumers]]")
+        _wholes([each[1]], "tensors", source)
+        _wholes(each[2], "tensors", source)
+    return [(name, producer, consumers) for name, producer, consumers in tensors]
 
 
 def _programs(found: dict[str, Any], source: str) -> list[list[str]]:

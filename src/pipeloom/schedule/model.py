@@ -9,7 +9,7 @@ Inside, a program is a tuple of integers, so that half a million actions are che
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from pipeloom.schedule.actions import (
     kinds,
     parse_cell,
 )
+from pipeloom.schedule.named import NamedTensor, normalized, require_tensors
 
 Program = tuple[int, ...]
 
@@ -45,6 +46,7 @@ class Schedule:
         routes: each route's stages, in order; stages at the same position are replicas of the same layers.
         route_of: micro-batch -> index of its route.
         options: the family's options, sorted, for printing and for the text forms.
+        tensors: those that stages read by name, past the stages in between (`with_tensors`).
     """
 
     name: str
@@ -55,6 +57,7 @@ class Schedule:
     routes: tuple[tuple[int, ...], ...]
     route_of: tuple[int, ...]
     options: tuple[tuple[str, Any], ...] = field(default=())
+    tensors: tuple[NamedTensor, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.name.isprintable():
@@ -62,6 +65,18 @@ class Schedule:
                 f"a schedule cannot be called {self.name[:200]!a}: its name is printed and drawn, and these characters "
                 f"cannot be; nearest: {''.join(c for c in self.name[:200] if c.isprintable())!r:.200}"
             )
+        require_tensors(self.tensors, self.positions)
+
+    def with_tensors(self, tensors: Iterable[NamedTensor | tuple[str, int, Sequence[int]]]) -> Schedule:
+        """Return this schedule with messages for tensors that stages read by name: (name, producer, consumers), positions.
+
+        A producer sends to each consumer directly, and each consumer sends a gradient back. The order of actions stays. A
+        consumer's F follows its producer's through the stages in between, and a producer's backward the consumer's likewise,
+        so whatever `check` accepts can carry every tensor that goes forward along the route.
+
+        Raises ScheduleError for a tensor that goes back, one without a consumer, and one that a stage would get twice.
+        """
+        return replace(self, tensors=normalized([NamedTensor(n, p, tuple(c)) for n, p, c in tensors]))
 
     @classmethod
     def of(
@@ -253,6 +268,8 @@ class Schedule:
 
     def __repr__(self) -> str:
         shown = "".join(f", {key}={value!r}" for key, value in self.options if key != "chunks")
+        if self.tensors:
+            shown += f", tensors={len(self.tensors)}"
         return (
             f"Schedule({self.name}, ranks={self.ranks}, chunks={self.chunks}, microbatches={self.microbatches}{shown})"
         )

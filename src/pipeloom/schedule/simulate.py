@@ -7,10 +7,10 @@ from itertools import chain
 
 from pipeloom.errors import ScheduleError
 from pipeloom.schedule.actions import WEIGHT_GRADIENT, kinds
-from pipeloom.schedule.channels import neighbours
+from pipeloom.schedule.channels import Edge, neighbours
 from pipeloom.schedule.check import check
 from pipeloom.schedule.costs import Costs, PairTimes, durations
-from pipeloom.schedule.graph import Graph, Run, WalkCosts, walk
+from pipeloom.schedule.graph import Graph, NamedNeeds, Run, WalkCosts, walk
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.timeline import Timeline
 
@@ -40,7 +40,8 @@ def run_once(
 ) -> Run:
     """One walk of the schedule with these costs, its ranks starting at `clocks`."""
     costs.check_links(schedule.ranks)
-    return walk(schedule, Graph.of(schedule, full=not overlap_p2p), weights_of(schedule, costs), clocks, overlap_p2p)
+    full = not overlap_p2p or bool(schedule.tensors)
+    return walk(schedule, Graph.of(schedule, full=full), weights_of(schedule, costs), clocks, overlap_p2p)
 
 
 def weights_of(schedule: Schedule, costs: Costs) -> WalkCosts:
@@ -63,7 +64,29 @@ def weights_of(schedule: Schedule, costs: Costs) -> WalkCosts:
                     if key not in table:
                         table[key] = times.time(*key)
                     pairs[code] = table[key]
-    return WalkCosts(duration, _hops(schedule, costs), pairs)
+    return WalkCosts(duration, _hops(schedule, costs), pairs, _named_hops(schedule, costs))
+
+
+def _named_hops(schedule: Schedule, costs: Costs) -> dict[int, list[tuple[int, float]]] | None:
+    """`WalkCosts.named`."""
+    if not schedule.tensors:
+        return None
+    needs, m, place = NamedNeeds.of(schedule), schedule.microbatches, schedule.placement
+    factors = costs.factors(m)
+    found: dict[int, list[tuple[int, float]]] = {}
+    for stage, edges in enumerate(needs.edges):
+        for microbatch, factor in enumerate(factors if edges else ()):
+            found[stage * m + microbatch] = [
+                (event + microbatch, costs.hop(*_ends(place, edge, stage % schedule.stages), factor, edge.name))
+                for event, edge in edges
+            ]
+    return found if any(hop for needs_ in found.values() for _, hop in needs_) else None
+
+
+def _ends(place: Sequence[int], edge: Edge, receiver: int) -> tuple[int, int]:
+    """The ranks that a message along `edge` leaves and reaches, whose receiver is this stage."""
+    there, here = place[edge.producer], place[edge.consumer]
+    return (there, here) if receiver == edge.consumer else (here, there)
 
 
 def _hops(schedule: Schedule, costs: Costs) -> list[float] | None:

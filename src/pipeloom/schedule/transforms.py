@@ -274,8 +274,13 @@ def cut_stages(schedule: Schedule, pieces: int) -> Schedule:
     Every B is split and every pair taken apart. Memory: in units of the old stages at most what the schedule with split
     backwards holds.
 
-    Raises UsageError for a schedule of two routes, and for less than one piece.
+    Raises UsageError for a schedule of two routes, for less than one piece, and for tensors with names.
     """
+    if schedule.tensors:
+        raise UsageError(
+            f"cut_stages: nothing says which piece of a stage writes or reads tensor {schedule.tensors[0].name!r}; cut the "
+            "stages first, then use with_tensors"
+        )
     if pieces < 1:
         raise UsageError(f"cut_stages: pieces is {pieces}; use 1 or more")
     if len(schedule.routes) > 1:
@@ -320,7 +325,7 @@ def forward_only(schedule: Schedule, microbatches: int | None = None) -> Schedul
         name=f"{schedule.name} (forward only)",
         routes=schedule.routes,
         route_of=schedule.route_of[:count],
-    )
+    ).with_tensors(schedule.tensors)
 
 
 def _rewritten(schedule: Schedule, cells: Callable[[int, Action], Iterable[Cell]]) -> Schedule:
@@ -336,7 +341,7 @@ def _rewritten(schedule: Schedule, cells: Callable[[int, Action], Iterable[Cell]
         options=dict(schedule.options),
         routes=schedule.routes,
         route_of=schedule.route_of,
-    )
+    ).with_tensors(schedule.tensors)
 
 
 # -- by name -----------------------------------------------------------------------------------------------------------------
