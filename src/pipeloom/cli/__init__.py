@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
-from pipeloom.cli import check, compare, hub, schedule, search, show
+from pipeloom.cli import check, compare, generate, hub, schedule, search, show
 from pipeloom.cli.failures import exit_code_of, protect_streams
 
 _OWN_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -37,6 +37,7 @@ app.command("check")(check.command)
 app.command("show")(show.command)
 app.command("export")(hub.export)
 app.command("import")(hub.import_)
+app.command("generate")(generate.command)
 
 
 @app.command("train", context_settings=_OWN_OPTIONS)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeloom.runtime import Pipeline
+from pipeloom.runtime import LocalPipeline, Pipeline
 
 
 def gather(pipeline: Pipeline, values: Sequence[float]) -> list[list[float]]:
@@ -27,12 +27,14 @@ def maxima(pipeline: Pipeline, values: Sequence[float]) -> list[float]:
     return _reduce(pipeline, values, dist.ReduceOp.MAX, pipeline.mesh.everyone.group)
 
 
-def sums(pipeline: Pipeline, values: Sequence[float]) -> list[float]:
+def sums(pipeline: Pipeline | LocalPipeline, values: Sequence[float]) -> list[float]:
     """The sum of each value over the ranks of this pipeline, in fp64; the same bits on every rank."""
     return _reduce(pipeline, values, dist.ReduceOp.SUM, pipeline.group)
 
 
-def _reduce(pipeline: Pipeline, values: Sequence[float], operation: dist.ReduceOp.RedOpType, group: Any) -> list[float]:
+def _reduce(
+    pipeline: Pipeline | LocalPipeline, values: Sequence[float], operation: dist.ReduceOp.RedOpType, group: Any
+) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64, device=pipeline.device)
     if group is not None:
         with pipeline.waiting("the other ranks' numbers"):

@@ -21,9 +21,8 @@ from pipeloom.models import cross_entropy, hf, hub_name, layers, tied
 from pipeloom.models.hf.library import causal_model, read_config, transformers
 from pipeloom.runtime import Pipeline, RuntimeOptions
 from pipeloom.train.checkpoint.boxes import Box
-from pipeloom.train.checkpoint.folder import complete
+from pipeloom.train.checkpoint.folder import newest_checkpoint
 from pipeloom.train.checkpoint.load import Reader, verified
-from pipeloom.train.checkpoint.manifest import MANIFEST
 from pipeloom.train.checkpoint.save import Saver
 
 _SHARD_BYTES = 2 * 10**9  # of weights in memory at a time, and in a file; readers take a rank's part of any file
@@ -44,9 +43,7 @@ def export(path: Path, out: Path) -> Path:
     Raises CheckpointError for a checkpoint that is damaged, or that no trainer has written, ConfigError for a model that has
     no counterpart in `transformers`, or a directory that cannot be written to.
     """
-    directory = path if (path / MANIFEST).is_file() else next((found for _, found in complete(path)), None)
-    if directory is None:
-        raise CheckpointError(f"{path} holds no complete checkpoint")
+    directory = newest_checkpoint(path)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists, and is not empty: give a new directory")
     manifest, problem = verified(directory, None)

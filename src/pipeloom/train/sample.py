@@ -1,40 +1,121 @@
-"""Text from the model, token by token, through the pipeline."""
+"""Text from a model, token by token, through its pipeline."""
 
 from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from pipeloom.errors import UsageError
 from pipeloom.models import names
 from pipeloom.models.init import stable_seed
 from pipeloom.parallel.tensor import TensorParallel
 from pipeloom.parallel.vocabulary import whole_logits
-from pipeloom.runtime import Pipeline
+from pipeloom.runtime import LocalPipeline, Pipeline
 from pipeloom.train.collect import sums
 from pipeloom.train.tokenizer import ByteTokenizer
 
 PROMPT = "def "
 SAMPLED_TOKENS = 160
-TEMPERATURE = 0.8
+_BLOCK = 32  # windows grow in steps of so many tokens: few shapes, and at most this many tokens computed in vain
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen from its logits.
+
+    Attributes:
+        temperature: the logits are divided by it; 0: always the likeliest token (greedy).
+        top_k: only the k likeliest tokens; 0: all.
+        top_p: only the fewest likeliest tokens whose probabilities sum to at least p; 1: all.
+        seed: of the draws.
+
+    Raises UsageError for a value outside of these.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise UsageError(f"temperature is {self.temperature:g}; it must be 0 (greedy) or above, such as 0.8")
+        if self.top_k < 0:
+            raise UsageError(f"top_k is {self.top_k}; it must be 0 (all tokens) or above")
+        if not 0 < self.top_p <= 1:
+            raise UsageError(f"top_p is {self.top_p:g}; it must be above 0 and at most 1 (all tokens)")
+
+    def choose(self, logits: Tensor, generator: torch.Generator) -> int:
+        """The number of a token, from its logits [vocabulary]. Ties go to the lower number."""
+        logits = logits.float().cpu()
+        if self.temperature == 0:
+            return int(logits.argmax())
+        ordered, tokens = (logits / self.temperature).sort(descending=True, stable=True)
+        if self.top_k:
+            ordered, tokens = ordered[: self.top_k], tokens[: self.top_k]
+        shares = torch.softmax(ordered, dim=-1)
+        shares = shares.masked_fill(shares.cumsum(0) - shares >= self.top_p, 0)
+        return int(tokens[torch.multinomial(shares, 1, generator=generator)])
+
+
+@torch.no_grad()
+def extend(
+    pipeline: Pipeline | LocalPipeline,
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    sampling: Sampling,
+    *,
+    ends: Collection[int] = (),
+    context: int | None = None,
+) -> list[list[int]]:
+    """Return up to `count` new tokens for each prompt. Collective; every rank gets them.
+
+    All prompts go through the pipeline together, filled up at the right: attention is causal, so the filling changes
+    nothing. What a prompt gets depends on its own number and tokens, not on the other prompts.
+
+    Args:
+        ends: tokens that end a sequence; they are its last.
+        context: the longest window; None: as long as it gets.
+
+    Raises UsageError for an empty prompt.
+    """
+    for number, prompt in enumerate(prompts):
+        if not prompt:
+            raise UsageError(f"prompt {number} is empty; give it one token at least")
+    texts = [list(prompt) for prompt in prompts]
+    generators = [torch.Generator().manual_seed(stable_seed("sample", sampling.seed, at)) for at in range(len(prompts))]
+    going = set(range(len(texts)))
+    for _ in range(count):
+        recent = [text if context is None else text[-context:] for text in texts]
+        longest = max(len(recent[at]) for at in going)
+        length = -(-longest // _BLOCK) * _BLOCK
+        window = torch.zeros(len(texts), length if context is None else min(length, context), dtype=torch.int64)
+        for at in going:
+            window[at, : len(recent[at])] = torch.tensor(recent[at])
+        logits = pipeline.predict(window.to(pipeline.device))
+        chosen = [0.0] * len(texts)
+        if logits is not None:
+            for at in going:
+                chosen[at] = sampling.choose(_whole(pipeline, logits[at, len(recent[at]) - 1]), generators[at])
+        # only the rank with the last stage has logits: its choice is the sum, as the others add 0
+        for at, token in enumerate(sums(pipeline, chosen)):
+            if at in going:
+                texts[at].append(int(token))
+                if int(token) in ends:
+                    going.discard(at)
+        if not going:
+            break
+    return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
 
 def generate(pipeline: Pipeline, tokenizer: ByteTokenizer, seq_len: int, seed: int, prompt: str = PROMPT) -> str:
-    """`prompt` and SAMPLED_TOKENS sampled tokens; the same for the same weights and seed. Collective; every rank gets it.
-
-    The window is as long as in training, filled up at the right: attention is causal, so what stands there changes
-    nothing, and one shape goes through the pipeline.
-    """
-    text = tokenizer.encode(prompt).long()
-    generator = torch.Generator().manual_seed(stable_seed("sample", seed))
-    for _ in range(SAMPLED_TOKENS):
-        recent = text[-seq_len:]
-        window = torch.zeros(1, seq_len, dtype=torch.int64)
-        window[0, : len(recent)] = recent
-        logits = pipeline.predict(window.to(pipeline.device))
-        # only the rank with the last stage has logits: its choice is the sum, as the others add 0
-        chosen = _choose(_whole(pipeline, logits[0, len(recent) - 1]), generator) if logits is not None else 0
-        text = torch.cat((text, torch.tensor([int(sums(pipeline, [chosen])[0])])))
-    return printable(tokenizer.decode(text))
+    """`prompt` and SAMPLED_TOKENS sampled tokens; the same for the same weights and seed. Collective; every rank gets it."""
+    tokens = tokenizer.encode(prompt).tolist()
+    (added,) = extend(pipeline, [tokens], SAMPLED_TOKENS, Sampling(seed=seed), context=seq_len)
+    return printable(tokenizer.decode(torch.tensor([*tokens, *added])))
 
 
 def printable(text: str) -> str:
@@ -42,15 +123,10 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def _whole(pipeline: Pipeline, logits: Tensor) -> Tensor:
+def _whole(pipeline: Pipeline | LocalPipeline, logits: Tensor) -> Tensor:
     """Of one position: [vocabulary], from each tensor-parallel rank's part."""
     if pipeline.mesh.tp.size == 1:
         return logits
     shard = next(pipeline.layouts[name].over("tp") for name in names.VOCABULARY_WEIGHTS if name in pipeline.layouts)
     assert shard is not None
     return whole_logits(logits, TensorParallel(pipeline.mesh.tp), sum(shard.sizes))
-
-
-def _choose(logits: Tensor, generator: torch.Generator) -> int:
-    share = torch.softmax(logits.float().cpu() / TEMPERATURE, dim=-1)
-    return int(torch.multinomial(share, 1, generator=generator))

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipeloom.errors import CheckpointError
 from pipeloom.train.checkpoint.files import sync_directory
 from pipeloom.train.checkpoint.manifest import MANIFEST
 
@@ -34,6 +35,14 @@ def complete(folder: Path) -> list[tuple[int, Path]]:
             if match is not None and (path / MANIFEST).is_file():
                 found.append((int(match[1]), path))
     return sorted(found, reverse=True)
+
+
+def newest_checkpoint(path: Path) -> Path:
+    """The checkpoint at `path`, or the newest complete one of a folder. Raises CheckpointError where there is none."""
+    directory = path if (path / MANIFEST).is_file() else next((found for _, found in complete(path)), None)
+    if directory is None:
+        raise CheckpointError(f"{path} holds no complete checkpoint")
+    return directory
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -1,0 +1,64 @@
+"""`pipeloom generate`: text from a checkpoint, a run or a Hugging Face directory, sampled through the pipeline."""
+
+from __future__ import annotations
+
+import json as json_format
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pipeloom.cli.workers import be_worker, require_torch, start_workers
+
+
+def command(
+    path: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint, a run, or a Hugging Face directory.")],
+    prompt: Annotated[list[str], typer.Option(help="Text to go on from; may be given several times.")],
+    tokens: Annotated[int, typer.Option(min=1, help="The most new tokens of each prompt.")] = 64,
+    temperature: Annotated[float, typer.Option(help="Divides the logits; 0: always the likeliest token.")] = 0.8,
+    greedy: Annotated[bool, typer.Option("--greedy", help="The same as --temperature 0.")] = False,
+    top_k: Annotated[int, typer.Option(help="Only the k likeliest tokens; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Only the likeliest tokens that sum to p; 1: all.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the draws.")] = 0,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline-parallel processes.")] = 1,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel processes, for our own decoder.")] = 1,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Generate text, with the tokenizer of the model's directory, or bytes where it has none.
+
+    pipeloom generate my-model --prompt "Once upon a time" --tokens 100 --top-p 0.9
+    """
+    require_torch("generate")
+    from pipeloom.train.generation import open_model
+    from pipeloom.train.sample import Sampling
+    from pipeloom.train.worker import is_worker
+
+    sampling = Sampling(0.0 if greedy else temperature, top_k, top_p, seed)
+    opened = open_model(path, len(prompt), {"parallel.pp": pp, "parallel.tp": tp})
+    if not is_worker():
+        words = [str(path), *(f"--prompt={text}" for text in prompt), f"--tokens={tokens}", f"--seed={seed}"]
+        words += [f"--temperature={sampling.temperature}", f"--top-k={top_k}", f"--top-p={top_p}"]
+        words += [f"--pp={pp}", f"--tp={tp}", *(["--json"] if json else [])]
+        raise typer.Exit(start_workers("generate", words, opened.layout.world_size))
+
+    def work(context: Any) -> None:
+        from pipeloom.train.generation import continue_prompts, open_pipeline
+        from pipeloom.train.sample import printable
+
+        pipeline = open_pipeline(opened, context.device, context.watchdog)
+        context.close_to_strangers()
+        results = continue_prompts(opened, pipeline, prompt, tokens, sampling)
+        pipeline.close()
+        if int(os.environ["RANK"]) != 0:
+            return
+        if json:
+            rows = [
+                {"prompt": before, "text": text, "tokens": added}
+                for before, (text, added) in zip(prompt, results, strict=True)
+            ]
+            print(json_format.dumps({"sequences": rows}), flush=True)
+        else:
+            print("\n\n".join(printable(text) for text, _ in results), flush=True)
+
+    raise typer.Exit(be_worker(opened.layout, work))

@@ -1,0 +1,130 @@
+"""Models to generate text with: the layout, the weights and the tokenizer of a checkpoint, a run or a Hugging Face directory."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeloom.config import Layout, load_layout
+from pipeloom.errors import CheckpointError, ConfigError, UsageError
+from pipeloom.models.hf.library import read_config
+from pipeloom.runtime import Pipeline
+from pipeloom.train.build import build_pipeline
+from pipeloom.train.checkpoint.folder import newest_checkpoint
+from pipeloom.train.checkpoint.load import load, read_extra
+from pipeloom.train.sample import Sampling, extend
+from pipeloom.train.tokenizer import ByteTokenizer
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model to generate with.
+
+    Attributes:
+        layout: with which `open_pipeline` builds it.
+        checkpoint: whose weights it has; None: those of the layout's own directory.
+        hub: the Hugging Face directory that it comes from; None: it is our own decoder.
+    """
+
+    layout: Layout
+    checkpoint: Path | None
+    hub: Path | None
+
+
+@dataclass(frozen=True)
+class Text:
+    """How text becomes tokens and back, and where a sequence ends."""
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+    ends: tuple[int, ...]
+
+
+def open_model(path: Path, prompts: int, flags: Mapping[str, Any]) -> Opened:
+    """Find what is at `path`, and lay it out for `prompts` sequences at a time.
+
+    Args:
+        flags: keys of the configuration that the layout has beside the model's, such as "parallel.pp".
+
+    Raises CheckpointError for a path that is no model; ConfigError for a layout that does not fit it.
+    """
+    size = max(1, prompts)
+    layout: dict[str, Any] = {"schedule.name": "gpipe", "schedule.microbatches": size, "train.global_batch_size": size}
+    if (path / "config.json").is_file():
+        return Opened(load_layout(None, {"model.source": str(path), **layout, **flags}), None, path)
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist; give a checkpoint, a run, or a Hugging Face directory")
+    checkpoint = newest_checkpoint(path)
+    extra = read_extra(checkpoint)
+    config = extra.get("config") if isinstance(extra, dict) else None
+    if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
+        raise CheckpointError(f"{checkpoint}: it does not say which model it is of; no trainer has written it")
+    model = config["model"]
+    source = model.get("source")
+    values = {"source": source} if source else {key: value for key, value in model.items() if value is not None}
+    keys = {f"model.{key}": value for key, value in values.items()}
+    for section, key in (("train", "dtype"), ("data", "tokenizer")):
+        if key in config.get(section, {}):
+            keys[f"{section}.{key}"] = config[section][key]
+    return Opened(load_layout(None, {**keys, **layout, **flags}), checkpoint, Path(source) if source else None)
+
+
+def open_pipeline(opened: Opened, device: torch.device, watchdog: Any = None) -> Pipeline:
+    """This process's part of the model, with its weights, in evaluation mode; collective."""
+    pipeline = build_pipeline(opened.layout, device, watchdog=watchdog)
+    if opened.checkpoint is not None:
+        load(opened.checkpoint, pipeline)
+    pipeline.eval()
+    return pipeline
+
+
+def text_of(opened: Opened) -> Text:
+    """The tokenizer of the model's directory where it has one, else bytes. Raises ConfigError for one that cannot be read."""
+    ends = _ends(opened.hub)
+    if opened.hub is not None and any((opened.hub / name).is_file() for name in _TOKENIZER_FILES):
+        package: Any = importlib.import_module("transformers")
+        try:
+            own = package.AutoTokenizer.from_pretrained(str(opened.hub), local_files_only=True)
+        except (ValueError, OSError, KeyError, TypeError) as error:
+            raise ConfigError(f"the tokenizer in {opened.hub} cannot be read: {str(error).splitlines()[0]}") from error
+        return Text(own.encode, own.decode, ends or ((own.eos_token_id,) if own.eos_token_id is not None else ()))
+    plain = ByteTokenizer()
+    return Text(lambda text: plain.encode(text).tolist(), lambda tokens: plain.decode(torch.tensor(tokens)), ends)
+
+
+def continue_prompts(
+    opened: Opened, pipeline: Pipeline, prompts: Sequence[str], count: int, sampling: Sampling
+) -> list[tuple[str, list[int]]]:
+    """Return, for each prompt, the text with what follows it, and the new tokens; collective, the same on every rank.
+
+    Raises UsageError for a prompt that has no tokens, or a token that the model does not know.
+    """
+    text = text_of(opened)
+    encoded = [text.encode(prompt) for prompt in prompts]
+    vocabulary = opened.layout.config.model.vocab_size
+    for prompt, tokens in zip(prompts, encoded, strict=True):
+        unknown = [token for token in tokens if token >= vocabulary]
+        if unknown:
+            raise UsageError(
+                f"token {unknown[0]} of the prompt {prompt[:60]!r} is outside the vocabulary of {vocabulary}"
+            )
+    added = extend(pipeline, encoded, count, sampling, ends=text.ends, context=_context(opened.hub))
+    return [(text.decode([*before, *after]), after) for before, after in zip(encoded, added, strict=True)]
+
+
+def _ends(hub: Path | None) -> tuple[int, ...]:
+    ends = None if hub is None else getattr(read_config(hub), "eos_token_id", None)
+    return () if ends is None else tuple(ends) if isinstance(ends, Collection) else (int(ends),)
+
+
+def _context(hub: Path | None) -> int | None:
+    """The most tokens that the model has positions for; None: any number."""
+    most = None if hub is None else getattr(read_config(hub).get_text_config(), "max_position_embeddings", None)
+    return most if isinstance(most, int) and most > 0 else None
