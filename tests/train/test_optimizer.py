@@ -56,7 +56,7 @@ def test_a_rank_without_trained_parameters() -> None:
     frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
     for named in ([], [("f", frozen)]):
         optimizer = Optimizer(named, options())
-        assert optimizer.adam is None
+        assert optimizer.optimizers == []
         assert optimizer.square_norm() == 0.0
         optimizer.step(1.0, 0.1)
         assert optimizer.state_dict() == {}

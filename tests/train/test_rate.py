@@ -6,8 +6,10 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 
-from pipeloom.config import load
+from pipeloom.config import load, load_layout
+from pipeloom.errors import ConfigError
 from pipeloom.train.rate import batch_factor, learning_rate
 
 STEPS = 60
@@ -39,3 +41,47 @@ def test_the_same_batch_a_replica_has_a_higher_rate() -> None:
     assert rates(4, lr_rule="linear") == pytest.approx([4 * rate for rate in one])
     assert rates(4, lr_rule="sqrt") == pytest.approx([2 * rate for rate in one])
     assert rates(1, lr_rule="sqrt") == one == rates(1)
+
+
+def of_torch(schedule: str, steps: int, warmup: int, decay: int) -> list[float]:
+    """torch's schedulers, one behind another."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    names = torch.optim.lr_scheduler
+    last = steps - 1
+    rising: Any = names.LinearLR(optimizer, 1 / warmup, 1.0, warmup - 1)
+    flat = names.ConstantLR(optimizer, 1.0, 0)
+    falling: Any = names.LinearLR(optimizer, 1.0, 0.1, decay if schedule == "wsd" else last - warmup)
+    if schedule == "cosine":
+        falling = names.CosineAnnealingLR(optimizer, last - warmup, 0.1)
+    later, marks = [falling], [warmup]
+    if schedule == "wsd":
+        later, marks = [flat, falling], [warmup, last - decay]
+    if schedule == "constant":
+        later = [flat]
+    chained = names.SequentialLR(optimizer, [rising, *later], marks)
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        chained.step()
+    return rates
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
+@pytest.mark.filterwarnings("ignore")
+def test_schedules_are_torchs(schedule: str) -> None:
+    found = rates(lr=1.0, min_lr=0.1, lr_schedule=schedule, decay_steps=20)
+    assert found == pytest.approx(of_torch(schedule, STEPS, 12, 20), rel=1e-6)
+
+
+def test_wsd_decays_over_a_tenth_where_nothing_is_said() -> None:
+    found = rates(lr=1.0, min_lr=0.1, lr_schedule="wsd")
+    assert found[12:54] == [1.0] * 42
+    assert all(a > b for a, b in pairwise(found[53:]))
+    assert found[-1] == pytest.approx(0.1)
+
+
+def test_a_decay_longer_than_the_run_is_refused() -> None:
+    keys = {"warmup_steps": 4, "lr_schedule": "wsd", "decay_steps": 9}
+    with pytest.raises(ConfigError, match=r"decay_steps = 9: .* leaves 6 steps; nearest: 6"):
+        load_layout("tiny", {"train.steps": 10, **{f"optimizer.{key}": value for key, value in keys.items()}})

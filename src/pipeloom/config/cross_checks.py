@@ -202,6 +202,33 @@ def _rates_fall(config: Config) -> Iterator[str]:
         yield f"optimizer.min_lr = {low}: it must not be above optimizer.lr {lr}; nearest: {lr}"
 
 
+@_reads("optimizer.lr_schedule", "optimizer.decay_steps", "optimizer.warmup_steps", "train.steps")
+def _the_rate_has_room_to_decay(config: Config) -> Iterator[str]:
+    options, steps = config.optimizer, config.train.steps
+    most = max(0, steps - options.warmup_steps)
+    if options.lr_schedule == "wsd" and options.decay_steps > most:
+        yield (
+            f"optimizer.decay_steps = {options.decay_steps}: train.steps {steps} less optimizer.warmup_steps "
+            f"{options.warmup_steps} leaves {most} steps; nearest: {most}"
+        )
+
+
+@_reads("optimizer.name", "optimizer.nesterov", "optimizer.momentum")
+def _nesterov_has_momentum(config: Config) -> Iterator[str]:
+    if config.optimizer.name == "sgd" and config.optimizer.nesterov and not config.optimizer.momentum:
+        yield (
+            "optimizer.momentum = 0: optimizer.nesterov = true needs momentum; set it above 0, or optimizer.nesterov = false"
+        )
+
+
+@_reads("optimizer.name", "optimizer.barrier")
+def _muon_needs_the_barrier(config: Config) -> Iterator[str]:
+    if config.optimizer.name == "muon" and not config.optimizer.barrier:
+        yield (
+            'optimizer.name = "muon": ranks gather whole matrices in each step, which is a barrier; set optimizer.barrier = true'
+        )
+
+
 @_reads("optimizer.zero1", "optimizer.barrier")
 def _slices_need_the_barrier(config: Config) -> Iterator[str]:
     if config.optimizer.zero1 and not config.optimizer.barrier:

@@ -38,6 +38,9 @@ DtypeName = Literal["float32", "bfloat16", "float64"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 RouterName = Literal["softmax", "noisy", "switch", "gshard", "sigmoid"]
 TransportName = Literal["auto", "individual", "batched", "shared"]
+RateSchedule = Literal["cosine", "linear", "wsd", "constant"]
+OptimizerName = Literal["adamw", "sgd", "muon"]
+MuonScale = Literal["match_rms_adamw", "original"]
 RateRule = Literal["none", "linear", "sqrt"]
 SamplingName = Literal["anywhere", "shuffle-then-split", "split-then-shuffle"]
 OnNan = Literal["stop", "skip", "rollback"]
@@ -240,13 +243,29 @@ class TrainSection(Section):
 
 
 class OptimizerSection(Section):
-    """`[optimizer]`: AdamW with warm-up and cosine decay."""
+    """`[optimizer]`: the optimizer, its rate and its decay."""
 
+    name: OptimizerName = Field(
+        description="adamw, sgd, or muon: the matrices of blocks, each orthogonalised whole; AdamW for the rest"
+    )
     lr: Positive = Field(description="learning rate after warm-up")
+    lr_schedule: RateSchedule = Field(
+        description="after warm-up: cosine or linear, down to min_lr; wsd: constant, then linear over decay_steps; constant"
+    )
     min_lr: NotNegative = Field(description="learning rate at the last step")
-    weight_decay: NotNegative = Field(description="weight decay, applied to matrices only")
-    betas: tuple[Fraction, Fraction] = Field(strict=False, description="AdamW's two averages")
     warmup_steps: StepsOrNone = Field(description="steps of linear warm-up")
+    decay_steps: StepsOrNone = Field(description="last steps, in which wsd decays; 0: a tenth of all")
+    weight_decay: NotNegative = Field(description="weight decay of matrices")
+    embedding_decay: NotNegative | None = Field(
+        default=None, description="that of embeddings and the output layer; not given: weight_decay"
+    )
+    vector_decay: NotNegative = Field(description="that of norms and biases")
+    betas: tuple[Fraction, Fraction] = Field(strict=False, description="AdamW's two averages")
+    momentum: Fraction = Field(description="of SGD and Muon")
+    nesterov: bool = Field(description="Nesterov's momentum, for SGD and Muon")
+    adjust_lr_fn: MuonScale = Field(
+        description="Muon's rate: match_rms_adamw (steps as large as AdamW's, so that one lr serves both) or original"
+    )
     clip_norm: NotNegative = Field(description="largest global gradient norm; 0: no clipping")
     lr_rule: RateRule = Field(
         description="lr and min_lr are for one replica's batch: times dp (linear, as for SGD) or its root (sqrt, AdamW)"

@@ -33,8 +33,8 @@ class BucketParameter:
     sharding: ParameterSharding = WHOLE
 
     @property
-    def decays(self) -> bool:
-        """Weight decay is for matrices."""
+    def matrix(self) -> bool:
+        """Whether it has two dimensions or more: optimizers treat those alike, and vectors otherwise."""
         return self.parameter.ndim >= 2
 
 
@@ -103,13 +103,13 @@ class Bucket:
         count = self.size // self.axis.size
         return slice(self.axis.index * count, (self.axis.index + 1) * count)
 
-    def runs(self, chosen: slice) -> Iterator[tuple[bool, slice]]:
-        """The stretches of `chosen` elements that decay and that do not: (whether, elements), at most one of each."""
-        border = next((slot.start for slot in self.slots if not slot.held.decays), self.stop)
-        for decays, start, stop in ((True, 0, border), (False, border, self.stop)):
+    def runs(self, chosen: slice) -> Iterator[slice]:
+        """The stretches of `chosen` elements that belong to matrices and to vectors, at most one of each."""
+        border = next((slot.start for slot in self.slots if not slot.held.matrix), self.stop)
+        for start, stop in ((0, border), (border, self.stop)):
             start, stop = max(start, chosen.start), min(stop, chosen.stop)
             if start < stop:
-                yield decays, slice(start, stop)
+                yield slice(start, stop)
 
     @property
     def visible(self) -> bool:
@@ -151,9 +151,9 @@ def make_buckets(held: Sequence[BucketParameter], mesh: Mesh, capacity: int) -> 
 
 
 def _slots(members: Sequence[BucketParameter]) -> tuple[BucketSlot, ...]:
-    """Matrices first, so that what decays is one run; each parameter begins at a multiple of 64 bytes at least."""
+    """Matrices first, so that they are one run; each parameter begins at a multiple of 64 bytes at least."""
     slots, start = [], 0
-    for each in sorted(members, key=lambda each: not each.decays):
+    for each in sorted(members, key=lambda each: not each.matrix):
         slots.append(BucketSlot(each, start, start + each.parameter.numel()))
         start = _aligned(slots[-1].stop)
     return tuple(slots)

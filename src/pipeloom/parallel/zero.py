@@ -37,15 +37,12 @@ class FlatParameters:
         """The reduced gradient of the elements `run`, a part of `mine`."""
         return self.bucket.part[run.start - self.mine.start : run.stop - self.mine.start]
 
-    def masters(self) -> list[tuple[bool, slice, nn.Parameter]]:
-        """What an optimizer steps: (whether it decays, its elements, their values).
+    def masters(self) -> list[tuple[slice, nn.Parameter]]:
+        """What an optimizer steps: (its elements, their values), matrices apart from vectors.
 
         Values of fp32 and above are a view of the buffer; for others an fp32 copy, to be written with `publish`.
         """
-        return [
-            (decays, run, nn.Parameter(self.flat[run].to(self.bucket.dtype)))
-            for decays, run in self.bucket.runs(self.mine)
-        ]
+        return [(run, nn.Parameter(self.flat[run].to(self.bucket.dtype))) for run in self.bucket.runs(self.mine)]
 
     @torch.no_grad()
     def publish(self, run: slice, master: Tensor) -> None:

@@ -38,20 +38,19 @@ class OptimizerCopy:
 
     def __init__(self) -> None:
         self._copies = Copies()
-        self._state: dict[Any, dict[str, Any]] = {}
+        self._states: list[dict[Any, dict[str, Any]]] = []
 
     def take(self, optimizer: Optimizer) -> None:
-        states = {} if optimizer.adam is None else optimizer.adam.state
-        self._state = {master: dict(state) for master, state in states.items()}
-        values = [value for state in self._state.values() for value in state.values() if isinstance(value, Tensor)]
+        self._states = [{master: dict(state) for master, state in each.state.items()} for each in optimizer.optimizers]
+        state = [state for states in self._states for state in states.values()]
+        values = [value for each in state for value in each.values() if isinstance(value, Tensor)]
         self._copies.take([*optimizer.changing(), *values])  # a rank that steps nothing holds what others step, too
 
     def restore(self, optimizer: Optimizer) -> None:
         self._copies.restore()
-        if optimizer.adam is None:
-            return
-        optimizer.adam.state.clear()  # a parameter's first gradient may have made state that was not there
-        optimizer.adam.state.update({master: dict(state) for master, state in self._state.items()})
+        for each, states in zip(optimizer.optimizers, self._states, strict=True):
+            each.state.clear()  # a parameter's first gradient may have made state that was not there
+            each.state.update({master: dict(state) for master, state in states.items()})
 
 
 class Surroundings:

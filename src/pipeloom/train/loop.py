@@ -129,8 +129,7 @@ class Trainer:
         self._context = context
         self._report = report
         self._facts = dict(facts or {})
-        named = list(pipeline.named_parameters())
-        self.optimizer = Optimizer(named, config.optimizer, pipeline.sync, pipeline.counts)
+        self.optimizer = Optimizer.of(pipeline, config)
         self.replicas = ReplicaCheck(pipeline, self.optimizer, config.train.check_every, ties(config))
         self._row = NormRow(pipeline, self.optimizer)
         self._bad_steps = BadSteps(config.train.on_nan, config.train.on_spike)

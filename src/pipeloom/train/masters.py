@@ -17,6 +17,24 @@ Counts = Callable[[str], bool]  # whether this process counts a parameter in nor
 
 
 @dataclass(frozen=True)
+class Setting:
+    """How a parameter is stepped; parameters of equal settings may stand in one master.
+
+    Attributes:
+        rule: the optimizer: "adamw", "sgd" or "muon".
+        decay: weight decay.
+        alone: the name of a parameter that needs a master of its own; "": it shares one.
+    """
+
+    rule: str
+    decay: float
+    alone: str = ""
+
+
+Settings = Callable[[str], Setting]  # of a parameter, by its global name
+
+
+@dataclass(frozen=True)
 class Piece:
     """Elements of one parameter inside a master.
 
@@ -53,12 +71,8 @@ class Masters(Protocol):
         """The trained parameters' elements that are stepped here, each once."""
 
     @property
-    def decayed(self) -> Sequence[nn.Parameter]:
-        """The masters with weight decay."""
-
-    @property
-    def undecayed(self) -> Sequence[nn.Parameter]:
-        """Those without."""
+    def settings(self) -> Mapping[nn.Parameter, Setting]:
+        """Each master, and the settings of the parameters in it."""
 
     def arrange(self) -> Replaced:
         """Puts the reduced gradients into the masters' `.grad`; returns what took the place of a master.
@@ -90,12 +104,11 @@ class Masters(Protocol):
 class Parameters:
     """The parameters are stepped as they are."""
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], settings: Settings) -> None:
         trained = [(name, p) for name, p in named if p.requires_grad]
         self._parameters = [p for _, p in trained]
         self.pieces = [Piece(name, p.shape, 0, p.numel(), p, 0) for name, p in trained]
-        self.decayed = [p for p in self._parameters if p.ndim >= 2]
-        self.undecayed = [p for p in self._parameters if p.ndim < 2]
+        self.settings: dict[nn.Parameter, Setting] = {p: settings(name) for name, p in trained}
 
     def arrange(self) -> Replaced:
         return {}
@@ -125,24 +138,14 @@ class Parameters:
 class Buckets:
     """A bucket's parameters stand in one buffer; its masters are views of it, fp32 copies for bf16, or slices of either."""
 
-    def __init__(self, sync: GradientSync) -> None:
+    def __init__(self, sync: GradientSync, settings: Settings) -> None:
         self._sync = sync
         sync.changed.append(self.read)
         self._flats = [FlatParameters(bucket, sync.sharded) for bucket in sync.buckets]
-        self._decays: dict[nn.Parameter, bool] = {}
-        self._masters: list[tuple[FlatParameters, slice, nn.Parameter]] = []
-        for flat in self._flats:
-            for decays, run, master in flat.masters():
-                self._decays[master] = decays
-                self._masters.append((flat, run, master))
-
-    @property
-    def decayed(self) -> list[nn.Parameter]:
-        return [master for master, decays in self._decays.items() if decays]
-
-    @property
-    def undecayed(self) -> list[nn.Parameter]:
-        return [master for master, decays in self._decays.items() if not decays]
+        self._masters = [(flat, run, master) for flat in self._flats for run, master in flat.masters()]
+        self._setting_of = settings
+        self.settings: dict[nn.Parameter, Setting] = {}
+        self._part(lambda slot: settings(slot.held.name))
 
     @property
     def pieces(self) -> list[Piece]:
@@ -176,13 +179,18 @@ class Buckets:
             if len({trait(slot) for slot, *_ in inside}) < 2:
                 self._masters.append((flat, run, master))
                 continue
-            decays, replaced[master] = self._decays.pop(master), []
+            replaced[master] = []
             for _, first, last in inside:
                 elements = slice(first - run.start, last - run.start)
                 own = nn.Parameter(master.detach()[elements])  # the same memory
-                self._decays[own] = decays
                 self._masters.append((flat, slice(first, last), own))
                 replaced[master].append((own, elements))
+        if replaced or not self.settings:
+            self.settings = {
+                master: self._setting_of(slot.held.name)
+                for flat, run, master in self._masters
+                for slot, *_ in _inside(flat, run)[:1]
+            }
         return replaced
 
     def publish(self) -> None:

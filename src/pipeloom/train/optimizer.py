@@ -1,4 +1,4 @@
-"""AdamW over what this process steps, and the gradient norm over all of them."""
+"""AdamW, SGD or Muon over what this process steps, and the gradient norm over all of it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeloom.config.sections import OptimizerSection
+from pipeloom.config.sections import Config, ModelSection, OptimizerSection
 from pipeloom.errors import CheckpointError
+from pipeloom.parallel.buckets import main_dtype
 from pipeloom.parallel.data import GradientSync
 from pipeloom.parallel.grad_norm import clip, exact_sum, squares
-from pipeloom.train.masters import Buckets, Counts, Masters, Parameters, Replaced
+from pipeloom.parallel.sharding import WHOLE, ParameterSharding
+from pipeloom.runtime import Pipeline
+from pipeloom.train.masters import Buckets, Counts, Masters, Parameters, Replaced, Setting
+from pipeloom.train.muon import Muon, MuonWeight, WholeMatrices
+from pipeloom.train.roles import fused_in, role_of
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",), "muon": ("momentum_buffer",)}
 
 
 class Optimizer:
-    """AdamW (arXiv 1711.05101) that decays matrices and leaves vectors alone.
+    """The optimizer of `[optimizer]`: AdamW (arXiv 1711.05101), SGD, or Muon for the matrices of blocks and AdamW for the rest.
+
+    Matrices decay by `weight_decay`, embeddings and the output layer by `embedding_decay`, norms and biases by `vector_decay`
+    (`roles.role_of`).
 
     Without a GradientSync it steps the parameters and reads their `.grad`. With one it steps masters: fp32 values of bf16
-    parameters, and this rank's slices only where gradients are sharded (then `step` is collective over dp). The state is that
-    of the masters, in fp32 at least.
+    parameters, and this rank's slices only where gradients are sharded (then `step` is collective over dp; Muon's is over dp
+    and tp). The state is that of the masters, in fp32 at least.
 
     Args:
         named: this process's parameters by global name, each once.
@@ -31,6 +39,11 @@ class Optimizer:
         sync: the reduction of their gradients, if there is one.
         counts: whether this process counts a parameter in the global norm: each element is counted once over the mesh. With
             sharded gradients every dp rank counts its slice.
+        layouts: how parameters are laid over ranks, for Muon; those that are not named are whole.
+        foreign: the sizes of a foreign model, whose fused projections Muon steps one by one.
+
+    Attributes:
+        optimizers: torch's, each with masters of its own; none where nothing is stepped here.
     """
 
     def __init__(
@@ -39,21 +52,76 @@ class Optimizer:
         options: OptimizerSection,
         sync: GradientSync | None = None,
         counts: Counts = lambda name: True,
+        *,
+        layouts: Mapping[str, ParameterSharding] | None = None,
+        foreign: ModelSection | None = None,
     ) -> None:
-        self.masters: Masters = Parameters(named) if sync is None else Buckets(sync)
+        self.clip_norm = options.clip_norm
+        self._options = options
+        self._shapes = {name: p.shape for name, p in named}
         self._parameters = [parameter for _, parameter in named]
         self._sync = sync
-        self.clip_norm = options.clip_norm
         self._counts = counts
+        setting = self._setting
+        self.masters: Masters = Parameters(named, setting) if sync is None else Buckets(sync, setting)
         self._pieces = list(self.masters.pieces)
-        groups = [
-            {"params": list(self.masters.decayed), "weight_decay": options.weight_decay},
-            {"params": list(self.masters.undecayed), "weight_decay": 0.0},
-        ]
-        filled = [group for group in groups if group["params"]]
-        self.adam = (
-            torch.optim.AdamW(filled, lr=options.lr, betas=options.betas, eps=1e-8, fused=True) if filled else None
+        self._muon: Muon | None = None
+        self.optimizers: list[torch.optim.Optimizer] = []
+        for rule in _MOMENTS:
+            by_decay: dict[float, list[nn.Parameter]] = {}
+            for master, each in self.masters.settings.items():
+                if each.rule == rule:
+                    by_decay.setdefault(each.decay, []).append(master)
+            groups: list[dict[str, Any]] = [
+                {"params": masters, "weight_decay": decay} for decay, masters in by_decay.items()
+            ]
+            if rule == "muon":
+                matrices = {
+                    name: _matrix(name, p, (layouts or {}).get(name, WHOLE), foreign)
+                    for name, p in named
+                    if p.requires_grad and setting(name).rule == "muon"
+                }
+                if matrices:  # a rank whose slices hold none of them takes part in gathering them
+                    self._muon = Muon(
+                        groups or [{"params": []}],
+                        WholeMatrices(matrices, sync, options.adjust_lr_fn),
+                        lr=options.lr,
+                        momentum=options.momentum,
+                        nesterov=options.nesterov,
+                    )
+                    self.optimizers.append(self._muon)
+            elif groups:
+                self.optimizers.append(_of_torch(rule, groups, options))
+        self._say_pieces()
+
+    @classmethod
+    def of(cls, pipeline: Pipeline, config: Config) -> Optimizer:
+        """Return the optimizer of a pipeline's parameters here."""
+        return cls(
+            list(pipeline.named_parameters()),
+            config.optimizer,
+            pipeline.sync,
+            pipeline.counts,
+            layouts=pipeline.layouts,
+            foreign=config.model if config.model.source else None,
         )
+
+    def _setting(self, name: str) -> Setting:
+        options, role = self._options, role_of(name, len(self._shapes[name]))
+        embedding_decay = options.weight_decay if options.embedding_decay is None else options.embedding_decay
+        decay = {"matrix": options.weight_decay, "embedding": embedding_decay, "vector": options.vector_decay}[role]
+        if options.name == "muon":
+            return Setting("muon", decay, name) if role == "matrix" else Setting("adamw", decay)
+        return Setting(options.name, decay)
+
+    def moments(self, name: str) -> tuple[str, ...]:
+        """Return the kinds of state that a step keeps of a parameter, beside `step`."""
+        rule = self._setting(name).rule
+        return () if rule == "sgd" and not self._options.momentum else _MOMENTS[rule]
+
+    def state_of(self, master: nn.Parameter) -> dict[str, Any]:
+        """Return torch's state of a master; empty where it has none yet."""
+        return next((each.state[master] for each in self.optimizers if each.state.get(master)), {})
 
     @property
     def counted(self) -> int:
@@ -79,12 +147,12 @@ class Optimizer:
         """
         self._arrange()
         if norm is None or math.isfinite(norm):
-            if self.adam is not None:
-                if norm is not None and self.clip_norm > 0:
-                    clip([master.grad for master in self._all if master.grad is not None], norm, self.clip_norm)
-                for group in self.adam.param_groups:
+            if norm is not None and self.clip_norm > 0:
+                clip([master.grad for master in self._all if master.grad is not None], norm, self.clip_norm)
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
                     group["lr"] = rate
-                self.adam.step()
+                optimizer.step()
             self.masters.publish()  # collective: a rank whose slices hold no parameter has nothing to step, and takes part
         self.zero_grad()
 
@@ -100,7 +168,7 @@ class Optimizer:
         return self.masters.hold()
 
     def changing(self) -> list[Tensor]:
-        """Every tensor that a step writes to, moments aside: those are in `adam.state`."""
+        """Every tensor that a step writes to, moments aside: those are in the state of `optimizers`."""
         return self.masters.changing()
 
     def read_parameters(self) -> None:
@@ -110,23 +178,28 @@ class Optimizer:
     @property
     def state_bytes(self) -> int:
         """Memory of the moments, once it has stepped, and of masters that are not the parameters themselves."""
-        moments = len(_MOMENTS) * sum(master.nbytes for master in self._all)
+        kept = {piece.master: len(self.moments(piece.name)) for piece in self._pieces}
+        moments = sum(kept.get(master, 0) * master.nbytes for master in self._all)
         shared = {parameter.untyped_storage().data_ptr() for parameter in self._parameters}
         return moments + sum(m.nbytes for m in self._all if m.untyped_storage().data_ptr() not in shared)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Global name -> `step`, `shape`, `start` and `stop` (elements of what this process holds of the parameter, counted
-        row by row), and of these elements `master`, `exp_avg` and `exp_avg_sq`: flat views, not copies."""
+        row by row), and of these elements `master` and the `moments`: flat views, not copies.
+
+        `step` is 1.0 where SGD or Muon, which count no steps, have a state.
+        """
         found: dict[str, dict[str, Any]] = {}
         for piece in self.masters.pieces:
-            state = self.adam.state.get(piece.master, {}) if self.adam is not None else {}
+            state = self.state_of(piece.master)
+            moments = [key for key in self.moments(piece.name) if state.get(key) is not None]
             found[piece.name] = {
                 "shape": tuple(piece.shape),
                 "start": piece.start,
                 "stop": piece.stop,
-                "step": float(state["step"]) if state else 0.0,
+                "step": float(state.get("step", 1.0)) if moments else 0.0,
                 "master": piece.of(piece.master.detach()),
-                **{key: piece.of(state[key]) for key in _MOMENTS if state},
+                **{key: piece.of(state[key]) for key in moments},
             }
         return found
 
@@ -142,22 +215,23 @@ class Optimizer:
                 raise CheckpointError(
                     f"the optimizer's state of {piece.name!r} does not hold its elements {piece.start} to {piece.stop}"
                 )
-        if self.adam is not None:
-            self.adam.state.clear()
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
         self._adopt(self.masters.separate({piece.name: states[piece.name]["step"] for piece in self.masters.pieces}))
         for piece in self.masters.pieces:
             state = states[piece.name]
             own = slice(piece.start - state["start"], piece.stop - state["start"])
             piece.of(piece.master).copy_(state["master"][own])
-            if self.adam is None or not state["step"]:
+            moments = self.moments(piece.name)
+            if not state["step"] or not moments:
                 continue
-            mine = self.adam.state[piece.master]
-            if not mine:
-                mine["step"] = torch.zeros((), dtype=torch.float32, device=piece.master.device)
-                mine.update({key: torch.zeros_like(piece.master) for key in _MOMENTS})
-            mine["step"].fill_(state["step"])
-            for key in _MOMENTS:
+            mine = self._optimizer_of(piece.master).state[piece.master]
+            for key in moments:
+                if key not in mine:
+                    mine[key] = torch.zeros_like(piece.master)
                 piece.of(mine[key]).copy_(state[key][own])
+            if "exp_avg" in moments:
+                mine["step"] = torch.tensor(state["step"], dtype=torch.float32, device=piece.master.device)
         self.masters.publish()
 
     def _arrange(self) -> None:
@@ -165,19 +239,46 @@ class Optimizer:
         self._adopt(self.masters.arrange())
 
     def _adopt(self, replaced: Replaced) -> None:
-        if not replaced or self.adam is None:
+        if not replaced:
             return
-        for group in self.adam.param_groups:
-            group["params"] = [new for old in group["params"] for new, _ in replaced.get(old, [(old, None)])]
-        for old, parts in replaced.items():
-            state = self.adam.state.pop(old, None)
-            for new, elements in parts if state else ():
-                self.adam.state[new] = {
-                    "step": state["step"].clone(),
-                    **{key: state[key][elements] for key in _MOMENTS},
-                }
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [new for old in group["params"] for new, _ in replaced.get(old, [(old, None)])]
+            for old, parts in replaced.items():
+                state = optimizer.state.pop(old, None)
+                for new, elements in parts if state else ():
+                    optimizer.state[new] = {
+                        key: value[elements] if value.ndim else value.clone() for key, value in state.items()
+                    }
         self._pieces = list(self.masters.pieces)
+        self._say_pieces()
+
+    def _say_pieces(self) -> None:
+        if self._muon is not None:
+            self._muon.pieces = {piece.master: piece for piece in self._pieces}
+
+    def _optimizer_of(self, master: nn.Parameter) -> torch.optim.Optimizer:
+        return next(
+            each for each in self.optimizers for group in each.param_groups if any(p is master for p in group["params"])
+        )
 
     @property
     def _all(self) -> list[nn.Parameter]:
-        return [*self.masters.decayed, *self.masters.undecayed]
+        return list(self.masters.settings)
+
+
+def _of_torch(rule: str, groups: list[dict[str, Any]], options: OptimizerSection) -> torch.optim.Optimizer:
+    if rule == "adamw":
+        return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=1e-8, fused=True)
+    return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, nesterov=options.nesterov)
+
+
+def _matrix(name: str, parameter: nn.Parameter, layout: ParameterSharding, foreign: ModelSection | None) -> MuonWeight:
+    wide = main_dtype(parameter.dtype)
+    return MuonWeight(
+        name,
+        parameter.shape,
+        layout,
+        fused_in(name, tuple(layout.full_shape(parameter.shape)), foreign),
+        torch.bfloat16 if parameter.dtype == torch.bfloat16 else wide,
+    )

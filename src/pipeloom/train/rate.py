@@ -8,18 +8,34 @@ from pipeloom.config.sections import OptimizerSection
 
 
 def learning_rate(step: int, steps: int, options: OptimizerSection, replicas: int = 1) -> float:
-    """Linear warm-up to `lr` over `warmup_steps` steps, then half a cosine down to `min_lr` at the last step.
+    """Return the rate of step `step` (from 0) of `steps`: a function of the step, so that a resumed run continues it.
 
-    The rate of step k (from 0) is lr (k + 1) / warmup_steps, then min_lr + (lr - min_lr) (1 + cos πx) / 2, x from 0 at
-    the first step after warm-up to 1 at step `steps` - 1: a function of the step, so a resumed run goes on as it would have.
+    Linear warm-up to `lr`: lr (k + 1) / warmup_steps in step k. Then `lr_schedule`, with x from 0 at the first step after
+    warm-up to 1 at step `steps` - 1:
+
+    - cosine: min_lr + (lr - min_lr) (1 + cos πx) / 2 (arXiv 1608.03983);
+    - linear: lr + (min_lr - lr) x;
+    - wsd (arXiv 2404.06395): lr until `decay_steps` steps are left, which fall linearly to min_lr at the last step;
+    - constant: lr.
+
     All of it times `batch_factor`.
     """
     lr, low = (rate * batch_factor(options.lr_rule, replicas) for rate in (options.lr, options.min_lr))
     if step < options.warmup_steps:
         return lr * (step + 1) / options.warmup_steps
     last = max(steps - 1, options.warmup_steps)
-    share = (step - options.warmup_steps) / max(1, last - options.warmup_steps)
-    return low + (lr - low) * (1 + math.cos(math.pi * share)) / 2
+    if options.lr_schedule == "wsd":
+        decay = options.decay_steps or max(1, steps // 10)
+        share = max(0, step - (last - decay)) / decay
+    else:
+        share = (step - options.warmup_steps) / max(1, last - options.warmup_steps)
+    match options.lr_schedule:
+        case "cosine":
+            return low + (lr - low) * (1 + math.cos(math.pi * share)) / 2
+        case "constant":
+            return lr
+        case _:
+            return lr + (low - lr) * share
 
 
 def batch_factor(rule: str, replicas: int) -> float:

@@ -26,7 +26,7 @@ from pipeloom.train.optimizer import Optimizer
 
 # Relative, of a tensor's norm: on CUDA tensor-parallel ranks may add up in another order what they compute alike.
 CUDA_TP_TOLERANCE = 1e-3
-_STATES = ("master", "exp_avg", "exp_avg_sq")
+_STATES = ("master", "exp_avg", "exp_avg_sq", "momentum_buffer")
 # checksum of the bits, norm where it may be compared instead, else 0
 Sums = tuple[int, float]
 

@@ -48,8 +48,8 @@ class Run:
         mesh = Mesh.of(layout.mesh)
         assert mesh is not None
         self.pipeline: Pipeline = build_pipeline(layout, torch.device("cpu"), mesh)
-        named = list(self.pipeline.named_parameters())
-        self.optimizer = Optimizer(named, self.config.optimizer, self.pipeline.sync, self.pipeline.counts)
+
+        self.optimizer = Optimizer.of(self.pipeline, self.config)
         self.batches = Batches(TEXT, self.config, layout.mesh.dp)
 
     def steps(self, count: int) -> list[float]:

@@ -27,8 +27,10 @@ class SlicedOptimizer(Protocol):
     """An optimizer whose state is that of runs of each parameter's elements, as the trainer's is.
 
     `state_dict`: name -> `start`, `stop` (elements of what this process holds of the parameter, counted row by row), `step`
-    (0.0: no state yet), `master` and further flat tensors of those elements.
+    (0.0: no state yet), `master` and the `moments` of that parameter: flat tensors of those elements.
     """
+
+    def moments(self, name: str) -> tuple[str, ...]: ...
 
     def state_dict(self) -> dict[str, dict[str, Any]]: ...
 
@@ -249,16 +251,17 @@ def load_optimizer(stored: Stored, pipeline: Pipeline, optimizer: AnyOptimizer) 
         if not held.parameter or own is None:
             continue
         present = kinds.get(held.name, set())
-        if present - {"master"} and present - {"master"} != {"step", "exp_avg", "exp_avg_sq"}:
+        moments = optimizer.moments(by_name[held.name])
+        if present - {"master"} and present - {"master"} != {"step", *moments}:
             raise CheckpointError(
-                f"the optimizer's state of {held.name!r}: expected step, exp_avg and exp_avg_sq, or none of them; found "
+                f"the optimizer's state of {held.name!r}: expected {' and '.join([', '.join(('step', *moments[:-1])), *moments[-1:]])}, or none of them; found "
                 f"{', '.join(sorted(present - {'master'}))}"
             )
         boxes = [b.moved(held.offset) for b in boxes_of_run(held.tensor.shape, own["start"], own["stop"])]
         state: dict[str, Any] = {"start": own["start"], "stop": own["stop"], "step": 0.0}
         if "step" in present:
             state["step"] = float(stored.region(f"optimizer.{held.name}.step", Box((), ())))
-        for kind in ("master", *(("exp_avg", "exp_avg_sq") if state["step"] else ())):
+        for kind in ("master", *(moments if state["step"] else ())):
             key = f"optimizer.{held.name}.{kind}"
             key = key if key in stored.tensors else f"model.{held.name}"
             state[kind] = torch.cat([stored.region(key, box).reshape(-1) for box in boxes])

@@ -1,0 +1,213 @@
+"""Muon over matrices that are spread over ranks.
+
+The step of a matrix is its averaged gradient with all singular values brought near 1 (Keller Jordan, "Muon: an optimizer for
+hidden layers", 2024; arXiv 2502.16982; the arithmetic of torch.optim.Muon). That needs the whole matrix: slices of replicas
+(ZeRO-1) and parts of tensor-parallel ranks are gathered first, and each rank keeps its own part of the result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.errors import UsageError
+from pipeloom.parallel.buckets import Bucket
+from pipeloom.parallel.collectives import start_all_gather, start_gather_slices
+from pipeloom.parallel.data import GradientSync
+from pipeloom.parallel.mesh import Axis
+from pipeloom.parallel.sharding import WHOLE, ParameterSharding, shard_of
+from pipeloom.train.masters import Piece
+from pipeloom.train.roles import Fused
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of torch.optim.Muon
+_ITERATIONS = 5
+_SMALLEST_NORM = 1e-7
+
+
+def orthogonalized(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return U S V^T of a matrix U Σ V^T, with S near 1: five quintic Newton-Schulz iterations, computed in `dtype`."""
+    a, b, c = _COEFFICIENTS
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.to(dtype, copy=True)
+    x = x.T if tall else x
+    x.div_(x.norm().clamp(min=_SMALLEST_NORM))
+    for _ in range(_ITERATIONS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+def scale_of(shape: Sequence[int], rule: str) -> float:
+    """Return the factor of the rate for a matrix of `shape`, as torch.optim.Muon's `adjust_lr_fn`."""
+    if rule == "original":
+        return math.sqrt(max(1.0, shape[0] / shape[1]))
+    return 0.2 * math.sqrt(max(shape))
+
+
+def direction_of(update: Tensor, fused: Fused | None, rule: str, dtype: torch.dtype) -> Tensor:
+    """Return the scaled step of a whole weight: of each matrix in it on its own.
+
+    Args:
+        update: [..., a, b]; leading dimensions stack matrices (experts).
+        fused: which projections the weight fuses.
+    """
+    if fused is not None:
+        whole = torch.empty_like(update)
+        for indices in fused.indices:
+            rows = indices.to(update.device)
+            part = update.index_select(fused.dim, rows)
+            whole.index_copy_(fused.dim, rows, direction_of(part, None, rule, dtype))
+        return whole
+    if update.ndim > 2:
+        return torch.stack([direction_of(each, None, rule, dtype) for each in update])
+    return orthogonalized(update, dtype).to(update.dtype) * scale_of(update.shape, rule)
+
+
+@dataclass(frozen=True)
+class MuonWeight:
+    """A weight that Muon steps.
+
+    Attributes:
+        name: global name.
+        shape: of what this process holds.
+        layout: of that in the whole weight.
+        fused: the projections in the whole weight.
+        dtype: in which its step is computed.
+    """
+
+    name: str
+    shape: torch.Size
+    layout: ParameterSharding = WHOLE
+    fused: Fused | None = None
+    dtype: torch.dtype = torch.float32
+
+
+class WholeMatrices:
+    """Gathers the updates of this process's weights, and returns this process's parts of their steps.
+
+    Args:
+        matrices: by name.
+        sync: of their gradients; None: this process holds everything.
+    """
+
+    def __init__(self, matrices: Mapping[str, MuonWeight], sync: GradientSync | None, rule: str) -> None:
+        self._matrices = matrices
+        self._sync = sync
+        self._rule = rule
+        for each in matrices.values():
+            over = each.layout.over("tp")
+            if over is not None and len(set(over.sizes)) > 1:
+                raise UsageError(
+                    f"Muon needs {each.name} in equal parts on the tensor-parallel ranks, not {over.sizes}"
+                )
+
+    def directions(self, updates: Mapping[str, tuple[Piece, Tensor]]) -> dict[str, Tensor]:
+        """Return name -> the flat elements of the step that belong to the piece of that name. Collective over dp and tp.
+
+        Args:
+            updates: name -> the piece that is stepped here, and its flat update.
+        """
+        if self._sync is None:
+            shaped = {name: update.view(self._matrices[name].shape) for name, (_, update) in updates.items()}
+            return {name: self._own(self._matrices[name], whole, updates[name][0]) for name, whole in shaped.items()}
+        result: dict[str, Tensor] = {}
+        for bucket in self._sync.buckets:
+            held = [slot.held for slot in bucket.slots if slot.held.name in self._matrices]
+            present = [self._matrices[each.name] for each in held if each.parameter not in self._sync.absent]
+            if not present:
+                continue
+            local = self._held_here(bucket, present, updates)
+            for name, whole in self._over_tensor_ranks(present, local, self._sync.mesh.tp).items():
+                if name in updates:  # each replica computes the steps of the weights that it holds elements of
+                    result[name] = self._own(self._matrices[name], whole, updates[name][0])
+        return result
+
+    def _held_here(
+        self, bucket: Bucket, present: Sequence[MuonWeight], updates: Mapping[str, tuple[Piece, Tensor]]
+    ) -> dict[str, Tensor]:
+        """Name -> the update of all that this process holds of a weight, slices of other replicas included."""
+        if self._sync is None or not self._sync.sharded or bucket.axis.size == 1:
+            return {each.name: updates[each.name][1].view(each.shape) for each in present}
+        flat = torch.zeros(bucket.size, dtype=bucket.dtype, device=bucket.flat.device)
+        start_of = {slot.held.name: slot.start for slot in bucket.slots}
+        for each in present:
+            if each.name in updates:
+                piece, update = updates[each.name]
+                flat[start_of[each.name] + piece.start : start_of[each.name] + piece.stop] = update
+        start_gather_slices(flat, bucket.axis).wait()
+        return {
+            each.name: flat[start_of[each.name] : start_of[each.name] + each.shape.numel()].view(each.shape)
+            for each in present
+        }
+
+    @staticmethod
+    def _over_tensor_ranks(present: Sequence[MuonWeight], local: Mapping[str, Tensor], tp: Axis) -> dict[str, Tensor]:
+        """Name -> the whole update, with the parts of the other tensor-parallel ranks; all of them in one all-gather."""
+        cut = [each for each in present if each.layout.over("tp") is not None] if tp.size > 1 else []
+        whole = dict(local)
+        if not cut:
+            return whole
+        own = torch.cat([local[each.name].reshape(-1) for each in cut])
+        rows = start_all_gather(own.view(1, -1), tp).wait()
+        for each, *_, parts in zip(cut, torch.split(rows, [each.shape.numel() for each in cut], dim=1), strict=True):
+            shard = each.layout.over("tp")
+            assert shard is not None
+            whole[each.name] = torch.cat([part.view(each.shape) for part in parts], shard.dim)
+        return whole
+
+    def _own(self, matrix: MuonWeight, whole: Tensor, piece: Piece) -> Tensor:
+        """This process's elements of the step of a whole weight, flat."""
+        direction = direction_of(whole, matrix.fused, self._rule, matrix.dtype)
+        over = matrix.layout.over("tp")
+        if over is not None and self._sync is not None:
+            direction = shard_of(direction, ParameterSharding((over,)), {"tp": self._sync.mesh.place.tp})
+        return direction.reshape(-1)[piece.start : piece.stop]
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon's step of masters of which each holds elements of one weight.
+
+    Args:
+        groups: torch's parameter groups.
+        matrices: brings the weights together.
+    """
+
+    def __init__(
+        self, groups: Sequence[dict[str, Any]], matrices: WholeMatrices, *, lr: float, momentum: float, nesterov: bool
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": 0.0})
+        self._matrices = matrices
+        self.pieces: dict[nn.Parameter, Piece] = {}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Make one step; collective over the ranks that share a weight. `pieces` says what each master is."""
+        updates: dict[str, tuple[Piece, Tensor]] = {}
+        for group in self.param_groups:
+            momentum = group["momentum"]
+            for master in group["params"]:
+                if master.grad is None:
+                    continue
+                state = self.state[master]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(master)
+                average = state["momentum_buffer"].lerp_(master.grad, 1 - momentum)
+                update = master.grad.lerp(average, momentum) if group["nesterov"] else average
+                piece = self.pieces[master]
+                updates[piece.name] = (piece, piece.of(update))
+        directions = self._matrices.directions(updates)
+        for group in self.param_groups:
+            for master in group["params"]:
+                if master.grad is not None:
+                    master.mul_(1 - group["lr"] * group["weight_decay"])
+                    piece = self.pieces[master]
+                    direction = directions[piece.name]
+                    if direction.numel() == master.numel():
+                        master.add_(direction.view(master.shape), alpha=-group["lr"])
+                    else:  # a slice ends with elements of no parameter
+                        piece.of(master).add_(direction, alpha=-group["lr"])

@@ -1,0 +1,66 @@
+"""What a parameter is to the optimizer: a matrix of a block, an embedding, or a vector; and which matrices are fused in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pipeloom.config.sections import ModelSection
+
+RoleName = Literal["matrix", "embedding", "vector"]
+_QKV = ("c_attn", "qkv_proj", "Wqkv")  # queries, keys, values one after the other: GPT-2, Phi-3, MPT
+_QKV_BY_HEAD = ("query_key_value",)  # those of each key and value head side by side: GPT-NeoX, BLOOM, Falcon
+_GATE_UP = ("gate_up_proj",)
+
+
+def role_of(name: str, dimensions: int) -> RoleName:
+    """Return the role of a parameter by its global name.
+
+    - vector: norms and biases: one dimension, or a name that ends in `bias`;
+    - matrix: any other parameter of a numbered block (`model.layers.3.mlp.up_proj.weight`), a stack of experts included;
+    - embedding: matrices outside of the blocks, the output layer among them.
+    """
+    words = name.split(".")
+    if dimensions < 2 or words[-1] == "bias" or words[-1].endswith("_bias"):
+        return "vector"
+    return "matrix" if any(word.isdigit() for word in words) else "embedding"
+
+
+@dataclass(frozen=True)
+class Fused:
+    """The matrices in one weight: which indices along `dim` belong to each."""
+
+    dim: int
+    indices: tuple[Tensor, ...]
+
+
+def fused_in(name: str, shape: tuple[int, ...], model: ModelSection | None) -> Fused | None:
+    """Return the projections that a foreign model's weight fuses (by its name, from the model's sizes); None: it is one.
+
+    Pipeloom's own decoder has a weight for each projection.
+    """
+    words = name.split(".")
+    if model is None or len(shape) < 2:
+        return None
+    # a weight is [outputs, inputs], but for GPT-2's, and for experts that are stored the other way round
+    outputs = len(shape) - 2 if shape[-1] == model.hidden_size else len(shape) - 1
+    if "c_attn" in words:
+        outputs = len(shape) - 1
+    count = shape[outputs]
+    rows = torch.arange(count)
+    if any(word in _GATE_UP for word in words) and count % 2 == 0:
+        return Fused(outputs, (rows[: count // 2], rows[count // 2 :]))
+    keys = model.num_key_value_heads
+    heads = model.num_attention_heads + 2 * keys
+    if count % heads:
+        return None
+    width = count // heads
+    if any(word in _QKV for word in words):
+        return Fused(outputs, torch.split(rows, [model.num_attention_heads * width, keys * width, keys * width]))
+    if any(word in _QKV_BY_HEAD for word in words):
+        by_head = rows.view(keys, heads // keys, width)
+        return Fused(outputs, tuple(part.flatten() for part in (by_head[:, :-2], by_head[:, -2], by_head[:, -1])))
+    return None
