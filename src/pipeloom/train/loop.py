@@ -32,6 +32,7 @@ from pipeloom.train.collect import gather, maxima
 from pipeloom.train.corpus import read_corpus
 from pipeloom.train.data import Batch, Batches, spread
 from pipeloom.train.experts import ExpertLoads, Loads, shows_all_to_all
+from pipeloom.train.garbage import StepGarbage
 from pipeloom.train.metrics import StepMetrics, memory_in_use, model_flops_utilization, shared_cores, simulated
 from pipeloom.train.norm import NormRow, norm_of
 from pipeloom.train.optimizer import Optimizer
@@ -187,6 +188,10 @@ class Trainer:
 
     def train(self, text: Tensor) -> None:
         """All steps that are left. Raises Preempted or Interrupted after a step in which a worker was told to stop."""
+        with StepGarbage() as garbage:
+            self._train(text, garbage)
+
+    def _train(self, text: Tensor, garbage: StepGarbage) -> None:
         options = self.config.train
         place, shape = self.pipeline.mesh.place, self.pipeline.mesh.shape
         batches = Batches(text, self.config, shape.dp)
@@ -215,6 +220,7 @@ class Trainer:
                 final = self.made
                 continue
             self.replicas.after_step(made)
+            garbage.after_step(made)
             flags = together(outcome.flags for outcome in outcomes)
             if logs or flags & (STOP | INTERRUPT):
                 self._log(made, outcomes[-1], loads)

@@ -1,0 +1,38 @@
+"""Python's garbage collection at fixed steps, so that ranks do not pause at different moments."""
+
+from __future__ import annotations
+
+import gc
+from types import TracebackType
+
+EVERY_STEPS = 100
+
+
+class StepGarbage:
+    """Full collections after the same steps on every rank, without what was there after the first step.
+
+    A context manager around a training loop. A worker holds about half a million objects when training starts, which
+    stay: walking through them takes a tenth of a second, at a moment of Python's choice, while the other ranks wait.
+    `gc.freeze` sets them aside. The collections of young objects stay as they are.
+    """
+
+    def __init__(self) -> None:
+        self._frozen = False
+
+    def __enter__(self) -> StepGarbage:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._frozen:
+            gc.unfreeze()
+
+    def after_step(self, step: int) -> None:
+        """Collect if it is due after `step` steps."""
+        if not self._frozen:
+            gc.collect()
+            gc.freeze()
+            self._frozen = True
+        elif step % EVERY_STEPS == 0:
+            gc.collect()

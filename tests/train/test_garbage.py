@@ -1,0 +1,64 @@
+"""Full garbage collections come at fixed steps, and leave alone what was there after the first step."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pipeloom.config import load_layout
+from pipeloom.train.build import build_pipeline
+from pipeloom.train.garbage import EVERY_STEPS, StepGarbage
+from pipeloom.train.loop import Trainer
+
+CPU = torch.device("cpu")
+
+
+class Cycle:
+    """Refers to itself: reference counts never free it."""
+
+    def __init__(self) -> None:
+        self.self = self
+
+
+def old_cycle() -> weakref.ref[Cycle]:
+    """Return a weak reference to garbage that only a full collection frees."""
+    cycle = Cycle()
+    gc.collect()
+    return weakref.ref(cycle)
+
+
+def test_full_collections_come_every_so_many_steps() -> None:
+    with StepGarbage() as garbage:
+        garbage.after_step(7)
+        found = old_cycle()
+        garbage.after_step(EVERY_STEPS + 1)
+        assert found() is not None
+        garbage.after_step(2 * EVERY_STEPS)
+        assert found() is None
+
+
+def test_what_is_there_after_the_first_step_is_set_aside_until_the_end() -> None:
+    before = old_cycle()
+    assert gc.get_freeze_count() == 0
+    with pytest.raises(ValueError), StepGarbage() as garbage:
+        garbage.after_step(1)
+        assert gc.get_freeze_count() > 10_000
+        assert before() is None  # garbage is not set aside
+        raise ValueError
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_trainer_does_so() -> None:
+    layout = load_layout("tiny", {"parallel.pp": 1, "parallel.dp": 1, "train.steps": 2})
+    context: Any = SimpleNamespace(rank=0, device=CPU, flags=0, waiting=None)
+    trainer = Trainer(layout.config, build_pipeline(layout, CPU), context, None)
+    frozen: list[int] = []
+    trainer.replicas.after_step = lambda step: frozen.append(gc.get_freeze_count())  # type: ignore[method-assign]
+    trainer.train(torch.randint(0, 256, (20_000,)))
+    assert frozen[0] == 0 < frozen[1]
+    assert gc.get_freeze_count() == 0
