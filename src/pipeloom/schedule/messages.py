@@ -12,17 +12,12 @@ def message_counts(schedule: Schedule) -> dict[Channel, int]:
     """channel -> messages of one step, sorted. A hop within a rank is no message."""
     taken = Counter(schedule.route_of)
     counts: Counter[Channel] = Counter()
-    for index, route in enumerate(schedule.routes):
-        for stage, following in zip(route, route[1:], strict=False):
-            here, there = schedule.placement[stage], schedule.placement[following]
-            if here != there and taken[index]:
-                counts[Channel(here, there, "activation")] += taken[index]
-                counts[Channel(there, here, "gradient")] += taken[index]
-    for edges in NamedEdges.of(schedule).writes:
-        for stage, following, _ in edges:
-            here, there = schedule.placement[stage], schedule.placement[following]
-            index = next(at for at, route in enumerate(schedule.routes) if stage in route)
-            if here != there and taken[index]:
-                counts[Channel(here, there, "activation")] += taken[index]
-                counts[Channel(there, here, "gradient")] += taken[index]
+    hops = [hop for route in schedule.routes for hop in zip(route, route[1:], strict=False)]
+    hops += [(stage, following) for edges in NamedEdges.of(schedule).writes for stage, following, _ in edges]
+    route_of = {stage: index for index, route in enumerate(schedule.routes) for stage in route}
+    for stage, following in hops:
+        here, there, index = schedule.placement[stage], schedule.placement[following], route_of[stage]
+        if here != there and taken[index]:
+            counts[Channel(here, there, "activation")] += taken[index]
+            counts[Channel(there, here, "gradient")] += taken[index]
     return dict(sorted(counts.items()))
