@@ -125,6 +125,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
         open_model(tmp_path / "absent", 1, {})
     with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
         open_model(tmp_path, 1, {})
+    layers = hf.layers(MODEL_FAMILIES["llama"].build())
+    pipeline = LocalPipeline(layers, SCHEDULES["1f1b"](), loss=cross_entropy)
     with pytest.raises(UsageError, match="prompt 1 is empty"):
-        layers = hf.layers(MODEL_FAMILIES["llama"].build())
-        extend(LocalPipeline(layers, SCHEDULES["1f1b"](), loss=cross_entropy), [[1], []], 2, Sampling())
+        extend(pipeline, [[1], []], 2, Sampling())

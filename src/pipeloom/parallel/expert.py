@@ -90,6 +90,7 @@ class PartialSumLinear(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, cut: int | None, tensor: TensorParallel | None) -> None:
         super().__init__()
+        self.tensor, self.cut = tensor, cut
         shape, self._laid = [outputs, inputs], ParameterSharding(partial=tensor is not None)
         if tensor is not None and cut is not None:
             sizes = tensor.split(shape[cut], "columns inside the shared experts")

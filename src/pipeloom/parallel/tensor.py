@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -128,11 +128,25 @@ class RowLinear(nn.Module):
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
+@runtime_checkable
+class Adapted(Protocol):
+    """A layer that adds something of its own to the output of another one, its base."""
+
+    base: nn.Module
+
+    def add(self, x: Tensor, out: Tensor) -> Tensor:
+        """`out`, which the base has made of x, and what this layer adds."""
+
+
 def project(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
     """Each layer's output for the same input. Column layers share the gather of x and the reduction of its gradient."""
-    if all(isinstance(layer, ColumnLinear) for layer in linears):
-        return _column(x, linears)  # type: ignore[arg-type]
-    return tuple(layer(x) for layer in linears)
+    bases = [layer.base if isinstance(layer, Adapted) else layer for layer in linears]
+    if not all(isinstance(base, ColumnLinear) for base in bases):
+        return tuple(layer(x) for layer in linears)
+    outputs = _column(x, bases)  # type: ignore[arg-type]
+    return tuple(
+        layer.add(x, out) if isinstance(layer, Adapted) else out for layer, out in zip(linears, outputs, strict=True)
+    )
 
 
 def column_linear(

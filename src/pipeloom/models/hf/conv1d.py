@@ -59,7 +59,8 @@ class _Transposed(torch.autograd.Function):
         return dx, dw, db, None
 
 
-def _is_conv1d(module: nn.Module) -> bool:
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether this is the `Conv1D` of `transformers`."""
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
@@ -68,7 +69,7 @@ def separate_share(model: nn.Module) -> float:
     matrices = {
         id(part.weight): part.get_parameter("weight").numel()
         for part in model.modules()
-        if type(part) is nn.Linear or isinstance(part, TransposedLinear) or _is_conv1d(part)
+        if type(part) is nn.Linear or isinstance(part, TransposedLinear) or is_conv1d(part)
     }
     return sum(matrices.values()) / sum(parameter.numel() for parameter in model.parameters())
 
@@ -77,5 +78,5 @@ def with_separate_weight_gradients(module: nn.Module) -> None:
     """Put a `TransposedLinear` in the place of every plain `Conv1D` inside `module`."""
     for part in list(module.modules()):
         for name, child in part.named_children():
-            if _is_conv1d(child):
+            if is_conv1d(child):
                 setattr(part, name, TransposedLinear(child))

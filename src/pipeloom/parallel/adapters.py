@@ -1,0 +1,109 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) of linear layers, plain ones and those that are cut over tensor-parallel ranks.
+
+y = base(x) + s · B A x, with A [rank, inputs] and B [outputs, rank]. What crosses tensor-parallel ranks has the width of the
+rank, so an adapter adds little communication to its layer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.ops.deferred import WeightGradContext, apply_linear, defer_weight_gradients
+from pipeloom.parallel.expert import PartialSumLinear
+from pipeloom.parallel.sharding import WHOLE, HasSharding, ParameterSharding, Shard, shard_of
+from pipeloom.parallel.tensor import ColumnLinear, RowLinear, TensorParallel, enter, sum_over_ranks
+
+
+class LowRankFactor(nn.Module):
+    """One of the two matrices of an adapter: a weight [outputs, inputs] without a bias, or this rank's part of it."""
+
+    def __init__(self, whole: Tensor, sharding: ParameterSharding, tensor: TensorParallel | None) -> None:
+        super().__init__()
+        part = shard_of(whole, sharding, {"tp": 0 if tensor is None else tensor.index})
+        self.weight = nn.Parameter(part.clone(memory_format=torch.contiguous_format))
+        self._sharding = sharding
+        self.grad_context: WeightGradContext | None = None
+
+    def sharding(self) -> Mapping[str, ParameterSharding]:
+        return {"weight": self._sharding}
+
+    def set_weight_grad_context(self, grad_context: WeightGradContext) -> None:
+        self.grad_context = grad_context
+
+    def forward(self, x: Tensor) -> Tensor:
+        return apply_linear(x, self.weight, None, self.grad_context)
+
+
+class AdaptedLinear(nn.Module):
+    """A linear layer and its adapter; the layer's own parameters keep their names, and are frozen.
+
+    Args:
+        base: the layer: of torch, of `transformers`, or one of those that are cut over tensor-parallel ranks.
+        down: A as a whole, [rank, inputs].
+        up: B as a whole, [outputs, rank].
+        scale: s.
+        dropout: share of the inputs that A does not see in training.
+    """
+
+    base: nn.Module
+
+    def __init__(self, base: nn.Module, down: Tensor, up: Tensor, scale: float, dropout: float = 0.0) -> None:
+        super().__init__()
+        # outside of torch's registry of parts, and with one table of parameters: a weight that is tied later changes for both
+        self.__dict__.update(base=base, _parameters=base._parameters, _buffers=base._buffers)
+        for parameter in base.parameters():
+            parameter.requires_grad_(False)
+        self.scale = scale
+        self.tensor, sharding_down, sharding_up = _shardings(base)
+        self.lora_A = LowRankFactor(down, sharding_down, self.tensor)
+        self.lora_B = LowRankFactor(up, sharding_up, self.tensor)
+        self.dropout = nn.Dropout(dropout)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["base"], name)
+
+    def sharding(self) -> Mapping[str, ParameterSharding]:
+        return self.base.sharding() if isinstance(self.base, HasSharding) else {}
+
+    def set_weight_grad_context(self, grad_context: WeightGradContext) -> None:
+        defer_weight_gradients(self.base, grad_context)  # for its products: a frozen weight has no gradient to put off
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.add(x, self.base(x))
+
+    def add(self, x: Tensor, out: Tensor) -> Tensor:
+        """`out`, which the base has made of x, and the adapter's part."""
+        low: Tensor = self.lora_A(self.dropout(x))
+        if isinstance(self.base, ColumnLinear):
+            low = enter(low, self.tensor)
+        elif isinstance(self.base, RowLinear):
+            low = sum_over_ranks(low, self.base.tensor)
+        added: Tensor = self.lora_B(low * self.scale)
+        return out + added
+
+
+def _shardings(base: nn.Module) -> tuple[TensorParallel | None, ParameterSharding, ParameterSharding]:
+    """(the ranks that `base` is cut over, the layout of A, the layout of B)."""
+    if isinstance(base, ColumnLinear):
+        # A sees this rank's tokens, and the gradient of all outputs by way of `enter`
+        down = ParameterSharding(partial=base.tensor.sequence)
+        return base.tensor, down, ParameterSharding((Shard("tp", 0, base.parts),))
+    if isinstance(base, RowLinear):
+        up = ParameterSharding(partial=base.tensor.sequence)
+        return base.tensor, ParameterSharding((Shard("tp", 1, base.parts),)), up
+    if isinstance(base, PartialSumLinear) and base.tensor is not None:
+        term = ParameterSharding(
+            partial=True
+        )  # entering and summing up are the caller's, so each rank has its own term
+        sizes = base.sharding()["weight"].over("tp")
+        cut = None if sizes is None else ParameterSharding((Shard("tp", sizes.dim, sizes.sizes),))
+        down = cut if cut is not None and base.cut == 1 else term
+        return base.tensor, down, cut if cut is not None and base.cut == 0 else term
+    return None, WHOLE, WHOLE
