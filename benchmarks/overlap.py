@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 
 import pipeloom as pl
-from emulated import UNIT, Clock, EmulatedBlock
 from layers import mse, total
 from parts import run_parts
 from pipeloom.config import MeshShape, load
@@ -39,11 +38,19 @@ from pipeloom.runtime import LocalPipeline, Pipeline
 from pipeloom.schedule.actions import Action, Pair
 from pipeloom.schedule.measured import hops
 from pipeloom.schedule.model import parts
-from pipeloom.schedule.segments import LayerSegments, SegmentCosts, exposed, length, run_block
+from pipeloom.schedule.segments import LayerSegments, SegmentCosts, Times, exposed, length, run_block
 from pipeloom.schedule.transforms import unpair
+from pipeloom.train.emulated import Clock, EmulatedBlock
 from processes import run_ranks
 
 STEPS = 5
+UNIT = 0.010
+
+
+def segments(talk: float) -> LayerSegments:
+    """A block whose computations take a unit each, and whose all-to-alls take `talk` seconds."""
+    part = Times(UNIT, UNIT, UNIT)
+    return LayerSegments(part, part, talk, talk)
 
 
 class Alone(NamedTuple):
@@ -59,7 +66,7 @@ def run_alone(microbatches: int, talk: float, split: bool, pairs: bool, blocks: 
     clock = Clock()
     schedule = pl.schedules.build("1f1b-overlap", 1, microbatches)
     run = schedule if pairs else unpair(schedule)
-    pipeline = LocalPipeline([partial(EmulatedBlock, clock, talk, split)] * blocks, run, loss=total)
+    pipeline = LocalPipeline([partial(EmulatedBlock, clock, segments(talk), split)] * blocks, run, loss=total)
     stood, took = [], []
     x = torch.ones(microbatches, 1)
     for at in range(4):
@@ -132,7 +139,7 @@ def measure(
     sides = []
     for one in (schedule, unpair(schedule)):
         clock = Clock()
-        blocks = [partial(EmulatedBlock, clock, talk, True)] * one.positions
+        blocks = [partial(EmulatedBlock, clock, segments(talk))] * one.positions
         sides.append((Pipeline(blocks, one, loss=total), clock))
     found: tuple[list[Measured], list[Measured]] = [], []
     x = torch.ones(m, 1)

@@ -34,17 +34,17 @@ def require_machine(layout: Layout) -> None:
     )
 
 
-def require_room(workers: int) -> None:
-    """Raise CapacityError where this machine cannot start so many workers."""
+def require_room(workers: int, what: str = "parallel.pp x dp x tp") -> None:
+    """Raise CapacityError where this machine cannot start so many workers; `what`: the settings that say how many."""
     if workers > MOST_LOCAL_WORKERS:
         raise CapacityError(
-            f"{workers:,} workers (parallel.pp x dp x tp) are more than one machine starts; at most {MOST_LOCAL_WORKERS:,}: use "
+            f"{workers:,} workers ({what}) are more than one machine starts; at most {MOST_LOCAL_WORKERS:,}: use "
             "fewer, or torchrun on several machines"
         )
     memory = memory_of_machine()
     if memory is not None and workers * WORKER_BYTES > memory:
         raise CapacityError(
-            f"{workers:,} workers (parallel.pp x dp x tp) need about {workers * WORKER_BYTES / 1e9:,.0f} GB before they hold any "
+            f"{workers:,} workers ({what}) need about {workers * WORKER_BYTES / 1e9:,.0f} GB before they hold any "
             f"weights, and this machine has {memory / 1e9:,.0f} GB; at most {memory // WORKER_BYTES:,} workers fit"
         )
 

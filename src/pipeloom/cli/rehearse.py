@@ -1,0 +1,320 @@
+"""`pipeloom rehearse`: a schedule run by real processes with real messages, and computation that is emulated."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from typer.core import TyperCommand
+
+from pipeloom.cli import requests
+from pipeloom.cli.schedule import write_files
+from pipeloom.cli.study import Study
+from pipeloom.cli.workers import be_worker, require_torch, start_workers
+from pipeloom.errors import CapacityError, UsageError
+from pipeloom.limits import MOST_SECONDS
+
+if TYPE_CHECKING:
+    from pipeloom.config import Layout
+    from pipeloom.schedule import Costs, Schedule, Timeline
+    from pipeloom.train.rehearse import Rehearsal
+
+_STEPS_FILE = "PIPELOOM_REHEARSAL"
+_WORDS = "words"
+_MEAN_ACTION = 0.010
+"""Seconds of the mean action where `--unit` is not given, times the ranks of a core: an action costs the engine 0.3 to 0.5 ms
+of a core, which is then 3 to 5 % of it."""
+_SIZES = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+class RehearseCommand(TyperCommand):
+    """Keeps the words of the command line, which the workers are started with."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[_WORDS] = list(args)
+        return super().parse_args(ctx, args)
+
+
+def command(
+    context: typer.Context,
+    name: Annotated[
+        str, typer.Argument(metavar="NAME_OR_FILE", help="A family, module:function, or a schedule as CSV or JSON.")
+    ],
+    ranks: requests.RanksOption = None,
+    microbatches: requests.MicrobatchesOption = None,
+    chunks: requests.ChunksOption = None,
+    option: Annotated[
+        list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="An option of the family; repeatable.")
+    ] = None,
+    transform: requests.TransformsOption = None,
+    forward: requests.ForwardOption = "1",
+    input_grad: requests.InputGradOption = "1",
+    weight_grad: requests.WeightGradOption = "1",
+    held: requests.HeldOption = "1",
+    all_to_all: requests.AllToAllOption = "0",
+    microbatch_costs: requests.MicrobatchCostsOption = None,
+    unit: Annotated[
+        float | None,
+        typer.Option("--unit", metavar="S", help="Seconds that a cost of 1 takes; default: as the machine needs."),
+    ] = None,
+    message: Annotated[
+        str, typer.Option("--message", metavar="BYTES", help="Size of each message: 65536, 64KiB, 4MiB.")
+    ] = "64KiB",
+    steps: Annotated[int, typer.Option("--steps", metavar="N", min=2, max=10_000, help="Steps to record.")] = 8,
+    slow: Annotated[
+        list[str] | None,
+        typer.Option("--slow", metavar="STAGE=X", help="Make a stage X times as slow, unannounced; repeatable."),
+    ] = None,
+    transport: Annotated[
+        Literal["auto", "individual", "batched", "shared"],
+        typer.Option("--transport", metavar="NAME", help="auto, individual, batched or shared."),
+    ] = "auto",
+    device: Annotated[
+        Literal["cpu", "cuda"],
+        typer.Option("--device", metavar="NAME", help="cpu: computation sleeps; cuda: it spins, a GPU for each rank."),
+    ] = "cpu",
+    as_json: requests.JsonOption = False,
+    svg: requests.SvgOption = None,
+    png: requests.PngOption = None,
+    html: requests.HtmlOption = None,
+    trace: requests.TraceOption = None,
+    width: requests.WidthOption = None,
+) -> None:
+    """Run a schedule with real processes and messages, and computation that only takes its time.
+
+    pipeloom rehearse zbv --ranks 4 --microbatches 8 --forward 1 --input-grad 1.2 --message 4MiB
+
+    One process for each rank, on this machine (or torchrun's). Each action takes its cost times --unit, so that layouts larger
+    than the machine run slower instead of wrong. Shown: the step above its simulation, and how far the two differ.
+    """
+    require_torch("rehearse")
+    transforms = requests.transforms_of(transform or ())
+    costs = requests.costs_of((forward, input_grad, weight_grad, "0"), held, (all_to_all, None), microbatch_costs)
+    options = requests.options_of(option or ())
+    schedule = requests.schedule_of(name, (ranks, microbatches, chunks), options, costs, transforms)
+    rehearsal = _rehearsal(schedule, costs, unit, message, steps, slow or (), transport, device)
+    code, timelines = _run(rehearsal, device, context.meta[_WORDS])
+    if code or not timelines:
+        raise typer.Exit(code)
+    report(rehearsal, timelines, (svg, png, html, trace), width, as_json)
+
+
+def _rehearsal(
+    schedule: Schedule,
+    costs: Costs,
+    unit: float | None,
+    message: str,
+    steps: int,
+    slow: Sequence[str],
+    transport: Any,
+    device: str,
+) -> Rehearsal:
+    """The rehearsal that the options ask for. Raises UsageError for what it cannot emulate."""
+    from pipeloom.train.rehearse import Rehearsal
+
+    if unit is not None and not (math.isfinite(unit) and 0 < unit <= MOST_SECONDS):
+        raise UsageError(f"--unit is {unit:g}; give seconds above 0 and up to {MOST_SECONDS:g}, such as 0.02")
+    if schedule.ranks == 1 and device == "cuda":
+        raise UsageError("--device cuda needs ranks that exchange messages; use --device cpu, or --ranks 2")
+    rehearsal = Rehearsal(schedule, costs, unit or 1.0, _bytes_of(message), steps, _slow(slow, schedule), transport)
+    if rehearsal.communicates and device == "cuda":
+        raise UsageError("--all-to-all is emulated by timers of the host; leave it out, or use --device cpu")
+    _require_one_cost(rehearsal)
+    if unit is None:
+        rehearsal = _with_usual_unit(rehearsal)
+    makespan = rehearsal.simulated().makespan
+    if makespan <= 0:
+        raise UsageError(
+            "the costs are all 0: a rehearsal takes no time; give --forward, --input-grad or --weight-grad"
+        )
+    if makespan * (steps + 1) > MOST_SECONDS:
+        raise UsageError(
+            f"--unit {rehearsal.unit:g} makes {steps + 1} steps of {makespan:.3g} s, more than {MOST_SECONDS:g} s in all; "
+            f"nearest: --unit {rehearsal.unit * MOST_SECONDS / (makespan * (steps + 1)):.3g}"
+        )
+    return rehearsal
+
+
+def _with_usual_unit(rehearsal: Rehearsal) -> Rehearsal:
+    from dataclasses import replace
+
+    from pipeloom.cores import usable_cores
+
+    timeline = rehearsal.simulated()
+    actions = sum(map(len, rehearsal.schedule.codes))
+    mean = sum(timeline.busy) / actions
+    crowd = max(1.0, rehearsal.schedule.ranks / usable_cores())
+    return replace(rehearsal, unit=_MEAN_ACTION * crowd / mean) if mean else rehearsal
+
+
+def _require_one_cost(rehearsal: Rehearsal) -> None:
+    """Refuse costs by which two stages of a rank at one position, which share their layer's factory, would differ."""
+    schedule, work = rehearsal.schedule, rehearsal.work()
+    for rank, stages in enumerate(schedule.stages_of):
+        first: dict[int, int] = {}
+        for stage in stages:
+            other = first.setdefault(schedule.position_of[stage], stage)
+            if work[other] != work[stage]:
+                raise UsageError(
+                    f"stages {other} and {stage} are replicas on rank {rank}, and their costs differ; give them equal ones"
+                )
+
+
+def _bytes_of(text: str) -> int:
+    match = re.fullmatch(r"(\d{1,15})\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2].lower() not in _SIZES:
+        raise UsageError(f"--message is {text!r:.60}; give bytes, such as 65536, 64KiB or 4MiB")
+    size = int(match[1]) * _SIZES[match[2].lower()]
+    if not 1 <= size <= 2**34:
+        raise UsageError(f"--message is {text!r:.60}; it is from 1 byte to 16GiB")
+    return size
+
+
+def _slow(words: Sequence[str], schedule: Schedule) -> dict[int, float]:
+    factors: dict[int, float] = {}
+    for word in words:
+        stage, _, text = word.partition("=")
+        try:
+            at, factor = int(stage), float(text)
+        except ValueError:
+            raise UsageError(f"--slow is {word!r:.60}; give STAGE=FACTOR, such as 2=1.1") from None
+        if not 0 <= at < schedule.stages:
+            raise UsageError(f"--slow {word:.60}: the stages are 0 to {schedule.stages - 1}")
+        if not 0 < factor <= 1000:
+            raise UsageError(f"--slow {word:.60}: the factor is above 0 and at most 1000, such as 1.1")
+        factors[at] = factor
+    return factors
+
+
+def _run(rehearsal: Rehearsal, device: str, words: Sequence[str]) -> tuple[int, tuple[Timeline, ...]]:
+    """(exit code, the recorded steps; none on workers whose launcher has them)."""
+    from pipeloom.schedule import timeline_form
+    from pipeloom.train.worker import is_worker
+
+    if is_worker():
+        return _work(rehearsal, device)
+    _require_machine(rehearsal, device)
+    makespan, ranks = rehearsal.simulated().makespan, rehearsal.schedule.ranks
+    print(
+        f"rehearsing {rehearsal.schedule.name} on {ranks} process{'es' * (ranks > 1)}: {rehearsal.steps + 1} steps of "
+        f"{makespan:.3g} s, a cost of 1 takes {rehearsal.unit * 1e3:.3g} ms",
+        file=sys.stderr,
+        flush=True,
+    )
+    with tempfile.TemporaryDirectory(prefix="pipeloom-") as folder:
+        file = Path(folder) / "steps.json"
+        os.environ[_STEPS_FILE] = str(file)
+        try:
+            code = start_workers("rehearse", words, ranks)
+        finally:
+            del os.environ[_STEPS_FILE]
+        return (code, ()) if code else (0, timeline_form.load(file))
+
+
+def _require_machine(rehearsal: Rehearsal, device: str) -> None:
+    """Raise a PipeloomError where this machine has no room, or no GPU for each rank."""
+    from pipeloom.train.preflight import memory_of_machine, require_devices, require_room
+
+    schedule = rehearsal.schedule
+    require_room(schedule.ranks, "--ranks")
+    memory = memory_of_machine()
+    need = rehearsal.message * sum(rehearsal.simulated().peak_activations) * 2  # an input and an output of each
+    if memory is not None and need > memory:
+        raise CapacityError(
+            f"--message {rehearsal.message:,} bytes: the micro-batches in flight hold {need / 1e9:,.0f} GB, and this machine has "
+            f"{memory / 1e9:,.0f} GB; at most {rehearsal.message * memory // need:,}"
+        )
+    if device == "cuda":
+        found = require_devices("auto", schedule.ranks)
+        if found < schedule.ranks:
+            raise UsageError(
+                f"--device cuda: this machine has {found} GPU{'s' * (found != 1)} for {schedule.ranks} ranks; use --device cpu"
+            )
+
+
+def _work(rehearsal: Rehearsal, device: str) -> tuple[int, tuple[Timeline, ...]]:
+    """One worker's part; rank 0 writes the steps for its launcher, or returns them where torchrun started it."""
+    from pipeloom.schedule import timeline_form
+    from pipeloom.train.rehearse import run
+
+    found: tuple[Timeline, ...] = ()
+
+    def body(context: Any) -> None:
+        nonlocal found
+        found = run(rehearsal, context)
+
+    code = be_worker(_layout(rehearsal, device), body)
+    if code or int(os.environ["RANK"]):
+        return code, ()
+    if _STEPS_FILE not in os.environ:
+        return 0, found
+    Path(os.environ[_STEPS_FILE]).write_text(json.dumps(timeline_form.to_dict(found)), encoding="utf-8")
+    return 0, ()
+
+
+def _layout(rehearsal: Rehearsal, device: str) -> Layout:
+    """What a worker's start-up reads: as many ranks, the device, the watchdog's limit."""
+    from pipeloom.config import load_layout
+    from pipeloom.train.rehearse import patience
+    from pipeloom.train.worker import world_size_given
+
+    ranks = rehearsal.schedule.ranks
+    keys = {
+        "parallel.pp": ranks,
+        "schedule.name": "gpipe",
+        "schedule.microbatches": 1,
+        "train.global_batch_size": 1,
+        "model.num_hidden_layers": ranks,
+        "train.device": device,
+        "train.timeout": patience(rehearsal),
+    }
+    return load_layout(None, keys, world_size=world_size_given())
+
+
+def report(
+    rehearsal: Rehearsal,
+    timelines: Sequence[Timeline],
+    files: tuple[Path | None, Path | None, Path | None, Path | None],
+    width: int | None,
+    as_json: bool,
+) -> None:
+    """Write the drawings, and print the step, its figures and how far it is from the simulation."""
+    from pipeloom.cores import usable_cores
+    from pipeloom.draw import terminal
+    from pipeloom.draw.figures import number, time_unit
+    from pipeloom.schedule.measured import predict, settled
+
+    study = Study(timelines, predict(timelines), layers=rehearsal.work())
+    simulated = rehearsal.simulated()
+    rehearsed = median(step.makespan for step in settled(timelines))
+    error = rehearsed / simulated.makespan - 1
+    svg, png, html, trace = files
+    write_files([study.typical, simulated], svg=svg, png=png, html=html, trace=trace, width=width)
+    if as_json:
+        about = {
+            "unit": rehearsal.unit,
+            "message": rehearsal.message,
+            "cores": usable_cores(),
+            "simulated": simulated.makespan,
+            "rehearsed": rehearsed,
+            "error": error,
+        }
+        print(json.dumps(study.as_dict() | {"rehearsal": about}, allow_nan=False))
+        return
+    sys.stdout.write(terminal(study.typical, width=width or shutil.get_terminal_size().columns))
+    factor, unit = time_unit([study.typical])
+    print(
+        f"\nmakespan: simulated {number(simulated.makespan * factor)} {unit} without messages, rehearsed "
+        f"{number(rehearsed * factor)} {unit}: {100 * error:+.1f} %"
+    )
+    print("\n".join(study.lines()))

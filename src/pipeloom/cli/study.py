@@ -1,0 +1,155 @@
+"""What measured steps say, in words and as JSON: `show` and `rehearse` print it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from pipeloom.cli.schedule import as_dict
+
+if TYPE_CHECKING:
+    from pipeloom.schedule import Timeline
+    from pipeloom.schedule.measured import Prediction
+    from pipeloom.solver import SearchResult
+
+
+@dataclass(frozen=True)
+class Study:
+    """The measured steps of a run and what they say.
+
+    Attributes:
+        others: runs to predict from this one's costs, with their steps.
+        layers: stage -> its blocks, where known.
+        memory: rank -> GB, where the trace says.
+        notes: how another program's trace was read.
+        better: what a search found at the same memory, or None.
+    """
+
+    steps: Sequence[Timeline]
+    prediction: Prediction
+    others: Sequence[tuple[Path, Sequence[Timeline]]] = ()
+    layers: Sequence[float] | None = None
+    memory: Sequence[float] = ()
+    notes: Sequence[str] = ()
+    better: SearchResult | None = None
+
+    @property
+    def typical(self) -> Timeline:
+        """The settled step with the median makespan."""
+        from pipeloom.schedule.measured import settled
+
+        ordered = sorted(settled(self.steps), key=lambda step: step.makespan)
+        return ordered[len(ordered) // 2]
+
+    def search(self, seconds: float) -> SearchResult:
+        """The best schedule found for the fitted costs, on this placement and within this schedule's peak memory."""
+        from pipeloom.schedule import simulate
+        from pipeloom.solver import search
+
+        schedule, costs = self.typical.schedule, self.prediction.costs
+        room = max(simulate(schedule, costs).peak_memory)
+        return search(
+            schedule.ranks, schedule.microbatches, costs, room, placement=list(schedule.placement), time_limit=seconds
+        )
+
+    def memory_law(self) -> tuple[float, float] | None:
+        """(GB at rest, GB of one stage-micro-batch) of the least squares through the ranks' memory and their peaks."""
+        peaks = self.typical.peak_activations
+        if len(self.memory) != len(peaks) or len(set(peaks)) < 2:
+            return None
+        mean, level = fmean(peaks), fmean(self.memory)
+        slope = sum((p - mean) * (g - level) for p, g in zip(peaks, self.memory, strict=True))
+        slope /= sum((p - mean) ** 2 for p in peaks)
+        return level - slope * mean, slope
+
+    def predicted(self) -> list[tuple[Path, float, float]]:
+        """(run, simulated, measured) makespan of each of the others."""
+        from pipeloom.schedule.measured import predict_another
+
+        return [(path, *predict_another(self.prediction.costs, steps)) for path, steps in self.others]
+
+    def as_dict(self) -> dict[str, Any]:
+        from pipeloom.schedule.measured import drift, settled, slow_stages, time_spent
+        from pipeloom.schedule.timeline_form import costs_dict
+
+        prediction = self.prediction
+        return as_dict(self.typical) | {
+            "unit": "s",
+            "steps": len(self.steps),
+            "prediction": {
+                "costs": costs_dict(prediction.costs),
+                "fitted_steps": prediction.fitted,
+                "tested_steps": prediction.tested,
+                "simulated": prediction.simulated,
+                "measured": prediction.measured,
+                "error": prediction.error,
+                "by_kind": dict(prediction.by_kind),
+            },
+            "time_spent": list(time_spent(settled(self.steps))),
+            "slow_stages": [
+                {"stage": slow.stage, "rank": slow.rank, "excess": slow.excess}
+                for slow in slow_stages(self.steps, self.layers)
+            ],
+            "others": [
+                {"run": str(path), "simulated": simulated, "measured": measured, "error": simulated / measured - 1}
+                for path, simulated, measured in self.predicted()
+            ],
+            "drift": drift(self.steps),
+            "memory": list(self.memory),
+            "memory_law": self.memory_law(),
+            "notes": list(self.notes),
+            "search": None
+            if self.better is None
+            else {"makespan": self.better.value, "lower_bound": self.better.lower_bound},
+        }
+
+    def lines(self) -> list[str]:
+        """Return the lines below the drawing in the terminal."""
+        from pipeloom.draw.figures import number, time_unit
+        from pipeloom.schedule.measured import drift, settled, slow_stages, time_spent
+
+        factor, unit = time_unit([self.typical])
+        prediction = self.prediction
+        lines = [*self.notes]
+        lines += [
+            f"prediction: costs of {prediction.fitted} step{'s' * (prediction.fitted > 1)} predict "
+            f"{number(prediction.simulated * factor)} {unit}, the other {prediction.tested} took "
+            f"{number(prediction.measured * factor)} {unit}: error {100 * prediction.error:+.1f} %"
+        ]
+        for path, simulated, measured in self.predicted():
+            lines.append(
+                f"they predict {number(simulated * factor)} {unit} for {path}, which took {number(measured * factor)} {unit}: "
+                f"error {100 * (simulated / measured - 1):+.1f} %"
+            )
+        if prediction.by_kind:
+            kinds = ", ".join(f"{kind} {100 * error:+.1f} %" for kind, error in prediction.by_kind.items())
+            lines.append(f"time of an action against its fitted time: {kinds}")
+        spent = time_spent(settled(self.steps))
+        columns = [name for name in spent[0] if any(row[name] > 0 for row in spent)]
+        table = [["rank", *columns]]
+        table += [[str(rank), *(number(row[name] * factor) for name in columns)] for rank, row in enumerate(spent)]
+        wide = [max(len(row[at]) for row in table) for at in range(len(table[0]))]
+        lines += ["", f"where the time went, {unit} of a step, the mean over the steps"]
+        lines += ["  ".join(f"{cell:>{w}}" for cell, w in zip(row, wide, strict=True)) for row in table]
+        law = self.memory_law()
+        if law is not None:
+            lines.append(
+                f"memory of a rank: {number(law[0], 3)} GB and {number(law[1], 3)} GB for each stage-micro-batch it holds"
+            )
+        if self.better is not None:
+            gain = 1 - self.better.value / prediction.simulated
+            lines.append(
+                f"search at the same memory: {number(self.better.value * factor)} {unit}, {100 * gain:.1f} % less than these "
+                f"costs give this schedule; no schedule takes less than {number(self.better.lower_bound * factor)} {unit}"
+            )
+        for slow in slow_stages(self.steps, self.layers):
+            lines.append(f"stage {slow.stage} on rank {slow.rank} takes {100 * slow.excess:.0f} % longer than its like")
+        change = drift(self.steps)
+        if abs(change) >= 0.02:
+            lines.append(
+                f"steps became {100 * abs(change):.0f} % {'longer' if change > 0 else 'shorter'} from the first to the last"
+            )
+        return lines

@@ -1,0 +1,153 @@
+"""Rehearsal of a schedule: real processes, transports and messages, and computation of given costs that is emulated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeloom.runtime import Pipeline, RuntimeOptions
+from pipeloom.schedule import Costs, Schedule, Timeline, simulate
+from pipeloom.schedule.segments import LayerSegments, SegmentCosts, Times
+from pipeloom.train.emulated import Clock, EmulatedBlock, EmulatedLayer
+
+if TYPE_CHECKING:
+    from pipeloom.train.worker import WorkerContext
+
+TransportChoice = Literal["auto", "individual", "batched", "shared"]
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What is rehearsed, and how.
+
+    Attributes:
+        schedule: checked.
+        costs: of a stage; a pair's follow from `all_to_all`.
+        unit: seconds that a cost of 1 takes.
+        message: bytes of each message between stages.
+        steps: recorded steps; one more comes before them.
+        slow: stage -> factor of its times that the costs do not say, to see what it does.
+        transport: what carries the messages.
+    """
+
+    schedule: Schedule
+    costs: Costs
+    unit: float
+    message: int = 65_536
+    steps: int = 8
+    slow: Mapping[int, float] = field(default_factory=dict)
+    transport: TransportChoice = "auto"
+
+    @property
+    def communicates(self) -> bool:
+        """Whether stages have an all-to-all of their own, which pairs hide."""
+        return any(self.costs.per_stage("all_to_all", self.schedule.stages))
+
+    @property
+    def seconds(self) -> Costs:
+        """The costs in seconds, those of pairs from the segments that are emulated."""
+        costs = replace(self.costs.scaled(self.unit), activation=self.costs.activation)
+        if not self.communicates:
+            return costs
+        others = {"activation": costs.activation, "held": costs.held, "microbatch": costs.microbatch}
+        return SegmentCosts(tuple((layer,) for layer in self._segments())).costs(**others)
+
+    def simulated(self) -> Timeline:
+        """Return the timeline that the costs promise, in seconds; messages take no time in it."""
+        return simulate(self.schedule, self.seconds)
+
+    def work(self) -> list[float]:
+        """stage -> its F + I + W by the costs, in seconds."""
+        stages = self.schedule.stages
+        rows = [self.costs.per_stage(name, stages) for name in ("forward", "input_grad", "weight_grad")]
+        return [self.unit * sum(column) for column in zip(*rows, strict=True)]
+
+    def layers(self, rank: int, clock: Clock) -> list[Any]:
+        """Return the layer of each stage position, as `Pipeline` takes them on this rank."""
+        stages = {self.schedule.position_of[stage]: stage for stage in reversed(self.schedule.stages_of[rank])}
+        segments = self._segments()
+
+        def build(position: int) -> nn.Module:
+            stage = stages[position]
+            factor = self.slow.get(stage, 1.0)
+            part = segments[stage]
+            if self.communicates:
+                slowed = replace(part, attention=_times(part.attention, factor), experts=_times(part.experts, factor))
+                return EmulatedBlock(clock, slowed, factors=self.costs.microbatch)
+            return EmulatedLayer(clock, _times(part.attention, factor), self.costs.microbatch)
+
+        return [_Factory(f"stage.{position}", partial(build, position)) for position in range(self.schedule.positions)]
+
+    def _segments(self) -> list[LayerSegments]:
+        """stage -> its segments in seconds; all in the first part, where there is no all-to-all."""
+        stages = self.schedule.stages
+        names = ("forward", "input_grad", "weight_grad", "all_to_all")
+        layers = []
+        for f, i, w, share in zip(*(self.costs.per_stage(name, stages) for name in names), strict=True):
+            f, i, w = f * self.unit, i * self.unit, w * self.unit
+            if not self.communicates:
+                layers.append(LayerSegments(attention=Times(f, i, w), experts=Times(0, 0, 0)))
+                continue
+            half = Times((1 - share) * f / 2, (1 - share) * i / 2, w / 2)
+            there, back = share * f / 2, share * i / 2
+            layers.append(LayerSegments(half, half, there, there, back, back))
+        return layers
+
+
+@dataclass(frozen=True)
+class _Factory:
+    """Builds a layer; its name is the prefix of the layer's parameters."""
+
+    name: str
+    build: Any
+
+    def __call__(self) -> nn.Module:
+        layer: nn.Module = self.build()
+        return layer
+
+
+def _times(times: Times, factor: float) -> Times:
+    return Times(*(factor * time for time in times))
+
+
+def run(rehearsal: Rehearsal, context: WorkerContext) -> tuple[Timeline, ...]:
+    """Run the rehearsal on this worker; return its recorded steps, in seconds, the same on every rank."""
+    schedule, device = rehearsal.schedule, context.device
+    options = RuntimeOptions(
+        transport=rehearsal.transport,
+        device=device,
+        timeout=patience(rehearsal),
+        watchdog=context.watchdog,
+        trace=device.type == "cuda",
+    )
+    clock = Clock(device)
+    pipeline = Pipeline(rehearsal.layers(context.rank, clock), schedule, loss=_loss, options=options)
+    context.close_to_strangers()
+    batch = torch.ones(schedule.microbatches, max(1, math.ceil(rehearsal.message / 4)), device=device)
+    recorded = []
+    for step in range(rehearsal.steps + 1):
+        if dist.is_initialized():
+            with pipeline.waiting("the other ranks before a step"):
+                dist.barrier()
+        pipeline.step(batch, batch)
+        timeline = pipeline.timeline()
+        if step:
+            recorded.append(timeline)
+    pipeline.close()
+    return tuple(recorded)
+
+
+def patience(rehearsal: Rehearsal) -> float:
+    """Return the seconds after which a rank without progress is stuck: many times what the longest wait takes."""
+    return max(60.0, 20.0 * rehearsal.simulated().makespan)
+
+
+def _loss(output: Tensor, targets: Tensor) -> Tensor:
+    return output.mean()

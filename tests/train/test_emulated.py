@@ -1,0 +1,121 @@
+"""Emulated computation: it takes the times of its costs, on a clock that the test turns."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import pipeloom as pl
+from pipeloom.runtime import LocalPipeline
+from pipeloom.schedule import Costs, Schedule
+from pipeloom.schedule.segments import LayerSegments, Times
+from pipeloom.train import emulated
+from pipeloom.train.emulated import Clock, EmulatedBlock
+from pipeloom.train.rehearse import Rehearsal
+
+
+class Hands:
+    """Stands for the module `time`: sleeping turns the clock, and `late` seconds too far."""
+
+    def __init__(self, late: float = 0.0) -> None:
+        self.now, self.late = 100.0, late
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds >= 0
+        self.now += seconds + self.late * (seconds > 0)
+
+
+@pytest.fixture
+def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
+    clock = Hands()
+    monkeypatch.setattr(emulated, "time", clock)
+    return clock
+
+
+def test_oversleeping_does_not_add_up(hands: Hands) -> None:
+    hands.late = 0.003
+    clock = Clock()
+    for _ in range(10):
+        clock.compute("layer", "F", 0.010)
+        hands.now += 0.0005  # the engine, which is no error of a sleep
+    assert hands.now - 100.0 == pytest.approx(10 * 0.0105 + 0.003)
+
+
+def test_time_spent_on_waiting_is_not_made_up_for(hands: Hands) -> None:
+    hands.late = 0.003
+    clock = Clock()
+    clock.compute("layer", "F", 0.010)
+    hands.now += 0.1  # a message
+    clock.compute("layer", "F", 0.010)
+    assert hands.now - 100.0 == pytest.approx(0.013 + 0.1 + 0.013)
+
+
+def test_an_error_longer_than_the_next_computation_is_carried_on(hands: Hands) -> None:
+    clock, hands.late = Clock(), 0.025
+    clock.compute("layer", "F", 0.010)
+    hands.late = 0.0
+    for _ in range(4):
+        clock.compute("layer", "F", 0.010)
+    assert hands.now - 100.0 == pytest.approx(0.05)
+
+
+def _run(rehearsal: Rehearsal, hands: Hands) -> dict[tuple[str, str], list[float]]:
+    """(part, kind) -> the times of a step of one rank."""
+    clock = Clock()
+    pipeline = LocalPipeline(rehearsal.layers(0, clock), rehearsal.schedule, loss=lambda out, _: out.mean())
+    batch = torch.ones(rehearsal.schedule.microbatches, 4)
+    pipeline.step(batch, batch)
+    return clock.seconds
+
+
+def _split(ranks: int, microbatches: int) -> Schedule:
+    """I and then W, on one rank."""
+    cells = [cell for mb in range(microbatches) for cell in (f"0F{mb}", f"0I{mb}", f"0W{mb}")]
+    return Schedule.of([cells], placement=[0], microbatches=microbatches, name="split")
+
+
+@pytest.mark.parametrize("build", [pl.schedules.one_f_one_b, _split])
+def test_a_stage_takes_its_costs_times_its_unit_and_what_slows_it(build: Any, hands: Hands) -> None:
+    costs = Costs(forward=1, input_grad=2, weight_grad=3, microbatch=(1.0, 0.5))
+    taken = _run(Rehearsal(build(1, 2), costs, unit=0.01, slow={0: 1.1}), hands)
+    assert taken["layer", "F"] == pytest.approx([0.011, 0.0055])
+    assert taken["layer", "I"] == pytest.approx([0.022, 0.011])
+    assert taken["layer", "W"] == pytest.approx([0.033, 0.0165])
+
+
+def test_all_to_all_takes_its_share_and_its_simulation_is_the_blocks(hands: Hands) -> None:
+    """1F1B on one rank: nothing hides an all-to-all but the weight gradient behind it."""
+    costs = Costs(forward=10, input_grad=10, weight_grad=4, all_to_all=0.4)
+    rehearsal = Rehearsal(pl.schedules.one_f_one_b(1, 2), costs, unit=0.01)
+    begun = hands.now
+    taken = _run(rehearsal, hands)
+    assert taken["attention", "F"] == taken["experts", "I"] == pytest.approx([0.03, 0.03])
+    assert taken["attention", "W"] == pytest.approx([0.02, 0.02])
+    assert hands.now - begun == pytest.approx(rehearsal.simulated().makespan)
+    assert rehearsal.simulated().makespan < 2 * 0.24
+
+
+def test_replicas_of_a_position_are_the_stages_of_their_rank(hands: Hands) -> None:
+    """Two routes: rank 0 holds the first stage of one and the last of the other, and each is slowed by its own factor."""
+    schedule = pl.schedules.dualpipe(ranks=2, microbatches=4)
+    rehearsal = Rehearsal(schedule, Costs(), unit=0.01, slow={schedule.stages_of[1][0]: 2.0})
+    for rank in range(2):
+        times = [layer().times.forward for layer in rehearsal.layers(rank, Clock())]
+        slowed = schedule.position_of[schedule.stages_of[1][0]]
+        assert times == [0.02 if rank == 1 and at == slowed else 0.01 for at in range(2)]
+
+
+def test_a_weight_gradient_that_can_wait_hides_an_all_to_all(hands: Hands) -> None:
+    for split, seconds in ((True, 0.13), (False, 0.14)):
+        clock, part = Clock(), Times(0.01, 0.01, 0.01)
+        build = partial(EmulatedBlock, clock, LayerSegments(part, part, 0.02, 0.02), split)
+        pipeline = LocalPipeline([build], pl.schedules.one_f_one_b(1, 1), loss=lambda out, _: out.mean())
+        begun = hands.now
+        pipeline.step(torch.ones(1, 1), torch.ones(1, 1))
+        assert hands.now - begun == pytest.approx(seconds)
