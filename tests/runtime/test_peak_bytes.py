@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from live_bytes import LiveBytes
 from torch import Tensor, nn
 
 import pipeloom as pl
+from live_bytes import LiveBytes
 from models import mse
 from pipeloom.ops.segments import Compute, Done, Pending, Segment, Values, in_order
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline

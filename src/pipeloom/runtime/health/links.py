@@ -16,6 +16,7 @@ import os
 import secrets
 import shutil
 import socket
+import stat
 import struct
 import tempfile
 import threading
@@ -34,6 +35,7 @@ _LARGEST_BACKLOG = 1 << 20  # bytes kept for a neighbour that does not read: a f
 _NONCE_BYTES = 16
 _MOST_STRANGERS = 64  # connections whose handshake is under way at once
 _HANDSHAKE_SECONDS = 10.0
+_LONGEST_SECRET = 4096  # bytes
 
 
 class LinkClosed(Exception):
@@ -307,7 +309,7 @@ def _own_address() -> str:
 def read_secret() -> bytes | None:
     """The secret of the user's runs: PIPELOOM_SECRET, or the file PIPELOOM_SECRET_FILE, or ~/.config/pipeloom/secret.
 
-    Raises DistributedError for a file that others can read.
+    Raises DistributedError for a file that others can read, or that is no regular file of at most 4 KiB.
     """
     text = os.environ.get("PIPELOOM_SECRET")
     if text:
@@ -315,7 +317,12 @@ def read_secret() -> bytes | None:
     named = os.environ.get("PIPELOOM_SECRET_FILE")
     path = Path(named) if named else Path.home() / ".config" / "pipeloom" / "secret"
     try:
-        mode = path.stat().st_mode
+        found = path.stat()
+        mode = found.st_mode
+        if not stat.S_ISREG(mode) or found.st_size > _LONGEST_SECRET:
+            raise DistributedError(
+                f"{path} is no regular file of at most {_LONGEST_SECRET} bytes: no secret is read from it"
+            )
         if mode & 0o077:
             raise DistributedError(f"{path} can be read by others (mode {mode & 0o777:o}): chmod 600 {path}")
         return path.read_bytes().strip() or None
