@@ -253,9 +253,10 @@ def load_optimizer(stored: Stored, pipeline: Pipeline, optimizer: AnyOptimizer) 
         present = kinds.get(held.name, set())
         moments = optimizer.moments(by_name[held.name])
         if present - {"master"} and present - {"master"} != {"step", *moments}:
+            expected = " and ".join([", ".join(("step", *moments[:-1])), *moments[-1:]])
+            found = ", ".join(sorted(present - {"master"}))
             raise CheckpointError(
-                f"the optimizer's state of {held.name!r}: expected {' and '.join([', '.join(('step', *moments[:-1])), *moments[-1:]])}, or none of them; found "
-                f"{', '.join(sorted(present - {'master'}))}"
+                f"the optimizer's state of {held.name!r}: expected {expected}, or none of them; found {found}"
             )
         boxes = [b.moved(held.offset) for b in boxes_of_run(held.tensor.shape, own["start"], own["stop"])]
         state: dict[str, Any] = {"start": own["start"], "stop": own["stop"], "step": 0.0}
