@@ -28,7 +28,7 @@ from pipeloom.config import load_layout
 from pipeloom.runtime import Pipeline
 from pipeloom.schedule.measured import hops, measured_costs
 from pipeloom.schedule.period import period as simulated_period
-from pipeloom.train.data import Batch
+from pipeloom.train.data.batches import Batch
 from pipeloom.train.loop import Trainer
 from pipeloom.train.speculative import SpeculativeOptimizer
 from processes import run_ranks
@@ -81,7 +81,7 @@ def measure(rank: int, name: str, chunks: int) -> Measured:
     with_barrier, without = [], []
     for _ in range(RUNS):
         with_barrier.append(run(lambda: trainer.step(batch, 1e-6)))
-        without.append(run(lambda: speculative.step(*batch, 1e-6)))
+        without.append(run(lambda: speculative.step(batch.tokens, batch.targets, 1e-6)))
     pipeline.close()
     return Measured(with_barrier, without, speculative.speculations, speculative.rollbacks)
 

@@ -28,7 +28,7 @@ from pipeloom.schedule.transforms import half_split
 from pipeloom.schedules import FAMILIES
 from pipeloom.solver.merge_backward import merge_backwards
 from pipeloom.train.build import build_pipeline
-from pipeloom.train.data import Batch
+from pipeloom.train.data.batches import Batch
 from pipeloom.train.verify import make_batch
 from processes import run_ranks
 

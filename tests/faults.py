@@ -215,7 +215,7 @@ def program(folder: Path, rank: int, code: str, place: str, flags: list[str]) ->
     place: "step" (after a forward of some step), or "start-up" (before the corpus is read).
     """
     after = 40 if place == "step" else 0
-    module, name = ("runtime.executor", "boundary_of") if place == "step" else ("train.loop", "read_corpus")
+    module, name = ("runtime.executor", "boundary_of") if place == "step" else ("train.loop", "open_data")
     script, launcher = folder / "faulty.py", folder / "launcher.py"
     script.write_text(HOOK.format(module=module, name=name, rank=rank, code=code, after=after))
     launcher.write_text(LAUNCHER.format(script=str(script)))

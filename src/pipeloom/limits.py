@@ -10,6 +10,7 @@ import errno
 import os
 import stat
 from pathlib import Path
+from typing import BinaryIO
 
 from pipeloom.errors import UsageError, shortened
 
@@ -44,10 +45,38 @@ CONFIG_BYTES = 2**18
 # Bytes and files of a corpus, which every worker holds in memory.
 CORPUS_BYTES = 8 * 2**30
 CORPUS_FILES = 200_000
+# Bytes of a line of a file of records: a thousand times a long document.
+LINE_BYTES = 64 * 2**20
+# Bytes of a tokenizer's file: several times those of the largest vocabularies.
+TOKENIZER_BYTES = 256 * 2**20
 # Tables within tables, and lists within lists, of a configuration or a schedule.
 MOST_NESTED = 20
 # Values in a list, and words on a command line.
 MOST_VALUES = 100_000
+
+
+def open_file(path: str | Path, what: str) -> BinaryIO:
+    """A regular file, opened to read bytes; never waits.
+
+    Args:
+        what: for messages: "a schedule".
+
+    Raises:
+        UsageError: no regular file (a pipe, a device).
+        OSError: as `open` raises it, for a folder too.
+    """
+    shown, mode = shortened(str(path)), os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):  # asked first: opening a device may do something
+        raise UsageError(f"{shown} is {_kind(mode)}, and {what} is read from a file")
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    file = open(descriptor, "rb")  # noqa: SIM115  # its reader closes it
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        file.close()
+        raise UsageError(f"{shown} is {_kind(mode)}, and {what} is read from a file")
+    return file
 
 
 def read_file(path: str | Path, most: int, what: str) -> bytes:
@@ -60,18 +89,11 @@ def read_file(path: str | Path, most: int, what: str) -> bytes:
         UsageError: no regular file (a pipe, a device), or one that is too large.
         OSError: as `open` and `read` raise it, for a folder too.
     """
-    shown, mode = shortened(str(path)), os.stat(path).st_mode
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if not stat.S_ISREG(mode):  # asked first: opening a device may do something
-        raise UsageError(f"{shown} is {_kind(mode)}, and {what} is read from a file")
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
-    with open(descriptor, "rb") as file:
-        mode, size = (found := os.fstat(descriptor)).st_mode, found.st_size
-        if not stat.S_ISREG(mode):
-            raise UsageError(f"{shown} is {_kind(mode)}, and {what} is read from a file")
+    with open_file(path, what) as file:
+        size = os.fstat(file.fileno()).st_size
         content = file.read(most + 1) if size <= most else b""  # files of /proc say that they have no bytes
     if max(size, len(content)) > most:
+        shown = shortened(str(path))
         raise UsageError(f"{shown} has {max(size, len(content)):,} bytes; {what} has at most {most:,}")
     return content
 

@@ -94,7 +94,7 @@ def test_three_errors_at_once_with_where_they_were_set(tmp_path: Path) -> None:
         ("train.global_batch_size", 8, "9 micro-batches on 1 data-parallel replica need at least 9"),
         ("optimizer.min_lr", 1.0, "must not be above optimizer.lr"),
         ("data.source", "/nowhere/at/all", "no such file or folder"),
-        ("data.tokenizer", "words", "'bytes'"),
+        ("data.tokenizer", "words", "there is no such file or folder"),
         ("log.dir", __file__, "it is a file"),
         ("model.num_hidden_layers", 7, "8 stages, more than layers"),
         ("parallel.stages", "Et*3|ttL", "holds 5 blocks"),

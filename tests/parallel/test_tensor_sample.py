@@ -11,8 +11,8 @@ from pipeloom.models import layers, tied, token_loss
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.tensor import TensorParallel
 from pipeloom.runtime import Pipeline
+from pipeloom.train.data.tokenizers import ByteTokenizer
 from pipeloom.train.sample import generate
-from pipeloom.train.tokenizer import ByteTokenizer
 from processes import run_ranks
 
 

@@ -19,7 +19,7 @@ from pipeloom.config import load_layout
 from pipeloom.errors import DistributedError
 from pipeloom.runtime.health import handshake
 from pipeloom.train.agreement import fingerprint, require_agreement
-from pipeloom.train.corpus import Corpus
+from pipeloom.train.data.corpus import Corpus
 from processes import free_port, run_ranks
 
 SAME = {"parallel.pp": 2, "train.device": "cpu"}
@@ -42,10 +42,15 @@ OTHERS: list[tuple[str, Any, str]] = [
 ]
 
 
+def facts_of(corpus: Corpus) -> dict[str, str]:
+    return {"data, to train on": fingerprint(corpus.train), "data, held out": fingerprint(corpus.held_out)}
+
+
 def refusal(layouts: list[Any], rank: int, corpus: Corpus | None) -> str:
+    data = None if corpus is None else facts_of(corpus)
     context: Any = SimpleNamespace(world_size=2, rank=rank, waiting=lambda what, phase: nullcontext())
     try:
-        require_agreement(layouts, context, corpus)
+        require_agreement(layouts, context, data)
     except DistributedError as error:
         return str(error)
     return ""

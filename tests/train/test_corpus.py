@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from pipeloom.errors import ConfigError
-from pipeloom.train.corpus import HELD_OUT_EVERY, read_corpus, split, stdlib_files
-from pipeloom.train.data import sample, spread
-from pipeloom.train.tokenizer import ByteTokenizer
+from pipeloom.train.data.batches import sample, spread
+from pipeloom.train.data.corpus import HELD_OUT_EVERY, read_corpus, split, stdlib_files
+from pipeloom.train.data.tokenizers import ByteTokenizer
 
 
 def test_the_standard_library_is_read_the_same_each_time() -> None:
@@ -80,7 +80,7 @@ def test_a_batch_is_a_function_of_seed_and_step() -> None:
 
 def test_targets_are_the_tokens_that_follow() -> None:
     text = torch.arange(200, dtype=torch.uint8)
-    tokens, targets = sample(text, 0, 0, 50, 8)
+    tokens, targets, _ = sample(text, 0, 0, 50, 8)
     assert tokens.dtype == targets.dtype == torch.int64
     assert tokens.shape == (50, 8)
     assert torch.equal(targets, tokens + 1)

@@ -15,9 +15,9 @@ import torch
 
 from pipeloom.config import Layout, load_layout
 from pipeloom.train.build import build_pipeline
-from pipeloom.train.data import Batches
+from pipeloom.train.data.batches import Batches
+from pipeloom.train.data.tokenizers import ByteTokenizer
 from pipeloom.train.loop import Trainer
-from pipeloom.train.tokenizer import ByteTokenizer
 from processes import run_ranks
 
 CPU = torch.device("cpu")

@@ -20,10 +20,10 @@ import torch
 
 from pipeloom.config import load_layout
 from pipeloom.train.build import build_pipeline
-from pipeloom.train.data import sample
+from pipeloom.train.data.batches import sample
+from pipeloom.train.data.tokenizers import ByteTokenizer
 from pipeloom.train.loop import Trainer
 from pipeloom.train.sample import SAMPLED_TOKENS, generate
-from pipeloom.train.tokenizer import ByteTokenizer
 from pipeloom.train.verify import make_batch, pipeline_step, serial_step
 from processes import run_ranks
 

@@ -14,10 +14,10 @@ from pipeloom.errors import DistributedError, PipeloomError
 from pipeloom.mesh_shape import MeshShape
 from pipeloom.models import tied
 from pipeloom.train.build import build_pipeline
-from pipeloom.train.corpus import Corpus
+from pipeloom.train.data.corpus import Corpus
+from pipeloom.train.data.tokenizers import ByteTokenizer
 from pipeloom.train.loop import Trainer
 from pipeloom.train.replica_check import CUDA_TP_TOLERANCE, ReplicaCheck
-from pipeloom.train.tokenizer import ByteTokenizer
 from pipeloom.train.worker import WorkerContext
 from processes import run_ranks
 

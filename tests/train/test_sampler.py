@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from pipeloom.config import load_layout
 from pipeloom.errors import ConfigError
-from pipeloom.train.data import Batches
-from pipeloom.train.sampler import Sampler
+from pipeloom.train.data.batches import Batches
+from pipeloom.train.data.sampler import Sampler
 
 ORDERS = ["shuffle-then-split", "split-then-shuffle"]
 

@@ -19,7 +19,7 @@ from pipeloom.runtime import Layer, Pipeline
 from pipeloom.runtime.executor import Executor
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.copies import OptimizerCopy
-from pipeloom.train.data import Batch
+from pipeloom.train.data.batches import Batch
 from pipeloom.train.loop import Trainer
 from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.speculative import Outcome, SpeculativeOptimizer
@@ -93,7 +93,7 @@ def train(rank: int, layout: Layout, barrier: bool, spoil: Spoil, steps: int = S
             run.final(outcome)
         else:
             step.now = now
-            run.final(speculative.step(*batch, rate))
+            run.final(speculative.step(batch.tokens, batch.targets, rate))
     if not barrier:
         run.final(speculative.settle())
         assert speculative.settle() is None
@@ -268,7 +268,7 @@ def overlap(rank: int) -> dict[bool, tuple[list[float], list[float]]]:
             if barrier:
                 trainer.step(batch_of(layout, step), 1e-3)
             else:
-                speculative.step(*batch_of(layout, step), 1e-3)
+                speculative.step(*batch_of(layout, step)[:2], 1e-3)
         speculative.settle()
         pipeline.close()
         found[barrier] = begins, ends

@@ -115,8 +115,12 @@ def announce(layout: Layout) -> None:
     for note in layout.notes:
         print(f"  {printable(note)}")
     if config.model.source:
+        from pipeloom.train.data.choice import BYTES, tokenizer_name
+
+        alien = tokenizer_name(config.data.tokenizer, config.model.source) == BYTES
         print(
-            f"  the model of {printable(config.model.source)}; its tokens are bytes here (data.tokenizer), not those of its own"
+            f"  the model of {printable(config.model.source)}"
+            + ("; its tokens are bytes here (data.tokenizer), not those of its own" * alien)
         )
     print(end="", flush=True)
 

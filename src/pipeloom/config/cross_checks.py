@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import math
 import os
 from collections.abc import Callable, Collection, Iterator
@@ -79,8 +80,26 @@ def _groups_divide(config: Config) -> Iterator[str]:
 
 @_reads("model.vocab_size", "data.tokenizer")
 def _vocabulary_holds_bytes(config: Config) -> Iterator[str]:
-    if config.data.tokenizer == "bytes" and config.model.vocab_size < 256:
+    own = config.data.tokenizer == "auto" and not config.model.source
+    if (own or config.data.tokenizer == "bytes") and config.model.vocab_size < 256:
         yield f"model.vocab_size = {config.model.vocab_size}: the byte tokenizer has 256 tokens; nearest: 256"
+
+
+@_reads("data.tokenizer")
+def _tokenizer_exists(config: Config) -> Iterator[str]:
+    name = config.data.tokenizer
+    if name not in ("auto", "bytes") and not os.path.exists(os.path.expanduser(name)):
+        yield f'data.tokenizer = "{name}": there is no such file or folder; "bytes" needs none'
+
+
+@_reads("data.source", "data.weights")
+def _weights_fit_sources(config: Config) -> Iterator[str]:
+    weights, sources = config.data.weights, config.data.source
+    if weights and len(weights) != len(sources):
+        yield (
+            f"data.weights = {list(weights)}: there {'is' if len(sources) == 1 else 'are'} {len(sources)} "
+            f"source{'s' * (len(sources) > 1)} (data.source); give a number for each"
+        )
 
 
 @_reads("parallel")
@@ -248,11 +267,18 @@ def _bad_steps_need_the_barrier(config: Config) -> Iterator[str]:
             )
 
 
-@_reads("data.source")
+@_reads("data.source", "data.validation")
 def _source_exists(config: Config) -> Iterator[str]:
-    source = config.data.source
-    if source != "stdlib" and not os.path.exists(os.path.expanduser(source)):
-        yield f'data.source = "{source}": there is no such file or folder; "stdlib" is Python\'s own source'
+    data = config.data
+    named = [("source", name) for name in data.source] + [("validation", data.validation)] * bool(data.validation)
+    for key, name in named:
+        path = os.path.expanduser(name)
+        if name == "stdlib" or os.path.lexists(path):
+            continue
+        if not glob.has_magic(path):
+            yield f'data.{key} = "{name}": there is no such file or folder; "stdlib" is Python\'s own source'
+        elif not glob.glob(path, recursive=True):
+            yield f'data.{key} = "{name}": no file fits the pattern'
 
 
 @_reads("checkpoint.dir")

@@ -42,7 +42,7 @@ RateSchedule = Literal["cosine", "linear", "wsd", "constant"]
 OptimizerName = Literal["adamw", "sgd", "muon"]
 MuonScale = Literal["match_rms_adamw", "original"]
 RateRule = Literal["none", "linear", "sqrt"]
-SamplingName = Literal["anywhere", "shuffle-then-split", "split-then-shuffle"]
+SamplingName = Literal["auto", "anywhere", "shuffle-then-split", "split-then-shuffle"]
 OnNan = Literal["stop", "skip", "rollback"]
 OnSpike = Literal["ignore", "stop", "skip", "rollback"]
 COMPUTED = -1
@@ -100,6 +100,24 @@ def _is_resume(value: Any) -> Any:
     return value
 
 
+def _is_sources(value: Any) -> Any:
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) and name for name in names):
+        raise ValueError('it must be a file, a folder, or a list of them, such as ["a.jsonl", "b.jsonl"]')
+    return tuple(names)
+
+
+def _is_weights(value: Any) -> Any:
+    numbers = list(value) if isinstance(value, list | tuple) else None
+    if numbers is None or any(
+        isinstance(n, bool) or not isinstance(n, int | float) or not 0 < n < 1e30 for n in numbers
+    ):
+        raise ValueError("it must be a list of numbers above 0, one for each source, such as [3, 1]")
+    return tuple(float(number) for number in numbers)
+
+
+Sources = Annotated[tuple[str, ...], BeforeValidator(_is_sources)]
+Weights = Annotated[tuple[float, ...], BeforeValidator(_is_weights)]
 ScheduleName = Annotated[str, Field(min_length=1), AfterValidator(canonical_name)]
 Degree = Annotated[int, Field(le=MOST_WORKERS), AfterValidator(_is_degree)]
 Timeout = Annotated[float | Literal["auto"], BeforeValidator(_is_timeout)]
@@ -279,10 +297,42 @@ class OptimizerSection(Section):
 class DataSection(Section):
     """`[data]`: what is read."""
 
-    source: Annotated[str, Field(min_length=1)] = Field(description="stdlib, or a text file or folder")
-    tokenizer: Literal["bytes"] = Field(description="bytes: one token a byte")
+    source: Sources = Field(
+        description="stdlib, a file, a folder, a pattern such as texts/*.txt, or a directory of datasets; or a list of them"
+    )
+    format: Literal["auto", "text", "jsonl", "parquet", "tokens", "dataset"] = Field(
+        description="what the files hold; auto: by their names"
+    )
+    field: str = Field(description='of records, what to train on; empty: "messages" or "text", whichever there is')
+    weights: Weights = Field(description="share of each source in the rows, as in [3, 1]; empty: by their sizes")
+    validation: str = Field(description="a source to measure on; empty: a part of data.source")
+    held_out: Annotated[float, Field(gt=0, le=0.5)] = Field(
+        description="that part: of the documents, or of few ones of their tokens"
+    )
+    tokenizer: Annotated[str, Field(min_length=1)] = Field(
+        description="bytes, a tokenizer's JSON file, a directory; auto: that of model.source where it has one, else bytes"
+    )
+    bos: Annotated[str, Field(min_length=1)] = Field(
+        description="token before each document: auto (as the tokenizer does), none, or its text"
+    )
+    eos: Annotated[str, Field(min_length=1)] = Field(
+        description="token behind each document: auto (the tokenizer's own), none, or its text"
+    )
+    token_type: Literal["auto", "uint16", "uint32"] = Field(
+        description="of .bin files; auto: the smallest that holds model.vocab_size"
+    )
+    documents: Literal["auto", "concatenate", "pack"] = Field(
+        description="windows cut anywhere, or rows of whole documents that do not see each other; auto: pack for chats"
+    )
+    template: Literal["auto", "tokenizer", "simple"] = Field(
+        description="how chats are written; auto: the tokenizer's template where it has one"
+    )
+    loss_on: Literal["answers", "all"] = Field(description="of chats, what is learned")
+    on_error: Literal["stop", "skip"] = Field(description="a document that cannot be read, by file and line")
+    cache: str = Field(description="folder of tokenized data; empty: pipeloom in the user's own cache")
     sampling: SamplingName = Field(
-        description="windows from anywhere in the text, or each once an epoch: shuffle-then-split, split-then-shuffle"
+        description="windows from anywhere in the text, or each once an epoch: shuffle-then-split, split-then-shuffle; auto: "
+        "anywhere, and for packed rows or several sources shuffle-then-split"
     )
     remainder: Literal["pad", "drop"] = Field(description="the last batch of an epoch: pad repeats windows")
 

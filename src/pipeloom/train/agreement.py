@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,22 +13,27 @@ from pipeloom.config import Layout
 from pipeloom.errors import DistributedError
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime.health.handshake import differences, source_facts
-from pipeloom.train.corpus import Corpus
 
 if TYPE_CHECKING:
     from pipeloom.train.worker import WorkerContext
 
-# The data's path may differ from machine to machine: its content is compared. Where logs go concerns rank 0 alone.
-MAY_DIFFER = frozenset({"data.source", "log.dir", "train.device", "train.timeout"})
+# The data's paths may differ from machine to machine: their content is compared. Where logs go concerns rank 0 alone.
+MAY_DIFFER = frozenset(
+    {"data.source", "data.validation", "data.tokenizer", "data.cache", "log.dir", "train.device", "train.timeout"}
+)
 _SAMPLED_BYTES = 64 * 2**20  # a second of reading at most, and all of most texts
 _SAMPLES = 64
 
 
-def require_agreement(layouts: Sequence[Layout], context: WorkerContext, corpus: Corpus | None = None) -> None:
+def require_agreement(layouts: Sequence[Layout], context: WorkerContext, data: Mapping[str, str] | None = None) -> None:
     """Raise DistributedError, on every worker, that names what differs between two workers. Collective over the run.
 
     Compared are the versions, Pipeloom's source, the configuration (but MAY_DIFFER), the file of a user's schedule, and the
-    data: sizes, and SHA-256 of all of it up to 64 MB, else of 64 samples of 1 MB at fixed offsets.
+    data: of texts sizes, and SHA-256 of all of it up to 64 MB, else of 64 samples of 1 MB at fixed offsets; of tokens the
+    digests of what they were made of.
+
+    Args:
+        data: name -> what must be the same of it.
     """
     if context.world_size == 1:
         return
@@ -36,18 +41,16 @@ def require_agreement(layouts: Sequence[Layout], context: WorkerContext, corpus:
     for number, layout in enumerate(layouts):
         where = f"layout {number}, " if len(layouts) > 1 else ""
         mine |= {f"{where}{key}": value for key, value in _settings(layout).items()}
-    if corpus is not None:
-        mine["data, to train on"] = fingerprint(corpus.train)
-        mine["data, held out"] = fingerprint(corpus.held_out)
+    mine |= data or {}
     with context.waiting("what the other workers are about to train", "start-up"):
         found = differences(all_gather_json(mine, dist.group.WORLD))
     if found:
         raise DistributedError("the ranks do not agree:\n" + "\n".join(f"  {line}" for line in found))
 
 
-def fingerprint(data: bytes) -> str:
+def fingerprint(data: bytes | memoryview) -> str:
     """Size and SHA-256: of up to 64 MB of `data`, in 64 pieces at fixed offsets where it is longer."""
-    view = memoryview(data)
+    view = memoryview(data).cast("B")
     found = hashlib.sha256()
     if len(view) <= _SAMPLED_BYTES:
         found.update(view)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,16 +10,15 @@ from typing import Any
 import torch
 
 from pipeloom.config import Layout, load_layout
-from pipeloom.errors import CheckpointError, ConfigError, UsageError
+from pipeloom.errors import CheckpointError, UsageError
 from pipeloom.models.hf.library import read_config
 from pipeloom.runtime import Pipeline
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.checkpoint.folder import newest_checkpoint
 from pipeloom.train.checkpoint.load import load, read_extra
+from pipeloom.train.data.choice import BYTES, tokenizer_name
+from pipeloom.train.data.tokenizers import load_tokenizer
 from pipeloom.train.sample import Sampling, extend
-from pipeloom.train.tokenizer import ByteTokenizer
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ def open_model(path: Path, prompts: int, flags: Mapping[str, Any]) -> Opened:
     source = model.get("source")
     values = {"source": source} if source else {key: value for key, value in model.items() if value is not None}
     keys = {f"model.{key}": value for key, value in values.items()}
-    for section, key in (("train", "dtype"), ("data", "tokenizer")):
+    for section, key in (("train", "dtype"), ("data", "tokenizer"), ("data", "bos"), ("data", "eos")):
         if key in config.get(section, {}):
             keys[f"{section}.{key}"] = config[section][key]
     return Opened(load_layout(None, {**keys, **layout, **flags}), checkpoint, Path(source) if source else None)
@@ -86,17 +84,20 @@ def open_pipeline(opened: Opened, device: torch.device, watchdog: Any = None) ->
 
 
 def text_of(opened: Opened) -> Text:
-    """The tokenizer of the model's directory where it has one, else bytes. Raises ConfigError for one that cannot be read."""
-    ends = _ends(opened.hub)
-    if opened.hub is not None and any((opened.hub / name).is_file() for name in _TOKENIZER_FILES):
-        package: Any = importlib.import_module("transformers")
-        try:
-            own = package.AutoTokenizer.from_pretrained(str(opened.hub), local_files_only=True)
-        except (ValueError, OSError, KeyError, TypeError) as error:
-            raise ConfigError(f"the tokenizer in {opened.hub} cannot be read: {str(error).splitlines()[0]}") from error
-        return Text(own.encode, own.decode, ends or ((own.eos_token_id,) if own.eos_token_id is not None else ()))
-    plain = ByteTokenizer()
-    return Text(lambda text: plain.encode(text).tolist(), lambda tokens: plain.decode(torch.tensor(tokens)), ends)
+    """The tokenizer that `data.tokenizer` names, which is that of the model's directory where it has one and bytes elsewhere.
+
+    Raises ConfigError for one that cannot be read.
+    """
+    data = opened.layout.config.data
+    name = tokenizer_name(data.tokenizer, str(opened.hub or ""))
+    tokenizer = load_tokenizer(name, data.bos, data.eos)
+    begin = [] if tokenizer.bos is None else [tokenizer.bos]
+    own = () if tokenizer.eos is None or name == BYTES else (tokenizer.eos,)
+    return Text(
+        lambda text: begin + tokenizer.encode(text).tolist(),
+        lambda tokens: tokenizer.decode(torch.tensor(tokens)),
+        _ends(opened.hub) or own,
+    )
 
 
 def continue_prompts(

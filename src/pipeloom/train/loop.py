@@ -22,15 +22,15 @@ from pipeloom.runtime import Pipeline
 from pipeloom.runtime.batch import count_targets
 from pipeloom.schedule import Timeline
 from pipeloom.schedule.json_form import to_dict
-from pipeloom.train.agreement import fingerprint, require_agreement
+from pipeloom.train.agreement import require_agreement
 from pipeloom.train.bad_steps import BadSteps
 from pipeloom.train.build import build_pipeline, ties
 from pipeloom.train.checkpoint.load import Loaded, load
 from pipeloom.train.checkpoint.resume import Start, digests, find_start
 from pipeloom.train.checkpoint.run import RunCheckpoints
 from pipeloom.train.collect import gather, maxima
-from pipeloom.train.corpus import read_corpus
-from pipeloom.train.data import Batch, Batches, spread
+from pipeloom.train.data.batches import Batch, Batches, Mixture, Rows
+from pipeloom.train.data.prepare import open_data
 from pipeloom.train.experts import ExpertLoads, Loads, shows_all_to_all
 from pipeloom.train.garbage import StepGarbage
 from pipeloom.train.metrics import StepMetrics, memory_in_use, model_flops_utilization, shared_cores, simulated
@@ -45,12 +45,10 @@ from pipeloom.train.restarts import note_run, restarted_run
 from pipeloom.train.sample import generate
 from pipeloom.train.schedule_search import MeasureThenSearch, resolve_before_start
 from pipeloom.train.speculative import Outcome, SpeculativeOptimizer
-from pipeloom.train.tokenizer import ByteTokenizer
 
 if TYPE_CHECKING:
     from pipeloom.train.worker import WorkerContext
 
-HELD_OUT_BATCHES = 16
 TRACES = 9  # logged steps whose median is drawn at the end; a trace takes 50 KB for a tiny model, and megabytes for a large one
 
 
@@ -63,13 +61,11 @@ def run(layout: Layout, context: WorkerContext) -> None:
         ConfigError: a corpus or a folder that cannot be used.
     """
     config = layout.config
-    tokenizer = ByteTokenizer()
-    corpus = read_corpus(config.data.source)
-    text, held_out = tokenizer.encode(corpus.train), tokenizer.encode(corpus.held_out)
-    test = spread(held_out, config.train.global_batch_size, config.train.seq_len, HELD_OUT_BATCHES)
-    Batches(text, config, layout.mesh.dp)  # a text that is too short is refused before the start
-    require_agreement([layout], context, corpus)
-    facts = digests(config, f"{fingerprint(corpus.train)}; {fingerprint(corpus.held_out)}")
+    data = open_data(config, context)
+    test = data.held_out
+    Batches(data.train, config, layout.mesh.dp)  # a text that is too short is refused before the start
+    require_agreement([layout], context, data.facts)
+    facts = digests(config, "; ".join(data.facts.values()))
     start = find_start(config, facts, context, restarted_run())
     with _reporting(config, context, start, facts) as report:
         layout = resolve_before_start(layout, context, report)
@@ -82,21 +78,21 @@ def run(layout: Layout, context: WorkerContext) -> None:
         if report is not None and held is not None:
             report.say("\n".join(table(held)))
             report.record("messages", volumes=[asdict(volume) for volume in volumes(layout)])
-            report.say(f"corpus: {corpus.name}, {corpus.files} files, {len(text):,} bytes, {len(held_out):,} held out")
+            report.say(data.words)
         trainer.begin(start, _run_folder(report, context))
         if "before" not in trainer.held_out:
             trainer.held_out["before"] = trainer.held_out_loss(test)
         before = trainer.held_out["before"]
         if report is not None:
-            report.say(f"held-out loss before training: {before:.4f} nats a byte")
-        trainer.train(text)
+            report.say(f"held-out loss before training: {before:.4f} nats a {data.unit}")
+        trainer.train(data.train)
         after = trainer.held_out_loss(test)
-        written = generate(pipeline, tokenizer, config.train.seq_len, config.train.seed)
+        written = generate(pipeline, data.tokenizer, config.train.seq_len, config.train.seed)
         if report is not None:
             count = int(sum(count_targets(batch.targets) for batch in test))
-            report.record("held-out", before=before, after=after, bytes=count)
+            report.record("held-out", before=before, after=after, **{f"{data.unit}s": count})
             crowded = shared_cores(layout.world_size, context.device)
-            _conclude(report, trainer.traces, (before, after, count), written, crowded)
+            _conclude(report, trainer.traces, (before, after, count), data.unit, written, crowded)
         pipeline.close()
 
 
@@ -186,12 +182,15 @@ class Trainer:
             "schedule": to_dict(self.pipeline.schedule),
         }
 
-    def train(self, text: Tensor) -> None:
-        """All steps that are left. Raises Preempted or Interrupted after a step in which a worker was told to stop."""
+    def train(self, text: Tensor | Rows | Mixture) -> None:
+        """Make all steps that are left, on batches of `text`.
+
+        Raises Preempted or Interrupted after a step in which a worker was told to stop.
+        """
         with StepGarbage() as garbage:
             self._train(text, garbage)
 
-    def _train(self, text: Tensor, garbage: StepGarbage) -> None:
+    def _train(self, text: Tensor | Rows | Mixture, garbage: StepGarbage) -> None:
         options = self.config.train
         place, shape = self.pipeline.mesh.place, self.pipeline.mesh.shape
         batches = Batches(text, self.config, shape.dp)
@@ -298,9 +297,8 @@ class Trainer:
         """
         if self._speculative is None:
             return [self.step(batch, rate)]
-        device = self.pipeline.device
-        tokens, targets = batch.tokens.to(device), batch.targets.to(device)
-        outcomes = [self._speculative.step(tokens, targets, rate, self._flags())]
+        there = batch.to(self.pipeline.device)
+        outcomes = [self._speculative.step(there.tokens, there.targets, rate, self._flags(), **there.keywords)]
         if settle or any(each is not None and (each.flags or not math.isfinite(each.norm)) for each in outcomes):
             outcomes.append(self._speculative.settle())
         found = [outcome for outcome in outcomes if outcome is not None]
@@ -328,8 +326,8 @@ class Trainer:
 
     def step(self, batch: Batch, rate: float) -> Outcome:
         """One optimizer step, unless its gradient is bad: then the weights stay as they are."""
-        device = self.pipeline.device
-        loss = self.pipeline.step(batch.tokens.to(device), batch.targets.to(device))
+        there = batch.to(self.pipeline.device)
+        loss = self.pipeline.step(there.tokens, there.targets, **there.keywords)
         rows = gather(self.pipeline, self._row.make(float(self._flags())))
         norm = norm_of(rows, 1)
         bad = self._bad_steps.judge(norm)
@@ -343,7 +341,8 @@ class Trainer:
         self.pipeline.eval()
         for batch in batches:
             own = batch if len(batch.tokens) % replicas else batch.part(place.dp, replicas)
-            loss = self.pipeline.evaluate(own.tokens.to(device), own.targets.to(device))
+            there = own.to(device)
+            loss = self.pipeline.evaluate(there.tokens, there.targets, **there.keywords)
             targets = count_targets(batch.targets)
             total += loss.item() * targets
             count += targets
@@ -414,7 +413,7 @@ def typical(traces: Sequence[Timeline]) -> Timeline:
 
 
 def _conclude(
-    report: Report, traces: Sequence[Timeline], losses: tuple[float, float, int], written: str, crowded: str
+    report: Report, traces: Sequence[Timeline], losses: tuple[float, float, int], unit: str, written: str, crowded: str
 ) -> None:
     """The end of the run on the terminal: losses, bubble, a sample, where the files are."""
     before, after, count = losses
@@ -422,7 +421,7 @@ def _conclude(
     prediction = simulated(measured)
     report.draw(measured, traces)
     ranks = measured.schedule.ranks
-    report.say(f"\nheld-out loss: {after:.4f} nats a byte (before training {before:.4f}; {count:,} bytes)")
+    report.say(f"\nheld-out loss: {after:.4f} nats a {unit} (before training {before:.4f}; {count:,} {unit}s)")
     report.say(
         f"bubble rate, Σ idle / (p · makespan): measured {measured.bubble_rate:.4f}, simulated with the measured stage "
         f"costs {prediction.bubble_rate:.4f}"

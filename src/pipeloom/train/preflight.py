@@ -11,11 +11,13 @@ from pathlib import Path
 from pipeloom.config import Config, Layout, parameter_count
 from pipeloom.errors import CapacityError, ConfigError
 from pipeloom.limits import MOST_LOCAL_WORKERS, WORKER_BYTES
-from pipeloom.train.corpus import STDLIB, read_corpus, require_length
+from pipeloom.train.data.choice import is_plain_text
+from pipeloom.train.data.corpus import STDLIB, read_corpus, require_length
 
 # The held-out part of every Python's standard library is several times longer. Reading it takes most of a second, which
 # no run with shorter sequences needs to spend before its workers do.
 _STDLIB_TOKENS = 100_000
+_USUAL_PART = 0.05
 # What a short run writes into its folder: configuration, log, trace and drawing. A disc without room for it is full.
 _PROBE_BYTES = 2**18
 
@@ -117,16 +119,18 @@ def _require_receives(layout: Layout) -> None:
 
 def _require_text(config: Config, replicas: int) -> None:
     train, data = config.train, config.data
-    if data.source == STDLIB and train.seq_len < _STDLIB_TOKENS and data.sampling == "anywhere":
+    plain = is_plain_text(config)
+    usual = plain and data.sampling in ("auto", "anywhere")
+    if usual and data.source == (STDLIB,) and train.seq_len < _STDLIB_TOKENS and data.held_out >= _USUAL_PART:
         return
-    corpus = read_corpus(data.source)
-    require_length(len(corpus.train), train.seq_len, "training text")
-    require_length(len(corpus.held_out), train.seq_len, "held-out text")
-    if data.sampling != "anywhere":
-        from pipeloom.train.sampler import Sampler
+    if usual:  # what needs no torch, which takes longer to load
+        corpus = read_corpus(data.source[0])
+        require_length(len(corpus.train), train.seq_len, "training text")
+        require_length(len(corpus.held_out), train.seq_len, "held-out text")
+        return
+    from pipeloom.train.data.prepare import require_data
 
-        windows = (len(corpus.train) - 1) // train.seq_len
-        Sampler(windows, train.global_batch_size, replicas, train.seed, data.sampling, data.remainder)
+    require_data(config, replicas)
 
 
 def _require_folder(key: str, name: str) -> None:

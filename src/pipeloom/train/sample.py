@@ -15,7 +15,7 @@ from pipeloom.parallel.tensor import TensorParallel
 from pipeloom.parallel.vocabulary import whole_logits
 from pipeloom.runtime import LocalPipeline, Pipeline
 from pipeloom.train.collect import sums
-from pipeloom.train.tokenizer import ByteTokenizer
+from pipeloom.train.data.tokenizers import Tokenizer
 
 PROMPT = "def "
 SAMPLED_TOKENS = 160
@@ -111,9 +111,9 @@ def extend(
     return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
 
-def generate(pipeline: Pipeline, tokenizer: ByteTokenizer, seq_len: int, seed: int, prompt: str = PROMPT) -> str:
+def generate(pipeline: Pipeline, tokenizer: Tokenizer, seq_len: int, seed: int, prompt: str = PROMPT) -> str:
     """`prompt` and SAMPLED_TOKENS sampled tokens; the same for the same weights and seed. Collective; every rank gets it."""
-    tokens = tokenizer.encode(prompt).tolist()
+    tokens = tokenizer.encode(prompt).tolist() or [0]  # a vocabulary may have none of its characters
     (added,) = extend(pipeline, [tokens], SAMPLED_TOKENS, Sampling(seed=seed), context=seq_len)
     return printable(tokenizer.decode(torch.tensor([*tokens, *added])))
 

@@ -79,22 +79,22 @@ class SpeculativeOptimizer:
         self._before_forward = Surroundings(pipeline)
         self._row = NormRow(pipeline, optimizer)
 
-    def step(self, inputs: Any, targets: Any, rate: float, flags: int = 0) -> Outcome | None:
+    def step(self, inputs: Any, targets: Any, rate: float, flags: int = 0, **keywords: Any) -> Outcome | None:
         """Forward, backward and optimizer step; returns the step before this one, which is final now (None at first).
 
         Args:
-            inputs, targets: the batch, as for `Pipeline.step`.
+            inputs, targets, keywords: the batch, as for `Pipeline.step`.
             rate: the learning rate.
             flags: what this rank was asked for: every rank's outcome of this step says so.
         """
         self._before_forward.take()
-        loss = self._pipeline.forward_backward(inputs, targets)
+        loss = self._pipeline.forward_backward(inputs, targets, **keywords)
         before, wrong_weights = self._confirm()
         if wrong_weights:
             loss.wait()
             self._before_forward.restore()
             self._pipeline.next_step -= 1  # the same step again: what is drawn in it is the same
-            loss = self._pipeline.forward_backward(inputs, targets)
+            loss = self._pipeline.forward_backward(inputs, targets, **keywords)
         self._advance(loss, rate, flags)
         return before
 

@@ -38,7 +38,7 @@ from pipeloom.runtime.stage_modules import LayerSource, layer_name
 from pipeloom.schedule.model import Schedule
 from pipeloom.train.agreement import require_agreement
 from pipeloom.train.build import build_pipeline
-from pipeloom.train.data import Batch
+from pipeloom.train.data.batches import Batch
 from pipeloom.train.rank_tensors import RankTensors, whole
 from pipeloom.train.schedule_search import estimated
 

@@ -16,7 +16,7 @@ from pipeloom.train.build import build_pipeline
 from pipeloom.train.checkpoint.boxes import Box
 from pipeloom.train.checkpoint.load import Reader
 from pipeloom.train.checkpoint.manifest import read_manifest
-from pipeloom.train.data import Batches
+from pipeloom.train.data.batches import Batches
 from pipeloom.train.optimizer import Optimizer
 
 BASE = {"schedule.name": "1f1b", "schedule.microbatches": 2, "model.dropout": 0.1, "parallel.pp": 1}

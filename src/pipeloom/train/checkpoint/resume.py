@@ -188,7 +188,7 @@ def _differences(config: Config, mine: Mapping[str, str], extra: Mapping[str, An
         for section, table in dumped.items()
         for key, value in table.items()
         if section in before and key in before[section] and before[section][key] != value
-        if not f"{section}.{key}".startswith((*_FREE, *_FREE_TOO, *_ZERO, "data.source"))
+        if not f"{section}.{key}".startswith((*_FREE, *_FREE_TOO, *_ZERO, "data.source", "data.cache"))
     ]
     if changed:
         notes.append(f"changed since the checkpoint: {', '.join(changed)}")

@@ -32,24 +32,19 @@ class Corpus:
     name: str
 
 
-def read_corpus(source: str) -> Corpus:
+def read_corpus(source: str, every: int = HELD_OUT_EVERY) -> Corpus:
     """The text of `source`: `"stdlib"`, a file, or a folder. The same bytes each time, in every process.
 
-    One file in twenty is held out; of fewer than twenty files, the last twentieth of the text. Raises ConfigError when
+    One file in `every` is held out; of fewer files, that part of the text at its end. Raises ConfigError when
     there is nothing to read.
     """
-    if source == STDLIB:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        files = stdlib_files(root)
-        name = f"Python's standard library ({root})"
-    else:
-        root = Path(source).expanduser()
-        files = text_files(root)
-        name = str(root)
+    root = Path(name_of(source))
+    files = text_files(root, stdlib=source == STDLIB)
+    name = f"Python's standard library ({root})" if source == STDLIB else str(root)
     texts = [text for text in _read(files, source) if text]
     if not texts:
         raise ConfigError(f'data.source = "{shortened(source)}": {shortened(str(root))} holds no text to train on')
-    train, held_out = split(texts)
+    train, held_out = split(texts, every)
     return Corpus(train, held_out, len(texts), name)
 
 
@@ -68,8 +63,15 @@ def stdlib_files(root: Path) -> list[Path]:
     return [path for inner, path in sorted(found) if not _NOT_OURS.intersection(inner.parts)]
 
 
-def text_files(root: Path) -> list[Path]:
-    """`root` itself, or the files below it that are not hidden, sorted."""
+def name_of(source: str) -> str:
+    """The path that an entry of `data.source` means."""
+    return sysconfig.get_paths()["stdlib"] if source == STDLIB else str(Path(source).expanduser())
+
+
+def text_files(root: Path, stdlib: bool = False) -> list[Path]:
+    """`root` itself, or the files below it that are not hidden, sorted; of the standard library its sources."""
+    if stdlib:
+        return stdlib_files(root)
     if not root.is_dir():
         return [root]
     found: list[Path] = []
@@ -82,14 +84,14 @@ def text_files(root: Path) -> list[Path]:
     return [root / inner for inner in found if not any(part.startswith(".") for part in inner.parts)]
 
 
-def split(texts: list[bytes]) -> tuple[bytes, bytes]:
+def split(texts: list[bytes], every: int = HELD_OUT_EVERY) -> tuple[bytes, bytes]:
     """(train, held out), each joined by newlines."""
-    if len(texts) >= HELD_OUT_EVERY:
-        held_out = texts[HELD_OUT_EVERY // 2 :: HELD_OUT_EVERY]
-        train = [text for at, text in enumerate(texts) if at % HELD_OUT_EVERY != HELD_OUT_EVERY // 2]
+    if len(texts) >= every:
+        held_out = texts[every // 2 :: every]
+        train = [text for at, text in enumerate(texts) if at % every != every // 2]
         return b"\n".join(train), b"\n".join(held_out)
     whole = b"\n".join(texts)
-    cut = len(whole) - len(whole) // HELD_OUT_EVERY
+    cut = len(whole) - len(whole) // every
     return whole[:cut], whole[cut:]
 
 

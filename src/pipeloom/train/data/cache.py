@@ -1,0 +1,178 @@
+"""A folder of arrays that are computed once: each entry is named after the content that it was computed from.
+
+An entry is a directory of raw arrays and `index.json`, which says their types and lengths; nothing in it is code, and it is
+mapped into memory, not read. It is written under another name and renamed, so that an entry is there whole or not at all, and
+runs that make the same one at once do not disturb each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from pipeloom.cores import usable_cores
+from pipeloom.errors import ConfigError, UsageError
+from pipeloom.limits import CONFIG_BYTES, open_file, read_file
+
+FORMAT = 1
+INDEX = "index.json"
+_CHUNK = 4 * 2**20
+
+
+def folder_of(configured: str) -> Path:
+    """The cache's folder, which only its owner may read. Raises ConfigError where it cannot be made, or is another's."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = Path(configured).expanduser() if configured else Path(base).expanduser() / "pipeloom"
+    key = f'data.cache = "{configured or folder}"'
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        found = folder.stat()
+    except OSError as error:
+        raise ConfigError(f"{key}: cannot write there: {error.strerror}") from None
+    if not stat.S_ISDIR(found.st_mode):
+        raise ConfigError(f"{key}: it is a file, not a folder")
+    if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & 0o022):
+        raise ConfigError(
+            f"{key}: others can write there, and what is trained on would be theirs to choose; use a folder of your own"
+        )
+    return folder.absolute()
+
+
+def digest_of(description: Any) -> str:
+    """A name for an entry: SHA-256 of its description as JSON."""
+    return hashlib.sha256(json.dumps([FORMAT, description], sort_keys=True).encode()).hexdigest()[:32]
+
+
+def digests(files: Sequence[Path]) -> list[str]:
+    """SHA-256 of each file, several at a time. Raises ConfigError for one that cannot be read."""
+    with ThreadPoolExecutor(max_workers=min(8, usable_cores())) as pool:
+        return list(pool.map(_digest, files))
+
+
+def _digest(file: Path) -> str:
+    found = hashlib.sha256()
+    try:
+        with open_file(file, "a text") as opened:
+            while chunk := opened.read(_CHUNK):
+                found.update(chunk)
+    except UsageError as error:
+        raise ConfigError(f"data.source: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"data.source: cannot read {file}: {error.strerror}") from None
+    return found.hexdigest()
+
+
+class Entry:
+    """Arrays of an entry of the cache, mapped; `facts` is what else its index says."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ValueError for an entry that is damaged."""
+        self.path = path
+        try:
+            index = json.loads(read_file(path / INDEX, CONFIG_BYTES, "an index"))
+            self.facts: dict[str, Any] = index["facts"]
+            self._arrays: dict[str, np.ndarray] = {
+                name: _mapped(path / f"{name}.raw", np.dtype(kind), count)
+                for name, (kind, count) in index["arrays"].items()
+            }
+        except (OSError, KeyError, TypeError, ValueError, UsageError) as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._arrays[name]
+
+    def get(self, name: str) -> np.ndarray | None:
+        return self._arrays.get(name)
+
+
+class Writer:
+    """Writes the arrays of a new entry, piece by piece."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, tuple[BinaryIO, np.dtype[Any], int]] = {}
+        self.facts: dict[str, Any] = {}
+
+    def create(self, name: str, kind: Any) -> None:
+        """An array without values, which `add` appends to."""
+        self._files[name] = (open(self._folder / f"{name}.raw", "wb"), np.dtype(kind), 0)  # noqa: SIM115  # closed in `finish`
+
+    def add(self, name: str, values: np.ndarray) -> None:
+        file, kind, count = self._files[name]
+        file.write(np.ascontiguousarray(values, dtype=kind).data)
+        self._files[name] = (file, kind, count + len(values))
+
+    def has(self, name: str) -> bool:
+        return name in self._files
+
+    def finish(self) -> None:
+        for file, _, _ in self._files.values():
+            file.close()
+        arrays = {name: [kind.str, count] for name, (_, kind, count) in self._files.items()}
+        (self._folder / INDEX).write_text(json.dumps({"arrays": arrays, "facts": self.facts}), encoding="utf-8")
+
+    def close(self) -> None:
+        for file, _, _ in self._files.values():
+            with contextlib.suppress(OSError):
+                file.close()
+
+
+def entry(folder: Path, name: str, write: Callable[[Writer], None]) -> Entry:
+    """The entry `name`, made with `write` where it is not there, or damaged. Raises ConfigError without room for it."""
+    path = folder / name
+    if path.is_dir():
+        try:
+            return Entry(path)
+        except ValueError:
+            _remove(path)
+    partial = folder / f".{name}.{os.getpid()}.{secrets.token_hex(4)}.partial"
+    writer = Writer(partial)
+    try:
+        partial.mkdir(mode=0o700)
+        write(writer)
+        writer.finish()
+        try:
+            partial.rename(path)
+        except OSError:  # another run was first: what it has made is the same
+            if not path.is_dir():
+                raise
+        return Entry(path)
+    except OSError as error:
+        raise ConfigError(
+            f'data.cache = "{folder}": cannot write there: {error.strerror or error}; set data.cache to a folder with room'
+        ) from None
+    finally:
+        writer.close()
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remove(path: Path) -> None:
+    """Takes a damaged entry out of the way, in one step."""
+    hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}.damaged")
+    with contextlib.suppress(OSError):
+        path.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _mapped(path: Path, kind: np.dtype[Any], count: int) -> np.ndarray:
+    if kind.hasobject:
+        raise ValueError(f"{path.name} is of type {kind}")
+    size = path.stat().st_size
+    if size != count * kind.itemsize:
+        raise ValueError(f"{path.name} has {size} bytes, not {count * kind.itemsize}")
+    if not count:
+        return np.empty(0, dtype=kind)
+    return np.memmap(path, dtype=kind, mode="r", shape=(count,))

@@ -1,0 +1,109 @@
+"""Conversations as texts: which pieces of them the model is to learn, and which it only reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from pipeloom.train.data.tokenizers import Tokenizer, transformers_tokenizer
+
+ANSWERS = "assistant"
+
+
+class Piece(NamedTuple):
+    """Part of a document: a text or a token; `counts`: whether its tokens are targets."""
+
+    content: str | int
+    counts: bool
+
+
+class BadConversation(ValueError):
+    """A conversation that cannot be written as a text, with the reason."""
+
+
+class Template(Protocol):
+    """Writes conversations as pieces. `name` is part of the cache's key."""
+
+    name: str
+
+    def pieces(self, messages: Sequence[Any]) -> list[Piece]:
+        """Of one conversation. Raises BadConversation."""
+
+
+def checked(messages: Sequence[Any]) -> list[dict[str, str]]:
+    """The messages as dictionaries of role and content. Raises BadConversation."""
+    found = []
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise BadConversation(f'message {number} is not {{"role": text, "content": text}}')
+        try:
+            (message["role"] + message["content"]).encode()
+        except UnicodeEncodeError:
+            raise BadConversation(f"message {number} holds half of a surrogate pair, which is no text") from None
+        found.append({"role": message["role"], "content": message["content"]})
+    if not any(message["role"] == ANSWERS for message in found):
+        raise BadConversation(f'no message has the role "{ANSWERS}", so there is nothing to learn')
+    return found
+
+
+class SimpleTemplate:
+    r"""`<|role|>`, a line end, the content; an answer ends with the tokenizer's eos, everything else with a line end."""
+
+    name = "simple"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._bos, self._eos = tokenizer.bos, tokenizer.eos
+
+    def pieces(self, messages: Sequence[Any]) -> list[Piece]:
+        found = [] if self._bos is None else [Piece(self._bos, False)]
+        for message in checked(messages):
+            answer = message["role"] == ANSWERS
+            found.append(Piece(f"<|{message['role']}|>\n", False))
+            found.append(Piece(message["content"], answer))
+            found.append(Piece("\n" if self._eos is None or not answer else self._eos, answer))
+        return found
+
+
+class TokenizerTemplate:
+    """The chat template of a tokenizer's directory, as `transformers` renders it.
+
+    An answer is what the template adds for it behind the prompt that asks for it, so that training sees the pieces that
+    generation will: the tokens of the prompt, and then those of the answer with the token that ends it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._tokenizer = transformers_tokenizer(folder)
+        self.name = f"template {self._tokenizer.chat_template}"
+
+    def pieces(self, messages: Sequence[Any]) -> list[Piece]:
+        given = checked(messages)
+        found, done = [], ""
+        for number, message in enumerate(given):
+            if message["role"] != ANSWERS:
+                continue
+            prompt, whole = self._render(given[:number], True), self._render(given[: number + 1], False)
+            if not prompt.startswith(done) or not whole.startswith(prompt):
+                raise BadConversation(
+                    f"the tokenizer's chat template writes message {number + 1} differently when others follow it; "
+                    'data.template = "simple" does not'
+                )
+            found += [Piece(prompt[len(done) :], False), Piece(whole[len(prompt) :], True)]
+            done = whole
+        return found
+
+    def _render(self, messages: list[dict[str, str]], prompts: bool) -> str:
+        try:
+            text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompts)
+        except Exception as error:
+            words = next(iter(str(error).splitlines()), type(error).__name__)
+            raise BadConversation(f"the tokenizer's chat template refuses it: {words}") from None
+        return text
+
+
+def has_template(folder: Path) -> bool:
+    """Whether a tokenizer's directory has a chat template."""
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    config = folder / "tokenizer_config.json"
+    return config.is_file() and b'"chat_template"' in config.read_bytes()

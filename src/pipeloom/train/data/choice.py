@@ -1,0 +1,37 @@
+"""What `[data]` asks for, as far as its words alone say: the tokenizer's name, and whether anything is tokenized at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pipeloom.config import Config
+from pipeloom.train.data.corpus import STDLIB, name_of
+from pipeloom.train.data.sources import find
+
+BYTES, AUTO, NONE = "bytes", "auto", "none"
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")  # one of which a tokenizer's directory has
+
+
+def tokenizer_name(tokenizer: str, model_source: str) -> str:
+    """What `data.tokenizer` means: "bytes", or a path; "auto" is that of the model's directory where it has one."""
+    if tokenizer != AUTO:
+        return tokenizer
+    folder = Path(model_source).expanduser()
+    return model_source if model_source and any((folder / name).is_file() for name in FILES) else BYTES
+
+
+def is_plain_text(config: Config) -> bool:
+    """Whether a run trains on the bytes of one source's text files, which every worker reads; nothing is tokenized then.
+
+    Raises ConfigError where the kind of the source is not clear.
+    """
+    data = config.data
+    tokenizer = tokenizer_name(data.tokenizer, config.model.source)
+    if tokenizer != BYTES or len(data.source) > 1 or data.validation or data.documents == "pack" or data.eos == "none":
+        return False
+    if data.format not in ("auto", "text") or not (
+        data.source[0] == STDLIB or os.path.lexists(name_of(data.source[0]))
+    ):
+        return False
+    return data.source[0] == STDLIB or find(data.source[0], data.format).kind == "text"

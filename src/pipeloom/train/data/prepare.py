@@ -1,0 +1,232 @@
+"""From `[data]` to rows of tokens: sources found and tokenized into the cache, split, packed; opened by every worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeloom.config import Config
+from pipeloom.errors import ConfigError
+from pipeloom.parallel.exchange import all_gather_json
+from pipeloom.train.agreement import fingerprint
+from pipeloom.train.data import cache, store
+from pipeloom.train.data.batches import Batch, Batches, Mixture, PackedRows, Rows, SpanRows, spread
+from pipeloom.train.data.choice import BYTES, is_plain_text, tokenizer_name
+from pipeloom.train.data.corpus import read_corpus, require_length
+from pipeloom.train.data.packing import Spans, packed, pieces_of, split
+from pipeloom.train.data.sources import Source, find
+from pipeloom.train.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from pipeloom.train.worker import WorkerContext
+
+HELD_OUT_BATCHES = 16
+
+Plan = list[dict[str, Any]]
+"""Of each source, as JSON: where its entries of the cache are."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run trains on, and what it measures itself on.
+
+    Attributes:
+        tokenizer: of the text.
+        train: for `Batches`.
+        held_out: batches to measure on.
+        facts: what all workers must have in common, and what a run that is resumed must find again.
+        words: for people.
+        unit: "byte" or "token".
+    """
+
+    tokenizer: Tokenizer
+    train: Tensor | Rows | Mixture
+    held_out: list[Batch]
+    facts: dict[str, str]
+    words: str
+    unit: str
+
+
+def open_data(config: Config, context: WorkerContext) -> Data:
+    """The data of this run, on every worker; the first worker of a machine tokenizes what is not in the cache. Collective.
+
+    Raises ConfigError for data that cannot be read, or that does not suit the model.
+    """
+    if is_plain_text(config):
+        return _plain_text(config)
+    plan = prepare(config) if context.local_rank == 0 else None
+    if context.world_size > 1:
+        with context.waiting("the first worker of this machine to tokenize", "start-up"):
+            plan = all_gather_json(plan, dist.group.WORLD)[context.rank - context.local_rank]
+    assert plan is not None
+    return opened(config, plan)
+
+
+def require_data(config: Config, replicas: int) -> Data:
+    """Prepare the data as workers will find it, before there are any. Raises ConfigError for what they could not use."""
+    data = _plain_text(config) if is_plain_text(config) else opened(config, prepare(config))
+    Batches(data.train, config, replicas)
+    return data
+
+
+def prepare(config: Config) -> Plan:
+    """Tokenize and pack what is not in the cache. Raises ConfigError for what cannot be read."""
+    data, tokenizer = config.data, tokenizer_of(config)
+    folder = cache.folder_of(data.cache)
+    reading = _reading(config)
+    plan: Plan = []
+    stores = []
+    for source in _sources(config):
+        entry = None if source.kind == "tokens" else store.tokenized(source, tokenizer, reading, folder)
+        stores.append(_store(source, entry, config, tokenizer))
+        plan.append({"entry": None if entry is None else str(entry.path)})
+    if _packs(config, stores):
+        for found, entries, parts in zip(stores, plan, _parts(config, stores), strict=True):
+            entries["packed"] = [
+                None if part is None else str(_packed(found, part, config, folder).path) for part in parts
+            ]
+    return plan
+
+
+def opened(config: Config, plan: Plan) -> Data:
+    """The data that a plan describes. Raises ConfigError for data that is too short, or that does not suit the model."""
+    data, tokenizer, length = config.data, tokenizer_of(config), config.train.seq_len
+    sources = _sources(config)
+    stores = [
+        _store(source, None if each["entry"] is None else cache.Entry(Path(each["entry"])), config, tokenizer)
+        for source, each in zip(sources, plan, strict=True)
+    ]
+    packs = _packs(config, stores)
+    train: list[Rows] = []
+    held: list[Rows] = []
+    lines = [found.words for found in stores]
+    for found, entries, parts in zip(stores, plan, _parts(config, stores), strict=True):
+        for at, (rows, part, what) in enumerate(
+            zip((train, held), parts, ("training text", "held-out text"), strict=True)
+        ):
+            if part is None:
+                continue
+            if packs:
+                entry = cache.Entry(Path(entries["packed"][at]))
+                rows.append(
+                    PackedRows(found.tokens, found.counts, entry["pieces"].reshape(-1, 2), entry["rows"], length)
+                )
+            else:
+                require_length(part.tokens, length, what)
+                rows.append(SpanRows(found.tokens, part, length))
+            if not rows[-1].count:
+                raise ConfigError(f"data.source: the {what} of {found.words} has no document with anything to predict")
+    lines += [
+        f"packed: {rows.count:,} rows of {length}, {100 * rows.fill:.1f} % full"
+        for rows in train
+        if isinstance(rows, PackedRows)
+    ]
+    weights = data.weights or tuple(float(rows.count) for rows in train)
+    whole = train[0] if len(train) == 1 else Mixture(train, weights)
+    budget = max(1, HELD_OUT_BATCHES // len(held))
+    batches = [batch for rows in held for batch in spread(rows, config.train.global_batch_size, length, budget)]
+    facts = {
+        "data, to train on": ", ".join(found.digest for found in stores[: len(train)]),
+        "data, held out": ", ".join(found.digest for found in stores[-len(held) :]),
+        "tokenizer": tokenizer.digest[:16],
+    }
+    counted = "" if tokenizer.eos is None else f", documents end with {tokenizer.eos}"
+    words = "\n".join(
+        (
+            f"data: tokens of {tokenizer.name} (up to {tokenizer.vocab_size:,}{counted})",
+            *(f"  {line}" for line in lines),
+        )
+    )
+    return Data(tokenizer, whole, batches, facts, words, "byte" if tokenizer.name == BYTES else "token")
+
+
+def tokenizer_of(config: Config) -> Tokenizer:
+    """The run's tokenizer. Raises ConfigError for one that cannot be read, or that has more tokens than the model."""
+    data = config.data
+    found = load_tokenizer(tokenizer_name(data.tokenizer, config.model.source), data.bos, data.eos)
+    if found.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size = {config.model.vocab_size}: the tokenizer {found.name} has {found.vocab_size:,} tokens; "
+            f"nearest: {found.vocab_size}"
+        )
+    return found
+
+
+def _plain_text(config: Config) -> Data:
+    """Bytes of text files, which every worker holds."""
+    tokenizer, length = ByteTokenizer(), config.train.seq_len
+    corpus = read_corpus(config.data.source[0], _every(config))
+    text, held_out = tokenizer.encode(corpus.train), tokenizer.encode(corpus.held_out)
+    require_length(len(text), length, "training text")
+    return Data(
+        tokenizer,
+        text,
+        spread(held_out, config.train.global_batch_size, length, HELD_OUT_BATCHES),
+        {"data, to train on": fingerprint(corpus.train), "data, held out": fingerprint(corpus.held_out)},
+        f"corpus: {corpus.name}, {corpus.files} files, {len(text):,} bytes, {len(held_out):,} held out",
+        "byte",
+    )
+
+
+def _sources(config: Config) -> list[Source]:
+    """Those to train on, and behind them the one to measure on, if it is another."""
+    data = config.data
+    found = [find(name, data.format) for name in data.source]
+    return [*found, find(data.validation, data.format)] if data.validation else found
+
+
+def _reading(config: Config) -> store.Reading:
+    data = config.data
+    name = tokenizer_name(data.tokenizer, config.model.source)
+    folder = Path(name).expanduser()
+    return store.Reading(
+        data.field,
+        data.on_error == "skip",
+        data.loss_on == "answers",
+        data.template,
+        folder if name != BYTES and folder.is_dir() else None,
+    )
+
+
+def _store(source: Source, entry: cache.Entry | None, config: Config, tokenizer: Tokenizer) -> store.Store:
+    if entry is not None:
+        return store.opened(entry, source)
+    return store.token_files(source, config.model.vocab_size, config.data.token_type, tokenizer.eos)
+
+
+def _packs(config: Config, stores: list[store.Store]) -> bool:
+    """Whether rows hold whole documents. Raises ConfigError for conversations that are to be cut anywhere."""
+    chat = any(found.chat for found in stores)
+    if chat and config.data.documents == "concatenate":
+        raise ConfigError('data.documents = "concatenate": windows would cut conversations anywhere; nearest: "pack"')
+    return chat or config.data.documents == "pack"
+
+
+def _parts(config: Config, stores: list[store.Store]) -> list[tuple[Spans | None, Spans | None]]:
+    """Of each source the documents to train on, and those held out; None: the source is for the other."""
+    if not config.data.validation:
+        return [split(found.starts, _every(config)) for found in stores]
+    whole = [Spans(found.starts[:-1], found.starts[1:]) for found in stores]
+    return [*((spans, None) for spans in whole[:-1]), (None, whole[-1])]
+
+
+def _every(config: Config) -> int:
+    return max(2, round(1 / config.data.held_out))
+
+
+def _packed(found: store.Store, part: Spans, config: Config, folder: Path) -> cache.Entry:
+    length = config.train.seq_len
+
+    def write(writer: cache.Writer) -> None:
+        pieces, rows = packed(pieces_of(part, length, found.counts), length)
+        writer.create("pieces", "<i8")
+        writer.add("pieces", pieces.reshape(-1))
+        writer.create("rows", "<i8")
+        writer.add("rows", rows)
+
+    which = cache.digest_of([part.starts.tolist()[:1], part.ends.tolist()[-1:], len(part.starts), _every(config)])
+    return cache.entry(folder, cache.digest_of(["packed", found.digest, length, which]), write)

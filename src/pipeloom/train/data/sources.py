@@ -1,0 +1,354 @@
+"""Where documents come from: text, JSON lines, Parquet, token files, and directories of Hugging Face `datasets`."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import importlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from pipeloom.errors import ConfigError, UsageError, shortened
+from pipeloom.limits import CORPUS_BYTES, LINE_BYTES, open_file, read_file
+from pipeloom.train.data.corpus import STDLIB, name_of, text_files
+
+Kind = Literal["text", "jsonl", "parquet", "tokens", "dataset"]
+
+_SUFFIXES: dict[str, Kind] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".npy": "tokens",
+    ".bin": "tokens",
+}
+_WORDS = {"text": "text", "jsonl": "JSON lines", "parquet": "Parquet", "tokens": "tokens", "dataset": "a dataset"}
+_SNIFFED = 65_536  # bytes of a text whose first lines are looked at
+_PART = 2**20  # characters of a long text that are tokenized at once; parts end with a line
+_ROWS = 1_000  # of a table that are read at once
+
+
+@dataclass(frozen=True)
+class Source:
+    """One entry of `data.source`, found on this machine.
+
+    Attributes:
+        name: as configured.
+        kind: what its files hold.
+        files: in order.
+    """
+
+    name: str
+    kind: Kind
+    files: tuple[Path, ...]
+
+    @property
+    def words(self) -> str:
+        """For people: what is read, and as what."""
+        shown = name_of(self.name)
+        count = f", {len(self.files)} files" if len(self.files) > 1 else ""
+        return f"{shortened(shown)} ({_WORDS[self.kind]}{count})"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A document, or a part of one.
+
+    Attributes:
+        place: for messages: the file and the line or row.
+        value: a text, or a list of messages.
+        first, last: whether it begins and ends its document.
+    """
+
+    place: str
+    value: Any
+    first: bool = True
+    last: bool = True
+
+
+@dataclass(frozen=True)
+class BadRecord:
+    """What stands in the place of a document that cannot be read, and why."""
+
+    place: str
+    why: str
+
+
+def find(name: str, kind: str) -> Source:
+    """The files of one entry of `data.source`. Raises ConfigError where there are none, or where their kind is not clear.
+
+    Args:
+        name: "stdlib", a file, a folder, a directory of `datasets`, or a pattern such as "texts/**/*.txt".
+        kind: a Kind, or "auto": from the names of the files.
+    """
+    shown = f'data.source = "{shortened(name)}"'
+    if name == STDLIB:
+        return Source(name, "text", tuple(text_files(Path(name_of(name)), stdlib=True)))
+    path = Path(name).expanduser()
+    if path.is_dir() and (kind == "dataset" or (kind == "auto" and _is_dataset(path))):
+        return Source(name, "dataset", tuple(text_files(path)))
+    files = text_files(path) if os.path.lexists(path) else sorted(map(Path, glob.glob(str(path), recursive=True)))
+    files = [file for file in files if not file.is_dir()]
+    if not files:
+        raise ConfigError(f"{shown}: it holds no files")
+    if kind != "auto":
+        fitting = [file for file in files if kind_of(file) == kind] if kind != "text" and len(files) > 1 else files
+        if not fitting:
+            raise ConfigError(
+                f'{shown}: none of its {len(files)} files is {_WORDS[kind]} (data.format = "{kind}") by its name'
+            )
+        return Source(name, kind, tuple(fitting))  # type: ignore[arg-type]
+    kinds = {kind_of(file) for file in files}
+    if kinds == {"text", "tokens"}:  # pictures and the like among texts
+        kinds = {"text"}
+    if len(kinds) > 1:
+        several = " and ".join(f"{sum(kind_of(file) == each for file in files)} of {each}" for each in sorted(kinds))
+        raise ConfigError(f"{shown}: it holds files of several kinds, {several}; set data.format to the one to read")
+    if kinds == {"text"}:
+        for file in files:
+            _refuse_records(file, shown)
+    return Source(name, kinds.pop(), tuple(files))
+
+
+def kind_of(file: Path) -> Kind:
+    """What a file holds by its name."""
+    suffixes = [suffix.lower() for suffix in file.suffixes]
+    if suffixes[-1:] == [".gz"]:
+        del suffixes[-1]
+    return _SUFFIXES.get(suffixes[-1] if suffixes else "", "text")
+
+
+def _is_dataset(path: Path) -> bool:
+    return (path / "dataset_dict.json").is_file() or (
+        (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
+    )
+
+
+def _refuse_records(file: Path, shown: str) -> None:
+    """Raise ConfigError for a file under a text's name that is JSON lines: nobody means to train on their braces."""
+    try:
+        with open_file(file, "a text") as opened:
+            head = opened.read(_SNIFFED)
+    except (OSError, UsageError):
+        return  # said when it is read
+    lines = [line for line in head.split(b"\n") if line.strip()][:3]
+    if len(head) == _SNIFFED and len(lines) < 3:
+        lines = lines[:-1]
+    if not lines or not lines[0].lstrip().startswith(b"{"):
+        return
+    objects = [_is_object(line) for line in lines]
+    if all(objects) and (len(objects) > 1 or file.suffix.lower() == ".json"):
+        raise ConfigError(
+            f'{shown}: {shortened(str(file))} is JSON lines; set data.format = "jsonl" to train on a field of each '
+            '(data.field), or "text" to train on it as it is'
+        )
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------------
+
+
+def records(source: Source, field: str) -> Iterator[Record | BadRecord]:
+    """The documents of a source, in order. Raises ConfigError for files that cannot be read at all.
+
+    Args:
+        field: of records, what to train on; empty: "messages" or "text", whichever the first record has.
+    """
+    reader = _Fields(source, field)
+    try:
+        for file in source.files[:1] if source.kind == "dataset" else source.files:
+            yield from _READERS[source.kind](file, source, reader)
+    except ConfigError:
+        raise
+    except UsageError as error:
+        raise ConfigError(f'data.source = "{shortened(source.name)}": {error}') from None
+    except (OSError, EOFError) as error:
+        path = getattr(error, "filename", None) or source.name
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f'data.source = "{shortened(source.name)}": cannot read {path}: {reason}') from None
+
+
+class _Fields:
+    """Takes the field to train on from records."""
+
+    def __init__(self, source: Source, field: str) -> None:
+        self._source, self.name = source, field
+
+    def choose(self, names: Any) -> None:
+        """Decide on the field, with the first record's names. Raises ConfigError where it is not clear which."""
+        if self.name:
+            return
+        for usual in ("messages", "text"):
+            if usual in names:
+                self.name = usual
+                return
+        known = ", ".join(shortened(str(name), 40) for name in list(names)[:20])
+        raise ConfigError(
+            f'data.source = "{shortened(self._source.name)}": its first record has neither "text" nor "messages" (it has '
+            f"{known or 'no fields'}); name the field to train on with data.field"
+        )
+
+    def of(self, place: str, record: Any) -> Record | BadRecord:
+        if not isinstance(record, dict):
+            return BadRecord(place, f"it is {_json_kind(record)}, not an object")
+        self.choose(record)
+        if self.name not in record:
+            return BadRecord(place, f'it has no field "{shortened(self.name)}"')
+        return self.value(place, record[self.name])
+
+    def value(self, place: str, value: Any) -> Record | BadRecord:
+        if isinstance(value, str):
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                return BadRecord(place, f'field "{self.name}" holds half of a surrogate pair, which is no text')
+            return Record(place, value)
+        if isinstance(value, list):
+            return Record(place, value)
+        return BadRecord(place, f'field "{shortened(self.name)}" is {_json_kind(value)}, not a text')
+
+
+def _json_kind(value: Any) -> str:
+    names = {
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        str: "a text",
+        list: "a list",
+        dict: "an object",
+    }
+    return "null" if value is None else names.get(type(value), type(value).__name__)
+
+
+def _json_lines(file: Path, source: Source, fields: _Fields) -> Iterator[Record | BadRecord]:
+    number = 0
+    with open_file(file, "a text") as raw:
+        opened: Any = gzip.GzipFile(fileobj=raw) if file.suffix.lower() == ".gz" else raw
+        while line := opened.readline(LINE_BYTES + 1):
+            number += 1
+            place = f"{file}, line {number}"
+            if len(line) > LINE_BYTES:
+                _skip_line(opened, line)
+                yield BadRecord(place, f"it has more than {LINE_BYTES:,} bytes")
+            elif line.strip():
+                record = _parsed(line)
+                yield BadRecord(place, record) if isinstance(record, str) else fields.of(place, record[0])
+
+
+def _skip_line(opened: BinaryIO, line: bytes) -> None:
+    while line and not line.endswith(b"\n"):
+        line = opened.readline(LINE_BYTES)
+
+
+def _parsed(line: bytes) -> tuple[Any] | str:
+    """The value on a line, or why there is none."""
+    try:
+        return (json.loads(line.decode()),)
+    except UnicodeDecodeError as error:
+        return f"it is not UTF-8 (byte {error.start + 1})"
+    except RecursionError:
+        return "it is nested too deeply"
+    except ValueError as error:
+        if b"\0" in line:
+            return "it is not JSON: it holds zero bytes"
+        return f"it is not JSON: {getattr(error, 'msg', error)} (column {getattr(error, 'colno', '?')})"
+
+
+def _text(file: Path, source: Source, fields: _Fields) -> Iterator[Record | BadRecord]:
+    content = read_file(file, CORPUS_BYTES, "a text")
+    if b"\0" in content or not content:
+        return  # no text
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        yield BadRecord(f"{file}, line {line}", "it is not UTF-8")
+        return
+    start = 0
+    while start < len(text):
+        end = len(text)
+        if end - start > _PART:
+            end = text.rfind("\n", start, start + _PART) + 1 or start + _PART
+            end = end if end > start else start + _PART
+        yield Record(str(file), text[start:end], start == 0, end == len(text))
+        start = end
+
+
+def _package(name: str, source: Source) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ConfigError(
+            f'data.source = "{shortened(source.name)}": reading {_WORDS[source.kind]} needs the package '
+            f'{name.partition(".")[0]}: pip install "pipeloom[data]"'
+        ) from None
+
+
+def _parquet(file: Path, source: Source, fields: _Fields) -> Iterator[Record | BadRecord]:
+    parquet = _package("pyarrow.parquet", source)
+    with open_file(file, "a table") as opened:
+        try:
+            table = parquet.ParquetFile(opened)
+            fields.choose(table.schema_arrow.names)
+            if fields.name not in table.schema_arrow.names:
+                raise ConfigError(
+                    f'data.source = "{shortened(source.name)}": {file} has no column "{shortened(fields.name)}"; it has '
+                    + ", ".join(table.schema_arrow.names[:20])
+                )
+            number = 0
+            for batch in table.iter_batches(batch_size=_ROWS, columns=[fields.name]):
+                for value in batch.column(0).to_pylist():
+                    number += 1
+                    yield fields.value(f"{file}, row {number}", value)
+        except ConfigError:
+            raise
+        except Exception as error:
+            words = next(iter(str(error).splitlines()), type(error).__name__)
+            raise ConfigError(
+                f'data.source = "{shortened(source.name)}": {file} is no Parquet: {shortened(words)}'
+            ) from None
+
+
+def _dataset(file: Path, source: Source, fields: _Fields) -> Iterator[Record | BadRecord]:
+    """Of a directory that `Dataset.save_to_disk` has written; its rows are mapped, and read a thousand at a time."""
+    datasets = _package("datasets", source)
+    folder = Path(source.name).expanduser()
+    try:
+        found = datasets.load_from_disk(str(folder))
+    except Exception as error:
+        words = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ConfigError(f'data.source = "{shortened(source.name)}": {shortened(words)}') from None
+    if isinstance(found, dict):
+        if "train" not in found:
+            raise ConfigError(
+                f'data.source = "{shortened(source.name)}": it has no split "train", only {", ".join(found)}'
+            )
+        found = found["train"]
+    fields.choose(found.column_names)
+    if fields.name not in found.column_names:
+        raise ConfigError(
+            f'data.source = "{shortened(source.name)}": it has no column "{shortened(fields.name)}"; it has '
+            + ", ".join(found.column_names[:20])
+        )
+    number = 0
+    for batch in found.select_columns([fields.name]).iter(batch_size=_ROWS):
+        for value in batch[fields.name]:
+            number += 1
+            yield fields.value(f"{folder}, row {number}", value)
+
+
+_READERS: dict[str, Callable[[Path, Source, _Fields], Iterator[Record | BadRecord]]] = {
+    "text": _text,
+    "jsonl": _json_lines,
+    "parquet": _parquet,
+    "dataset": _dataset,
+}

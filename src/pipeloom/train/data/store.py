@@ -1,0 +1,264 @@
+"""Documents as tokens: one long array, where each document starts, and which tokens are targets."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeloom.errors import ConfigError, UsageError, shortened
+from pipeloom.limits import open_file
+from pipeloom.train.agreement import fingerprint
+from pipeloom.train.data import cache
+from pipeloom.train.data.chat import BadConversation, Piece, SimpleTemplate, Template, TokenizerTemplate, has_template
+from pipeloom.train.data.sources import BadRecord, Record, Source, records
+from pipeloom.train.data.tokenizers import Tokenizer
+
+_BATCH_CHARACTERS = 4 * 2**20  # that are tokenized at once, on all cores
+_BATCH_DOCUMENTS = 4_096
+_SHOWN_LINES = 3  # lines that were left out and are named
+_LLM_C_MAGIC = 20240520  # of a header of 256 numbers that some token files begin with
+
+
+@dataclass(frozen=True)
+class Store:
+    """Tokens of a source.
+
+    Attributes:
+        tokens: of all documents, one after the other.
+        starts: of each document, and the end of the last: [documents + 1].
+        counts: for each token whether it is a target; None: all are.
+        digest: equal for equal tokens.
+        words: for people.
+        chat: whether documents are conversations.
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    counts: np.ndarray | None
+    digest: str
+    words: str
+    chat: bool = False
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How documents become tokens, beside the tokenizer.
+
+    Attributes:
+        field: of records; empty: found.
+        skips: whether bad records are left out.
+        answers_only: of conversations, whether only answers are targets.
+        template: "auto", "simple" or "tokenizer".
+        folder: the tokenizer's directory; None: it has none.
+    """
+
+    field: str = ""
+    skips: bool = False
+    answers_only: bool = True
+    template: str = "auto"
+    folder: Path | None = None
+
+
+def tokenized(source: Source, tokenizer: Tokenizer, reading: Reading, folder: Path) -> cache.Entry:
+    """The source's tokens, from the cache or made now. Raises ConfigError for what cannot be read, by file and line."""
+    description = {
+        "files": [[source.kind, digest] for digest in cache.digests(source.files)],
+        "names": [file.name for file in source.files] if source.kind == "dataset" else [],
+        "tokenizer": [tokenizer.digest, tokenizer.bos, tokenizer.eos],
+        "field": reading.field,
+        "skips": reading.skips,
+        "answers only": reading.answers_only,
+        "template": _template_words(reading),
+    }
+    return cache.entry(folder, cache.digest_of(description), _Tokenization(source, tokenizer, reading).write)
+
+
+def opened(entry: cache.Entry, source: Source) -> Store:
+    """An entry as a store. Raises ConfigError where it holds nothing."""
+    facts = entry.facts
+    if not len(entry["tokens"]):
+        raise ConfigError(f'data.source = "{shortened(source.name)}": it holds no text to train on')
+    left_out = (
+        f", {facts['left out']:,} bad ones left out ({'; '.join(facts['first left out'])})" if facts["left out"] else ""
+    )
+    field = f', field "{facts["field"]}"' if facts["field"] else ""
+    words = f"{source.words}{field}: {len(entry['starts']) - 1:,} documents{left_out}, {len(entry['tokens']):,} tokens"
+    counts = entry.get("counts")
+    return Store(entry["tokens"], entry["starts"], counts, entry.path.name, words, facts["chat"])
+
+
+def _template_words(reading: Reading) -> str:
+    """What decides how conversations are written, for the cache's key."""
+    files = (
+        []
+        if reading.folder is None
+        else [reading.folder / name for name in ("chat_template.jinja", "tokenizer_config.json")]
+    )
+    held = [file.read_bytes() for file in files if file.is_file()]
+    return f"{reading.template} {hashlib.sha256(b'|'.join(held)).hexdigest()}"
+
+
+def _template(tokenizer: Tokenizer, reading: Reading) -> Template:
+    """The template for conversations. Raises ConfigError for one that is asked for and not there."""
+    there = reading.folder is not None and has_template(reading.folder)
+    if reading.template == "tokenizer" and not there:
+        raise ConfigError(f'data.template = "tokenizer": {tokenizer.name} has no chat template; nearest: "simple"')
+    if reading.folder is None or not there or reading.template == "simple":
+        return SimpleTemplate(tokenizer)
+    return TokenizerTemplate(reading.folder)
+
+
+class _Tokenization:
+    """Writes the tokens of a source."""
+
+    def __init__(self, source: Source, tokenizer: Tokenizer, reading: Reading) -> None:
+        self._source, self._tokenizer, self._reading = source, tokenizer, reading
+        self._chat: bool | None = None
+        self._template: Template | None = None
+        self._bad = 0
+        self._shown: list[str] = []
+        self._end = 0
+
+    def write(self, writer: cache.Writer) -> None:
+        size = self._tokenizer.vocab_size
+        writer.create("tokens", "<u1" if size <= 2**8 else "<u2" if size <= 2**16 else "<u4")
+        writer.create("starts", "<i8")
+        writer.add("starts", np.zeros(1))
+        batch: list[tuple[list[Piece], bool]] = []
+        characters = 0
+        for pieces, last in self._documents():
+            batch.append((pieces, last))
+            characters += sum(len(piece.content) for piece in pieces if isinstance(piece.content, str))
+            if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
+                self._flush(batch, writer)
+                batch, characters = [], 0
+        self._flush(batch, writer)
+        field = "" if self._source.kind == "text" else self._reading.field or ("messages" if self._chat else "text")
+        writer.facts |= {"left out": self._bad, "first left out": self._shown, "field": field, "chat": bool(self._chat)}
+
+    def _documents(self) -> Iterator[tuple[list[Piece], bool]]:
+        """Pieces of each document, or of a part of one, and whether it ends with them."""
+        for record in records(self._source, self._reading.field):
+            if isinstance(record, BadRecord):
+                self._refuse(record.place, record.why)
+                continue
+            chat = isinstance(record.value, list)
+            if self._chat is None:
+                self._chat = chat
+            if chat != self._chat:
+                self._refuse(
+                    record.place,
+                    "it is a conversation, and those before are texts"
+                    if chat
+                    else "it is no conversation, and those before are",
+                )
+            elif chat:
+                try:
+                    if self._template is None:
+                        self._template = _template(self._tokenizer, self._reading)
+                    yield self._template.pieces(record.value), True
+                except BadConversation as error:
+                    self._refuse(record.place, str(error))
+            elif record.value:
+                yield self._plain(record), record.last
+
+    def _plain(self, record: Record) -> list[Piece]:
+        bos, eos = self._tokenizer.bos, self._tokenizer.eos
+        pieces = [Piece(bos, False)] if bos is not None and record.first else []
+        pieces.append(Piece(record.value, True))
+        if eos is not None and record.last:
+            pieces.append(Piece(eos, True))
+        return pieces
+
+    def _refuse(self, place: str, why: str) -> None:
+        if not self._reading.skips:
+            raise ConfigError(f'data.source: {place}: {why}; data.on_error = "skip" leaves such documents out')
+        self._bad += 1
+        if len(self._shown) < _SHOWN_LINES:
+            self._shown.append(shortened(f"{place}: {why}"))
+
+    def _flush(self, batch: Sequence[tuple[list[Piece], bool]], writer: cache.Writer) -> None:
+        texts = [piece.content for pieces, _ in batch for piece in pieces if isinstance(piece.content, str)]
+        encoded = iter(self._tokenizer.encode_batch(texts))
+        tokens: list[np.ndarray] = []
+        counts: list[np.ndarray] = []
+        ends: list[int] = []
+        for pieces, last in batch:
+            for content, counted in pieces:
+                found = next(encoded) if isinstance(content, str) else np.array([content])
+                tokens.append(found)
+                counts.append(np.full(len(found), counted or not self._reading.answers_only, dtype=bool))
+                self._end += len(found)
+            if last:
+                ends.append(self._end)
+        if not tokens:
+            return
+        writer.add("tokens", np.concatenate(tokens))
+        writer.add("starts", np.array(ends))
+        if self._chat:
+            if not writer.has("counts"):
+                writer.create("counts", "|b1")
+            writer.add("counts", np.concatenate(counts))
+
+
+# -- token files -----------------------------------------------------------------------------------------------------------
+
+
+def token_files(source: Source, vocabulary: int, kind: str, eos: int | None) -> Store:
+    """Files of token numbers, mapped as they are; documents end behind `eos`, where there is one, and with each file.
+
+    Args:
+        vocabulary: the model's; every number must be below it.
+        kind: of .bin files: "uint16", "uint32", or "auto": the smallest that holds the vocabulary.
+    """
+    arrays = [_mapped(file, vocabulary, kind, source) for file in source.files]
+    for file, array in zip(source.files, arrays, strict=True):
+        largest = max((int(array[at : at + 2**22].max()) for at in range(0, len(array), 2**22)), default=0)
+        if largest >= vocabulary:
+            raise ConfigError(
+                f'data.source = "{shortened(source.name)}": {file} holds the token {largest:,}, and the model knows '
+                f"{vocabulary:,} (model.vocab_size); numbers are read as {array.dtype} (data.token_type)"
+            )
+    tokens = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    if not len(tokens):
+        raise ConfigError(f'data.source = "{shortened(source.name)}": it holds no tokens')
+    ends = {0, *np.cumsum([len(array) for array in arrays]).tolist()}
+    starts = np.array(sorted(ends), dtype=np.int64)
+    if eos is not None:
+        starts = np.union1d(starts, np.flatnonzero(tokens == eos) + 1)
+    digest = " ".join(fingerprint(array.data) for array in arrays)
+    words = f"{source.words}: {len(starts) - 1:,} documents, {len(tokens):,} tokens of {tokens.dtype}"
+    return Store(tokens, starts, None, hashlib.sha256(digest.encode()).hexdigest()[:32], words)
+
+
+def _mapped(file: Path, vocabulary: int, kind: str, source: Source) -> Any:
+    shown = f'data.source = "{shortened(source.name)}"'
+    try:
+        with open_file(file, "a file of tokens") as raw:
+            head = raw.read(1024)
+            size = raw.seek(0, 2)
+        if head.startswith(b"\x93NUMPY"):
+            array = np.load(file, mmap_mode="r", allow_pickle=False)
+            if array.ndim != 1 or array.dtype.kind not in "ui":
+                raise ConfigError(
+                    f"{shown}: {file} is of {array.dtype} with {array.ndim} dimensions; tokens are one row of integers"
+                )
+            return array
+        start, number = 0, np.dtype("<u2" if kind == "uint16" or (kind == "auto" and vocabulary <= 2**16) else "<u4")
+        if len(head) == 1024 and int.from_bytes(head[:4], "little") == _LLM_C_MAGIC:
+            start = 1024
+        if (size - start) % number.itemsize:
+            raise ConfigError(f"{shown}: {file} has {size:,} bytes, which are no row of {number} (data.token_type)")
+        if size == start:
+            return np.empty(0, dtype=number)
+        return np.memmap(file, dtype=number, mode="r", offset=start)
+    except (OSError, UsageError, ValueError, EOFError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ConfigError(f"{shown}: cannot read {file}: {reason}") from None
