@@ -149,3 +149,29 @@ def test_errors(pipeloom: Run) -> None:
     assert pipeloom("compare all").code == 2
     assert pipeloom("compare interleaved:chunks=3,rounds=paper --ranks 4 --microbatches 5").code == 3
     assert "every schedule refuses" in pipeloom("compare all --ranks 0 --microbatches 2").err
+
+
+def test_messages_are_counted_and_sized(pipeloom: Run) -> None:
+    line = "compare 1f1b zbv --ranks 4 --microbatches 8"
+    assert "size" not in pipeloom(line).out
+    rows = [row.split() for row in pipeloom(f"{line} --message 4MiB").out.splitlines()]
+    head = rows[1].index("count") - len(rows[1])
+    assert [row[head - 1] for row in rows[3:5]] == ["48", "96"]  # the size has two words
+    assert [row[head : head + 2] for row in rows[3:5]] == [["192", "MiB"], ["384", "MiB"]]
+    assert pipeloom(f"{line} --message 4MB").code == 2
+    found = json.loads(pipeloom(f"{line} --message 4MiB --json").out)
+    assert found["schedules"][0]["messages"]["by_kind"]["gradient"] == {"count": 24, "size": 24 * 2**22}
+
+
+def test_a_model_sends_more_as_tensor_parallel_ranks_than_as_a_pipeline(pipeloom: Run) -> None:
+    """The tiny model over 2: 3 boundaries of 2 chunks there and back, against all-reduces in every block; 3 do not divide."""
+    found = json.loads(pipeloom("compare --volume tiny --ranks 2 --json").out)["layouts"]
+    (pipeline,), (tensor,), (spread,) = (layout["volumes"] for layout in found)
+    assert (pipeline["kind"], tensor["kind"], spread["kind"]) == ("pipeline", "tensor", "tensor")
+    assert pipeline["bytes"] < tensor["bytes"] < spread["bytes"]
+    text = pipeloom("compare --volume default --ranks 3").out
+    assert "no tensor parallel: parallel.tp = 3: it must divide" in text
+    assert "pipeline, interleaved" in text
+    assert "tensor parallel: parallel.tp = 3" in pipeloom("compare --volume tiny --ranks 3").err
+    assert pipeloom("compare 1f1b --volume tiny").code == 2
+    assert pipeloom("compare --volume tinny").code == 2

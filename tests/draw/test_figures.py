@@ -6,7 +6,7 @@ import pytest
 
 import pipeloom as pl
 from pipeloom.draw.boxes import nice_step
-from pipeloom.draw.figures import cost_words, figures, heading, number
+from pipeloom.draw.figures import cost_words, figures, heading, message_words, messages, number
 
 
 @pytest.mark.parametrize(
@@ -55,10 +55,35 @@ def test_figures_are_the_timelines() -> None:
     assert found["peak_activations"] == [4, 3, 2, 1]
     assert found["messages"]["count"] == 2 * 3 * 8
     assert found["messages"]["sent"] == [8, 16, 16, 8]
-    assert {"source": 1, "destination": 0, "kind": "gradient", "count": 8} in found["messages"]["channels"]
+    channel = {"source": 1, "destination": 0, "kind": "gradient", "count": 8, "size": 0}
+    assert channel in found["messages"]["channels"]
 
 
 def test_words() -> None:
     timeline = pl.simulate(pl.schedules.interleaved(ranks=2, microbatches=1), pl.Costs(forward=(1, 2, 2, 1.5)))
     assert heading(timeline) == "interleaved, 2 ranks, 2 chunks, 1 micro-batch, rounds=balanced"
     assert cost_words(timeline) == "costs of a stage: F 1..2, I 1, W 1; p2p 0"
+
+
+def test_sizes_of_messages_are_those_of_their_micro_batches() -> None:
+    """Two micro-batches of 1 and 3 times 10 bytes, from rank 0 to 1 and back."""
+    schedule = pl.schedules.one_f_one_b(ranks=2, microbatches=2)
+    found = messages(schedule, pl.Costs(message=10, microbatch=(1, 3)))
+    assert found["by_kind"] == {kind: {"count": 2, "size": 40} for kind in ("activation", "gradient")}
+    assert (found["count"], found["size"], found["sent"]) == (4, 80, [2, 2])
+    assert [channel["size"] for channel in found["channels"]] == [40, 40]
+    assert message_words(found) == "4 between ranks, 80 B"
+    assert message_words(messages(schedule, pl.Costs())) == "4 between ranks"
+
+
+def test_each_route_sends_for_its_own_micro_batches() -> None:
+    """The two routes of DualPipe cross the one link in both directions."""
+    schedule = pl.schedules.dualpipe(ranks=2, microbatches=4)
+    factors = tuple(1.0 + 9 * route for route in schedule.route_of)
+    found = messages(schedule, pl.Costs(message=1, microbatch=factors))
+    assert {(c["source"], c["kind"]): c["size"] for c in found["channels"]} == {
+        (0, "activation"): 2,
+        (1, "gradient"): 2,
+        (1, "activation"): 20,
+        (0, "gradient"): 20,
+    }

@@ -52,6 +52,15 @@ def test_the_card_says_what_a_box_is_and_what_it_waited_for(opened: Opened) -> N
     assert opened.page.is_hidden("#card")
 
 
+def test_the_facts_say_how_many_messages_of_what_size(running: Any, tmp_path: Path) -> None:
+    timelines = [pl.simulate(pl.schedules.one_f_one_b(2, 4), pl.Costs(message=size)) for size in (0, 2**20)]
+    page = Opened(running, tmp_path, timelines)
+    plain, sized = (page.page.inner_text(f".facts >> nth={at}") for at in range(2))
+    assert "8 messages between ranks ·" in plain
+    assert "8 messages between ranks, 8 MiB ·" in sized
+    page.close()
+
+
 def test_the_wheel_zooms_under_the_cursor_and_panes_are_linked(opened: Opened) -> None:
     x, y = map(round, opened.place(2, 7))
     opened.page.mouse.move(x, y)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from pipeloom.cli import flags, papers, requests
+from pipeloom.cli import flags, papers, requests, volumes
 from pipeloom.cli import sweep as sweeps
 from pipeloom.cli.schedule import write_files, write_pictures
 from pipeloom.cli.sweep import SIZES, Sweep
@@ -28,6 +28,8 @@ _FIGURES = (
     ("bubble", "rate"),
     ("span", "rate"),
     ("", "period"),
+    ("mes.", "count"),
+    ("mes.", "size"),
     ("act.", "max"),
     ("act.", "mean"),
     ("mem.", "max"),
@@ -56,6 +58,7 @@ def command(
     all_to_all: requests.AllToAllOption = "0",
     pair: requests.PairOption = None,
     microbatch_costs: requests.MicrobatchCostsOption = None,
+    message: requests.MessageOption = None,
     overlap_p2p: requests.OverlapP2pOption = True,
     as_json: requests.JsonOption = False,
     svg: requests.SvgOption = None,
@@ -70,6 +73,12 @@ def command(
             help="Makespan and memory against ranks, microbatches or chunks; --svg draws it.",
         ),
     ] = None,
+    volume: Annotated[
+        str | None,
+        typer.Option(
+            "--volume", metavar="CONFIG", help="What a step of this configuration sends: pipeline, or tensor parallel."
+        ),
+    ] = None,
     paper: Annotated[
         str | None, typer.Option("--paper", metavar="NAME", help="Recompute a paper's table: zero-bubble.")
     ] = None,
@@ -80,6 +89,8 @@ def command(
 
     pipeloom compare all --ranks 8 --microbatches 32
 
+    pipeloom compare --volume my.toml --ranks 4
+
     pipeloom compare --paper zero-bubble
     """
     if paper is not None:
@@ -88,11 +99,19 @@ def command(
         found = papers.recompute(paper)
         print(json.dumps({"paper": paper, "rows": found}, allow_nan=False) if as_json else papers.table(found))
         return
+    if volume is not None:
+        if names:
+            raise UsageError(f"--volume compares layouts of one configuration; leave out {' '.join(names)}")
+        compared = volumes.of(volume, ranks, microbatches)
+        print(json.dumps(volumes.as_dict(compared)) if as_json else volumes.table(compared))
+        return
     if not names:
         raise UsageError("name the schedules to compare, or: all")
     from pipeloom.schedule.families import FAMILIES
 
-    costs = requests.costs_of((forward, input_grad, weight_grad, p2p), held, (all_to_all, pair), microbatch_costs)
+    costs = requests.costs_of(
+        (forward, input_grad, weight_grad, p2p), held, (all_to_all, pair), microbatch_costs, message
+    )
     sizes = (ranks, microbatches, chunks)
     if sweep is not None:
         if html is not None:
@@ -224,11 +243,13 @@ def table(rows: Sequence[Row], refused: Sequence[tuple[str, str]], costs: Costs,
     """The comparison as text: a line a schedule, what the figures mean, and who was refused and why."""
     from pipeloom.draw.figures import BUBBLE_WORDS, cost_numbers
 
-    cells = [_cells(row.timeline) for row in rows]
-    memory = any(line[-1] != line[-3] for line in cells)  # else it says what the activations say
-    if not memory:
-        cells = [line[:-1] for line in cells]
-    heads = [[head[at] for head in (_FIGURES if memory else _FIGURES[:-1])] for at in (0, 1)]
+    found = [_cells(row.timeline) for row in rows]
+    memory = any(line["mem.", "max"] != line["act.", "max"] for line in found)  # else it says what the activations say
+    shown = [
+        key for key in _FIGURES if (memory or key != ("mem.", "max")) and (costs.message or key != ("mes.", "size"))
+    ]
+    cells = [[line[key] for key in shown] for line in found]
+    heads = [[head[at] for head in shown] for at in (0, 1)]
     wide = [max(len(line[at]) for line in [*heads, *cells]) for at in range(len(heads[0]))]
     room = width - sum(wide) - 2 * len(wide)
     labels = [row.label for row in rows]
@@ -246,6 +267,7 @@ def table(rows: Sequence[Row], refused: Sequence[tuple[str, str]], costs: Costs,
         f"costs of 1/p of the model: {cost_numbers(costs)}",
         "  (a stage of a schedule with v chunks costs 1/v of them)",
         *(f"{key.replace('_', ' ')}: {words}" for key, words in BUBBLE_WORDS.items()),
+        "mes.: messages between ranks in a step" + (", and their size" if costs.message else ""),
         "act.: peak activations in full-rank units (micro-batches of 1/p of the model),",
         "  the maximum and the mean over the ranks",
     ]
@@ -259,19 +281,24 @@ def table(rows: Sequence[Row], refused: Sequence[tuple[str, str]], costs: Costs,
     return "\n".join([*lines, *notes])
 
 
-def _cells(timeline: Timeline) -> list[str]:
-    from pipeloom.draw.figures import full_rank, number
+def _cells(timeline: Timeline) -> dict[tuple[str, str], str]:
+    from pipeloom.draw.figures import full_rank, messages, number
     from pipeloom.schedule import period
+    from pipeloom.schedule.messages import size_words
 
     full = full_rank(timeline.schedule)
     peaks = [peak * full for peak in timeline.peak_activations]
-    return [
+    sent = messages(timeline.schedule, timeline.costs)
+    values = (
         number(timeline.makespan),
         f"{timeline.bubble_ratio:.4f}",
         f"{timeline.bubble_rate:.4f}",
         f"{timeline.span_bubble_rate:.4f}",
         number(period(timeline.schedule, timeline.costs, overlap_p2p=timeline.overlap_p2p)),
+        str(sent["count"]),
+        size_words(sent["size"]),
         number(max(peaks)),
         number(sum(peaks) / len(peaks)),
         number(max(timeline.peak_memory)),
-    ]
+    )
+    return dict(zip(_FIGURES, values, strict=True))

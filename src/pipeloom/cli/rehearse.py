@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -34,7 +34,6 @@ _WORDS = "words"
 _MEAN_ACTION = 0.010
 """Seconds of the mean action where `--unit` is not given, times the ranks of a core: an action costs the engine 0.3 to 0.5 ms
 of a core, which is then 3 to 5 % of it."""
-_SIZES = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 class RehearseCommand(TyperCommand):
@@ -67,9 +66,7 @@ def command(
         float | None,
         typer.Option("--unit", metavar="S", help="Seconds that a cost of 1 takes; default: as the machine needs."),
     ] = None,
-    message: Annotated[
-        str, typer.Option("--message", metavar="BYTES", help="Size of each message: 65536, 64KiB, 4MiB.")
-    ] = "64KiB",
+    message: requests.MessageOption = "64KiB",
     steps: Annotated[int, typer.Option("--steps", metavar="N", min=2, max=10_000, help="Steps to record.")] = 8,
     slow: Annotated[
         list[str] | None,
@@ -99,10 +96,12 @@ def command(
     """
     require_torch("rehearse")
     transforms = requests.transforms_of(transform or ())
-    costs = requests.costs_of((forward, input_grad, weight_grad, "0"), held, (all_to_all, None), microbatch_costs)
+    costs = requests.costs_of(
+        (forward, input_grad, weight_grad, "0"), held, (all_to_all, None), microbatch_costs, message
+    )
     options = requests.options_of(option or ())
     schedule = requests.schedule_of(name, (ranks, microbatches, chunks), options, costs, transforms)
-    rehearsal = _rehearsal(schedule, costs, unit, message, steps, slow or (), transport, device)
+    rehearsal = _rehearsal(schedule, costs, unit, steps, slow or (), transport, device)
     code, timelines = _run(rehearsal, device, context.meta[_WORDS])
     if code or not timelines:
         raise typer.Exit(code)
@@ -113,7 +112,6 @@ def _rehearsal(
     schedule: Schedule,
     costs: Costs,
     unit: float | None,
-    message: str,
     steps: int,
     slow: Sequence[str],
     transport: Any,
@@ -126,7 +124,7 @@ def _rehearsal(
         raise UsageError(f"--unit is {unit:g}; give seconds above 0 and up to {MOST_SECONDS:g}, such as 0.02")
     if schedule.ranks == 1 and device == "cuda":
         raise UsageError("--device cuda needs ranks that exchange messages; use --device cpu, or --ranks 2")
-    rehearsal = Rehearsal(schedule, costs, unit or 1.0, _bytes_of(message), steps, _slow(slow, schedule), transport)
+    rehearsal = Rehearsal(schedule, costs, unit or 1.0, steps, _slow(slow, schedule), transport)
     if rehearsal.communicates and device == "cuda":
         raise UsageError("--all-to-all is emulated by timers of the host; leave it out, or use --device cpu")
     _require_one_cost(rehearsal)
@@ -146,8 +144,6 @@ def _rehearsal(
 
 
 def _with_usual_unit(rehearsal: Rehearsal) -> Rehearsal:
-    from dataclasses import replace
-
     from pipeloom.cores import usable_cores
 
     timeline = rehearsal.simulated()
@@ -168,16 +164,6 @@ def _require_one_cost(rehearsal: Rehearsal) -> None:
                 raise UsageError(
                     f"stages {other} and {stage} are replicas on rank {rank}, and their costs differ; give them equal ones"
                 )
-
-
-def _bytes_of(text: str) -> int:
-    match = re.fullmatch(r"(\d{1,15})\s*([A-Za-z]*)", text.strip())
-    if match is None or match[2].lower() not in _SIZES:
-        raise UsageError(f"--message is {text!r:.60}; give bytes, such as 65536, 64KiB or 4MiB")
-    size = int(match[1]) * _SIZES[match[2].lower()]
-    if not 1 <= size <= 2**34:
-        raise UsageError(f"--message is {text!r:.60}; it is from 1 byte to 16GiB")
-    return size
 
 
 def _slow(words: Sequence[str], schedule: Schedule) -> dict[int, float]:
@@ -228,11 +214,12 @@ def _require_machine(rehearsal: Rehearsal, device: str) -> None:
     schedule = rehearsal.schedule
     require_room(schedule.ranks, "--ranks")
     memory = memory_of_machine()
-    need = rehearsal.message * sum(rehearsal.simulated().peak_activations) * 2  # an input and an output of each
+    size = int(rehearsal.costs.message)
+    need = size * sum(rehearsal.simulated().peak_activations) * 2  # an input and an output of each
     if memory is not None and need > memory:
         raise CapacityError(
-            f"--message {rehearsal.message:,} bytes: the micro-batches in flight hold {need / 1e9:,.0f} GB, and this machine has "
-            f"{memory / 1e9:,.0f} GB; at most {rehearsal.message * memory // need:,}"
+            f"--message {size:,} bytes: the micro-batches in flight hold {need / 1e9:,.0f} GB, and this machine has "
+            f"{memory / 1e9:,.0f} GB; at most {size * memory // need:,}"
         )
     if device == "cuda":
         found = require_devices("auto", schedule.ranks)
@@ -303,7 +290,7 @@ def report(
     if as_json:
         about = {
             "unit": rehearsal.unit,
-            "message": rehearsal.message,
+            "message": int(rehearsal.costs.message),
             "cores": usable_cores(),
             "simulated": simulated.makespan,
             "rehearsed": rehearsed,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -47,6 +48,10 @@ MicrobatchCostsOption = Annotated[
     str | None,
     typer.Option("--microbatch-costs", metavar="X,Y,…", help="A factor for each micro-batch (sequence lengths)."),
 ]
+MessageOption = Annotated[
+    str | None,
+    typer.Option("--message", metavar="BYTES", help="Size of a message between stages: 65536, 64KiB, 4MiB."),
+]
 OverlapP2pOption = Annotated[
     bool,
     typer.Option("--overlap-p2p/--no-overlap-p2p", help="Whether messages travel while their receiver computes."),
@@ -76,10 +81,21 @@ WidthOption = Annotated[
 ]
 
 
-def costs_of(times: tuple[str, str, str, str], held: str, pairs: tuple[str, str | None], sizes: str | None) -> Costs:
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_MOST_MESSAGE = 2**34
+
+
+def costs_of(
+    times: tuple[str, str, str, str],
+    held: str,
+    pairs: tuple[str, str | None],
+    sizes: str | None,
+    message: str | None = None,
+) -> Costs:
     """The costs that the options give; UsageError for a word that is no number, or a number that is no cost.
 
-    `times`: F, I, W and a hop; `pairs`: the all-to-all share and a pair's time; `sizes`: the micro-batches' factors.
+    `times`: F, I, W and a hop; `pairs`: the all-to-all share and a pair's time; `sizes`: the micro-batches' factors; `message`:
+    the bytes of one between stages.
     """
     from pipeloom.schedule import Costs
 
@@ -96,7 +112,19 @@ def costs_of(times: tuple[str, str, str, str], held: str, pairs: tuple[str, str 
         all_to_all=_numbers("--all-to-all", pairs[0]),
         pair=None if pairs[1] is None else _numbers("--pair", pairs[1]),
         microbatch=() if sizes is None else _sizes(sizes),
+        message=0.0 if message is None else bytes_of(message),
     )
+
+
+def bytes_of(text: str) -> int:
+    """The bytes that `--message` gives, as a number or with KiB, MiB or GiB; raises UsageError for anything else."""
+    match = re.fullmatch(r"(\d{1,15})\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2].lower() not in _UNITS:
+        raise UsageError(f"--message is {text!r:.60}; give bytes, such as 65536, 64KiB or 4MiB")
+    size = int(match[1]) * _UNITS[match[2].lower()]
+    if not 1 <= size <= _MOST_MESSAGE:
+        raise UsageError(f"--message is {text!r:.60}; it is from 1 byte to 16GiB")
+    return size
 
 
 def _sizes(text: str) -> tuple[float, ...]:

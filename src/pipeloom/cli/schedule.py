@@ -33,6 +33,7 @@ def command(
     all_to_all: requests.AllToAllOption = "0",
     pair: requests.PairOption = None,
     microbatch_costs: requests.MicrobatchCostsOption = None,
+    message: requests.MessageOption = None,
     overlap_p2p: requests.OverlapP2pOption = True,
     as_json: requests.JsonOption = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print the schedule as torch's CSV.")] = False,
@@ -51,7 +52,9 @@ def command(
     from pipeloom.schedule import simulate
 
     transforms = requests.transforms_of(transform or ())
-    costs = requests.costs_of((forward, input_grad, weight_grad, p2p), held, (all_to_all, pair), microbatch_costs)
+    costs = requests.costs_of(
+        (forward, input_grad, weight_grad, p2p), held, (all_to_all, pair), microbatch_costs, message
+    )
     options = requests.options_of(option or ())
     schedule = requests.schedule_of(name, (ranks, microbatches, chunks), options, costs, transforms)
     timeline = simulate(schedule, costs, overlap_p2p=overlap_p2p)
@@ -80,7 +83,12 @@ def as_dict(timeline: Timeline) -> dict[str, object]:
 def costs_dict(costs: Costs) -> dict[str, object]:
     """The costs that the options set, by the names of `Costs`."""
     always = ("forward", "input_grad", "weight_grad", "p2p", "activation", "held")
-    some = {"all_to_all": costs.all_to_all, "pair": costs.pair, "microbatch": costs.microbatch}
+    some = {
+        "message": costs.message,
+        "all_to_all": costs.all_to_all,
+        "pair": costs.pair,
+        "microbatch": costs.microbatch,
+    }
     return {name: getattr(costs, name) for name in always} | {name: value for name, value in some.items() if value}
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pipeloom.config.layout import Layout
 from pipeloom.config.sections import Config, ModelSection
 from pipeloom.config.sizes import layer_sizes
-from pipeloom.schedule.messages import message_counts
+from pipeloom.schedule.messages import message_counts, size_words
 
 _ITEM = {"bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -146,11 +146,3 @@ def words(layout: Layout) -> str:
         return ""
     parts = [f"{volume.kind} {size_words(volume.bytes)} in {volume.count:,}" for volume in found]
     return f"messages of a step, all workers: {'; '.join(parts)}"
-
-
-def size_words(count: float) -> str:
-    """A number of bytes, as people write it: "1.5 MiB"."""
-    for size, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} B"

@@ -9,7 +9,7 @@ from typing import Any
 from pipeloom.errors import printable
 from pipeloom.schedule import Costs, Schedule, Timeline, lower_bound, period
 from pipeloom.schedule.idle import CAUSES
-from pipeloom.schedule.messages import message_counts
+from pipeloom.schedule.messages import message_counts, message_sizes, size_words
 
 BUBBLE_WORDS = {
     "bubble_ratio": "Σ idle / Σ busy (Megatron's figure)",
@@ -38,23 +38,38 @@ def figures(timeline: Timeline) -> dict[str, Any]:
         "period": period(timeline.schedule, timeline.costs, overlap_p2p=timeline.overlap_p2p),
         "peak_activations": list(timeline.peak_activations),
         "peak_memory": list(timeline.peak_memory),
-        "messages": messages(timeline.schedule),
+        "messages": messages(timeline.schedule, timeline.costs),
         "lower_bound": bound,
         "gap": timeline.makespan / bound - 1 if bound else 0.0,
     }
 
 
-def messages(schedule: Schedule) -> dict[str, Any]:
-    """Messages between ranks in a step: how many in all, sent by each rank, and on each channel."""
-    counts = message_counts(schedule)
+def messages(schedule: Schedule, costs: Costs) -> dict[str, Any]:
+    """Messages between ranks in a step: how many and how large in all, by kind, and on each channel; sent by each rank.
+
+    Sizes are in the unit of `Costs.message`; 0 where it is not given.
+    """
+    counts, sizes = message_counts(schedule), message_sizes(schedule, costs)
     sent = [0] * schedule.ranks
+    kinds: dict[str, dict[str, float]] = {}
     for channel, count in counts.items():
         sent[channel.source] += count
-    channels = [
-        {"source": channel.source, "destination": channel.destination, "kind": channel.kind, "count": count}
-        for channel, count in counts.items()
-    ]
-    return {"count": sum(sent), "sent": sent, "channels": channels}
+        kind = kinds.setdefault(channel.kind, {"count": 0, "size": 0.0})
+        kind["count"] += count
+        kind["size"] += sizes[channel]
+    channels = [channel._asdict() | {"count": count, "size": sizes[channel]} for channel, count in counts.items()]
+    return {
+        "count": sum(sent),
+        "size": sum(sizes.values()),
+        "sent": sent,
+        "by_kind": kinds,
+        "channels": channels,
+    }
+
+
+def message_words(found: dict[str, Any]) -> str:
+    """ "48 between ranks, 192 MiB", of `messages`; without the size where it is not known."""
+    return f"{found['count']} between ranks" + (f", {size_words(found['size'])}" if found["size"] else "")
 
 
 def full_rank(schedule: Schedule) -> float:

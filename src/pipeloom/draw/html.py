@@ -20,6 +20,7 @@ from pipeloom.schedule import Timeline
 from pipeloom.schedule.actions import EVENTS, MOST_KINDS, Kind, kinds
 from pipeloom.schedule.costs import StageCosts
 from pipeloom.schedule.json_form import to_dict
+from pipeloom.schedule.messages import size_words
 
 PAGE_FORMAT = "pipeloom.page/1"
 
@@ -87,6 +88,7 @@ def _kind(kind: Kind) -> dict[str, Any]:
 
 def _pane(timeline: Timeline, unit: tuple[float, str]) -> dict[str, Any]:
     schedule = timeline.schedule
+    sent = messages(schedule, timeline.costs)
     form = to_dict(schedule)
     del form["programs"], form["format"]
     colours = {
@@ -97,7 +99,7 @@ def _pane(timeline: Timeline, unit: tuple[float, str]) -> dict[str, Any]:
         "source": timeline.source,
         "assumptions": assumptions(timeline, unit),
         "overlap_p2p": timeline.overlap_p2p,
-        "messages": messages(schedule),
+        "messages": sent | {"words": size_words(sent["size"]) if sent["size"] else ""},
         "most_kinds": MOST_KINDS,
         "origin": _short(min((starts[0] for starts in timeline.starts if starts), default=0.0)),
         "codes": schedule.codes,

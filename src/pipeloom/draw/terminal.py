@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Literal
 from pipeloom.draw import palette
 from pipeloom.draw.bands import IDLE_PAINT, Grid, Paint, grid
 from pipeloom.draw.boxes import nice_step
-from pipeloom.draw.figures import BUBBLE_WORDS, assumptions, figures, full_rank, heading, number, plain, time_unit
+from pipeloom.draw.figures import (
+    BUBBLE_WORDS,
+    assumptions,
+    figures,
+    full_rank,
+    heading,
+    message_words,
+    number,
+    plain,
+    time_unit,
+)
 from pipeloom.schedule.actions import kinds
 
 if TYPE_CHECKING:
@@ -142,7 +152,7 @@ def _figures(timeline: Timeline, width: int) -> str:
     sent = found["messages"]
     if sent["count"]:
         most = max(channel["count"] for channel in sent["channels"])
-        lines.append(f"messages          {sent['count']} between ranks, at most {most} on a channel")
+        lines.append(f"messages          {message_words(sent)}, at most {most} on a channel")
     full = full_rank(timeline.schedule)
     memory = found["peak_memory"] if found["peak_memory"] != found["peak_activations"] else None
     columns = ["rank", "busy", "idle", "warm-up", "steady", "cool-down", "peak activations"]

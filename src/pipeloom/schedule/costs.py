@@ -29,7 +29,7 @@ class Costs:
         input_grad: I, the gradient of a stage's input.
         weight_grad: W, the gradient of its weights; B costs I + W.
         p2p: latency of a hop between two ranks; a number, or `p2p[source][destination]`. A hop within a rank is free.
-        message: size of a boundary's tensors, in the unit that `bandwidth` counts.
+        message: size of a boundary's tensors, in the unit that `bandwidth` counts; drawings take it for bytes.
         bandwidth: of a link; a message takes p2p + message / bandwidth.
         activation: memory that one micro-batch's F allocates on the stage. A pair whose halves run in turns frees segment by
             segment while it allocates, and holds no more than before or after it (`PairTimes.overlaps`).
@@ -165,8 +165,11 @@ class Costs:
         if source == destination:
             return 0.0
         latency = self.p2p[source][destination] if isinstance(self.p2p, tuple) else self.p2p
-        size = self.message if name == OUTPUT or not self.tensors else dict(self.tensors).get(name, self.message)
-        return latency + factor * size / self.bandwidth
+        return latency + factor * self.size_of(name) / self.bandwidth
+
+    def size_of(self, name: str = OUTPUT) -> float:
+        """Return the size of a message of a micro-batch of factor 1 that carries this tensor, or its gradient."""
+        return self.message if name == OUTPUT or not self.tensors else dict(self.tensors).get(name, self.message)
 
     def check_links(self, ranks: int) -> None:
         """Raises UsageError when `p2p` is a matrix of another size."""

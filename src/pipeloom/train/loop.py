@@ -9,13 +9,14 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.config import Config, Layout
-from pipeloom.config.volume import volumes
+from pipeloom.config.volume import boundary_bytes, volumes
 from pipeloom.errors import CheckpointError, Interrupted, PipeloomError, Preempted
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime import Pipeline
@@ -92,7 +93,9 @@ def run(layout: Layout, context: WorkerContext) -> None:
             count = int(sum(count_targets(batch.targets) for batch in test))
             report.record("held-out", before=before, after=after, **{f"{data.unit}s": count})
             crowded = shared_cores(layout.world_size, context.device)
-            _conclude(report, trainer.traces, (before, after, count), data.unit, written, crowded)
+            size = fmean(boundary_bytes(layout))
+            traces = [replace(trace, costs=replace(trace.costs, message=size)) for trace in trainer.traces]
+            _conclude(report, traces, (before, after, count), data.unit, written, crowded)
         pipeline.close()
 
 

@@ -29,9 +29,8 @@ class Rehearsal:
 
     Attributes:
         schedule: checked.
-        costs: of a stage; a pair's follow from `all_to_all`.
+        costs: of a stage; a pair's follow from `all_to_all`. `message` is the bytes of each message.
         unit: seconds that a cost of 1 takes.
-        message: bytes of each message between stages.
         steps: recorded steps; one more comes before them.
         slow: stage -> factor of its times that the costs do not say, to see what it does.
         transport: what carries the messages.
@@ -40,7 +39,6 @@ class Rehearsal:
     schedule: Schedule
     costs: Costs
     unit: float
-    message: int = 65_536
     steps: int = 8
     slow: Mapping[int, float] = field(default_factory=dict)
     transport: TransportChoice = "auto"
@@ -56,7 +54,7 @@ class Rehearsal:
         costs = replace(self.costs.scaled(self.unit), activation=self.costs.activation)
         if not self.communicates:
             return costs
-        others = {"activation": costs.activation, "held": costs.held, "microbatch": costs.microbatch}
+        others = {name: getattr(costs, name) for name in ("activation", "held", "microbatch", "message")}
         return SegmentCosts(tuple((layer,) for layer in self._segments())).costs(**others)
 
     def simulated(self) -> Timeline:
@@ -130,7 +128,7 @@ def run(rehearsal: Rehearsal, context: WorkerContext) -> tuple[Timeline, ...]:
     clock = Clock(device)
     pipeline = Pipeline(rehearsal.layers(context.rank, clock), schedule, loss=_loss, options=options)
     context.close_to_strangers()
-    batch = torch.ones(schedule.microbatches, max(1, math.ceil(rehearsal.message / 4)), device=device)
+    batch = torch.ones(schedule.microbatches, max(1, math.ceil(rehearsal.costs.message / 4)), device=device)
     recorded = []
     for step in range(rehearsal.steps + 1):
         if dist.is_initialized():

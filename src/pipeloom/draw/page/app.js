@@ -136,7 +136,7 @@ class Pane {
       ...fact("bubble rate (idle / p·makespan)", figures.bubble_rate.toFixed(4)),
       ...fact("peak activations", String(Math.max(...figures.peak_activations))),
       ...fact("peak memory", number(Math.max(...figures.peak_memory))),
-      ...fact("messages between ranks", String(document.messages.count)),
+      ...fact(`messages between ranks${document.messages.words && `, ${document.messages.words}`}`, String(document.messages.count)),
       document.assumptions,
     );
     const row = (name, values) => make("tr", {}, ...values.map((value) => make(name, { textContent: value })));

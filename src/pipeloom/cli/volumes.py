@@ -1,0 +1,85 @@
+"""`pipeloom compare --volume`: what a step of one model sends, over pipeline ranks and over tensor-parallel ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pipeloom.errors import ConfigError, PipeloomError
+
+if TYPE_CHECKING:
+    from pipeloom.config.volume import Volume
+
+_KINDS = ("pipeline", "tensor", "data", "experts")
+
+
+class LayoutVolume(NamedTuple):
+    """What one layout of the model sends in a step, or why there is none."""
+
+    label: str
+    workers: int
+    volumes: tuple[Volume, ...] = ()
+    refused: str = ""
+
+
+def of(config: str, ranks: int | None, microbatches: int | None) -> list[LayoutVolume]:
+    """Return what the model of `config` sends over `ranks` (None: its own) as a pipeline and as tensor-parallel ranks.
+
+    A layout that the model cannot have says why. Raises ConfigError where it can have none, or cannot be read.
+    """
+    from pipeloom.config import load, load_layout
+    from pipeloom.config.volume import volumes
+
+    own = load(config)
+    count = ranks if ranks is not None else max(own.parallel.pp, own.parallel.tp, 2)
+    m = microbatches if microbatches is not None else own.schedule.microbatches
+    line = {"parallel.pp": count, "parallel.tp": 1, "parallel.sp": False}
+    alone = {"parallel.pp": 1, "parallel.tp": count, "schedule.name": "gpipe"}
+    rows = []
+    for label, axes in (
+        (f"pipeline, {own.schedule.name}", line),
+        ("tensor parallel", alone | {"parallel.sp": False}),
+        ("tensor parallel, sequences spread", alone | {"parallel.sp": True}),
+    ):
+        try:
+            layout = load_layout(config, {"schedule.microbatches": m, **axes})
+        except PipeloomError as error:
+            rows.append(LayoutVolume(label, count, refused=str(error).splitlines()[0]))
+        else:
+            rows.append(LayoutVolume(label, layout.world_size, volumes(layout)))
+    if all(row.refused for row in rows):
+        raise ConfigError([f"{row.label}: {row.refused}" for row in rows])
+    return rows
+
+
+def as_dict(rows: Sequence[LayoutVolume]) -> dict[str, Any]:
+    return {
+        "layouts": [
+            {"label": row.label, "workers": row.workers, "volumes": [asdict(each) for each in row.volumes]}
+            for row in rows
+            if not row.refused
+        ],
+        "refused": [{"label": row.label, "reason": row.refused} for row in rows if row.refused],
+    }
+
+
+def table(rows: Sequence[LayoutVolume]) -> str:
+    """A line for each layout: messages or collective operations, and bytes, by kind, of all workers in a step."""
+    from pipeloom.schedule.messages import size_words
+
+    kinds = [kind for kind in _KINDS if any(volume.kind == kind for row in rows for volume in row.volumes)]
+    lines = [["layout", "workers", *kinds, "in all"]]
+    for row in rows:
+        if row.refused:
+            continue
+        by_kind = {volume.kind: f"{size_words(volume.bytes)} in {volume.count:,}" for volume in row.volumes}
+        total = size_words(sum(volume.bytes for volume in row.volumes))
+        lines.append([row.label, str(row.workers), *(by_kind.get(kind, "-") for kind in kinds), total])
+    wide = [max(len(line[at]) for line in lines) for at in range(len(lines[0]))]
+    text = [
+        "  ".join([f"{line[0]:<{wide[0]}}", *(f"{c:>{w}}" for c, w in zip(line[1:], wide[1:], strict=True))])
+        for line in lines
+    ]
+    text += ["", "bytes that all workers send in a step, and messages or collective operations"]
+    return "\n".join([*text, *(f"no {row.label}: {row.refused}" for row in rows if row.refused)])
