@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import importlib.util
 import math
 import os
 from collections.abc import Callable, Collection, Iterator
@@ -296,6 +297,32 @@ def _checkpoint_to_resume_exists(config: Config) -> Iterator[str]:
             f'checkpoint.resume = "{resume}": there is no such directory; "auto" takes the newest checkpoint below '
             f"{config.checkpoint.dir or config.log.dir}"
         )
+
+
+@_reads("log.tensorboard", "log.wandb")
+def _writers_are_installed(config: Config) -> Iterator[str]:
+    for key, value, package, install in (
+        ("tensorboard", config.log.tensorboard, "tensorboard", 'pip install "pipeloom[tensorboard]"'),
+        ("wandb", config.log.wandb, "wandb", "pip install wandb"),
+    ):
+        if value and importlib.util.find_spec(package) is None:
+            shown = "true" if value is True else f'"{value}"'
+            yield f"log.{key} = {shown}: the package {package} is not installed: {install}"
+
+
+@_reads("log.norms", "optimizer.barrier")
+def _norms_need_the_barrier(config: Config) -> Iterator[str]:
+    if config.log.norms != "none" and not config.optimizer.barrier:
+        yield (
+            f'log.norms = "{config.log.norms}": without a barrier a step is final after the next one has begun; set '
+            "optimizer.barrier = true"
+        )
+
+
+@_reads("log.profile", "train.steps")
+def _profiled_steps_run(config: Config) -> Iterator[str]:
+    if config.log.profile and config.log.profile[1] > config.train.steps:
+        yield f"log.profile = {list(config.log.profile)}: train.steps is {config.train.steps}"
 
 
 @_reads("log.dir")

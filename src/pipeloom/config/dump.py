@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from pipeloom.config.sections import Config
 
 
-def to_toml(config: Config) -> str:
-    """Every key of `config` as TOML that `load` reads to an equal one; keys without a value are left out."""
+def to_toml(config: Config, origins: Mapping[str, str] | None = None) -> str:
+    """Return every key of `config` as TOML that `load` reads to an equal one; keys without a value are left out.
+
+    Args:
+        origins: "section.key" -> where the value is from, for a comment at the end of its line.
+    """
     lines: list[str] = []
+    comments = origins or {}
     for section, table in config.model_dump(exclude_none=True).items():
         lines.append(f"[{section}]")
-        lines += [f"{key} = {_value(value)}" for key, value in table.items()]
+        for key, value in table.items():
+            origin = comments.get(f"{section}.{key}")
+            lines.append(f"{key} = {_value(value)}{_comment(origin)}")
         lines.append("")
     return "\n".join(lines)
+
+
+def _comment(origin: str | None) -> str:
+    if origin is None:
+        return ""
+    return "  # " + "".join(c if c.isprintable() else "?" for c in origin)
 
 
 def _value(value: Any) -> str:

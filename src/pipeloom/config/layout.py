@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
@@ -38,6 +38,7 @@ class Layout:
         fault: a failure to make on purpose, or None.
         search: what `schedule.name = "search"` asks for, else None.
         code: the file of a schedule that is `module:function`, else None.
+        origins: "section.key" -> where its value is from: default, a file, a flag, or the environment.
     """
 
     config: Config
@@ -49,6 +50,7 @@ class Layout:
     fault: Fault | None = None
     search: SearchRequest | None = None
     code: str | None = None
+    origins: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:

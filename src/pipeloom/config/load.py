@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,19 @@ def load_layout(
     problems += [problem for problem in sizes if problem not in problems]
     if problems or layout is None:
         raise ConfigError(problems)
-    return layout
+    return replace(layout, origins=_origins(merged, config or chosen, chosen))
+
+
+def _origins(merged: Merged, before: Config, after: Config) -> dict[str, str]:
+    """ "section.key" -> where the value that `after` has is from. `before` has those of files and flags."""
+    origins = dict(merged.origins)
+    for section, table in after.model_dump().items():
+        for key, value in table.items():
+            name = f"{section}.{key}"
+            if getattr(getattr(before, section), key) != value:
+                origins[name] = "environment (WORLD_SIZE)"
+            origins.setdefault(name, origins.get(section, "default"))
+    return origins
 
 
 def merge(path: str | Path | None, *overrides: Mapping[str, Any]) -> Merged:
@@ -95,8 +108,10 @@ def _adopt_file_sizes(merged: Merged) -> None:
     made = read_schedule(name)
     if "parallel.pp" not in merged.given:
         parallel["pp"] = made.ranks
+        merged.origins["parallel.pp"] = name
     if "schedule.microbatches" not in merged.given:
         schedule["microbatches"] = made.microbatches
+        merged.origins["schedule.microbatches"] = name
 
 
 def _adopt_model_sizes(merged: Merged) -> None:
@@ -112,6 +127,7 @@ def _adopt_model_sizes(merged: Merged) -> None:
             raise ConfigError(
                 f'{key} = {model[name]}: the model of model.source = "{source}" has its own; leave it out'
             )
+    merged.origins.update(dict.fromkeys((f"model.{key}" for key in own), f"{source}/config.json"))
     model.update(own, source=str(Path(source).expanduser().absolute()))
 
 

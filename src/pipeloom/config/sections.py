@@ -35,6 +35,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 DtypeName = Literal["float32", "bfloat16", "float64"]
+NormsName = Literal["none", "layer", "parameter"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 RouterName = Literal["softmax", "noisy", "switch", "gshard", "sigmoid"]
 TransportName = Literal["auto", "individual", "batched", "shared"]
@@ -68,6 +69,24 @@ def _is_recompute(value: Any) -> Any:
     if not isinstance(value, list | tuple) or not all(type(n) is int and n >= 0 for n in value):
         raise ValueError("it must be 'none', 'full', or a list of blocks counted from 0, such as [0, 2]")
     return tuple(sorted(set(value)))
+
+
+def _is_dtype(value: Any) -> Any:
+    if value in ("float16", "fp16", "half"):
+        raise ValueError(
+            "fp16 needs its loss scaled against gradients too small for it, which Pipeloom does not do; nearest: bfloat16, as "
+            "fast and with the range of float32"
+        )
+    return value
+
+
+def _is_window(value: Any) -> Any:
+    steps = list(value) if isinstance(value, list | tuple) else None
+    if steps is None or not all(type(step) is int for step in steps) or len(steps) not in (0, 2):
+        raise ValueError("it must be a first and a last step, such as [10, 12], or [] for none")
+    if steps and not 1 <= steps[0] <= steps[1] <= MOST_STEPS:
+        raise ValueError("the first step must be at least 1, and the last one not before it")
+    return tuple(steps)
 
 
 def _are_transforms(value: Any) -> Any:
@@ -121,6 +140,8 @@ Weights = Annotated[tuple[float, ...], BeforeValidator(_is_weights)]
 ScheduleName = Annotated[str, Field(min_length=1), AfterValidator(canonical_name)]
 Degree = Annotated[int, Field(le=MOST_WORKERS), AfterValidator(_is_degree)]
 Timeout = Annotated[float | Literal["auto"], BeforeValidator(_is_timeout)]
+Dtype = Annotated[DtypeName, BeforeValidator(_is_dtype)]
+Window = Annotated[tuple[int, ...], BeforeValidator(_is_window)]
 Transforms = Annotated[tuple[str, ...], BeforeValidator(_are_transforms)]
 Resume = Annotated[Annotated[int, Field(le=MOST_STEPS)] | str, BeforeValidator(_is_resume)]
 Recompute = Annotated[Literal["none", "full"] | tuple[int, ...], BeforeValidator(_is_recompute)]
@@ -231,9 +252,7 @@ class TrainSection(Section):
     seq_len: Count = Field(description="tokens of a sequence")
     global_batch_size: Count = Field(description="sequences of a step, over all data-parallel replicas")
     seed: Seed = Field(description="of the weights and of the order of the data")
-    dtype: DtypeName = Field(
-        description="of computation; bfloat16 keeps gradients, weights and averages in float32 too"
-    )
+    dtype: Dtype = Field(description="of computation; bfloat16 keeps gradients, weights and averages in float32 too")
     label_smoothing: Fraction = Field(description="share of the target that is spread over the vocabulary")
     recompute: Recompute = Field(
         description="none, full, or the blocks (from 0) whose forward runs again in the backward: [0, 3]"
@@ -249,6 +268,10 @@ class TrainSection(Section):
     on_spike: OnSpike = Field(description="the same for a norm above 10 times the running median; ignore: nothing")
     rollbacks: Whole = Field(description="the most rollbacks of a run; then it stops")
     restarts: Whole = Field(description="times that a run that failed is started again from its newest checkpoint")
+    eval_every: StepsOrNone = Field(
+        description="steps between losses on the held-out text; 0: before and after training only"
+    )
+    eval_batches: Count = Field(description="most batches of such a loss, spread evenly over the held-out text")
     check_every: StepsOrNone = Field(description="steps between comparisons of what several ranks hold alike; 0: none")
     timeout: Timeout = Field(
         description="seconds that a rank may make no progress; auto: 20 times the slowest step, at least 30, at most 300"
@@ -356,6 +379,14 @@ class LogSection(Section):
     dir: Annotated[str, Field(min_length=1)] = Field(description="folder in which each run makes its own")
     every: Steps = Field(description="steps between log lines")
     html: str = Field(description="file of the page; empty: timeline.html in the run's folder")
+    norms: NormsName = Field(
+        description="of gradients and parameters, by layer or by parameter, with each log line; none: the global norm only"
+    )
+    profile: Window = Field(
+        description="first and last step that torch.profiler records, as [10, 12], into profile.json; empty: none"
+    )
+    tensorboard: bool = Field(description="figures for TensorBoard in the run's folder, too")
+    wandb: str = Field(description="project of Weights & Biases that gets the figures, too; empty: none")
 
 
 class DebugSection(Section):

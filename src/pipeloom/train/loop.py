@@ -34,6 +34,7 @@ from pipeloom.train.data.batches import Batch, Batches, Mixture, Rows
 from pipeloom.train.data.prepare import open_data
 from pipeloom.train.experts import ExpertLoads, Loads, shows_all_to_all
 from pipeloom.train.garbage import StepGarbage
+from pipeloom.train.layer_norms import layer_norms
 from pipeloom.train.metrics import StepMetrics, memory_in_use, model_flops_utilization, shared_cores, simulated
 from pipeloom.train.norm import NormRow, norm_of
 from pipeloom.train.optimizer import Optimizer
@@ -68,7 +69,7 @@ def run(layout: Layout, context: WorkerContext) -> None:
     require_agreement([layout], context, data.facts)
     facts = digests(config, "; ".join(data.facts.values()))
     start = find_start(config, facts, context, restarted_run())
-    with _reporting(config, context, start, facts) as report:
+    with _reporting(layout, context, start, facts) as report:
         layout = resolve_before_start(layout, context, report)
         pipeline = build_pipeline(layout, context.device, watchdog=context.watchdog)
         context.close_to_strangers()
@@ -86,7 +87,7 @@ def run(layout: Layout, context: WorkerContext) -> None:
         before = trainer.held_out["before"]
         if report is not None:
             report.say(f"held-out loss before training: {before:.4f} nats a {data.unit}")
-        trainer.train(data.train)
+        trainer.train(data.train, test)
         after = trainer.held_out_loss(test)
         written = generate(pipeline, data.tokenizer, config.train.seq_len, config.train.seed)
         if report is not None:
@@ -185,15 +186,18 @@ class Trainer:
             "schedule": to_dict(self.pipeline.schedule),
         }
 
-    def train(self, text: Tensor | Rows | Mixture) -> None:
+    def train(self, text: Tensor | Rows | Mixture, held_out: Sequence[Batch] = ()) -> None:
         """Make all steps that are left, on batches of `text`.
 
         Raises Preempted or Interrupted after a step in which a worker was told to stop.
+
+        Args:
+            held_out: for the losses of every `train.eval_every`-th step.
         """
         with StepGarbage() as garbage:
-            self._train(text, garbage)
+            self._train(text, held_out, garbage)
 
-    def _train(self, text: Tensor | Rows | Mixture, garbage: StepGarbage) -> None:
+    def _train(self, text: Tensor | Rows | Mixture, held_out: Sequence[Batch], garbage: StepGarbage) -> None:
         options = self.config.train
         place, shape = self.pipeline.mesh.place, self.pipeline.mesh.shape
         batches = Batches(text, self.config, shape.dp)
@@ -208,8 +212,12 @@ class Trainer:
             made = self.made + 1
             logs = made == options.steps or made % self.config.log.every == 0
             due = self.checkpoints is not None and self.checkpoints.due(made)
-            settle = logs or due or self.measuring is not None
-            outcomes = [self.step(batch, rate)] if self._speculative is None else self.final_steps(batch, rate, settle)
+            evaluates = bool(held_out) and self._evaluates(made)
+            settle = logs or due or evaluates or self.measuring is not None
+            if self._speculative is None:
+                outcomes = [self.step(batch, rate, logs and self.config.log.norms != "none")]
+            else:
+                outcomes = self.final_steps(batch, rate, settle)
             self._seconds += time.perf_counter() - start
             self._timed += 1
             loads = self._experts.after_step(logs)
@@ -228,6 +236,8 @@ class Trainer:
                 self._log(made, outcomes[-1], loads)
             if flags & (STOP | INTERRUPT):
                 self._end(flags)
+            if evaluates:
+                self._evaluate(made, held_out)
             if due or flags & SAVE:
                 self._save()
                 self._saved_as_asked(flags)
@@ -239,6 +249,20 @@ class Trainer:
         if self.checkpoints is not None:
             self.checkpoints.require(self.made, self.batch)
             self.checkpoints.finish()
+
+    def _evaluates(self, made: int) -> bool:
+        """Whether the loss on the held-out text is due after step `made`; that of the last step is everyone's."""
+        options = self.config.train
+        return bool(options.eval_every) and made % options.eval_every == 0 and made < options.steps
+
+    def _evaluate(self, made: int, held_out: Sequence[Batch]) -> None:
+        """Report the loss on the held-out text; training goes on as it would have without."""
+        loss = self.held_out_loss(held_out)
+        self.pipeline.train()
+        if self._report is not None:
+            self._report.say(f"held-out loss after step {made}: {loss:.4f} nats")
+            self._report.record("evaluation", step=made, loss=loss)
+            self._report.figures(made, {"held_out_loss": loss})
 
     def _save(self) -> None:
         if self.checkpoints is not None:
@@ -312,6 +336,7 @@ class Trainer:
         loss, norm = outcome.loss, outcome.norm
         if self._report is not None:
             self._report.record("step", step=step, loss=loss, grad_norm=norm, lr=outcome.rate)
+            self._report.figures(step, {"loss": loss, "grad_norm": norm, "lr": outcome.rate})
             self._report.advance()
         if not outcome.bad:
             return
@@ -327,17 +352,22 @@ class Trainer:
             if self._report is not None:
                 self._report.record("skip", step=step, kind=outcome.bad)
 
-    def step(self, batch: Batch, rate: float) -> Outcome:
-        """One optimizer step, unless its gradient is bad: then the weights stay as they are."""
+    def step(self, batch: Batch, rate: float, norms: bool = False) -> Outcome:
+        """Make one optimizer step, unless its gradient is bad: then the weights stay as they are.
+
+        Args:
+            norms: whether the outcome has those of each layer.
+        """
         there = batch.to(self.pipeline.device)
         loss = self.pipeline.step(there.tokens, there.targets, **there.keywords)
         rows = gather(self.pipeline, self._row.make(float(self._flags())))
         norm = norm_of(rows, 1)
+        by_layer = layer_norms(self.pipeline, self.optimizer, self.config.log.norms) if norms else None
         bad = self._bad_steps.judge(norm)
         self.optimizer.step(math.nan if bad else norm, rate)
-        return Outcome(loss.item(), norm, rate, together(row[0] for row in rows), bad=bad)
+        return Outcome(loss.item(), norm, rate, together(row[0] for row in rows), bad=bad, norms=by_layer)
 
-    def held_out_loss(self, batches: list[Batch]) -> float:
+    def held_out_loss(self, batches: Sequence[Batch]) -> float:
         """The mean over all targets of the batches, nats; the same on every rank. Replicas share a batch that they divide."""
         device, total, count = self.pipeline.device, 0.0, 0.0
         place, replicas = self.pipeline.mesh.place, self.pipeline.mesh.shape.dp
@@ -364,6 +394,11 @@ class Trainer:
         self._seconds, self._timed = 0.0, 0
         if self._report is None:
             return
+        if outcome.norms is not None:
+            kinds = asdict(outcome.norms)
+            self._report.record("norms", step=step, **kinds)
+            names = {f"{kind}_norm/{name}": norm for kind, norms in kinds.items() for name, norm in norms.items()}
+            self._report.figures(step, names)
         self._report.step(
             StepMetrics(
                 step=step,
@@ -385,13 +420,13 @@ class Trainer:
 
 @contextlib.contextmanager
 def _reporting(
-    config: Config, context: WorkerContext, start: Start, facts: Mapping[str, str]
+    layout: Layout, context: WorkerContext, start: Start, facts: Mapping[str, str]
 ) -> Iterator[Report | None]:
     """The run's report on rank 0, None on the others."""
     if context.rank != 0:
         yield None
         return
-    with Report(config, start.folder, facts) as report:
+    with Report(layout.config, start.folder, facts, layout.origins) as report:
         for note in start.notes:
             report.say(note)
         note_run(report.folder.root.absolute())

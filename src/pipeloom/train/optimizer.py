@@ -134,6 +134,16 @@ class Optimizer:
         counted = [piece for piece in self._pieces if self._counts(piece.name)]
         return squares([piece.of(piece.master.grad) for piece in counted if piece.master.grad is not None])
 
+    def named_squares(self, gradients: bool) -> dict[str, float]:
+        """Return name -> the sum of squares of the gradients, or of the values, that this process counts of a parameter."""
+        self._arrange()
+        found: dict[str, float] = {}
+        for piece in self._pieces:
+            tensor = piece.master.grad if gradients else piece.master.detach()
+            if tensor is not None and self._counts(piece.name):
+                found[piece.name] = found.get(piece.name, 0.0) + exact_sum(squares([piece.of(tensor)]))
+        return found
+
     def square_norm(self) -> float:
         """The sum of `squares`."""
         return exact_sum(self.squares())

@@ -23,6 +23,7 @@ from pipeloom.schedule import Timeline, timeline_form
 from pipeloom.train.checkpoint.resume import DIGESTS_FILE
 from pipeloom.train.failures import EXIT_FILE
 from pipeloom.train.metrics import StepMetrics, simulated
+from pipeloom.train.writers import figure_writers, numbers_of
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class RunFolder:
         return self.root / "timelines.json"
 
 
-def make_folder(config: Config) -> RunFolder:
+def make_folder(config: Config, origins: Mapping[str, str] | None = None) -> RunFolder:
     """A fresh folder in `log.dir`, of mode 0700, called after the time and the schedule; ConfigError where it cannot be."""
     name = re.sub(r"[^\w.-]+", "-", config.schedule.name).strip("-.")
     stem = Path(config.log.dir).expanduser() / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
@@ -65,18 +66,18 @@ def make_folder(config: Config) -> RunFolder:
         except OSError as error:
             raise ConfigError(f'log.dir = "{config.log.dir}": cannot make a folder there: {error.strerror}') from None
         try:
-            (root / "config.toml").write_text(to_toml(config), encoding="utf-8")
+            (root / "config.toml").write_text(to_toml(config, origins), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f'log.dir = "{config.log.dir}": cannot write into {root}: {error.strerror}') from None
         return RunFolder(root)
     raise ConfigError(f'log.dir = "{config.log.dir}": {stem} and 998 more exist already')
 
 
-def reopen(root: Path, config: Config) -> RunFolder:
+def reopen(root: Path, config: Config, origins: Mapping[str, str] | None = None) -> RunFolder:
     """The folder of a run that goes on; what said how it ended is gone. Raises ConfigError where it cannot be written."""
     try:
         (root / EXIT_FILE).unlink(missing_ok=True)
-        (root / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        (root / "config.toml").write_text(to_toml(config, origins), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write into {root}: {error.strerror}") from None
     return RunFolder(root)
@@ -89,9 +90,20 @@ class Report:
     so, once for each file, and the terminal has the figures.
     """
 
-    def __init__(self, config: Config, folder: Path | None = None, facts: Mapping[str, Any] | None = None) -> None:
-        """Args: folder: of a run to go on in; None: a new one. facts: for `run.json` of a new one."""
-        self.folder = make_folder(config) if folder is None else reopen(folder, config)
+    def __init__(
+        self,
+        config: Config,
+        folder: Path | None = None,
+        facts: Mapping[str, Any] | None = None,
+        origins: Mapping[str, str] | None = None,
+    ) -> None:
+        """
+        Args:
+            folder: of a run to go on in; None: a new one.
+            facts: for `run.json` of a new one.
+            origins: where the values of the configuration are from, for comments in `config.toml`.
+        """
+        self.folder = make_folder(config, origins) if folder is None else reopen(folder, config, origins)
         if folder is None and facts is not None:
             with contextlib.suppress(OSError):
                 text = json.dumps({**facts, "started": time.time()})
@@ -104,6 +116,7 @@ class Report:
             raise ConfigError(
                 f'log.dir = "{config.log.dir}": cannot write {self.folder.log}: {error.strerror}'
             ) from None
+        self._writers = figure_writers(config, self.folder.root)
         self._torn = False  # whether the last line was written in part
         self._unwritten: set[Path] = set()
         self._console = Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
@@ -119,6 +132,18 @@ class Report:
     def __exit__(self, *_: object) -> None:
         self.end_progress()
         os.close(self._log)
+        for writer in self._writers:
+            with contextlib.suppress(OSError):
+                writer.close()
+
+    def figures(self, step: int, figures: Mapping[str, Any]) -> None:
+        """Give the numbers among `figures` to TensorBoard and Weights & Biases, where they are asked for."""
+        for writer in list(self._writers):
+            try:
+                writer.write(step, numbers_of(figures))
+            except Exception as error:  # another package's, of any kind: it must not end a run
+                self._writers.remove(writer)
+                self.say(f"{type(writer).__name__}: {type(error).__name__}: {error}; training goes on without it")
 
     def say(self, text: str) -> None:
         self._console.print(printable(text))
@@ -144,6 +169,7 @@ class Report:
     def step(self, metrics: StepMetrics) -> None:
         self.say(metrics.line(self._steps))
         self.record("figures", **metrics.record())
+        self.figures(metrics.step, metrics.record())
 
     def advance(self) -> None:
         """One step more on the progress bar."""

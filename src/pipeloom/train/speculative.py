@@ -20,6 +20,7 @@ from pipeloom.runtime import Pipeline
 from pipeloom.runtime.loss import PendingLoss
 from pipeloom.train.copies import OptimizerCopy, Surroundings
 from pipeloom.train.gather_numbers import NumberGather
+from pipeloom.train.layer_norms import LayerNorms
 from pipeloom.train.norm import NormRow, norm_of, own_square
 from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.requests import together
@@ -37,6 +38,7 @@ class Outcome:
         rate: the learning rate.
         flags: what any rank was asked for, as bits of `train.requests`.
         rolled_back: whether any rank had to take its step back.
+        norms: those of each layer, where they are logged in this step.
         bad: "nan" for a norm that is not finite, "spike" for one far above the last ones; "": neither.
     """
 
@@ -46,6 +48,7 @@ class Outcome:
     flags: int = 0
     rolled_back: bool = False
     bad: str = ""
+    norms: LayerNorms | None = None
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,6 @@ from pipeloom.train.data.tokenizers import ByteTokenizer, Tokenizer, load_tokeni
 if TYPE_CHECKING:
     from pipeloom.train.worker import WorkerContext
 
-HELD_OUT_BATCHES = 16
-
 Plan = list[dict[str, Any]]
 """Of each source, as JSON: where its entries of the cache are."""
 
@@ -127,7 +125,7 @@ def opened(config: Config, plan: Plan) -> Data:
     ]
     weights = data.weights or tuple(float(rows.count) for rows in train)
     whole = train[0] if len(train) == 1 else Mixture(train, weights)
-    budget = max(1, HELD_OUT_BATCHES // len(held))
+    budget = max(1, config.train.eval_batches // len(held))
     batches = [batch for rows in held for batch in spread(rows, config.train.global_batch_size, length, budget)]
     facts = {
         "data, to train on": ", ".join(found.digest for found in stores[: len(train)]),
@@ -165,7 +163,7 @@ def _plain_text(config: Config) -> Data:
     return Data(
         tokenizer,
         text,
-        spread(held_out, config.train.global_batch_size, length, HELD_OUT_BATCHES),
+        spread(held_out, config.train.global_batch_size, length, config.train.eval_batches),
         {"data, to train on": fingerprint(corpus.train), "data, held out": fingerprint(corpus.held_out)},
         f"corpus: {corpus.name}, {corpus.files} files, {len(text):,} bytes, {len(held_out):,} held out",
         "byte",
