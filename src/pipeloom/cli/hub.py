@@ -15,16 +15,25 @@ def export(
         Path, typer.Argument(metavar="RUN_OR_CHECKPOINT_DIR", help="A checkpoint, or the newest of a run.")
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT_DIR", help="A new directory.")],
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Add adapters to the weights that they were trained with.")
+    ] = False,
 ) -> None:
-    """Write a checkpoint's weights as a directory that `transformers` loads.
+    """Write a checkpoint's weights as a directory that `transformers` loads; adapters as one that `peft` loads.
 
     pipeloom export runs/20260101-120000-1f1b my-model
     """
     require_torch("export")
+    from pipeloom.config.adapter import ADAPTER_CONFIG
     from pipeloom.train.hub import export as write
 
-    taken = write(checkpoint, out)
-    print(f"{taken} is now {out}: AutoModelForCausalLM.from_pretrained({str(out)!r})")
+    taken = write(checkpoint, out, merge)
+    how = (
+        "PeftModel.from_pretrained(model, "
+        if (out / ADAPTER_CONFIG).is_file()
+        else "AutoModelForCausalLM.from_pretrained("
+    )
+    print(f"{taken} is now {out}: {how}{str(out)!r})")
 
 
 def import_(
@@ -33,7 +42,7 @@ def import_(
 ) -> None:
     """Make a checkpoint of a Hugging Face directory: of our own decoder where it computes the same model.
 
-    pipeloom import Llama-3.2-1B llama; pipeloom train llama/model.toml --checkpoint.resume llama
+    pipeloom import Llama-3.2-1B llama; pipeloom train llama/model.toml
     """
     require_torch("import")
     from pipeloom.errors import ConfigError
@@ -45,4 +54,4 @@ def import_(
     print(
         f"{path}: {'our own decoder, for any layout' if own else 'as transformers has it, for layouts without tp and ep'}"
     )
-    print(f"pipeloom train {checkpoint / 'model.toml'} --checkpoint.resume {checkpoint}")
+    print(f"pipeloom train {checkpoint / 'model.toml'}")

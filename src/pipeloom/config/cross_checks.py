@@ -139,6 +139,29 @@ def _foreign_models_are_cut_by_layers_only(config: Config) -> Iterator[str]:
             yield f"parallel.{axis} = {size}: it is for our own decoder, and model.source is another's; nearest: 1"
 
 
+@_reads("model.source", "model.weights")
+def _weights_are_a_checkpoint(config: Config) -> Iterator[str]:
+    weights = config.model.weights
+    if weights and config.model.source:
+        yield f'model.weights = "{weights}": model.source has its own weights; leave one of the two out'
+    elif weights and not os.path.isdir(os.path.expanduser(weights)):
+        yield f'model.weights = "{weights}": there is no such directory; give a checkpoint, such as pipeloom import makes'
+
+
+@_reads("lora", "model.source", "model.weights", "parallel.tp")
+def _adapters_have_weights(config: Config) -> Iterator[str]:
+    lora, tp = config.lora, config.parallel.tp
+    if lora.r and not config.model.source and not config.model.weights:
+        yield (
+            f"lora.r = {lora.r}: there are no weights to adapt; set model.source to a Hugging Face directory, or model.weights "
+            "to a checkpoint"
+        )
+    if lora.r and lora.lora_dropout and tp > 1:
+        yield (
+            f"lora.lora_dropout = {lora.lora_dropout}: the ranks of parallel.tp {tp} would drop different inputs; nearest: 0"
+        )
+
+
 @_reads("parallel.sp", "parallel.tp", "train.seq_len")
 def _sequence_parallel_fits(config: Config) -> Iterator[str]:
     tp, length = config.parallel.tp, config.train.seq_len

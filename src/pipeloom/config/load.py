@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pipeloom.config.adapter import adapter_keys
 from pipeloom.config.files import Merged, built_in, lay_file
 from pipeloom.config.hub import sizes
 from pipeloom.config.layout import Layout, examine
@@ -94,6 +95,10 @@ def merge(path: str | Path | None, *overrides: Mapping[str, Any]) -> Merged:
         merged.lay(nested(layer), None)
     _adopt_file_sizes(merged)
     _adopt_model_sizes(merged)
+    _adopt_adapter(merged)
+    model = merged.values.get("model")
+    if isinstance(model, dict) and isinstance(model.get("weights"), str) and model["weights"]:
+        model["weights"] = str(Path(model["weights"]).expanduser().absolute())
     return merged
 
 
@@ -129,6 +134,23 @@ def _adopt_model_sizes(merged: Merged) -> None:
             )
     merged.origins.update(dict.fromkeys((f"model.{key}" for key in own), f"{source}/config.json"))
     model.update(own, source=str(Path(source).expanduser().absolute()))
+
+
+def _adopt_adapter(merged: Merged) -> None:
+    """An adapter from a directory has its own options. Raises ConfigError for others that the user gave beside it."""
+    section = merged.values.get("lora")
+    adapter = section.get("adapter") if isinstance(section, dict) else None
+    if not isinstance(section, dict) or not isinstance(adapter, str) or not adapter:
+        return
+    own = adapter_keys(adapter)
+    for name in ("r", "lora_alpha", "target_modules"):
+        given = section.get(name)
+        if f"lora.{name}" in merged.given and (list(given) if isinstance(given, tuple) else given) != own[name]:
+            raise ConfigError(
+                f'lora.{name} = {given}: the adapter of lora.adapter = "{adapter}" has its own; leave it out'
+            )
+    kept = {name: value for name, value in own.items() if f"lora.{name}" not in merged.given}
+    section.update(kept, adapter=str(Path(adapter).expanduser().absolute()))
 
 
 def _validate(merged: Merged) -> tuple[Config | None, dict[str, str], Config | None]:

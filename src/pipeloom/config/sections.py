@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -137,6 +138,24 @@ def _is_weights(value: Any) -> Any:
 
 Sources = Annotated[tuple[str, ...], BeforeValidator(_is_sources)]
 Weights = Annotated[tuple[float, ...], BeforeValidator(_is_weights)]
+
+
+def _are_targets(value: Any) -> Any:
+    if not isinstance(value, str) and not (
+        isinstance(value, list | tuple) and value and all(isinstance(name, str) for name in value)
+    ):
+        raise ValueError(
+            'it must be "all-linear", a list of names such as ["q_proj", "v_proj"], or a regular expression'
+        )
+    if isinstance(value, str):
+        try:
+            re.compile(value)
+        except re.error as error:
+            raise ValueError(f"it is no regular expression: {error}") from None
+        return value
+    return tuple(value)
+
+
 ScheduleName = Annotated[str, Field(min_length=1), AfterValidator(canonical_name)]
 Degree = Annotated[int, Field(le=MOST_WORKERS), AfterValidator(_is_degree)]
 Timeout = Annotated[float | Literal["auto"], BeforeValidator(_is_timeout)]
@@ -144,6 +163,7 @@ Dtype = Annotated[DtypeName, BeforeValidator(_is_dtype)]
 Window = Annotated[tuple[int, ...], BeforeValidator(_is_window)]
 Transforms = Annotated[tuple[str, ...], BeforeValidator(_are_transforms)]
 Resume = Annotated[Annotated[int, Field(le=MOST_STEPS)] | str, BeforeValidator(_is_resume)]
+Targets = Annotated[str | tuple[str, ...], BeforeValidator(_are_targets)]
 Recompute = Annotated[Literal["none", "full"] | tuple[int, ...], BeforeValidator(_is_recompute)]
 
 
@@ -158,6 +178,9 @@ class ModelSection(Section):
 
     source: str = Field(
         description="a Hugging Face directory: its model is trained, and the other keys are its sizes; empty: our own decoder"
+    )
+    weights: str = Field(
+        description="a checkpoint whose weights our own decoder begins with; empty: drawn from train.seed"
     )
     num_hidden_layers: Blocks = Field(description="transformer blocks")
     hidden_size: Count = Field(description="width of a token")
@@ -194,7 +217,7 @@ class ModelSection(Section):
 
     def shape(self) -> DecoderShape:
         """These values as the library takes them. Raises ArgumentError for sizes that contradict each other."""
-        return DecoderShape(**self.model_dump(exclude={"source"}))
+        return DecoderShape(**self.model_dump(exclude={"source", "weights"}))
 
     @property
     def head_width(self) -> int:
@@ -205,6 +228,18 @@ class ModelSection(Section):
     def expert_width(self) -> int:
         """Width inside an expert."""
         return self.moe_intermediate_size or self.intermediate_size
+
+
+class LoraSection(Section):
+    """`[lora]`: low-rank adapters of linear layers, in peft's names; all other weights are frozen."""
+
+    r: Whole = Field(description="the adapters' rank; 0: no adapters, every weight trains")
+    lora_alpha: Positive = Field(description="what they add is multiplied by lora_alpha / r")
+    lora_dropout: Fraction = Field(description="share of their input that training drops")
+    target_modules: Targets = Field(
+        description='all-linear (but the output layer), a list of names such as ["q_proj"], or a regular expression'
+    )
+    adapter: str = Field(description="a directory in peft's format that the adapters begin with; empty: new ones")
 
 
 class ParallelSection(Section):
@@ -402,6 +437,7 @@ class Config(Section):
     """A whole configuration. `load` makes one from files and overrides."""
 
     model: ModelSection
+    lora: LoraSection
     parallel: ParallelSection
     schedule: ScheduleSection
     train: TrainSection

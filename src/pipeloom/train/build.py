@@ -13,6 +13,7 @@ from torch import Tensor
 from pipeloom.config import Config, Layout
 from pipeloom.config.keys import naming_keys
 from pipeloom.models import cross_entropy, hf, layers, names, tied, token_loss
+from pipeloom.models.adapters import LoraOptions, with_adapters
 from pipeloom.ops.layer import Layer
 from pipeloom.parallel.mesh import Mesh, PipelineMesh
 from pipeloom.parallel.shared_memory_sum import SharedMemoryAllReduce
@@ -76,9 +77,20 @@ def _layers(
     tensor: TensorParallel | None,
     mesh: Mesh | PipelineMesh | None,
 ) -> list[Layer]:
+    options = lora_options(config)
     if config.model.source:
-        return foreign(config.model.source, dtype)
-    return layers(config.model.shape(), config.train.seed, dtype, device, tensor, spread_of(config, mesh))
+        chosen: list[Layer] = foreign(config.model.source, dtype)
+    else:
+        chosen = layers(config.model.shape(), config.train.seed, dtype, device, tensor, spread_of(config, mesh))
+    return chosen if options is None else with_adapters(chosen, options, config.train.seed)
+
+
+def lora_options(config: Config) -> LoraOptions | None:
+    """The adapters of a configuration; None: it has none."""
+    section = config.lora
+    if not section.r:
+        return None
+    return LoraOptions(section.r, section.lora_alpha, section.lora_dropout, section.target_modules)
 
 
 def ties(config: Config) -> tuple[tuple[str, ...], ...]:

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from pipeloom.config import Layout, load_layout
-from pipeloom.errors import CheckpointError, UsageError
+from pipeloom.config.adapter import ADAPTER_CONFIG, read_adapter_config
+from pipeloom.errors import CheckpointError, ConfigError, UsageError
 from pipeloom.models.hf.library import read_config
 from pipeloom.runtime import Pipeline
+from pipeloom.train.adapters import base_weights, begin_weights
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.checkpoint.folder import newest_checkpoint
 from pipeloom.train.checkpoint.load import load, read_extra
@@ -55,6 +57,15 @@ def open_model(path: Path, prompts: int, flags: Mapping[str, Any]) -> Opened:
     """
     size = max(1, prompts)
     layout: dict[str, Any] = {"schedule.name": "gpipe", "schedule.microbatches": size, "train.global_batch_size": size}
+    if (path / ADAPTER_CONFIG).is_file():
+        base = Path(str(read_adapter_config(path, str(path)).get("base_model_name_or_path")))
+        if not (base / "config.json").is_file():
+            raise ConfigError(
+                f"{path / ADAPTER_CONFIG}: the model that it adapts, {base}, is no Hugging Face directory"
+            )
+        return Opened(
+            load_layout(None, {"model.source": str(base), "lora.adapter": str(path), **layout, **flags}), None, base
+        )
     if (path / "config.json").is_file():
         return Opened(load_layout(None, {"model.source": str(path), **layout, **flags}), None, path)
     if not path.exists():
@@ -67,7 +78,10 @@ def open_model(path: Path, prompts: int, flags: Mapping[str, Any]) -> Opened:
     model = config["model"]
     source = model.get("source")
     values = {"source": source} if source else {key: value for key, value in model.items() if value is not None}
+    if not config.get("lora", {}).get("r"):
+        values.pop("weights", None)  # those that the run began with; the checkpoint has its own
     keys = {f"model.{key}": value for key, value in values.items()}
+    keys |= {f"lora.{key}": value for key, value in config.get("lora", {}).items() if key != "adapter"}
     for section, key in (("train", "dtype"), ("data", "tokenizer"), ("data", "bos"), ("data", "eos")):
         if key in config.get(section, {}):
             keys[f"{section}.{key}"] = config[section][key]
@@ -77,8 +91,10 @@ def open_model(path: Path, prompts: int, flags: Mapping[str, Any]) -> Opened:
 def open_pipeline(opened: Opened, device: torch.device, watchdog: Any = None) -> Pipeline:
     """This process's part of the model, with its weights, in evaluation mode; collective."""
     pipeline = build_pipeline(opened.layout, device, watchdog=watchdog)
+    config = opened.layout.config
+    begin_weights(config, pipeline, opened.checkpoint is not None)
     if opened.checkpoint is not None:
-        load(opened.checkpoint, pipeline)
+        load(opened.checkpoint, pipeline, base=base_weights(config))
     pipeline.eval()
     return pipeline
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,18 @@ from torch import Tensor, nn
 
 from pipeloom import schedules
 from pipeloom.config import ModelSection, load
+from pipeloom.config.sections import LoraSection
 from pipeloom.decoder_shape import DecoderShape
 from pipeloom.errors import CheckpointError, ConfigError
 from pipeloom.models import cross_entropy, hf, hub_name, layers, tied
+from pipeloom.models.adapters import LoraOptions, adapter_name, is_adapter, is_transposed, merged
 from pipeloom.models.hf.library import causal_model, read_config, transformers
 from pipeloom.runtime import Pipeline, RuntimeOptions
+from pipeloom.train.adapters import checkpoint_digest, directory_digest, write_adapter
 from pipeloom.train.checkpoint.boxes import Box
 from pipeloom.train.checkpoint.folder import newest_checkpoint
-from pipeloom.train.checkpoint.load import Reader, verified
+from pipeloom.train.checkpoint.load import Reader, read_extra, verified
+from pipeloom.train.checkpoint.manifest import BaseWeights
 from pipeloom.train.checkpoint.save import Saver
 
 _SHARD_BYTES = 2 * 10**9  # of weights in memory at a time, and in a file; readers take a rank's part of any file
@@ -30,18 +34,22 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".index.js
 _COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 
 
-def export(path: Path, out: Path) -> Path:
+def export(path: Path, out: Path, merge: bool = False) -> Path:
     """Write the weights of a checkpoint as a directory of Hugging Face: safetensors, an index, and the configuration.
+
+    A checkpoint of adapters becomes a directory of `peft`: the adapters alone.
 
     Args:
         path: a checkpoint, or a folder of checkpoints: of those the newest complete one.
         out: a directory that does not exist, or is empty.
+        merge: add adapters to the weights that they were trained with, and write the whole model.
 
     Returns:
         the checkpoint.
 
-    Raises CheckpointError for a checkpoint that is damaged, or that no trainer has written, ConfigError for a model that has
-    no counterpart in `transformers`, or a directory that cannot be written to.
+    Raises CheckpointError for a checkpoint that is damaged, that no trainer has written, or whose adapters belong to weights
+    that have changed; ConfigError for a model that has no counterpart in `transformers`, a directory that cannot be written
+    to, or nothing to merge.
     """
     directory = newest_checkpoint(path)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -50,23 +58,52 @@ def export(path: Path, out: Path) -> Path:
     if manifest is None:
         raise CheckpointError(problem)
     with Reader(directory, manifest) as reader:
-        extra = reader.extra()
-        described = extra.get("config", {}).get("model") if isinstance(extra, dict) else None
-        if not isinstance(described, dict):
-            raise CheckpointError(f"{directory}: it does not say which model it is of; no trainer has written it")
-        section = ModelSection.model_validate(described)
-        config = read_config(section.source) if section.source else hub_config(section.shape())
-        names = [key.partition(".")[2] for key in reader.tensors if key.startswith("model.")]
-        kinds = {reader.manifest.tensors[f"model.{name}"].dtype for name in names}
-        config.dtype = torch.bfloat16 if kinds == {"BF16"} else torch.float32
-        model = causal_model(config, config.dtype)
-        out.mkdir(parents=True, exist_ok=True)
-        writer = _Writer(out)
-        for group in _by_layer(names):
-            tensors = {name: reader.region(f"model.{name}", _whole(reader, name)) for name in group}
-            renamed = {hf.hub_name(name): t for name, t in tensors.items()} if section.source else to_hub(tensors)
-            writer.add(_as_written(model, renamed))
-        writer.finish()
+        if manifest.base is not None:
+            _export_adapters(reader, manifest.base, out, merge)
+        elif merge:
+            raise ConfigError(f"{directory} holds no adapters to merge; leave --merge out")
+        else:
+            section = _section(reader)
+            _write(out, section, _dtype_of(reader), _layers_of(reader, section))
+    return directory
+
+
+def _section(reader: Reader) -> ModelSection:
+    """The model that a checkpoint is of. Raises CheckpointError for one that no trainer has written."""
+    described = _stored_config(reader).get("model")
+    if not isinstance(described, dict):
+        raise CheckpointError(f"{reader.directory}: it does not say which model it is of; no trainer has written it")
+    return ModelSection.model_validate({**load().model.model_dump(), **described})
+
+
+def _stored_config(reader: Reader) -> Mapping[str, Any]:
+    extra = reader.extra()
+    config = extra.get("config") if isinstance(extra, dict) else None
+    return config if isinstance(config, dict) else {}
+
+
+def _dtype_of(reader: Reader) -> torch.dtype:
+    kinds = {entry.dtype for key, entry in reader.manifest.tensors.items() if key.startswith("model.")}
+    return torch.bfloat16 if kinds == {"BF16"} else torch.float32
+
+
+def _layers_of(reader: Reader, section: ModelSection) -> Iterator[dict[str, Tensor]]:
+    """The weights of a checkpoint, layer by layer, under their names in `transformers`."""
+    for group in _by_layer([key.partition(".")[2] for key in reader.tensors if key.startswith("model.")]):
+        tensors = {name: reader.region(f"model.{name}", _whole(reader, name)) for name in group}
+        yield {hf.hub_name(name): t for name, t in tensors.items()} if section.source else to_hub(tensors)
+
+
+def _write(out: Path, section: ModelSection, dtype: torch.dtype, layers_of: Iterator[dict[str, Tensor]]) -> None:
+    """Write a model's weights, its configuration, and the tokenizer's files of the directory that it comes from."""
+    config = read_config(section.source) if section.source else hub_config(section.shape())
+    config.dtype = dtype
+    model = causal_model(config, dtype)
+    out.mkdir(parents=True, exist_ok=True)
+    writer = _Writer(out)
+    for tensors in layers_of:
+        writer.add(_as_written(model, tensors))
+    writer.finish()
     if section.source:
         for file in sorted(Path(section.source).iterdir()):
             if (
@@ -78,7 +115,73 @@ def export(path: Path, out: Path) -> Path:
                 shutil.copyfile(file, out / file.name)
     config.architectures = [type(model).__name__]
     config.save_pretrained(out)  # last: without it nothing takes the directory for a model
-    return directory
+
+
+def _export_adapters(reader: Reader, base: BaseWeights, out: Path, merge: bool) -> None:
+    """Write a checkpoint's adapters alone, or the model with them."""
+    section = _section(reader)
+    lora = LoraSection.model_validate(_stored_config(reader).get("lora"))
+    options = LoraOptions(lora.r, lora.lora_alpha, lora.lora_dropout, lora.target_modules)
+    names = [key.partition(".")[2] for key in reader.tensors if key.startswith("model.") and is_adapter(key)]
+    adapters = {adapter_name(name): reader.region(f"model.{name}", _whole(reader, name)) for name in names}
+    if not merge:
+        write_adapter(out, adapters, options, _hub_source(base), bool(_transposed(base, adapters)))
+        return
+    path = Path(base.path)
+    now = directory_digest(path) if base.kind == "hugging face" else checkpoint_digest(path)
+    if now != base.digest:
+        raise CheckpointError(
+            f"{reader.directory}: its adapters belong to the weights in {path} as they were, and those have changed since"
+        )
+    if base.kind == "hugging face":
+        foreign = hf.layers(path)
+        _refuse_tied(foreign.tied, adapters)
+        dtype = next(foreign.cut.model.parameters()).dtype
+        _write(out, section, dtype, _merged_layers(foreign, adapters, options.scale))
+        return
+    manifest, problem = verified(path, None)
+    if manifest is None:
+        raise CheckpointError(problem)
+    _refuse_tied(tied(section.shape()), adapters)
+    with Reader(path, manifest) as weights:
+        added = (merged(tensors, adapters, options.scale) for tensors in _layers_of(weights, section))
+        _write(out, section, _dtype_of(weights), added)
+
+
+def _merged_layers(
+    foreign: hf.ModelLayers, adapters: Mapping[str, Tensor], scale: float
+) -> Iterator[dict[str, Tensor]]:
+    """The weights of a directory with adapters added, layer by layer; a tied weight once."""
+    copies = {hf.hub_name(name) for group in foreign.tied for name in group[1:]}
+    for layer in foreign:
+        built = layer()
+        transposed = any(is_transposed(part) for part in built.modules())
+        state = {hf.hub_name(f"{layer.name}.{name}"): value.detach() for name, value in built.state_dict().items()}
+        yield merged({n: v for n, v in state.items() if n not in copies}, adapters, scale, transposed)
+
+
+def _refuse_tied(ties: Sequence[Sequence[str]], adapters: Mapping[str, Tensor]) -> None:
+    """Raise ConfigError for an adapter of a layer whose weight is another one's too."""
+    shared = {adapter_name(name) for group in ties for name in group}
+    for name in adapters:
+        weight = f"{name.rpartition('.lora_')[0]}.weight"
+        if weight in shared:
+            raise ConfigError(f"{weight} is tied to another weight, so its adapter cannot be merged into it")
+
+
+def _transposed(base: BaseWeights, adapters: Mapping[str, Tensor]) -> list[str]:
+    """The adapted layers that keep their weights as [inputs, outputs]."""
+    if base.kind != "hugging face":
+        return []
+    chosen = {name.rpartition(".lora_")[0] for name in adapters}
+    model = causal_model(read_config(base.path), None)
+    return [name for name, part in model.named_modules() if name in chosen and is_transposed(part)]
+
+
+def _hub_source(base: BaseWeights) -> str:
+    """The Hugging Face directory that adapters belong to, as far as that is known."""
+    extra = None if base.kind == "hugging face" else read_extra(Path(base.path))
+    return str(extra.get("source", base.path)) if isinstance(extra, dict) else base.path
 
 
 def import_directory(source: Path, out: Path) -> tuple[Path, bool]:
@@ -112,9 +215,11 @@ def import_directory(source: Path, out: Path) -> tuple[Path, bool]:
     if values is not None:
         _fill(pipeline, foreign)
     saver = Saver(out, pipeline)
-    path = saver.save(0, {"batch": 0, "config": {"model": section.model_dump(mode="json")}})
+    extra = {"batch": 0, "config": {"model": section.model_dump(mode="json")}, "source": str(source.absolute())}
+    path = saver.save(0, extra)
     pipeline.close()
-    lines = "".join(f"{key} = {json.dumps(value)}\n" for key, value in (values or {"source": section.source}).items())
+    keys = {"source": section.source} if values is None else {**values, "weights": str(out.absolute())}
+    lines = "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())
     (out / "model.toml").write_text(f"[model]\n{lines}", encoding="utf-8")
     return path, values is not None
 

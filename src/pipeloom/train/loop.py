@@ -23,6 +23,7 @@ from pipeloom.runtime import Pipeline
 from pipeloom.runtime.batch import count_targets
 from pipeloom.schedule import Timeline
 from pipeloom.schedule.json_form import to_dict
+from pipeloom.train.adapters import base_weights, begin_weights
 from pipeloom.train.agreement import require_agreement
 from pipeloom.train.bad_steps import BadSteps
 from pipeloom.train.build import build_pipeline, ties
@@ -73,6 +74,7 @@ def run(layout: Layout, context: WorkerContext) -> None:
         layout = resolve_before_start(layout, context, report)
         pipeline = build_pipeline(layout, context.device, watchdog=context.watchdog)
         context.close_to_strangers()
+        begin_weights(config, pipeline, start.path is not None)
         trainer = Trainer(config, pipeline, context, report, facts)
         if layout.search is not None:
             trainer.measuring = MeasureThenSearch(layout, pipeline, context, report)
@@ -131,6 +133,7 @@ class Trainer:
         self._report = report
         self._facts = dict(facts or {})
         self.optimizer = Optimizer.of(pipeline, config)
+        self._base = base_weights(config)
         self.replicas = ReplicaCheck(pipeline, self.optimizer, config.train.check_every, ties(config))
         self._row = NormRow(pipeline, self.optimizer)
         self._bad_steps = BadSteps(config.train.on_nan, config.train.on_spike)
@@ -147,7 +150,7 @@ class Trainer:
         saved = None
         if start.path is not None:
             begun = time.perf_counter()
-            self._adopt(load(start.path, self.pipeline, self.optimizer))
+            self._adopt(load(start.path, self.pipeline, self.optimizer, self._base))
             saved = self.made, self.batch
             self._say(f"resumed after step {self.made} from {start.path} ({time.perf_counter() - begun:.1f} s)")
             if self._report is not None:
@@ -157,7 +160,15 @@ class Trainer:
         where = Path(section.dir).expanduser().absolute() if section.dir else folder
         path = start.path if start.path is not None and start.path.parent == where else None
         self.checkpoints = RunCheckpoints(
-            self.config, self.pipeline, self.optimizer, where, self._extra, self._report, path, saved if path else None
+            self.config,
+            self.pipeline,
+            self.optimizer,
+            where,
+            self._extra,
+            self._report,
+            path,
+            saved if path else None,
+            self._base,
         )
         self.checkpoints.require_room()
 

@@ -19,7 +19,7 @@ from pipeloom.runtime import Pipeline
 from pipeloom.train.checkpoint.boxes import Box
 from pipeloom.train.checkpoint.files import DTYPES_BY_NAME, verify
 from pipeloom.train.checkpoint.folder import complete
-from pipeloom.train.checkpoint.manifest import EXTRA, MANIFEST, Manifest, read_manifest
+from pipeloom.train.checkpoint.manifest import EXTRA, MANIFEST, BaseWeights, Manifest, read_manifest
 from pipeloom.train.checkpoint.state import (
     AnyOptimizer,
     Number,
@@ -136,7 +136,9 @@ def _identity(manifest: Manifest) -> str:
     return " ".join(f"{name} {stored.sha256}" for name, stored in sorted(manifest.files.items()))
 
 
-def load(path: str | Path, pipeline: Pipeline, optimizer: AnyOptimizer | None = None) -> Loaded:
+def load(
+    path: str | Path, pipeline: Pipeline, optimizer: AnyOptimizer | None = None, base: BaseWeights | None = None
+) -> Loaded:
     """Puts the state of a checkpoint into a pipeline and its optimizer; collective. Any layout loads any other's.
 
     Sets `pipeline.next_step` to the checkpoint's step.
@@ -144,10 +146,11 @@ def load(path: str | Path, pipeline: Pipeline, optimizer: AnyOptimizer | None = 
     Args:
         path: a checkpoint, or a folder of checkpoints: of those the newest complete one.
         optimizer: None: weights alone. Its state stays empty where the checkpoint holds weights alone.
+        base: what the pipeline's frozen weights are, for a checkpoint without them.
 
     Raises:
         CheckpointError: nothing there; a file that is absent or damaged; weights or state that are not complete, or of another
-            shape. On every rank, with one message.
+            shape; adapters of other weights than `base`. On every rank, with one message.
     """
     everyone = pipeline.mesh.everyone
     group = pipeline.run_control if everyone.size > 1 else None
@@ -156,11 +159,13 @@ def load(path: str | Path, pipeline: Pipeline, optimizer: AnyOptimizer | None = 
         manifest, problem = verified(directory, group, everyone.index, everyone.size)
     if manifest is None:
         raise CheckpointError(problem)
+    _require_base(directory, manifest.base, base)
+    adapters = manifest.base is not None
     with Reader(directory, manifest) as reader:
-        _require(reader, pipeline, group)
+        _require(reader, pipeline, group, adapters)
 
         def put() -> None:
-            load_model(reader, pipeline)
+            load_model(reader, pipeline, adapters)
             if optimizer is not None:
                 if "optimizer" in reader.manifest.stored:
                     load_optimizer(reader, pipeline, optimizer)
@@ -182,9 +187,25 @@ def _chosen(path: Path, group: Any) -> Path:
     return Path(answers[0])
 
 
-def _require(reader: Reader, pipeline: Pipeline, group: Any) -> None:
+def _require_base(directory: Path, stored: BaseWeights | None, given: BaseWeights | None) -> None:
+    """Raise CheckpointError for adapters without the weights that they were trained with."""
+    if stored is None:
+        return
+    if given is None:
+        raise CheckpointError(
+            f"{directory}: it holds adapters only, of the model in {stored.path}: train or generate with that model, or write "
+            f"both as one: pipeloom export --merge {directory} OUT_DIR"
+        )
+    if given.digest != stored.digest:
+        raise CheckpointError(
+            f"{directory}: its adapters belong to the weights in {stored.path} as they were (SHA-256 {stored.digest[:16]}…), and "
+            f"those in {given.path} are others ({given.digest[:16]}…)"
+        )
+
+
+def _require(reader: Reader, pipeline: Pipeline, group: Any, adapters: bool) -> None:
     """Raise CheckpointError, on every rank, where the checkpoint's model is another one than the pipeline's."""
-    needed = required_names(pipeline)
+    needed = required_names(pipeline, adapters)
     _together(pipeline, group, lambda: require_shapes(reader, needed))
     everyone = [list(needed)]
     if group is not None:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,21 @@ class StoredFile:
 
 
 @dataclass(frozen=True)
+class BaseWeights:
+    """Where the frozen weights come from, of a checkpoint that holds adapters only.
+
+    Attributes:
+        kind: "hugging face", a directory; or "checkpoint", of our own decoder.
+        path: of the directory.
+        digest: SHA-256 of what tells it from others.
+    """
+
+    kind: str
+    path: str
+    digest: str
+
+
+@dataclass(frozen=True)
 class Manifest:
     """What a checkpoint holds.
 
@@ -75,6 +90,7 @@ class Manifest:
         numbers: key -> a state that is a number and no tensor.
         files: name -> size and checksum, of every file but the manifest.
         writer: version of Pipeloom, number of ranks, and when, for people.
+        base: where all weights come from that do not train; None: they are in the checkpoint too.
     """
 
     step: int
@@ -83,6 +99,7 @@ class Manifest:
     numbers: Mapping[str, float | int | bool]
     files: Mapping[str, StoredFile]
     writer: Mapping[str, Any] = field(default_factory=dict)
+    base: BaseWeights | None = None
 
     def names(self, kind: str) -> set[str]:
         """The keys of `kind` ("model", "optimizer") without their first part."""
@@ -96,6 +113,7 @@ def to_bytes(manifest: Manifest) -> bytes:
         "step": manifest.step,
         "stored": list(manifest.stored),
         "rest": REST,
+        **({} if manifest.base is None else {"base": asdict(manifest.base)}),
         "writer": dict(manifest.writer),
         "files": {name: {"bytes": f.size, "sha256": f.sha256} for name, f in manifest.files.items()},
         "numbers": dict(manifest.numbers),
@@ -167,8 +185,15 @@ def _parse(content: Mapping[str, Any]) -> Manifest:
     files = {name: StoredFile(int(stored["bytes"]), stored["sha256"]) for name, stored in content["files"].items()}
     if type(content["step"]) is not int or content["step"] < 0:
         raise ValueError(f"step {content['step']!r}")
+    base = content.get("base")
     return Manifest(
-        content["step"], tuple(content["stored"]), tensors, dict(content["numbers"]), files, content["writer"]
+        content["step"],
+        tuple(content["stored"]),
+        tensors,
+        dict(content["numbers"]),
+        files,
+        content["writer"],
+        None if base is None else BaseWeights(str(base["kind"]), str(base["path"]), str(base["digest"])),
     )
 
 

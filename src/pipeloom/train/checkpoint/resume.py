@@ -56,6 +56,8 @@ class Start:
 def digests(config: Config, data: str) -> dict[str, str]:
     """What two runs must have in common so that one may continue the other: `model` and `data`."""
     model = config.model.model_dump(include=set(_MODEL_KEYS), mode="json")
+    if config.lora.r:
+        model["lora"] = [config.lora.r, config.lora.target_modules]
     return {"model": hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()[:16], "data": data}
 
 

@@ -12,6 +12,7 @@ from pipeloom.errors import CheckpointError, ConfigError
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime import Pipeline
 from pipeloom.train.checkpoint.load import Loaded, load
+from pipeloom.train.checkpoint.manifest import BaseWeights
 from pipeloom.train.checkpoint.save import Saver
 from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.report import Report
@@ -26,6 +27,7 @@ class RunCheckpoints:
         folder: where the checkpoints go, the same for all ranks.
         facts: what the trainer stores beside tensors.
         saved: step and batch number of the checkpoint that the run began with, which need not be saved again.
+        base: where frozen weights come from, which are not saved.
 
     Attributes:
         path: the newest checkpoint of the run; None: there is none yet.
@@ -41,6 +43,7 @@ class RunCheckpoints:
         report: Report | None,
         path: Path | None = None,
         saved: tuple[int, int] | None = None,
+        base: BaseWeights | None = None,
     ) -> None:
         section = config.checkpoint
         self.path = path
@@ -57,12 +60,18 @@ class RunCheckpoints:
             keep=section.keep,
             keep_every=section.keep_every,
             asynchronous=section.asynchronous,
+            base=base,
         )
+        self._base = base
 
     def require_room(self) -> None:
         """Raise ConfigError, on every rank, where a checkpoint could not be written: before the first step; collective."""
         pipeline, first = self._pipeline, self._pipeline.mesh.everyone.index == 0
-        weights = sum(p.nbytes for name, p in pipeline.named_parameters() if pipeline.owns(name))
+        weights = sum(
+            p.nbytes
+            for name, p in pipeline.named_parameters()
+            if pipeline.owns(name) and (p.requires_grad or self._base is None)
+        )
         states = sum(
             p.numel() * (8 if p.dtype.itemsize >= 4 else 12)
             for name, p in pipeline.named_parameters()
@@ -130,7 +139,7 @@ class RunCheckpoints:
         self.finish()
         if self.path is None:
             raise CheckpointError("there is no checkpoint to go back to")
-        loaded = load(self.path, self._pipeline, self._optimizer)
+        loaded = load(self.path, self._pipeline, self._optimizer, self._base)
         self._saved = loaded.step, int(loaded.extra["batch"])
         return loaded
 

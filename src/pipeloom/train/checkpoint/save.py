@@ -30,7 +30,16 @@ from pipeloom.runtime import Pipeline
 from pipeloom.train.checkpoint.boxes import Box, tiling_problem
 from pipeloom.train.checkpoint.files import DTYPE_NAMES, write_bytes, write_tensors
 from pipeloom.train.checkpoint.folder import partial_path, prune, publish, remove_leftovers, step_path
-from pipeloom.train.checkpoint.manifest import EXTRA, MANIFEST, Manifest, StoredBox, StoredFile, TensorEntry, to_bytes
+from pipeloom.train.checkpoint.manifest import (
+    EXTRA,
+    MANIFEST,
+    BaseWeights,
+    Manifest,
+    StoredBox,
+    StoredFile,
+    TensorEntry,
+    to_bytes,
+)
 from pipeloom.train.checkpoint.state import AnyOptimizer, Number, Part, model_parts, optimizer_parts
 
 # A rank whose part has not appeared by then is not writing into the same directory, or is gone.
@@ -65,6 +74,7 @@ class Saver:
         keep: how many of the newest checkpoints stay; 0: all.
         keep_every: those of every n-th step stay too; 0: none do for their step.
         asynchronous: `save` returns when the state has been copied; a thread writes it.
+        base: where the frozen weights come from: they are not saved, and the manifest names this; None: all is saved.
 
     Attributes:
         stalled: seconds for which the last `save` kept its caller.
@@ -81,8 +91,10 @@ class Saver:
         keep: int = 0,
         keep_every: int = 0,
         asynchronous: bool = False,
+        base: BaseWeights | None = None,
     ) -> None:
         self.folder = Path(folder)
+        self.base = base
         self.stalled = 0.0
         self.written = 0
         self.writer_cpu = 0.0
@@ -115,7 +127,7 @@ class Saver:
         self._join()
         final, partial = step_path(self.folder, step), partial_path(self.folder, step)
         prepared = self._prepare(partial) if self._rank == 0 else ""
-        parts = model_parts(self._pipeline)
+        parts = model_parts(self._pipeline, self.base is not None)
         numbers: dict[str, Number] = {}
         if self._optimizer is not None:
             more, numbers = optimizer_parts(self._pipeline, self._optimizer)
@@ -285,7 +297,7 @@ class _Job:
             "ranks": self.saver._world,
             "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         }
-        manifest = Manifest(self.step, tuple(held), self.plan.entries, self.numbers, files, writer)
+        manifest = Manifest(self.step, tuple(held), self.plan.entries, self.numbers, files, writer, self.saver.base)
         write_bytes(self.partial / MANIFEST, to_bytes(manifest))
         for rank in range(1, self.saver._world):
             (self.partial / f"rank-{rank:05d}.json").unlink()

@@ -67,13 +67,17 @@ class Part:
 
 @dataclass(frozen=True)
 class Holder:
-    """A parameter or buffer here: its tensor, and where that is in the whole one."""
+    """A parameter or buffer here: its tensor, and where that is in the whole one.
+
+    `frozen`: it is a parameter that does not train.
+    """
 
     name: str
     tensor: Tensor
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     parameter: bool
+    frozen: bool = False
 
     @property
     def box(self) -> Box:
@@ -91,7 +95,8 @@ def holders(pipeline: Pipeline) -> list[Holder]:
             sharding, {shard.axis: getattr(place, shard.axis) for shard in sharding.shards}, parameter.ndim
         )
         shape = tuple(sharding.full_shape(parameter.shape))
-        found.append(Holder(pipeline.stored_name(name), parameter.detach(), shape, offset, True))
+        frozen = not parameter.requires_grad
+        found.append(Holder(pipeline.stored_name(name), parameter.detach(), shape, offset, True, frozen))
     for layer, module in pipeline.modules.items():
         persistent = module.state_dict()
         for inner, buffer in module.named_buffers():
@@ -108,11 +113,12 @@ def _offset(sharding: ParameterSharding, index: Mapping[str, int], ndim: int) ->
     return tuple(offset)
 
 
-def model_parts(pipeline: Pipeline) -> list[Part]:
-    """Weights and buffers here."""
+def model_parts(pipeline: Pipeline, trained_only: bool = False) -> list[Part]:
+    """Weights and buffers here; `trained_only`: no frozen weights."""
     return [
         Part(f"model.{held.name}", held.shape, held.box, held.tensor, first=not held.parameter)
         for held in holders(pipeline)
+        if not (trained_only and held.frozen)
     ]
 
 
@@ -201,9 +207,9 @@ class Stored(Protocol):
     def region(self, key: str, box: Box) -> Tensor: ...
 
 
-def required_names(pipeline: Pipeline) -> dict[str, tuple[int, ...]]:
+def required_names(pipeline: Pipeline, trained_only: bool = False) -> dict[str, tuple[int, ...]]:
     """Stored name -> whole shape, of everything here that a checkpoint's model must have."""
-    return {held.name: held.shape for held in holders(pipeline)}
+    return {held.name: held.shape for held in holders(pipeline) if not (trained_only and held.frozen)}
 
 
 def require_shapes(stored: Stored, needed: Mapping[str, tuple[int, ...]]) -> None:
@@ -224,9 +230,11 @@ def _near(name: str, tensors: Iterable[str]) -> str:
 
 
 @torch.no_grad()
-def load_model(stored: Stored, pipeline: Pipeline) -> None:
+def load_model(stored: Stored, pipeline: Pipeline, trained_only: bool = False) -> None:
     """Puts weights and buffers back. Where the checkpoint has an fp32 master of a weight, that is the weight's value."""
     for held in holders(pipeline):
+        if trained_only and held.frozen:
+            continue
         key = f"optimizer.{held.name}.master"
         if not held.parameter or key not in stored.tensors:
             key = f"model.{held.name}"

@@ -1,0 +1,57 @@
+"""The configuration of an adapter in peft's format as keys of `[lora]`; reads `adapter_config.json` and needs no `peft`."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from pipeloom.errors import ConfigError, PipeloomError
+from pipeloom.limits import read_file
+
+ADAPTER_CONFIG = "adapter_config.json"
+_MOST_BYTES = 10_000_000
+# Options of peft with which an adapter computes something else than s B A x on whole linear layers; None and empty: unused.
+_UNSUPPORTED = (
+    *("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform", "layers_pattern"),
+    *("target_parameters", "exclude_modules", "trainable_token_indices", "megatron_config", "layer_replication"),
+    *("lora_bias", "alora_invocation_tokens", "use_bdlora"),
+)
+
+
+def adapter_keys(adapter: str) -> dict[str, Any]:
+    """Keys of `[lora]` of the adapter in a directory.
+
+    Raises ConfigError where its configuration cannot be read, or asks for more than low-rank products on linear layers.
+    """
+    where = f'lora.adapter = "{adapter}"'
+    values = read_adapter_config(Path(adapter).expanduser(), where)
+    if values.get("peft_type") != "LORA":
+        raise ConfigError(f"{where}: its peft_type is {str(values.get('peft_type'))[:60]!r}; only LORA is supported")
+    if values.get("bias", "none") != "none":
+        raise ConfigError(f"{where}: it trains biases (bias = {str(values['bias'])[:60]!r}), which is not supported")
+    for key in _UNSUPPORTED:
+        if values.get(key):
+            raise ConfigError(f"{where}: it uses {key}, which is not supported")
+    rank, alpha, targets = values.get("r"), values.get("lora_alpha"), values.get("target_modules")
+    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not targets:
+        raise ConfigError(f"{where}: its {ADAPTER_CONFIG} lacks r, lora_alpha or target_modules")
+    return {
+        "r": rank,
+        "lora_alpha": float(alpha) * (math.sqrt(rank) if values.get("use_rslora") else 1.0),
+        "lora_dropout": float(values.get("lora_dropout") or 0.0),
+        "target_modules": targets if isinstance(targets, str) else sorted(map(str, targets)),
+    }
+
+
+def read_adapter_config(folder: Path, where: str) -> dict[str, Any]:
+    """The content of `adapter_config.json`. Raises ConfigError, which begins with `where`."""
+    path = folder / ADAPTER_CONFIG
+    try:
+        content = json.loads(read_file(path, _MOST_BYTES, "an adapter's configuration"))
+        if not isinstance(content, dict):
+            raise ValueError("it holds no table")
+    except (OSError, ValueError, RecursionError, PipeloomError) as error:
+        raise ConfigError(f"{where}: {path} cannot be read: {error}") from error
+    return content

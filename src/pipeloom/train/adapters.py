@@ -1,0 +1,202 @@
+"""Adapters in training: where the frozen weights come from, and adapters in the file format of `peft`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pipeloom.config import Config
+from pipeloom.config.adapter import ADAPTER_CONFIG
+from pipeloom.errors import CheckpointError, ConfigError
+from pipeloom.models.adapters import LoraOptions, adapter_name, is_adapter
+from pipeloom.models.hf.weights import Folder
+from pipeloom.parallel.exchange import all_gather_json
+from pipeloom.runtime import Pipeline
+from pipeloom.train.checkpoint.boxes import Box
+from pipeloom.train.checkpoint.folder import newest_checkpoint
+from pipeloom.train.checkpoint.load import Reader, verified
+from pipeloom.train.checkpoint.manifest import BaseWeights, read_manifest
+from pipeloom.train.checkpoint.state import Holder, holders, require_shapes
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."  # of every name in peft's files
+_SAMPLE = 64  # bytes of each tensor, at its start, middle and end, that a directory's digest sees
+
+
+def base_weights(config: Config) -> BaseWeights | None:
+    """Where the weights that adapters leave alone come from; None: the configuration has no adapters.
+
+    Raises CheckpointError or ConfigError where they cannot be read.
+    """
+    if not config.lora.r:
+        return None
+    if config.model.source:
+        path = Path(config.model.source).expanduser()
+        return BaseWeights("hugging face", str(path), directory_digest(path))
+    path = newest_checkpoint(Path(config.model.weights).expanduser().absolute())
+    return BaseWeights("checkpoint", str(path), checkpoint_digest(path))
+
+
+def directory_digest(path: Path) -> str:
+    """SHA-256 of a Hugging Face directory's configuration, its tensors' names, types and shapes, and samples of each.
+
+    Samples and not all bytes, so that it takes as long for a large model as for a small one.
+    """
+    digest = hashlib.sha256((path / "config.json").read_bytes())
+    for name, entry in sorted(Folder(path).entries.items()):
+        digest.update(f"{name} {entry.dtype} {entry.shape}".encode())
+        with entry.file.open("rb", buffering=0) as file:
+            for at in (0, max(0, entry.size // 2 - _SAMPLE), max(0, entry.size - _SAMPLE)):
+                file.seek(entry.start + at)
+                digest.update(file.read(min(_SAMPLE, entry.size)))
+    return digest.hexdigest()
+
+
+def checkpoint_digest(path: Path) -> str:
+    """SHA-256 of the checksums of a checkpoint's files."""
+    files = read_manifest(path).files
+    return hashlib.sha256(" ".join(f"{name} {files[name].sha256}" for name in sorted(files)).encode()).hexdigest()
+
+
+def begin_weights(config: Config, pipeline: Pipeline, resumed: bool = False) -> None:
+    """Put in the weights that a run begins with, beside those of `model.source`; collective.
+
+    `model.weights` holds those of our own decoder, `lora.adapter` those of adapters.
+
+    Args:
+        resumed: whether a checkpoint is loaded afterwards, which has all weights that train.
+
+    Raises CheckpointError and ConfigError where they are not there or are others', or where no layer has an adapter.
+    """
+    if config.model.weights and (config.lora.r or not resumed):
+        _read_checkpoint(Path(config.model.weights).expanduser().absolute(), pipeline)
+    if config.lora.r:
+        _require_adapters(config, pipeline)
+    if config.lora.adapter and not resumed:
+        read_adapter(Path(config.lora.adapter).expanduser(), pipeline)
+
+
+@torch.no_grad()
+def _read_checkpoint(path: Path, pipeline: Pipeline) -> None:
+    """The weights of a checkpoint, adapters aside."""
+    everyone = pipeline.mesh.everyone
+    group = pipeline.run_control if everyone.size > 1 else None
+    directory = newest_checkpoint(path)
+    with pipeline.waiting("the other ranks to compare a checkpoint's checksums", "load"):
+        manifest, problem = verified(directory, group, everyone.index, everyone.size)
+    if manifest is None:
+        raise CheckpointError(problem)
+    if manifest.base is not None:
+        raise CheckpointError(f"{directory}: it holds adapters only, of the model in {manifest.base.path}")
+    with Reader(directory, manifest) as reader:
+        here = [held for held in holders(pipeline) if not is_adapter(held.name)]
+        require_shapes(reader, {held.name: held.shape for held in here})
+        for held in here:
+            held.tensor.copy_(reader.region(f"model.{held.name}", held.box))
+
+
+def _require_adapters(config: Config, pipeline: Pipeline) -> None:
+    """Raise ConfigError, on every rank, where no linear layer of the model is a target."""
+    mine = [name for name, _ in pipeline.named_parameters() if is_adapter(name)]
+    weights = {
+        name.split(".")[-2] for name, p in pipeline.named_parameters() if p.ndim == 2 and name.endswith(".weight")
+    }
+    facts = [len(mine), sorted(weights)]
+    everyone: list[Any] = [facts]
+    if pipeline.mesh.everyone.size > 1:
+        with pipeline.waiting("the other ranks to count their adapters"):
+            everyone = all_gather_json(facts, pipeline.run_control)
+    if not sum(count for count, _ in everyone):
+        known = sorted({name for _, names in everyone for name in names})
+        raise ConfigError(
+            f"lora.target_modules = {config.lora.target_modules!r}: no linear layer has such a name; the model has "
+            f"weights called {', '.join(known[:20])}"
+        )
+
+
+# -- peft's files --------------------------------------------------------------------------------------------------------
+
+
+def write_adapter(out: Path, tensors: Mapping[str, Tensor], options: LoraOptions, base: str, transposed: bool) -> None:
+    """Write adapters as `peft` does: `adapter_config.json` and `adapter_model.safetensors` in a new directory.
+
+    Args:
+        tensors: by their names in `transformers`.
+        base: the model that they belong to, as `peft` finds it.
+        transposed: whether the layers keep their weights as [inputs, outputs].
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    named = {f"{_PREFIX}{name}": tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(named, out / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    modules = sorted({name.rpartition(".lora_")[0] for name in tensors})
+    targets = options.target_modules
+    content = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": options.r,
+        "lora_alpha": options.lora_alpha,
+        "lora_dropout": options.lora_dropout,
+        "target_modules": modules if targets == "all-linear" else targets,
+        "bias": "none",
+        "fan_in_fan_out": transposed,
+        "inference_mode": True,
+    }
+    (out / ADAPTER_CONFIG).write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+@torch.no_grad()
+def read_adapter(folder: Path, pipeline: Pipeline) -> None:
+    """Put adapters in peft's format into a pipeline, of each this rank's part.
+
+    Raises ConfigError, on every rank, for adapters that the file lacks, has beside the model's, or has in another shape.
+    """
+    here = [held for held in holders(pipeline) if is_adapter(held.name)]
+    problem = ""
+    try:
+        keys = _read_parts(folder / ADAPTER_WEIGHTS, here)
+    except ConfigError as error:
+        keys, problem = [], str(error)
+    answers: list[Any] = [[problem, keys, [adapter_name(held.name) for held in here]]]
+    if pipeline.mesh.everyone.size > 1:
+        with pipeline.waiting("the other ranks to read an adapter", "load"):
+            answers = all_gather_json(answers[0], pipeline.run_control)
+    for problem, *_ in answers:
+        if problem:
+            raise ConfigError(problem)
+    _refuse_others(folder, {key for _, keys, _ in answers for key in keys}, {n for *_, names in answers for n in names})
+
+
+def _read_parts(path: Path, here: Iterable[Holder]) -> list[str]:
+    """Fill these tensors; the names of all that the file holds."""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            keys = [key.removeprefix(_PREFIX) for key in file.keys()]  # noqa: SIM118 (no mapping)
+            for held in here:
+                name = adapter_name(held.name)
+                if name not in keys:
+                    raise ConfigError(f"{path}: it has no {name}, and the model has an adapter there")
+                stored = file.get_slice(f"{_PREFIX}{name}")
+                if tuple(stored.get_shape()) != held.shape:
+                    raise ConfigError(f"{path}: {name} is {stored.get_shape()}, and the model's is {list(held.shape)}")
+                held.tensor.copy_(stored[held.box.slices_in(Box((0,) * len(held.shape), held.shape))])
+            return keys
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path} cannot be read: {str(error)[:200]}") from error
+
+
+def _refuse_others(folder: Path, keys: Collection[str], known: Collection[str]) -> None:
+    others = sorted(set(keys) - set(known))
+    if others:
+        raise ConfigError(
+            f"{folder / ADAPTER_WEIGHTS}: it has {others[0]}{f' and {len(others) - 1} more' * (len(others) > 1)}, which the "
+            "model has no linear layer for"
+        )
