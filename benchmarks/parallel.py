@@ -3,6 +3,7 @@
     python benchmarks/parallel.py           all parts
     python benchmarks/parallel.py tensor
     python benchmarks/parallel.py data
+    python benchmarks/parallel.py gathers
 
 tensor: a column -> row pair (width 256, inner 1024, 1024 tokens) forward and backward, against the same pair under
         torch.distributed.tensor.parallel (ColwiseParallel and RowwiseParallel on DTensor); without and with sequence
@@ -11,6 +12,9 @@ data:   a decoder (4 blocks, width 256, 4 sequences of 128 tokens a replica), fo
         2 replicas, against torch.nn.parallel.DistributedDataParallel, whose gradients go through gloo. Ours go through shared
         memory, as a Pipeline does on one machine by default, or through gloo. In one micro-batch, and in four, of which
         DistributedDataParallel reduces the last (no_sync).
+gathers: ZeRO-1 over 2 replicas (12 blocks, width 256, one per bucket), steps whose all-gather goes on beside the next forward
+        against steps that wait for it. Through gloo, and over an emulated link of 1 Gbit/s: a gather is complete no earlier
+        than its bytes, and those before it, would take. A pair is two steps of each.
 
 The two sides alternate, step by step, in the same processes; a step's time is that of its slower process. Printed are
 medians over the pairs of steps, and the median of their ratios.
@@ -21,7 +25,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -37,11 +43,15 @@ from parts import run_parts
 from pipeloom import schedules
 from pipeloom.config import MeshShape, load
 from pipeloom.models import cross_entropy, layers
-from pipeloom.parallel.mesh import Mesh
+from pipeloom.parallel import zero
+from pipeloom.parallel.collectives import PendingCollective, start_gather_slices
+from pipeloom.parallel.data import GradientSync
+from pipeloom.parallel.mesh import Axis, Mesh
 from pipeloom.parallel.sharding import shard_of, shardings_of
 from pipeloom.parallel.shared_memory_sum import SharedMemoryAllReduce
 from pipeloom.parallel.tensor import TensorParallel, column_linear, row_linear
-from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
+from pipeloom.runtime import Layer, Pipeline, RuntimeOptions, grad_sync
+from pipeloom.train.optimizer import Optimizer
 from processes import run_ranks
 
 PROCESSES = 2
@@ -153,8 +163,8 @@ def tensor() -> None:
 LAYERS, SEQUENCES, LENGTH = 4, 4, 128
 
 
-def decoder() -> list[Layer]:
-    sizes = {"num_hidden_layers": LAYERS, "hidden_size": WIDTH, "intermediate_size": 688, "vocab_size": 256}
+def decoder(blocks: int = LAYERS) -> list[Layer]:
+    sizes = {"num_hidden_layers": blocks, "hidden_size": WIDTH, "intermediate_size": 688, "vocab_size": 256}
     return layers(load("tiny", {f"model.{key}": size for key, size in sizes.items()}).model.shape(), seed=0)
 
 
@@ -196,7 +206,62 @@ def data() -> None:
             report(what, run_ranks(measure_data, PROCESSES, transport, microbatches))
 
 
-PARTS = {"tensor": tensor, "data": data}
+BLOCKS, STEPS, GATHER_PAIRS = 12, 2, 12
+CAPACITY = 4 * 2**20  # bytes of a bucket: about one block
+BYTES_PER_SECOND = 125e6
+
+
+class SlowLink:
+    """All-gathers that are complete no earlier than a link of a given rate would have carried them, one after the other."""
+
+    def __init__(self) -> None:
+        self._free = 0.0
+
+    def start(self, flat: Tensor, axis: Axis) -> PendingCollective:
+        gather = start_gather_slices(flat, axis)
+        begun = max(self._free, time.perf_counter())
+        self._free = begun + flat.nbytes * (axis.size - 1) / axis.size / BYTES_PER_SECOND
+        done = self._free
+
+        def wait() -> None:
+            gather.wait()
+            time.sleep(max(0.0, done - time.perf_counter()))
+
+        return PendingCollective(SimpleNamespace(wait=wait), lambda: flat, flat)
+
+
+def measure_gathers(rank: int, emulated: bool) -> Times:
+    if emulated:
+        vars(zero)["start_gather_slices"] = SlowLink().start
+    vars(grad_sync)["GradientSync"] = partial(GradientSync, capacity=CAPACITY)
+    tokens = torch.randint(0, 256, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(rank))
+    mesh = Mesh.of(MeshShape(dp=PROCESSES))
+    assert mesh is not None
+    options = RuntimeOptions(shard_gradients=True)
+    pipeline = Pipeline(decoder(BLOCKS), schedules.gpipe(1, 1), loss=cross_entropy, mesh=mesh, options=options)
+    named, section = list(pipeline.named_parameters()), load("tiny", {"optimizer.zero1": True}).optimizer
+    optimizer = Optimizer(named, section, pipeline.sync, pipeline.counts)
+
+    def steps(waits: bool) -> None:
+        for _ in range(STEPS):
+            pipeline.step(tokens, tokens)
+            optimizer.step(None, 1e-4)
+            if waits:
+                optimizer.wait()
+        optimizer.wait()
+
+    times = alternate(lambda: steps(False), lambda: steps(True), GATHER_PAIRS)
+    pipeline.close()
+    return times
+
+
+def gathers() -> None:
+    header("ZeRO-1, 2 replicas, 2 steps", "waiting ms")
+    for emulated, name in ((False, "gloo"), (True, "emulated link of 1 Gbit/s")):
+        report(name, run_ranks(measure_gathers, PROCESSES, emulated))
+
+
+PARTS = {"tensor": tensor, "data": data, "gathers": gathers}
 
 if __name__ == "__main__":
     run_parts(PARTS)

@@ -68,6 +68,7 @@ class Replica:
 
     def gradients(self, step: int) -> float:
         """Forward and backward; returns the global norm."""
+        self.optimizer.wait()
         self.sync.begin()
         (self.net(tokens_of(step, self.mesh.place.dp)).float().square().sum() * 0.01).backward()
         self.sync.stage_done(0)
@@ -87,6 +88,7 @@ class Replica:
         return norms
 
     def weights(self) -> dict[str, Tensor]:
+        self.optimizer.wait()
         return {name: p.detach().clone() for name, p in self.net.named_parameters()}
 
 
@@ -118,6 +120,7 @@ def a_rank_without_a_slice(rank: int) -> tuple[int, list[list[float]]]:
         sync.stage_done(0)
         sync.finish()
         optimizer.step(None, RATE)
+        optimizer.wait()
         seen.append(layer.weight.flatten().tolist())
     copies.restore(optimizer)
     return optimizer.state_bytes, [*seen, layer.weight.flatten().tolist()]

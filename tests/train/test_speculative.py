@@ -86,7 +86,8 @@ def train(rank: int, layout: Layout, barrier: bool, spoil: Spoil, steps: int = S
     optimizer = trainer.optimizer
     speculative = SpeculativeOptimizer(pipeline, optimizer)
     for now in range(steps):
-        batch, rate = batch_of(layout, now), 1e-3 * (now + 1)
+        batch = batch_of(layout, now).part(pipeline.mesh.place.dp, layout.mesh.dp)
+        rate = 1e-3 * (now + 1)
         if barrier:
             step.now = now
             outcome = trainer.step(batch, rate)
@@ -108,9 +109,13 @@ def scale(factor: float, at: int, only: int | None = None) -> Spoil:
     """Multiplies the gradients of step `at` on all ranks, or on one."""
 
     def spoil(rank: int, step: int, pipeline: Pipeline) -> None:
-        for parameter in pipeline.parameters():
-            if step == at and only in (None, rank) and parameter.grad is not None:
-                parameter.grad.mul_(factor)
+        sync = pipeline.sync
+        slices = (
+            [bucket.part for bucket in sync.buckets] if sync is not None else [p.grad for p in pipeline.parameters()]
+        )
+        for gradient in slices:
+            if step == at and only in (None, rank) and gradient is not None:
+                gradient.mul_(factor)
 
     return spoil
 
@@ -203,6 +208,14 @@ def scenarios(rank: int, ranks: int) -> Mapping[str, Difference]:
     )
     routes: dict[str, Any] = {"schedule.name": "chimera", "schedule.microbatches": 8}
     found["two routes"] = compare(rank, layout_of(ranks, 0.0, **routes), scale(math.nan, at, only=0))
+    sharded: dict[str, Any] = {"parallel.pp": 1, "parallel.dp": 2, "schedule.microbatches": 2, "optimizer.zero1": True}
+    if ranks == 4:
+        sharded |= {"parallel.pp": 2, "train.dtype": "bfloat16"}
+    found["sharded"] = compare(rank, layout_of(ranks, limit, **sharded), scale(1000.0, at, only=0))
+    found["sharded nan"] = compare(rank, layout_of(ranks, 0.0, **sharded), scale(math.nan, at, only=1))
+    found["sharded nan at the end"] = compare(
+        rank, layout_of(ranks, 0.0, **sharded), scale(math.nan, STEPS - 1, only=1)
+    )
     tied = {**options, "model.tie_word_embeddings": True}
     found["tied"] = compare(rank, layout_of(ranks, limit, **tied), scale(1000.0, at, only=0))
     return found
@@ -236,10 +249,13 @@ def test_losses_and_weights_are_those_of_a_barrier(ranks: int) -> None:
         ("nan without clipping", 5),
         ("nan at the end", STEPS - 1),
         ("tied", 5),
+        ("sharded", 5),
+        ("sharded nan", 5),
+        ("sharded nan at the end", STEPS - 1),
     ):
         for case in (result[name] for result in results):
             assert case.rolled_back == [at], name
-            assert math.isfinite(case.norms[at]) == (name == "tied")
+            assert math.isfinite(case.norms[at]) == (name in ("tied", "sharded"))
 
 
 def overlap(rank: int) -> dict[bool, tuple[list[float], list[float]]]:

@@ -272,14 +272,6 @@ def _muon_needs_the_barrier(config: Config) -> Iterator[str]:
         )
 
 
-@_reads("optimizer.zero1", "optimizer.barrier")
-def _slices_need_the_barrier(config: Config) -> Iterator[str]:
-    if config.optimizer.zero1 and not config.optimizer.barrier:
-        yield (
-            "optimizer.zero1 = true: replicas gather what each has stepped, which is a barrier; set optimizer.barrier = true"
-        )
-
-
 @_reads("train.on_nan", "train.on_spike", "optimizer.barrier")
 def _bad_steps_need_the_barrier(config: Config) -> Iterator[str]:
     for key, usual in (("on_nan", ("stop", "skip")), ("on_spike", ("ignore",))):

@@ -24,6 +24,7 @@ from pipeloom.parallel.collectives import PendingCollective, start_all_reduce, s
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.reduction import Reducer, Reduction
 from pipeloom.parallel.through_host import start
+from pipeloom.parallel.zero import WeightGathers
 
 CAPACITY = 25 * 2**20  # bytes of a bucket
 AFTER_TIES = -1  # the "stage" of a weight that other pipeline ranks hold too: it is done when they have been summed
@@ -56,6 +57,7 @@ class GradientSync:
     Attributes:
         changed: called when somebody else than the optimizer has written to the parameters (fp32 copies of them are read anew).
         absent: after a step, the parameters without a gradient: no micro-batch of any replica used them.
+        weights: the slices of sharded parameters on their way to this rank; whoever reads parameters waits for them.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class GradientSync:
         self.mesh = mesh
         self.sharded = sharded
         self.buckets = make_buckets(held, mesh, capacity)
+        self.weights = WeightGathers(self.buckets if sharded else ())
         self._reducer = Reducer(self.buckets, mesh, sharded=sharded, share_memory=share_memory, timeout=timeout)
         self.syncing = True
         self._stage_backward = stage_backward

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeloom.parallel.buckets import Bucket
 from pipeloom.parallel.collectives import PendingCollective, start_gather_slices
+from pipeloom.parallel.mesh import Axis
 
 
 class FlatParameters:
@@ -14,7 +19,7 @@ class FlatParameters:
 
     Attributes:
         bucket: whose.
-        sharded: whether this rank steps its slice only; then `share` sends it to the others.
+        sharded: whether this rank steps its slice only; the others' come by a WeightGathers.
         flat: the buffer, in the parameters' dtype.
     """
 
@@ -50,6 +55,42 @@ class FlatParameters:
         if master.dtype != self.flat.dtype:
             self.flat[run].copy_(master)
 
-    def share(self) -> PendingCollective | None:
-        """Starts to bring the other ranks' slices, after all of this rank's have been written; None: it has them all."""
-        return start_gather_slices(self.flat, self.bucket.axis) if self.sharded else None
+
+class WeightGathers:
+    """The slices that other ranks have stepped, on their way to this one while it goes on to the next forward.
+
+    Process groups of their own carry them: the small sums and exchanges of the next step would else queue behind them. Making
+    it is collective over the buckets' axes, and so is `start`.
+    """
+
+    def __init__(self, buckets: Iterable[Bucket]) -> None:
+        self._axes: dict[tuple[int, ...], Axis] = {}
+        for bucket in buckets:
+            axis = bucket.axis
+            if axis.size > 1 and axis.ranks not in self._axes:
+                group = dist.new_group(list(axis.ranks), use_local_synchronization=True)
+                self._axes[axis.ranks] = replace(axis, group=group)
+        self._pending: dict[Bucket, PendingCollective] = {}
+
+    @property
+    def pending(self) -> bool:
+        """Whether any slice is on its way."""
+        return bool(self._pending)
+
+    def start(self, flats: Sequence[FlatParameters]) -> None:
+        """Starts to bring the other ranks' slices, after all of this rank's have been written: those of the first layers first.
+
+        Args:
+            flats: in the order in which their gradients are reduced, the same on all ranks of an axis.
+        """
+        self.wait()
+        for flat in reversed(flats):
+            if flat.sharded:
+                axis = self._axes[flat.bucket.axis.ranks]
+                self._pending[flat.bucket] = start_gather_slices(flat.flat, axis)
+
+    def wait(self, buckets: Iterable[Bucket] | None = None) -> None:
+        """Waits for the slices of the parameters in these buckets, or for all (None)."""
+        for bucket in list(self._pending) if buckets is None else buckets:
+            if bucket in self._pending:
+                self._pending.pop(bucket).wait()

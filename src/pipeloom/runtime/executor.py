@@ -43,12 +43,14 @@ class StepHooks:
         faults: those to make on purpose.
         before_last_backward: called with a stage before its last B, where that is one call of autograd's.
         stage_done: called with a stage once its gradients are complete, after what completed them has been sent.
+        before_layer: called with a layer's name before its weights are read: they may be on their way.
     """
 
     status: Status
     faults: Faults
     before_last_backward: Callable[[int], None] | None = None
     stage_done: Callable[[int], None] | None = None
+    before_layer: Callable[[str], None] | None = None
 
 
 @dataclass
@@ -172,6 +174,8 @@ class Executor:
                 if at:
                     self._turn(outgoing)
                 self.hooks.status.enter(action)
+                if action.kind != "F" or self.stages[action.stage].segmented:
+                    self._await_weights(action)
                 try:
                     self.hooks.faults.before(action)
                     output = _EXECUTE.get(action.kind, Executor._registered_kind)(self, action, received[at])
@@ -204,10 +208,18 @@ class Executor:
         stage, program = self.stages[action.stage], self.program.stages[action.stage]
         values, specs = self._forward_inputs(action, received)
         if self.keep_outputs and program.after is None:
-            self.result.outputs[mb] = stage.compute(values, self.batch.keywords[mb])
+            self.result.outputs[mb] = stage.compute(values, self.batch.keywords[mb], self.hooks.before_layer)
             outputs: BoundaryValues = ()
         else:
-            outputs = stage.forward(mb, values, specs, self.batch.keywords[mb], program, self._share_of_loss(action))
+            outputs = stage.forward(
+                mb,
+                values,
+                specs,
+                self.batch.keywords[mb],
+                program,
+                self._share_of_loss(action),
+                self.hooks.before_layer,
+            )
         return self._forward_done(action, outputs, received)
 
     def _backward(self, action: Action, received: Delivery | None) -> Delivery:
@@ -242,6 +254,8 @@ class Executor:
         The backward begins, unless it has no communication for the forward to hide.
         """
         first, second = instruction.actions
+        self._await_weights(first)
+        self._await_weights(second)
         forward = self._watched(first, self._forward_in_segments(first, received[0]))
         backward = self._watched(second, self._backward_in_segments(second, received[1]))
         begun = self.result.starts[-1]
@@ -252,6 +266,12 @@ class Executor:
         self.result.turns[self._next] = begun + forward_seconds
         self._turn(self._outgoing(instruction.sends[0], outputs))
         return self._outgoing(instruction.sends[1], gradients)
+
+    def _await_weights(self, action: Action) -> None:
+        """Wait for the weights of the action's whole stage; a plain forward waits layer by layer."""
+        if self.hooks.before_layer is not None:
+            for layer in self.stages[action.stage].layers.names:
+                self.hooks.before_layer(layer)
 
     def _forward_in_segments(self, action: Action, received: Delivery | None) -> Coroutine[Delivery]:
         """As `_forward` in a training step, stopping where it would wait for a communication."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeloom.errors import UsageError
+from pipeloom.parallel.buckets import Bucket
 from pipeloom.parallel.data import AFTER_TIES, GradientSync
 from pipeloom.parallel.grad_norm import clip, global_norm, square_norm
 from pipeloom.parallel.mesh import Axis, Mesh
@@ -19,6 +20,8 @@ from pipeloom.runtime import tied_weights as ties
 from pipeloom.runtime.assembly import Assembly
 from pipeloom.runtime.health.report import FailureReporter
 from pipeloom.runtime.options import RuntimeOptions
+
+_STEPPED = "the weights that other replicas have stepped"
 
 
 class StepGradients:
@@ -47,6 +50,11 @@ class StepGradients:
             stage_backward=assembly.grad_context.stage_backward,
         )
         assembly.grad_context.main = self.sync.main
+        bucket_of = {parameter: bucket for bucket in self.sync.buckets for parameter in bucket.parameters}
+        self._buckets_of: dict[str, tuple[Bucket, ...]] = {
+            layer: tuple(dict.fromkeys(bucket_of[p] for p in module.parameters() if p in bucket_of))
+            for layer, module in assembly.modules.items()
+        }
 
     def start_equal(self, group: Any) -> None:
         """Tied weights begin with the first one's values: each layer has drawn its own."""
@@ -57,6 +65,19 @@ class StepGradients:
         """Somebody else than the optimizer has written to the parameters."""
         for call in self.sync.changed if self.sync is not None else ():
             call()
+
+    def before_layer(self, layer: str) -> None:
+        """Waits, inside an action, for what other replicas have stepped of a layer's weights."""
+        if self.sync is not None and self.sync.weights.pending:
+            self._alarm.status.wait_inside(_STEPPED)
+            self.sync.weights.wait(self._buckets_of[layer])
+            self._alarm.status.wait_inside(None)
+
+    def wait_for_weights(self) -> None:
+        """Waits for what other replicas have stepped of all weights here."""
+        if self.sync is not None and self.sync.weights.pending:
+            with self._alarm.waiting(_STEPPED):
+                self.sync.weights.wait()
 
     def begin(self) -> None:
         """Before a step's first forward."""

@@ -161,7 +161,13 @@ class Pipeline:
         self._hooks = (
             StepHooks(status, faults)
             if sync is None
-            else StepHooks(status, faults, sync.last_backward, sync.stage_done)
+            else StepHooks(
+                status,
+                faults,
+                sync.last_backward,
+                sync.stage_done,
+                self._gradients.before_layer if sync.sharded else None,
+            )
         )
         self._keywords = KnownKeywords.of(assembled.modules.values())
         if self.distributed:
@@ -275,6 +281,7 @@ class Pipeline:
             with self._alarm.waiting(
                 "the comparison of replicated weights, after construction or a load by every rank"
             ):
+                self._gradients.wait_for_weights()
                 mine = replicas.replicated(self._assembly, self.mesh)
                 differences = replicas.compare(mine, self.mesh)
                 if differences and self.options.init == "check":
@@ -441,6 +448,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Ends the watchdog. Call it on every rank before the process group is destroyed."""
+        self._gradients.wait_for_weights()
         self._losses.close()
         self._status.leave()
         if self._alarm.watchdog is not None and self.options.watchdog is None:
@@ -453,6 +461,7 @@ class Pipeline:
     @property
     def modules(self) -> Mapping[str, nn.Module]:
         """Layer name -> module, of this rank's stages."""
+        self._gradients.wait_for_weights()
         return self._assembly.modules
 
     @property
@@ -461,11 +470,19 @@ class Pipeline:
         return tuple(stage.layers.names for _, stage in sorted(self._assembly.stages.items()))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(global name, parameter) of this rank's stages; a weight tied within the rank once, under its first name."""
+        """(global name, parameter) of this rank's stages; a weight tied within the rank once, under its first name.
+
+        Where optimizer states are sharded, this, `parameters`, `modules` and `state_dict` wait for what other replicas have
+        stepped. A parameter that was taken from them earlier may be behind between an optimizer's step and the next one of
+        the pipeline.
+        """
+        self._gradients.wait_for_weights()
         yield from self._assembly.parameters.items()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        yield from self._assembly.parameters.values()
+        """The parameters of this rank's stages."""
+        for _, parameter in self.named_parameters():
+            yield parameter
 
     def stored_name(self, name: str) -> str:
         """The name under which checkpoints hold this parameter: of a weight with several names the first, on every layout."""

@@ -122,6 +122,7 @@ class Stage:
         keywords: Mapping[str, Any],
         program: StageProgram,
         loss: ShareOfLoss | None = None,
+        before_layer: Callable[[str], None] | None = None,
     ) -> BoundaryValues:
         """F: the outputs, attached to the graph; of a route's last stage the loss alone, detached.
 
@@ -131,6 +132,7 @@ class Stage:
             keywords: the micro-batch's keyword arguments; each layer gets those that it takes.
             program: what the schedule says about this stage.
             loss: given for a route's last stage.
+            before_layer: called with each layer's name before the layer; of a segmented stage its caller does.
         """
         if self.segmented:
             return run_to_end(self.forward_in_segments(microbatch, values, specs, keywords, program, loss))
@@ -143,6 +145,8 @@ class Stage:
             for at, module in enumerate(layers.modules):
                 arguments = as_values(result, f"layer {layers.names[at - 1]!r}") if at else result
                 accepted = layers.accepted(at, keywords)
+                if before_layer is not None:
+                    before_layer(layers.names[at])
                 if layers.names[at] in layers.recomputed:
                     result = recomputed(partial(module, **accepted), arguments, module)
                 else:
@@ -175,13 +179,17 @@ class Stage:
         self._refuse_changes(buffers)
         return self._finish_forward(microbatch, flight, inputs, result, values if specs is not None else (), loss)
 
-    def compute(self, values: BoundaryValues, keywords: Mapping[str, Any]) -> Any:
+    def compute(
+        self, values: BoundaryValues, keywords: Mapping[str, Any], before_layer: Callable[[str], None] | None = None
+    ) -> Any:
         """The layers one after the other; the last one's result as it is. No gradient, nothing stays alive."""
         self._grad_context.queue = None
         result: Any = values
         for at, module in enumerate(self.layers.modules):
             if at:
                 values = as_values(result, f"layer {self.layers.names[at - 1]!r}")
+            if before_layer is not None:
+                before_layer(self.layers.names[at])
             result = module(*values, **self.layers.accepted(at, keywords))
         return result
 

@@ -47,6 +47,7 @@ class OptimizerCopy:
         self._copies.take([*optimizer.changing(), *values])  # a rank that steps nothing holds what others step, too
 
     def restore(self, optimizer: Optimizer) -> None:
+        optimizer.wait()  # what is under way would be written over it
         self._copies.restore()
         for each, states in zip(optimizer.optimizers, self._states, strict=True):
             each.state.clear()  # a parameter's first gradient may have made state that was not there

@@ -89,7 +89,11 @@ class Masters(Protocol):
         """
 
     def publish(self) -> None:
-        """Makes the parameters, here and on the ranks that share them, what the masters are now."""
+        """Makes the parameters what the masters are now; with sharded gradients the other ranks' slices are then on their way
+        here: `wait` for them before you read parameters."""
+
+    def wait(self) -> None:
+        """Waits for the slices that other ranks have published."""
 
     def read(self) -> None:
         """Makes the masters what the parameters are now."""
@@ -117,6 +121,9 @@ class Parameters:
         return {}
 
     def publish(self) -> None:
+        pass
+
+    def wait(self) -> None:
         pass
 
     def read(self) -> None:
@@ -157,6 +164,7 @@ class Buckets:
         return found
 
     def arrange(self) -> Replaced:
+        self.wait()  # what is under way is written over the slices that a step changes
         replaced: Replaced = {}
         if self._sync.absent:
             replaced = self._part(lambda slot: slot.held.parameter in self._sync.absent)
@@ -196,12 +204,14 @@ class Buckets:
     def publish(self) -> None:
         for flat, run, master in self._masters:
             flat.publish(run, master)
-        for pending in [flat.share() for flat in self._flats]:
-            if pending is not None:
-                pending.wait()
+        self._sync.weights.start(self._flats)
+
+    def wait(self) -> None:
+        self._sync.weights.wait()
 
     @torch.no_grad()
     def read(self) -> None:
+        self.wait()
         for flat, run, master in self._masters:
             if master.dtype != flat.flat.dtype:
                 master.copy_(flat.flat[run])
@@ -219,6 +229,7 @@ class Buckets:
         return put_back
 
     def changing(self) -> list[Tensor]:
+        self.wait()
         narrow = [master.detach() for flat, _, master in self._masters if master.dtype != flat.flat.dtype]
         return [*(flat.flat for flat in self._flats), *narrow]
 

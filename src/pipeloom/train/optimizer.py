@@ -30,8 +30,9 @@ class Optimizer:
     (`roles.role_of`).
 
     Without a GradientSync it steps the parameters and reads their `.grad`. With one it steps masters: fp32 values of bf16
-    parameters, and this rank's slices only where gradients are sharded (then `step` is collective over dp; Muon's is over dp
-    and tp). The state is that of the masters, in fp32 at least.
+    parameters, and this rank's slices only where gradients are sharded. Then `step` is collective over dp (Muon's over dp and
+    tp), and returns while the other ranks' slices are on their way: a Pipeline waits for them, others call `wait`. The state is
+    that of the masters, in fp32 at least.
 
     Args:
         named: this process's parameters by global name, each once.
@@ -163,8 +164,17 @@ class Optimizer:
                 for group in optimizer.param_groups:
                     group["lr"] = rate
                 optimizer.step()
-            self.masters.publish()  # collective: a rank whose slices hold no parameter has nothing to step, and takes part
+        # Collective: a rank whose slices hold no parameter, or that skips the step before others know of it, takes part.
+        self.masters.publish()
         self.zero_grad()
+
+    def wait(self) -> None:
+        """Waits for what other ranks have stepped; call it before you read parameters that a Pipeline has not given out."""
+        self.masters.wait()
+
+    def publish_again(self) -> None:
+        """Takes part where other ranks publish because they step anew, and this one does not."""
+        self.masters.publish()
 
     def zero_grad(self) -> None:
         """Drops all gradients."""
@@ -225,6 +235,7 @@ class Optimizer:
                 raise CheckpointError(
                     f"the optimizer's state of {piece.name!r} does not hold its elements {piece.start} to {piece.stop}"
                 )
+        self.masters.wait()
         for optimizer in self.optimizers:
             optimizer.state.clear()
         self._adopt(self.masters.separate({piece.name: states[piece.name]["step"] for piece in self.masters.pieces}))

@@ -68,7 +68,8 @@ class SpeculativeOptimizer:
     change its state's tensors in place, as those of torch do.
 
     Args:
-        optimizer: of this rank's parameters. Its step must not be collective: gradients must not be sharded.
+        optimizer: of this rank's parameters. With sharded gradients every rank publishes once per step, and once more where
+            a rank takes its step back.
     """
 
     def __init__(self, pipeline: Pipeline, optimizer: Optimizer) -> None:
@@ -140,6 +141,8 @@ class SpeculativeOptimizer:
                 self._before_step.restore(self._optimizer)
                 step.bring_back()
                 self._optimizer.step(norm, step.rate)
+            else:
+                self._optimizer.publish_again()
         step.exchange.finish()
         flags = together(row[1] for row in rows)
         return Outcome(step.loss.wait().item(), norm, step.rate, flags, wrong), wrong
