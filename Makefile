@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON := $(shell command -v $(PYTHON) || command -v python3)
 
-.PHONY: install train test quick lint fuzz growth mutants soak clean
+.PHONY: install train test quick lint fuzz growth mutants soak docs clean
 
 install: $(VENV)/.installed
 
@@ -51,6 +51,11 @@ gpu:
 	$(if $(WHEELS),python3 -m pip install --quiet --no-index --no-deps --upgrade --target .gpu-wheels $(WHEELS)/*.whl)
 	python3 benchmarks/gpu.py $(PART)
 
+# the documentation site, in site/: pages, live gallery, API reference
+docs: install
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	$(BIN)/python docs/site.py
+
 lint: install
 	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/ruff format --check src tests benchmarks examples
@@ -60,4 +65,4 @@ lint: install
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache runs
+	rm -rf $(VENV) build site .mypy_cache .ruff_cache .pytest_cache runs

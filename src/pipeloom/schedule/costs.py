@@ -114,7 +114,7 @@ class Costs:
         return tuple(map(float, value))
 
     def per_pair(self, name: str, stages: int) -> tuple[tuple[float, ...], ...] | None:
-        """`pair` or `pair_split` as [forward's stage][backward's stage], or None; raises UsageError for another size."""
+        """`pair` or `pair_split` as `[forward's stage][backward's stage]`, or None; raises UsageError for another size."""
         value = getattr(self, name)
         if value is None:
             return None

@@ -1,0 +1,87 @@
+"""The tutorial's commands and code run as they are printed, and the pages of the documentation site are all there."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from typer.testing import CliRunner
+
+from pipeloom.cli import app
+from pipeloom.schedules import FAMILIES
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_the_tutorial_runs_from_its_first_line_to_its_last(tmp_path: Path) -> None:
+    text = (DOCS / "tutorial.md").read_text("utf-8")
+    blocks = re.findall(r"```(python|sh)\n(.*?)```", text, re.DOTALL)
+    assert {language for language, _ in blocks} == set(re.findall(r"```(\w+)", text))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    printed = []
+    for language, block in blocks:
+        named = re.match(r"# (\w+\.py)\n", block)
+        if named is not None:
+            (tmp_path / named[1]).write_text(block, "utf-8")
+        command = [sys.executable, "-c", block] if language == "python" else ["bash", "-euc", block]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"
+        printed.append(done.stdout)
+    assert "makespan" in printed[0]
+    assert float(printed[1].split()[0]) > 24
+    assert "eager:extra=2" in printed[3]
+    assert "prediction: costs of" in printed[5]
+    assert "the schedule deadlocks; the shortest cycle" in printed[6]
+    assert (tmp_path / "step.html").stat().st_size > 10_000
+
+
+def _site() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_site", DOCS / "site.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_site_has_a_live_page_of_every_family_and_a_reference_of_every_public_name(tmp_path: Path) -> None:
+    site = _site()
+    folder = tmp_path / "docs"
+    site.stage(folder)
+    gallery = (folder / "gallery.md").read_text("utf-8")
+    for name in FAMILIES:
+        assert f"(gallery/{name}.html)" in gallery
+        assert 'id="data"' in (folder / "gallery" / f"{name}.html").read_text("utf-8")
+    for module, name in (
+        ("pipeloom", "pipeloom.schedule.model.Schedule"),
+        ("pipeloom.runtime", "pipeloom.runtime.pipeline.Pipeline"),
+    ):
+        assert f"::: {name}\n" in (folder / "api" / f"{module}.md").read_text("utf-8")
+
+
+def test_the_commands_of_the_gallery_write_its_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = re.findall(r"```sh\n(.*)\n```", _site().gallery(tmp_path / "gallery"))
+    assert len(commands) == len(FAMILIES)
+    monkeypatch.chdir(tmp_path)
+    for name, command in zip(FAMILIES, commands, strict=True):
+        program, *words = command.split()
+        assert program == "pipeloom"
+        assert CliRunner().invoke(app, words).exit_code == 0
+        assert (tmp_path / f"{name}.html").read_bytes() == (tmp_path / "gallery" / f"{name}.html").read_bytes()
+
+
+def test_every_link_of_the_site_leads_to_a_file_of_it(tmp_path: Path) -> None:
+    folder = tmp_path / "docs"
+    _site().stage(folder)
+    for page in folder.rglob("*.md"):
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text("utf-8")):
+            if "://" not in target and target.endswith((".md", ".svg", ".html")):
+                assert (page.parent / target).is_file(), f"{page.name}: {target}"
