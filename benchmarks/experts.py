@@ -15,12 +15,12 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.config import MeshShape, load
 from pipeloom.models import layers, moe_overlap
 from pipeloom.models.decoder import Attention
-from pipeloom.parallel import dispatch
 from pipeloom.parallel.dispatch_plan import ExpertParallel
 from pipeloom.parallel.expert import Experts
 from pipeloom.parallel.mesh import Mesh
@@ -68,10 +68,21 @@ class Link:
             self.exposed += left
 
 
+class SlowWork:
+    """An all-to-all that has arrived when the emulated link has carried it."""
+
+    def __init__(self, link: Link, due: float, work: Any) -> None:
+        self.link, self.due, self.work = link, due, work
+
+    def wait(self) -> None:
+        self.link.wait(self.due)
+        self.work.wait()
+
+
 def emulate(link: Link) -> None:
     """Puts sleeps into the attention and the experts, and the link under the all-to-all."""
     tokens = BATCH * LENGTH
-    attention, run, experts = Attention.forward, moe_overlap._BlockAttention.run, Experts.forward
+    attention, run, experts = Attention.forward, moe_overlap.BlockAttention.run, Experts.forward
 
     def attend(self: Attention, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
         return Busy.apply(attention(self, x, position_ids), SECONDS)  # type: ignore[no-any-return, no-untyped-call]
@@ -83,19 +94,16 @@ def emulate(link: Link) -> None:
         share = rows.shape[0] / (2 * tokens)  # each token goes to two experts
         return Busy.apply(experts(self, rows, counts), SECONDS * share)  # type: ignore[no-any-return, no-untyped-call]
 
-    class Slow(dispatch._TensorAllToAll):
-        def __init__(self, rows: Tensor, split: Any, back: bool) -> None:
-            super().__init__(rows, split, back)
-            self._due = link.send(rows.shape[0])
+    all_to_all = dist.all_to_all_single
 
-        def wait(self) -> Tensor:
-            link.wait(self._due)
-            return super().wait()
+    def send(received: Tensor, rows: Tensor, *sizes: Any, **keywords: Any) -> SlowWork:
+        work = all_to_all(received, rows, *sizes, **keywords)
+        return SlowWork(link, link.send(rows.shape[0]), work)
 
     Attention.forward = attend  # type: ignore[method-assign]
-    moe_overlap._BlockAttention.run = attend_block  # type: ignore[method-assign]
+    moe_overlap.BlockAttention.run = attend_block  # type: ignore[method-assign]
     Experts.forward = compute  # type: ignore[method-assign]
-    dispatch._TensorAllToAll = Slow  # type: ignore[misc]
+    dist.all_to_all_single = send  # type: ignore[assignment]
 
 
 def measure(rank: int) -> dict[tuple[str, float], tuple[float, float]]:

@@ -53,5 +53,5 @@ def test_the_launcher_repeats_no_reason(capsys: pytest.CaptureFixture[str]) -> N
     failures = {rank: WorkerFailure(rank, time.time(), 2, "refused\nfor two reasons") for rank in range(3)}
     failures[3] = WorkerFailure(3, time.time(), 2, "another reason")
     texts = ["", "a warning\nrefused\nfor two reasons", "refused\nfor two reasons", "another reason"]
-    launch._show([worker(rank, text) for rank, text in enumerate(texts)], 0, failures)
+    launch.show_output([worker(rank, text) for rank, text in enumerate(texts)], 0, failures)
     assert capsys.readouterr().err == "[rank 1] a warning\n[rank 3] another reason\n"

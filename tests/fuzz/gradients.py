@@ -232,7 +232,7 @@ def fuzz(seed: int, cases: int | None, deadline: float | None, say: Callable[[st
             counts["failed" if outcome.failed else outcome.sort] += 1
             if outcome.failed and not any(finding.explains(case, outcome) for finding in findings):
                 found = time.monotonic() - begun
-                finding = _shrunk(runner, case, outcome, deadline, number, found)
+                finding = shrunk(runner, case, outcome, deadline, number, found)
                 if not any(other.explains(finding.case, finding.outcome) for other in findings):
                     findings.append(finding)
                     say(finding.text())
@@ -246,7 +246,7 @@ def fuzz(seed: int, cases: int | None, deadline: float | None, say: Callable[[st
     return findings
 
 
-def _shrunk(runner: Runner, case: Case, outcome: Outcome, deadline: float | None, number: int, found: float) -> Finding:
+def shrunk(runner: Runner, case: Case, outcome: Outcome, deadline: float | None, number: int, found: float) -> Finding:
     """The failure as small as it gets within the time that there is."""
 
     def fails(candidate: Case) -> bool:

@@ -417,7 +417,7 @@ def failure(case: Case) -> str | None:
         found = answer(case)
     except BaseException as error:
         return f"{type(error).__name__} escapes: {error}"
-    return _wrong(case, found, SECONDS)
+    return complaint(case, found, SECONDS)
 
 
 def _is_large(case: Case, found: Answer) -> bool:
@@ -429,7 +429,7 @@ def _is_large(case: Case, found: Answer) -> bool:
     return found.code in (0, 3) and max(sizes, default=0) >= LARGE
 
 
-def _wrong(case: Case, found: Answer, seconds: float) -> str | None:
+def complaint(case: Case, found: Answer, seconds: float) -> str | None:
     command = case.words[0]
     if found.code not in DOCUMENTED.get(command, (0, 2)):
         last = found.trace.strip().splitlines()[-3:] if found.trace else [found.said[-300:]]
@@ -472,7 +472,7 @@ def real_failure(case: Case) -> str | None:
             said = out.read().decode(errors="replace")
     plain = replace(case, words=tuple(word for word in case.words if word != "--json"))
     found = Answer(run.returncode, time.monotonic() - start, said, "", said if "Traceback" in said else "")
-    return _wrong(plain, found, REAL_SECONDS)
+    return complaint(plain, found, REAL_SECONDS)
 
 
 def shrunk(case: Case, fails: Callable[[Case], bool], seconds: float = 60.0) -> Case:
@@ -550,7 +550,7 @@ def main(seed: int, cases: int | None, deadline: float | None) -> int:
         before, large = _megabytes("VmRSS"), False
         try:
             found = answer(case)
-            wrong = _wrong(case, found, SECONDS)
+            wrong = complaint(case, found, SECONDS)
             codes.setdefault(case.words[0], Counter())[found.code] += 1
             large = _is_large(case, found)
             slowest = max(slowest, 0.0 if large else found.seconds)

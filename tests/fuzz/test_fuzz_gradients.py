@@ -7,14 +7,13 @@ import time
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from fuzz import gradients
 from fuzz._cases import FAMILIES, Case, draw_case, is_valid
 from fuzz._crew import Crew, Hang
 from fuzz._layers import FROZEN, HOOKS, KINDS, Layout
 from fuzz._runs import observed, reference
-from pipeloom.runtime import stage
+from pipeloom.runtime.stage import InputGradients, Stage
 
 
 def cases(seed: int, count: int) -> list[Case]:
@@ -62,13 +61,13 @@ def test_every_hook_fires_in_one_process(hook: str) -> None:
 @pytest.mark.dist
 def test_a_planted_defect_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients that cross a boundary are too large."""
-    right: Any = stage._gradient
+    right = Stage.backward
 
-    def wrong(leaf: Tensor, fill: bool) -> Tensor | None:
-        gradient = right(leaf, fill)
-        return None if gradient is None else gradient * 1.01
+    def wrong(self: Stage, *arguments: Any, **keywords: Any) -> InputGradients:
+        values, buffers = right(self, *arguments, **keywords)
+        return tuple(None if value is None else value * 1.01 for value in values), buffers
 
-    monkeypatch.setattr(stage, "_gradient", wrong)
+    monkeypatch.setattr(Stage, "backward", wrong)
     case = Case(
         layers=("mlp", "layer norm|hooks=output", "conv", "linear"),
         schedule="interleaved",
@@ -82,7 +81,7 @@ def test_a_planted_defect_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -
     try:
         outcome = runner.outcome(case)
         assert outcome.sort == "gradient"
-        small = gradients._shrunk(runner, case, outcome, None, 0, 0.0).case
+        small = gradients.shrunk(runner, case, outcome, None, 0, 0.0).case
     finally:
         runner.close()
     assert small in (

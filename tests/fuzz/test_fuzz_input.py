@@ -35,7 +35,7 @@ def test_a_defect_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch, breaks: E
 
 def test_slow_answers_and_long_echoes_are_failures() -> None:
     case = part.Case(("check", "x"))
-    assert part._wrong(case, part.Answer(2, 3.5, "", ""), 3.0) == "slow: 3.5 s"
-    assert part._wrong(case, part.Answer(2, 0.0, "no " + "x" * 231, ""), 3.0) == "echo: a word of 231 characters"
-    assert part._wrong(part.Case(("check", "x", "--json")), part.Answer(0, 0.0, "{", "{"), 3.0) is not None
-    assert part._wrong(case, part.Answer(4, 0.0, "", ""), 3.0) is not None  # check never runs out of room
+    assert part.complaint(case, part.Answer(2, 3.5, "", ""), 3.0) == "slow: 3.5 s"
+    assert part.complaint(case, part.Answer(2, 0.0, "no " + "x" * 231, ""), 3.0) == "echo: a word of 231 characters"
+    assert part.complaint(part.Case(("check", "x", "--json")), part.Answer(0, 0.0, "{", "{"), 3.0) is not None
+    assert part.complaint(case, part.Answer(4, 0.0, "", ""), 3.0) is not None  # check never runs out of room

@@ -22,7 +22,7 @@ ROWS, INPUTS, OUTPUTS = 96, 128, 160
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
     """Shapes of the inputs that oneDNN was called with, on a machine that is taken for one that prefers it."""
     found: list[tuple[int, ...]] = []
-    onednn = products._onednn()
+    onednn = products.onednn_operation()
     if onednn is None:
         pytest.skip("this PyTorch has no oneDNN")
 
@@ -31,7 +31,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
         return onednn(x, *rest)
 
     monkeypatch.setattr(products, "machine_prefers_onednn", lambda: True)
-    monkeypatch.setattr(products, "_onednn", lambda: count)
+    monkeypatch.setattr(products, "onednn_operation", lambda: count)
     assert not products.uses_onednn()  # nobody has asked for it
     assert use_onednn_linear()
     yield found

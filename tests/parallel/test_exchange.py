@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.errors import DistributedError, UsageError
-from pipeloom.parallel import exchange
 from pipeloom.parallel.exchange import all_gather_json, all_gather_tree, broadcast_json, gather_tree
 from processes import run_ranks
 
@@ -68,11 +67,17 @@ def test_values_arrive_as_they_were() -> None:
 
 def test_a_value_that_is_no_data_is_refused() -> None:
     with pytest.raises(UsageError, match=r"a object cannot be sent|an? object cannot be sent"):
-        exchange._describe((1, [object()]), [])
+        all_gather_tree((1, [object()]), None, CPU)
     with pytest.raises(UsageError, match="dict cannot be sent"):
-        exchange._describe({1: 2}, [])
+        all_gather_tree({1: 2}, None, CPU)
 
 
-def test_bytes_that_are_not_json_are_no_value() -> None:
+def test_bytes_that_are_not_json_are_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged(parts: list[torch.Tensor], given: torch.Tensor, group: Any) -> None:
+        parts[0].copy_(given if given.dtype == torch.int64 else torch.tensor([128, 4, 46], dtype=torch.uint8))
+
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "gloo")
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
+    monkeypatch.setattr(dist, "all_gather", damaged)
     with pytest.raises(DistributedError, match="3 bytes that are not JSON"):
-        exchange._from_bytes(torch.tensor([128, 4, 46], dtype=torch.uint8))
+        all_gather_json(123, None)

@@ -75,11 +75,11 @@ def late(rank: int, shared: SharedBuffers) -> None:
 
 def elsewhere(rank: int, axis: Axis) -> None:
     """One rank that cannot map the others' memory keeps all of them from sharing."""
-    plain = shared_memory_sum._map
+    plain = shared_memory_sum.map_offered
     if rank == 1:
-        shared_memory_sum._map = lambda offer: None  # type: ignore[assignment]
+        shared_memory_sum.map_offered = lambda offer: None  # type: ignore[assignment]
     assert SharedBuffers.connect(axis, [4], [torch.float32]) is None
-    shared_memory_sum._map = plain
+    shared_memory_sum.map_offered = plain
     assert SharedBuffers.connect(axis, [4], [torch.float32]) is not None
 
 
@@ -89,14 +89,14 @@ def test_three_ranks() -> None:
 
 
 def test_memory_of_another_process_is_known_by_its_token() -> None:
-    memory = shared_memory_sum._Memory.create(2, 3 * 4096)
+    memory = shared_memory_sum.OfferedMemory.create(2, 3 * 4096)
     process, descriptor, size, token = memory.offer
-    found = shared_memory_sum._map((process, descriptor, size, token))
+    found = shared_memory_sum.map_offered((process, descriptor, size, token))
     assert found is not None
     assert found[:16] == bytes.fromhex(token)
-    assert shared_memory_sum._map((process, descriptor, size, "00" * 16)) is None
-    assert shared_memory_sum._map((process, 98765, size, token)) is None
-    assert shared_memory_sum._map(None) is None
+    assert shared_memory_sum.map_offered((process, descriptor, size, "00" * 16)) is None
+    assert shared_memory_sum.map_offered((process, 98765, size, token)) is None
+    assert shared_memory_sum.map_offered(None) is None
 
 
 def sums_of_tensors(rank: int) -> list[bool]:

@@ -70,11 +70,11 @@ def twice_and_wrong(rank: int) -> tuple[bool, Any, Any]:
         for a, b in zip(first[1][name].parameters(), again[1][name].parameters(), strict=True)
     )
     forgotten = parts(again[1], sum_partial=False)
-    plain, tensor._start_input_gradient = tensor._start_input_gradient, own_term
+    plain, tensor.start_input_gradient = tensor.start_input_gradient, own_term
     try:
         _, unreduced = step(shape, Way(), tensor_parallel(False))
     finally:
-        tensor._start_input_gradient = plain
+        tensor.start_input_gradient = plain
     return same, forgotten, parts(unreduced)
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-
 import pytest
 
 import pipeloom as pl
@@ -12,6 +9,7 @@ from models import batch, blocks, gradients, mse, serial, worst
 from pipeloom.config.fault import parse_fault
 from pipeloom.errors import ScheduleError
 from pipeloom.runtime import LocalPipeline, RuntimeOptions
+from pipeloom.runtime.loss import Loss
 from pipeloom.schedule.model import parts
 
 SCHEDULES = [
@@ -32,21 +30,15 @@ def differences(pipeline: LocalPipeline, schedule: pl.Schedule) -> tuple[float, 
     return abs(loss.item() / want_loss.item() - 1), worst(gradients(pipeline), want)
 
 
-def local(schedule: pl.Schedule, fault: str = "", check_first: bool = True) -> LocalPipeline:
+def local(schedule: pl.Schedule, fault: str = "", check_first: bool = True, loss: Loss = mse) -> LocalPipeline:
     options = RuntimeOptions(fault=parse_fault(fault))
-    return LocalPipeline(blocks(schedule.stages), schedule, loss=mse, options=options, check_first=check_first)
+    return LocalPipeline(blocks(schedule.stages), schedule, loss=loss, options=options, check_first=check_first)
 
 
-def scale(pipeline: LocalPipeline, change: Callable[[tuple[float, ...]], tuple[float, ...]]) -> LocalPipeline:
-    """Every batch of `pipeline` gets other shares of the loss."""
-    split = pipeline._split
-
-    def scaled(*arguments):  # type: ignore[no-untyped-def]
-        found = split(*arguments)
-        return replace(found, shares=change(found.shares))
-
-    pipeline._split = scaled  # type: ignore[method-assign]
-    return pipeline
+def scaled(*factors: float) -> Loss:
+    """Return a loss that is multiplied by these factors, one per call and thus per micro-batch."""
+    remaining = iter(factors)
+    return lambda output, target: mse(output, target) * next(remaining)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
@@ -63,11 +55,11 @@ class TestIsSeen:
     def test_gradients_m_times_too_large(self, schedule: pl.Schedule) -> None:
         """The usual mistake: the loss is divided by m for the log only."""
         m = schedule.microbatches
-        pipeline = scale(local(schedule), lambda shares: tuple(share * m for share in shares))
+        pipeline = local(schedule, loss=scaled(*[float(m)] * m))
         assert differences(pipeline, schedule)[1] == pytest.approx(m - 1, rel=1e-3)
 
     def test_one_share_a_little_too_large(self, schedule: pl.Schedule) -> None:
-        pipeline = scale(local(schedule), lambda shares: (shares[0] * 1.001, *shares[1:]))
+        pipeline = local(schedule, loss=scaled(1.001, *[1.0] * (schedule.microbatches - 1)))
         loss, gradient = differences(pipeline, schedule)
         assert loss > 10 * BOUND
         assert gradient > 10 * BOUND

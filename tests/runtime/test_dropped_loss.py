@@ -12,7 +12,7 @@ from torch import nn
 
 from pipeloom import schedules as S
 from pipeloom.runtime import Pipeline, RuntimeOptions
-from pipeloom.runtime.loss import LossBroadcast
+from pipeloom.runtime.loss import LossBroadcast, PendingLoss
 from processes import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -48,23 +48,21 @@ def steps(rank: int, drops: int) -> list[float]:
     """Two pipelines after each other in one process group; the rank `drops` drops each after its step, the other does not."""
     torch.manual_seed(0)
     if drops == 0:  # the loss is sent when rank 0 has dropped what would receive it
-        send = LossBroadcast._send
+        start = LossBroadcast.start
 
-        def late(self: LossBroadcast, total: torch.Tensor) -> None:
-            time.sleep(2.5)
-            send(self, total)
+        def late(self: LossBroadcast, share: torch.Tensor | None) -> PendingLoss:
+            time.sleep(2.5 if share is not None else 0.0)
+            return start(self, share)
 
-        LossBroadcast._send = late  # type: ignore[method-assign]
+        LossBroadcast.start = late  # type: ignore[method-assign]
     losses = []
     for _ in range(2):
         layers = [Slow(), nn.Linear(4, 4)]
         x = torch.randn(4, 4)
-        pipeline = Pipeline(
-            layers, S.one_f_one_b(2, 2), loss=mse, options=RuntimeOptions(transport="individual", timeout=40)
-        )
+        options = RuntimeOptions(transport="individual", timeout=40)
+        pipeline = Pipeline(layers, S.one_f_one_b(2, 2), loss=mse, options=options)
         pending = pipeline.forward_backward(x, x)
         if rank == drops:
-            pipeline._alarm.watchdog and pipeline._alarm.watchdog.close()
             del pipeline, pending
             gc.collect()
         else:

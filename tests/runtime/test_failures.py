@@ -19,6 +19,7 @@ from models import Block, batch, blocks, mse
 from pipeloom.config.fault import parse_fault
 from pipeloom.errors import ConfigError, DistributedError
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
+from pipeloom.runtime.loss import LossBroadcast, PendingLoss
 from processes import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -110,14 +111,14 @@ def test_a_killed_rank_is_named(transport: Any, victim: int, tmp_path: Path) -> 
 
 def train_slowly(rank: int, layers: Any, options: RuntimeOptions) -> None:
     """As `train`, but what it asks of the loss's rank comes a second late."""
-    pipeline = Pipeline(layers, LOOPED, loss=mse, options=options)
-    start = pipeline._losses.start
+    start = LossBroadcast.start
 
-    def late(share: Tensor | None) -> Any:
+    def late(self: LossBroadcast, share: Tensor | None) -> PendingLoss:
         time.sleep(1.0 if share is None else 0.0)
-        return start(share)
+        return start(self, share)
 
-    pipeline._losses.start = late  # type: ignore[method-assign]
+    LossBroadcast.start = late  # type: ignore[method-assign]
+    pipeline = Pipeline(layers, LOOPED, loss=mse, options=options)
     for step in range(4):
         pipeline.step(*batch(14, seed=step))
 

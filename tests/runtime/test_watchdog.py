@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -100,10 +101,13 @@ def _pour(end: socket.socket, count: int) -> None:
 def test_a_neighbour_that_does_not_read_never_blocks() -> None:
     one, _two = linked()
     begun = time.monotonic()
+    tracemalloc.start()
     for _ in range(3000):
         one.send({"text": "x" * 1000})
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
     assert time.monotonic() - begun < 10
-    assert len(one._outgoing) < 2 << 20
+    assert kept < 2 << 20
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 16, 64, 1000])
@@ -327,11 +331,16 @@ class Run:
 
     def __init__(self, world: int, timeout: float | None = 0.6) -> None:
         self.ends: dict[int, tuple[str, int]] = {}
+        self.at_end: dict[int, Callable[[str, int], None]] = {}
+        self.sockets: dict[int, list[socket.socket]] = {rank: [] for rank in range(world)}
         self.failures: dict[int, Failure] = {}
         self.links: dict[int, dict[int, Link]] = {rank: {} for rank in range(world)}
         for rank in range(world):
             for peer in range(rank):
-                self.links[rank][peer], self.links[peer][rank] = _pair(rank, peer)
+                one, two = socket.socketpair()
+                self.links[rank][peer], self.links[peer][rank] = Link(rank, peer, one, b""), Link(peer, rank, two, b"")
+                self.sockets[rank].append(one)
+                self.sockets[peer].append(two)
         self.dogs = {rank: self._dog(rank, world, timeout) for rank in range(world)}
 
     def _dog(self, rank: int, world: int, timeout: float | None) -> Watchdog:
@@ -340,6 +349,8 @@ class Run:
 
         def end(words: str, code: int) -> None:
             self.ends[rank] = words, code
+            if rank in self.at_end:
+                self.at_end[rank](words, code)
 
         status = Status(rank)
         status.step, status.phase = 3, "step"
@@ -348,11 +359,6 @@ class Run:
     def start(self, *ranks: int) -> None:
         for rank in ranks or self.dogs:
             self.dogs[rank].start()
-
-
-def _pair(rank: int, peer: int) -> tuple[Link, Link]:
-    one, two = socket.socketpair()
-    return Link(rank, peer, one, b""), Link(peer, rank, two, b"")
 
 
 @pytest.fixture(autouse=True)
@@ -378,8 +384,8 @@ def test_a_closed_link_is_a_death_and_one_after_bye_is_not() -> None:
     run.dogs[1].close()
     time.sleep(0.5)
     assert not run.ends
-    for link in run.links[2].values():
-        link._connection.shutdown(socket.SHUT_RDWR)
+    for connection in run.sockets[2]:
+        connection.shutdown(socket.SHUT_RDWR)
     assert wait_for(lambda: 0 in run.ends)
     assert "stopped, because rank 2 is gone" in run.ends[0][0]
     assert run.failures[0].blames == (2,)
@@ -449,7 +455,7 @@ def test_a_suspended_process_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(watching.time, "monotonic", lambda: real() + 100.0)
     time.sleep(1.5)
     assert not run.ends
-    assert run.dogs[0]._elapsed() < 10.0
+    assert run.dogs[0].state().seconds < 10.0
 
 
 def test_a_stall_is_reported_while_it_lasts(
@@ -497,7 +503,7 @@ def test_one_thread_reports_the_end() -> None:
         writes.set()
         written.wait(20.0)
 
-    run.dogs[0]._end = end
+    run.at_end[0] = end
     run.start()
     run.dogs[1].failed("the reason", (1,))
     assert writes.wait(20.0)

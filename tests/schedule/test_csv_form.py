@@ -77,11 +77,11 @@ def test_golden_files_are_what_torch_makes(name: str) -> None:
 @pytest.mark.torch_behaviour
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "looped-bfs"])
 def test_our_cells_pass_torch_own_reader_and_validator(name: str) -> None:
-    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     schedule = pl.schedules.build(name, 4, 9)
     rows = to_csv(schedule).splitlines()
-    table = {rank: [schedules._Action.from_str(cell) for cell in row.split(",")] for rank, row in enumerate(rows)}
-    placed = schedules._validate_schedule(table, 4, schedule.stages, 9)
+    table = {rank: [torch_schedules._Action.from_str(cell) for cell in row.split(",")] for rank, row in enumerate(rows)}
+    placed = torch_schedules._validate_schedule(table, 4, schedule.stages, 9)
     assert placed == dict(enumerate(schedule.placement))
 
 

@@ -36,7 +36,8 @@ def quiet_failures(rank: int, folder: Path) -> dict[str, Any]:
     once = pipeline.gradients()
     pipeline.evaluate(x, y)
     evaluated = pipeline.gradients()
-    (stage,) = pipeline.runtime._stages
+    torch_schedule = pipeline.runtime
+    (stage,) = torch_schedule._stages
     buffers = [info.buffer for infos in stage.args_recv_info.values() for info in infos if info.buffer is not None]
     second = TorchPipeline(rank, blocks(2), GPIPE, folder)
     second.step(x, y)

@@ -34,7 +34,8 @@ class TorchPipeline:
         self.runtime = _PipelineScheduleRuntime(stages, schedule.microbatches, loss_fn=loss)
         path = folder / f"{rank}.csv"
         path.write_text(to_csv(schedule))
-        self.runtime._load_csv(str(path), format="compute_only")
+        torch_schedule = self.runtime
+        torch_schedule._load_csv(str(path), format="compute_only")
         self.first, self.last = 0 in self.modules, schedule.stages - 1 in self.modules
 
     def step(self, x: Tensor, y: Tensor) -> list[float]:

@@ -18,6 +18,7 @@ import pipeloom
 from pipeloom.config import load_layout
 from pipeloom.errors import DistributedError
 from pipeloom.runtime.health import handshake
+from pipeloom.runtime.health.handshake import source_digests, source_facts
 from pipeloom.train.agreement import fingerprint, require_agreement
 from pipeloom.train.data.corpus import Corpus
 from processes import free_port, run_ranks
@@ -75,7 +76,7 @@ def disagreements(rank: int) -> dict[str, str]:
         "two at once": refusal([layout(**{"train.seed": 9, "optimizer.lr": 0.5})], rank, TEXT),
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handshake, "_source_digests", lambda: {"source of pipeloom/train": "abc" if rank else "def"})
+        patch.setattr(handshake, "source_digests", lambda root: {"source of pipeloom/train": "abc" if rank else "def"})
         found["source"] = refusal([layout()], rank, TEXT)
     return found
 
@@ -113,15 +114,16 @@ def test_a_long_text_is_sampled_at_fixed_offsets() -> None:
     assert fingerprint(bytes(data[:-1])) != plain
 
 
-def test_the_source_of_every_package_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    copy = tmp_path / "pipeloom"
-    shutil.copytree(Path(pipeloom.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(handshake, "__file__", str(copy / "runtime" / "health" / "handshake.py"))
-    before = handshake._source_digests.__wrapped__()
-    assert before == handshake._source_digests()
-    with (copy / "ops" / "rows.py").open("a") as file:
+def test_the_source_of_every_package_counts(tmp_path: Path) -> None:
+    source, same, other = Path(pipeloom.__file__).parent, tmp_path / "same", tmp_path / "other"
+    for copy in (same, other):
+        shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    before = source_digests(source)
+    assert before == source_digests(same)
+    assert before.items() <= source_facts().items()
+    with (other / "ops" / "rows.py").open("a") as file:
         file.write("# another line\n")
-    after = handshake._source_digests.__wrapped__()
+    after = source_digests(other)
     assert [name for name in before if before[name] != after[name]] == ["source of pipeloom/ops"]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from pipeloom.train.build import build_pipeline
 from pipeloom.train.data.corpus import Corpus
 from pipeloom.train.data.tokenizers import ByteTokenizer
 from pipeloom.train.loop import Trainer
-from pipeloom.train.replica_check import CUDA_TP_TOLERANCE, ReplicaCheck
+from pipeloom.train.replica_check import CUDA_TP_TOLERANCE, ReplicaCheck, differences
 from pipeloom.train.worker import WorkerContext
 from processes import run_ranks
 
@@ -69,7 +68,7 @@ def text() -> torch.Tensor:
 def undisturbed(rank: int, settings: dict[str, Any]) -> int:
     trainer = trainer_of(rank, settings)
     trainer.train(text())
-    names = sum(1 for _ in trainer.replicas._tensors())
+    names = sum(1 for _ in trainer.replicas.tensors())
     trainer.pipeline.close()
     return names
 
@@ -151,19 +150,17 @@ def test_an_expert_is_compared_with_its_own_replicas() -> None:
 
 def test_on_cuda_tensor_parallel_ranks_are_compared_within_a_tolerance() -> None:
     """As it would be there: without a GPU, the rule alone."""
-    check = ReplicaCheck.__new__(ReplicaCheck)
-    mesh = SimpleNamespace(shape=MeshShape(dp=2, tp=2))
-    check._pipeline = SimpleNamespace(device=torch.device("cuda"), mesh=mesh)  # type: ignore[assignment]
+    shape = MeshShape(dp=2, tp=2)
 
-    def differing(a: float, b: float, other: int) -> bool:
-        return bool(check._differences([{"w||weight": (1, a)}, *[{}] * (other - 1), {"w||weight": (2, b)}]))
+    def differing(a: float, b: float, other: int, tolerance: float = CUDA_TP_TOLERANCE) -> bool:
+        everyone = [{"w||weight": (1, a)}, *[{}] * (other - 1), {"w||weight": (2, b)}]
+        return bool(differences(everyone, shape, tolerance))
 
     within, beyond = 1 + CUDA_TP_TOLERANCE / 2, 1 + CUDA_TP_TOLERANCE * 2
     assert [differing(1.0, value, 1) for value in (1.0, within, beyond, math.nan)] == [False, False, True, True]
     assert differing(math.nan, math.nan, 1)  # a joint checksum: look at each tensor
     assert differing(1.0, 1.0, 2)  # a replica along dp holds the same bits
-    check._pipeline.device = torch.device("cpu")
-    assert differing(1.0, within, 1)
+    assert differing(1.0, within, 1, tolerance=0.0)
 
 
 def steps_checked(rank: int) -> list[int]:

@@ -80,7 +80,7 @@ from pipeloom.ops import products
 from pipeloom.runtime import LocalPipeline, Pipeline
 products.machine_prefers_onednn = lambda: True
 calls = []
-onednn = products._onednn()
+onednn = products.onednn_operation()
 products._onednn = lambda: lambda *arguments: (calls.append(1), onednn(*arguments))[1]
 if %r:
     assert products.use_onednn_linear()
@@ -99,7 +99,7 @@ def test_a_pipeline_changes_nothing_about_its_process(asked: bool) -> None:
     """Neither the allocator nor signals, threads, switches or modules; products go through oneDNN where the user asks for it."""
     from pipeloom.ops import products
 
-    if products._onednn() is None:
+    if products.onednn_operation() is None:
         pytest.skip("this PyTorch has no oneDNN")
     ran = subprocess.run([sys.executable, "-c", LIBRARY % asked], capture_output=True, text=True, timeout=200)
     assert ran.returncode == 0, ran.stderr

@@ -107,12 +107,12 @@ def test_cuda_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r'train.device = "cuda": this machine has no CUDA device for 4 workers'):
-        worker._device("cuda", 0, 4)
-    assert worker._device("auto", 0, 4).type == "cpu"
+        worker.claim_device("cuda", 0, 4)
+    assert worker.claim_device("auto", 0, 4).type == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match=r"2 CUDA devices for 4 workers; use .cpu., or parallel.pp = 2"):
-        worker._device("cuda", 0, 4)
+        worker.claim_device("cuda", 0, 4)
 
 
 def test_exit_codes_and_texts() -> None:

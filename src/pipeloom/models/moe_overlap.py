@@ -79,7 +79,7 @@ def run_in_sequence_blocks(
     mlp, expert = block.mlp, _spread(block)
     whole_draws = mlp.gate.draw(x.flatten(0, 1), microbatch)
     dropped = _mask(block, x, microbatch)
-    attention = _BlockAttention(block.self_attn, block.input_layernorm(x), position_ids)
+    attention = BlockAttention(block.self_attn, block.input_layernorm(x), position_ids)
     spans = [(int(part[0]), int(part[-1]) + 1) for part in torch.arange(x.shape[1]).tensor_split(expert.blocks)]
     tally = None
     ready: list[tuple[Finish, DispatchPlan, Tensor]] = []
@@ -106,7 +106,7 @@ def run_in_sequence_blocks(
     return (block.add(torch.cat(attended, 1), torch.cat(parts, 1).flatten(0, 1), microbatch),)
 
 
-class _BlockAttention:
+class BlockAttention:
     """Causal attention of one run of queries at a time over all keys up to them."""
 
     def __init__(self, attention: Attention, x: Tensor, position_ids: Tensor | None) -> None:

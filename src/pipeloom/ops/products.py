@@ -103,7 +103,7 @@ def machine_prefers_onednn() -> bool:
     """Whether this is an AMD processor with AVX-512, and PyTorch has both libraries."""
     return (
         torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
-        and _onednn() is not None
+        and onednn_operation() is not None
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
         and "AMD" in _vendor()
     )
@@ -149,13 +149,13 @@ def _suits(x: Tensor, y: Tensor, columns: int) -> bool:
 
 def _by_onednn(x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
     """x y^T + bias; autograd records nothing."""
-    found: Tensor = _onednn()(x, y, bias, "none", [], "")
+    found: Tensor = onednn_operation()(x, y, bias, "none", [], "")
     return found
 
 
 @cache
-def _onednn() -> Any:
-    """oneDNN's linear layer, which PyTorch's compiler calls; None where PyTorch has none."""
+def onednn_operation() -> Any:
+    """Return oneDNN's linear operation, which PyTorch's compiler calls; None where PyTorch has none."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None
     return getattr(torch.ops.mkldnn, "_linear_pointwise", None)

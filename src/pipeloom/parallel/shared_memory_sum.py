@@ -72,9 +72,9 @@ class SharedBuffers:
 
         The memory has no name, and is gone with the processes.
         """
-        mine = _Memory.create(2 * len(sizes), _starts(sizes, dtypes)[-1]) if hasattr(os, "memfd_create") else None
+        mine = OfferedMemory.create(2 * len(sizes), _starts(sizes, dtypes)[-1]) if hasattr(os, "memfd_create") else None
         offers = all_gather_json(mine.offer if mine is not None else None, axis.group)
-        maps = [_map(offer) for offer in offers]
+        maps = [map_offered(offer) for offer in offers]
         if mine is not None:
             maps[axis.index] = mine.map
         answers = all_gather_json(None not in maps, axis.group)
@@ -197,7 +197,7 @@ class SharedSum(NamedTuple):
         return self.sums.finish(self.key, self.buffers, self.x)
 
 
-class _Memory:
+class OfferedMemory:
     """Memory without a name that this user's processes can map.
 
     Attributes:
@@ -210,7 +210,7 @@ class _Memory:
         self.offer = offer
 
     @classmethod
-    def create(cls, flags: int, size: int) -> _Memory:
+    def create(cls, flags: int, size: int) -> OfferedMemory:
         assert flags * 8 <= _PAGE
         descriptor = os.memfd_create("pipeloom")
         os.ftruncate(descriptor, size)
@@ -220,7 +220,7 @@ class _Memory:
         return cls(descriptor, mapped, (os.getpid(), descriptor, size, token.hex()))
 
 
-def _map(offer: Sequence[Any] | None) -> mmap.mmap | None:
+def map_offered(offer: Sequence[Any] | None) -> mmap.mmap | None:
     """Another process's memory; None when it is on another machine, another user's, or may not be opened."""
     if offer is None:
         return None

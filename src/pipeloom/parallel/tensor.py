@@ -275,7 +275,7 @@ class _Column(torch.autograd.Function):
         fetch = partial(start_all_gather, x.detach(), tensor.axis) if tensor.sequence and wanted else None
         late = queue is not None and taken == wanted
         gathering = fetch() if fetch is not None and not late else None
-        reducing = _start_input_gradient(gradients, weights, tensor) if needs_x else None
+        reducing = start_input_gradient(gradients, weights, tensor) if needs_x else None
         biases = _bias_gradients(gradients, needs[count:])
         if queue is not None and taken:
             work = partial(_add, [(ctx.weights[at], gradients[at]) for at in taken], main)
@@ -315,7 +315,7 @@ def _recorded_gradients(
     return dx, products
 
 
-def _start_input_gradient(
+def start_input_gradient(
     gradients: Sequence[Tensor], weights: Sequence[Tensor], tensor: TensorParallel
 ) -> PendingCollective | SharedSum:
     """The sum over layers of gradient · weight, and the start of its sum over the ranks."""

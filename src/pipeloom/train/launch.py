@@ -331,7 +331,7 @@ def _fail(workers: list[_Worker], signals: _Signals, patience: Patience, folder:
     failures = read_failures(folder)
     own = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM}
     rank = first_failure(own or codes or {0: 1}, failures)
-    _show(workers, rank, failures)
+    show_output(workers, rank, failures)
     code = codes.get(rank)
     others = len(workers) - 1
     stopped = f"; the other {others} were stopped" if others > 1 else "; the other one was stopped" if others else ""
@@ -341,7 +341,7 @@ def _fail(workers: list[_Worker], signals: _Signals, patience: Patience, folder:
     return code if code is not None and code > 0 else DistributedError.exit_code
 
 
-def _show(workers: list[_Worker], first: int, failures: Mapping[int, WorkerFailure]) -> None:
+def show_output(workers: list[_Worker], first: int, failures: Mapping[int, WorkerFailure]) -> None:
     """What the workers wrote, the first to fail before the others, each text once. Rank 0 has written its own."""
     shown = {failures[0].text.strip()} if 0 in failures else set()
     for worker in sorted(workers, key=lambda worker: (worker.rank != first, worker.rank)):

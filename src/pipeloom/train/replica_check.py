@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import DistributedError
+from pipeloom.mesh_shape import MeshShape
 from pipeloom.ops.checksum import checksums, joint_checksum
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime import Pipeline
@@ -29,6 +30,8 @@ CUDA_TP_TOLERANCE = 1e-3
 _STATES = ("master", "exp_avg", "exp_avg_sq", "momentum_buffer")
 # checksum of the bits, norm where it may be compared instead, else 0
 Sums = tuple[int, float]
+Difference = tuple[str, list[int], list[int]]
+"""Key, ranks that hold the value of the first, ranks that hold another."""
 
 
 class ReplicaCheck:
@@ -57,19 +60,19 @@ class ReplicaCheck:
 
     def check(self, step: int) -> None:
         """As `after_step`, at once."""
-        named = dict(self._tensors())
+        named = dict(self.tensors())
         group = self._pipeline.run_control
         with self._pipeline.waiting("the other ranks' checksums"):
             # first one checksum for all tensors that the same ranks hold: there are few of these
-            if not self._differences(all_gather_json(self._joint(named), group)):
+            if not self._compare(all_gather_json(self._joint(named), group)):
                 return
             tensors = list(named.values())
             sums = dict(zip(named, zip(checksums(tensors), self._norms(tensors), strict=True), strict=True))
-            differences = self._differences(all_gather_json(sums, group))
+            differences = self._compare(all_gather_json(sums, group))
         if differences:
             raise DistributedError(f"after step {step} {self._words(differences)}")
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(key, tensor): equal keys on two ranks mean equal values. A key is a name, the part of it, and what it is."""
         pipeline, index = self._pipeline, self._pipeline.mesh.place
         state = self._optimizer.state_dict()
@@ -109,29 +112,11 @@ class ReplicaCheck:
             for keys, total in zip(groups.values(), totals, strict=True)
         }
 
-    def _differences(self, everyone: Sequence[Mapping[str, Sequence[Any]]]) -> list[tuple[str, list[int], list[int]]]:
-        """(key, ranks that hold the value of the first, ranks that hold another) for each key that is not equal."""
-        holders: dict[str, dict[int, Sequence[Any]]] = {}
-        for rank, sums in enumerate(everyone):
-            for key, value in sums.items():
-                holders.setdefault(key, {})[rank] = value
-        found = []
-        for key, values in holders.items():
-            first = min(values)
-            others = [rank for rank in values if not self._equal(key, (first, rank), values[first], values[rank])]
-            if others:
-                found.append((key, [rank for rank in values if rank not in others], others))
-        return found
+    def _compare(self, everyone: Sequence[Mapping[str, Sequence[Any]]]) -> list[Difference]:
+        tolerance = CUDA_TP_TOLERANCE if self._pipeline.device.type == "cuda" else 0.0
+        return differences(everyone, self._pipeline.mesh.shape, tolerance)
 
-    def _equal(self, key: str, ranks: tuple[int, int], a: Sequence[Any], b: Sequence[Any]) -> bool:
-        if a[0] == b[0]:
-            return True
-        first, second = (self._pipeline.mesh.shape.place(rank).tp for rank in ranks)
-        if self._pipeline.device.type != "cuda" or first == second:
-            return False
-        return bool(abs(a[1] - b[1]) <= CUDA_TP_TOLERANCE * max(abs(a[1]), abs(b[1])))
-
-    def _words(self, differences: Sequence[tuple[str, list[int], list[int]]]) -> str:
+    def _words(self, differences: Sequence[Difference]) -> str:
         names = Names(self._pipeline.mesh)
         key, same, others = differences[0]
         name, _, kind = key.split("|")
@@ -143,6 +128,36 @@ class ReplicaCheck:
             f"{what}{more} is not the same on {' and '.join(names.of(rank) for rank in others[:3])} as on {held}, which "
             "should hold the same bits: memory, a message or a kernel is at fault; start again from a checkpoint"
         )
+
+
+def differences(
+    everyone: Sequence[Mapping[str, Sequence[Any]]], shape: MeshShape, tolerance: float
+) -> list[Difference]:
+    """Return the keys whose values are not equal (`everyone`: rank -> key -> (checksum, norm)).
+
+    Values are equal when their checksums are; on two ranks with different places in tp, also when their norms are within
+    `tolerance` of the larger one.
+    """
+    holders: dict[str, dict[int, Sequence[Any]]] = {}
+    for rank, sums in enumerate(everyone):
+        for key, value in sums.items():
+            holders.setdefault(key, {})[rank] = value
+
+    def equal(one: int, other: int, values: Mapping[int, Sequence[Any]]) -> bool:
+        a, b = values[one], values[other]
+        if a[0] == b[0]:
+            return True
+        if not tolerance or shape.place(one).tp == shape.place(other).tp:
+            return False
+        return bool(abs(a[1] - b[1]) <= tolerance * max(abs(a[1]), abs(b[1])))
+
+    different = []
+    for key, values in holders.items():
+        first = min(values)
+        others = [rank for rank in values if not equal(first, rank, values)]
+        if others:
+            different.append((key, [rank for rank in values if rank not in others], others))
+    return different
 
 
 def _shares(a: Tensor, b: Tensor) -> bool:

@@ -206,7 +206,7 @@ def start(layout: Layout, requests: Requests | None = None, watching: list[Watch
     if train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    device = _device(train.device, local_rank, local_world)
+    device = claim_device(train.device, local_rank, local_world)
     if train.tune_cpu and device.type == "cpu":
         from pipeloom.train.tuning import tune_process
 
@@ -339,7 +339,11 @@ def _die_with_parent() -> None:
     threading.Thread(target=watch, name="parent watch", daemon=True).start()
 
 
-def _device(name: str, local_rank: int, local_world: int) -> torch.device:
+def claim_device(name: str, local_rank: int, local_world: int) -> torch.device:
+    """Return the device that `train.device` = `name` gives this worker of `local_world`; on CUDA, make it the current one.
+
+    Raises ConfigError where there are too few.
+    """
     import torch
 
     if require_devices(name, local_world) < local_world:

@@ -46,7 +46,8 @@ def pipeline_order(name: str) -> dict[int, list[Any]]:
     ]
     kind = getattr(schedules, class_name)
     if len(held) == 1:
-        return kind(stages[0], MICROBATCHES, loss_fn=lambda output, target: 0)._get_pipeline_order()
+        torch_schedule = kind(stages[0], MICROBATCHES, loss_fn=lambda output, target: 0)
+        return torch_schedule._get_pipeline_order()
     return kind(stages, MICROBATCHES, loss_fn=lambda output, target: 0).pipeline_order
 
 

@@ -69,12 +69,12 @@ def source_facts() -> dict[str, str]:
     from pipeloom import __version__
 
     versions = f"pipeloom {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
-    return {"versions": versions} | _source_digests()
+    return {"versions": versions} | source_digests(Path(__file__).parents[2])
 
 
 @cache
-def _source_digests() -> dict[str, str]:
-    root = Path(__file__).parents[2]
+def source_digests(root: Path) -> dict[str, str]:
+    """Return `"source of pipeloom/PACKAGE"` -> digest of the package's files, for the copy of pipeloom at `root`."""
     packages: dict[str, Any] = {}
     for path in sorted((*root.rglob("*.py"), *root.rglob("*.toml"))):
         inner = path.relative_to(root)

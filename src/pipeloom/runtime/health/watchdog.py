@@ -374,7 +374,7 @@ class Watchdog:
         elif kind == "call":
             if message["notice"]:
                 self._heard_notice = time.monotonic()
-            state = self._state()
+            state = self.state()
             values = [state.words, state.waits, state.seconds, state.between]
             self._flood({"kind": "here", "call": [origin, message["call"]], "state": values})
         elif kind == "here" and self._call is not None and message["call"] == [self.number, self._call.number]:
@@ -382,7 +382,8 @@ class Watchdog:
 
     # -- stalls ------------------------------------------------------------------------------------------------------------
 
-    def _state(self) -> RankState:
+    def state(self) -> RankState:
+        """Return what this rank answers to a roll call."""
         status = self.status
         waits = status.waiting is not None
         return RankState(status.words, waits, self._elapsed(), not waits and status.action is None)
@@ -410,7 +411,7 @@ class Watchdog:
     def _begin_call(self, now: float, limit: float | None) -> None:
         self._count += 1
         number = self._count
-        self._call = _WatchedCall(number, limit, now + ROLL_CALL_SECONDS, {self.number: self._state()})
+        self._call = _WatchedCall(number, limit, now + ROLL_CALL_SECONDS, {self.number: self.state()})
         self._flood({"kind": "call", "call": number, "notice": limit is None})
 
     def _look_at_the_call(self, now: float) -> None:
