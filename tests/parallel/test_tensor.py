@@ -8,11 +8,11 @@ import pytest
 import torch
 from collective_log import recorded, started
 from layouts import model, tensor_parallel
-from live_bytes import LiveBytes
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
+from live_bytes import LiveBytes
 from pipeloom.errors import ConfigError, UsageError
 from pipeloom.models import layers
 from pipeloom.models.decoder import Attention, FeedForward
