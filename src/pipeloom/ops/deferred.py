@@ -136,10 +136,16 @@ class WeightGradContext:
             layers without a stage whose caller starts no other.
     """
 
-    def __init__(self, stage_backward: StageBackward | None = None) -> None:
+    def __init__(
+        self,
+        stage_backward: StageBackward | None = None,
+        *,
+        main: MainGradients | None = None,
+        in_place: bool = False,
+    ) -> None:
         self.queue: WeightGradQueue | None = None
-        self.main: MainGradients | None = None
-        self.in_place = False
+        self.main = main
+        self.in_place = in_place
         self.stage_backward = stage_backward
 
     @property

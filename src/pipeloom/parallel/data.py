@@ -70,8 +70,9 @@ class GradientSync:
         capacity: int = CAPACITY,
         timeout: float = 300.0,
         stage_backward: StageBackward | None = None,
+        main: MainGradients | None = None,
     ) -> None:
-        self.main = MainGradients()
+        self.main = main if main is not None else MainGradients()
         self.main.opened = False
         self.mesh = mesh
         self.sharded = sharded

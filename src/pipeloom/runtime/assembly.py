@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pipeloom.errors import ConfigError, DistributedError, UsageError, did_you_mean
 from pipeloom.ops import products
 from pipeloom.ops.deferred import StageBackward, WeightGradContext
+from pipeloom.ops.main_gradient import MainGradients
 from pipeloom.parallel.buckets import BucketParameter
 from pipeloom.parallel.data import AFTER_TIES
 from pipeloom.parallel.sharding import ParameterSharding, shardings_of
@@ -75,16 +76,20 @@ class Assembly:
         return {f"{name}.{inner}": b for name, module in self.modules.items() for inner, b in module.named_buffers()}
 
 
-class Thread:
-    """What the ranks of one thread share: the layers built so far (replicas of a layer are one module), and the grad_context.
+class SharedBuild:
+    """What the ranks of one process share while their layers are built: the modules, and the context of their gradients.
 
-    `shared`: which of them share a parameter.
+    Attributes:
+        shared: which layers share a parameter.
+        built: position of a layer -> its module; replicas of a layer on several ranks are one module.
+        grad_context: where linear layers find the queue for their weight gradients.
     """
 
-    def __init__(self, shared: SharedParameters) -> None:
+    def __init__(self, shared: SharedParameters, schedule: Schedule, summed: str | None = None) -> None:
         self.shared = shared
         self.built: dict[int, nn.Module] = {}
-        self.grad_context = WeightGradContext(StageBackward())
+        main = MainGradients() if summed is not None else None
+        self.grad_context = WeightGradContext(StageBackward(), main=main, in_place=schedule.splits_backward)
 
 
 def assemble(
@@ -99,9 +104,9 @@ def assemble(
     seed: int,
     exchange: GatherObjects,
     summed: str | None,
-    thread: Thread | None = None,
+    shared_build: SharedBuild | None = None,
 ) -> Assembly:
-    """Builds the layers that `schedule` places on `rank`; `thread` is given where several ranks share one.
+    """Build the layers that `schedule` places on `rank`; `shared_build` is given where several ranks share a process.
 
     Args:
         status: this rank's.
@@ -114,17 +119,10 @@ def assemble(
         DistributedError: another rank could not build its layers.
     """
     names = [layer_name(layer, at) for at, layer in enumerate(layers)]
-    for name in names:
-        if not name.isprintable():
-            raise ConfigError(f"a layer cannot be called {name[:200]!a}: names are printed, and it cannot be")
-    if len(set(names)) != len(names):
-        raise ConfigError(f"two layers are called {next(n for n in names if names.count(n) > 1)!r}; names must differ")
-    _check_recompute(options.recompute, names)
+    _check_names(names, options.recompute)
     ranges = split_layers(len(layers), schedule.positions, sizes)
-    shared_build = thread if thread is not None else Thread(SharedParameters(layers, names))
-    shared_build.grad_context.in_place = schedule.splits_backward
+    build = shared_build or SharedBuild(SharedParameters(layers, names), schedule, summed)
     communications = CommStream(device, options.trace, status)
-    writes_weight_gradients = schedule.splits_backward or summed is not None or products.uses_onednn()
     stages: dict[int, Stage] = {}
     failure: Exception | None = None
     try:
@@ -132,76 +130,101 @@ def assemble(
             which = ranges[schedule.position_of[s]]
             stages[s] = Stage(
                 s,
-                build_stage(
-                    layers, which, device, shared_build.built, options.recompute, seed, shared_build.shared.learn
-                ),
+                build_stage(layers, which, device, build.built, options.recompute, seed, build.shared.learn),
                 options.deallocate,
-                shared_build.grad_context,
-                writes_weight_gradients,
+                build.grad_context,
+                schedule.splits_backward or summed is not None or products.uses_onednn(),
                 communications,
-                thread is not None,
+                shared_build is not None,
             )
     except Exception as error:
         failure = error  # the other ranks must not wait for this one
     modules = {n: m for stage in stages.values() for n, m in zip(stage.layers.names, stage.modules, strict=True)}
-    owners: dict[str, tuple[int, ...]] = {}
-    for route in schedule.routes:
-        for stage in route:
-            for layer in ranges[schedule.position_of[stage]]:
-                known = owners.get(names[layer], ())
-                place = schedule.placement[stage]
-                owners[names[layer]] = known if place in known else (*known, place)
+    owners = _holders_of(names, ranges, schedule)
     ties = make_ties(tied, owners)
-    facts = exchange(
-        {
-            "failure": None if failure is None else f"{type(failure).__name__}: {failure}",
-            "problems": unknown_names(ties, modules),
-            "sparse": _sparse(modules),
-            "layers": list(modules),
-            "frozen": frozen_names(modules),
-            "shared": shared_build.shared.facts(),
-            "segmented": [s for s, stage in stages.items() if stage.segmented],
-        }
-    )
+    facts = exchange(_facts(stages, modules, ties, build.shared, failure))
     if failure is not None:
         raise failure
     _refuse(facts)
     asked = make_ties(
-        merged([*(tie.names for tie in ties), *shared_groups([each["shared"] for each in facts])]), owners
+        merged([*(tie.names for tie in ties), *shared_groups([fact["shared"] for fact in facts])]), owners
     )
     replicated = {layer: holders for layer, holders in owners.items() if len(holders) > 1}
-    _check_sparse([name for each in facts for name in each["sparse"]], asked, replicated, summed)
-    frozen = {name for each in facts for name in each["frozen"]}
-    reported = dict.fromkeys(
-        layer for each in facts for layer in each["layers"]
-    )  # all, unless the ranks share a thread
+    _check_sparse([name for fact in facts for name in fact["sparse"]], asked, replicated, summed)
+    across = _share_tied((*asked, *replica_ties(modules, owners, asked)), modules, facts)
+    parameters = unique_parameters(modules)
+    elsewhere = {weight for tie, weight in across.items() if tie.holders[0] != rank}
+    return Assembly(
+        rank=rank,
+        stages=stages,
+        communications=communications,
+        segmented=frozenset(s for fact in facts for s in fact["segmented"]),
+        modules=modules,
+        parameters=parameters,
+        ties=across,
+        replicated_layers=replicated,
+        copies=frozenset(name for name, parameter in parameters.items() if parameter in elsewhere),
+        first_names={name: tie.names[0] for tie in asked for name in tie.names[1:]},
+        held=_held(parameters, modules, stages, across),
+        grad_context=build.grad_context,
+    )
+
+
+def _check_names(names: Sequence[str], recompute: Literal["none", "full"] | frozenset[str]) -> None:
+    """Raise ConfigError for a layer's name that cannot be printed or is there twice, or one that `recompute` names and is not."""
+    for name in names:
+        if not name.isprintable():
+            raise ConfigError(f"a layer cannot be called {name[:200]!a}: names are printed, and it cannot be")
+    if len(set(names)) != len(names):
+        raise ConfigError(f"two layers are called {next(n for n in names if names.count(n) > 1)!r}; names must differ")
+    _check_recompute(recompute, names)
+
+
+def _holders_of(names: Sequence[str], ranges: Sequence[range], schedule: Schedule) -> dict[str, tuple[int, ...]]:
+    """Return layer name -> the ranks that hold it, those of the first route first."""
+    owners: dict[str, tuple[int, ...]] = {}
+    for route in schedule.routes:
+        for stage in route:
+            place = schedule.placement[stage]
+            for layer in ranges[schedule.position_of[stage]]:
+                known = owners.get(names[layer], ())
+                owners[names[layer]] = known if place in known else (*known, place)
+    return owners
+
+
+def _facts(
+    stages: Mapping[int, Stage],
+    modules: Mapping[str, nn.Module],
+    ties: Sequence[Tie],
+    shared: SharedParameters,
+    failure: Exception | None,
+) -> dict[str, Any]:
+    """Return what this rank tells the others of its layers, as JSON holds it."""
+    return {
+        "failure": None if failure is None else f"{type(failure).__name__}: {failure}",
+        "problems": unknown_names(ties, modules),
+        "sparse": _sparse(modules),
+        "layers": list(modules),
+        "frozen": frozen_names(modules),
+        "shared": shared.facts(),
+        "segmented": [s for s, stage in stages.items() if stage.segmented],
+    }
+
+
+def _share_tied(
+    ties: Sequence[Tie], modules: Mapping[str, nn.Module], facts: Sequence[Mapping[str, Any]]
+) -> dict[Tie, nn.Parameter]:
+    """Make the tied weights of this rank one parameter each; return those with another holder on another rank."""
+    frozen = {name for fact in facts for name in fact["frozen"]}
+    reported = dict.fromkeys(layer for fact in facts for layer in fact["layers"])  # not all where ranks share a process
     across: dict[Tie, nn.Parameter] = {}
-    for tie in (*asked, *replica_ties(modules, owners, asked)):
+    for tie in ties:
         weight = share(tie, modules)
         if weight is not None and len(tie.names) > 1 and layer_of(tie.names[0], reported) is not None:
             weight.requires_grad_(tie.names[0] not in frozen)  # one weight: the first name's holds on every rank
         if weight is not None and len(tie.holders) > 1:
             across[tie] = weight
-    parameters = unique_parameters(modules)
-    elsewhere = {weight for tie, weight in across.items() if tie.holders[0] != rank}
-    copies = frozenset(name for name, parameter in parameters.items() if parameter in elsewhere)
-    held = _held(parameters, modules, stages, across)
-    first_names = {name: tie.names[0] for tie in asked for name in tie.names[1:]}
-    segmented = frozenset(s for each in facts for s in each["segmented"])
-    return Assembly(
-        rank,
-        stages,
-        communications,
-        segmented,
-        modules,
-        parameters,
-        across,
-        replicated,
-        copies,
-        first_names,
-        held,
-        shared_build.grad_context,
-    )
+    return across
 
 
 def _check_recompute(recompute: Literal["none", "full"] | frozenset[str], names: Sequence[str]) -> None:

@@ -48,8 +48,8 @@ class StepGradients:
             share_memory=options.transport in ("auto", "shared"),
             timeout=options.sum_seconds,
             stage_backward=assembly.grad_context.stage_backward,
+            main=assembly.grad_context.main,
         )
-        assembly.grad_context.main = self.sync.main
         bucket_of = {parameter: bucket for bucket in self.sync.buckets for parameter in bucket.parameters}
         self._buckets_of: dict[str, tuple[Bucket, ...]] = {
             layer: tuple(dict.fromkeys(bucket_of[p] for p in module.parameters() if p in bucket_of))

@@ -14,7 +14,7 @@ from pipeloom.errors import ScheduleError, UsageError
 from pipeloom.parallel.grad_norm import clip, global_norm, square_norm
 from pipeloom.parallel.mesh import Mesh, PipelineMesh
 from pipeloom.parallel.sharding import ParameterSharding
-from pipeloom.runtime.assembly import Assembly, Thread, assemble, copy_state, unique_parameters
+from pipeloom.runtime.assembly import Assembly, SharedBuild, assemble, copy_state, unique_parameters
 from pipeloom.runtime.batch import (
     IGNORE_INDEX,
     Microbatches,
@@ -92,12 +92,23 @@ class LocalPipeline:
         self.mesh = Mesh.of_pipeline(PipelineMesh((0,), 0, None))
         device = self.device = options.device if options.device is not None else torch.device("cpu")
         shared = SharedParameters(layers, [layer_name(layer, at) for at, layer in enumerate(layers)])
-        thread = Thread(shared)
+        shared_build = SharedBuild(shared, schedule)
         seed = torch.initial_seed() if options.seed is None else options.seed
         self._statuses = [Status(rank) for rank in range(schedule.ranks)]
         self._assemblies: list[Assembly] = [
             assemble(
-                layers, schedule, rank, stages, tied, options, device, status, seed, lambda mine: [mine], None, thread
+                layers,
+                schedule,
+                rank,
+                stages,
+                tied,
+                options,
+                device,
+                status,
+                seed,
+                lambda mine: [mine],
+                None,
+                shared_build,
             )
             for rank, status in enumerate(self._statuses)
         ]

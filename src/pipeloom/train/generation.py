@@ -24,7 +24,7 @@ from pipeloom.train.sample import Sampling, extend
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedModel:
     """A model to generate with.
 
     Attributes:
@@ -47,7 +47,7 @@ class Text:
     ends: tuple[int, ...]
 
 
-def open_model(path: Path, prompts: int, flags: Mapping[str, Any]) -> Opened:
+def open_model(path: Path, prompts: int, flags: Mapping[str, Any]) -> OpenedModel:
     """Find what is at `path`, and lay it out for `prompts` sequences at a time.
 
     Args:
@@ -67,7 +67,7 @@ def open_model(path: Path, prompts: int, flags: Mapping[str, Any]) -> Opened:
             load_layout(None, {"model.source": str(base), "lora.adapter": str(path), **layout, **flags}), None, base
         )
     if (path / "config.json").is_file():
-        return Opened(load_layout(None, {"model.source": str(path), **layout, **flags}), None, path)
+        return OpenedModel(load_layout(None, {"model.source": str(path), **layout, **flags}), None, path)
     if not path.exists():
         raise CheckpointError(f"{path} does not exist; give a checkpoint, a run, or a Hugging Face directory")
     checkpoint = newest_checkpoint(path)
@@ -85,10 +85,10 @@ def open_model(path: Path, prompts: int, flags: Mapping[str, Any]) -> Opened:
     for section, key in (("train", "dtype"), ("data", "tokenizer"), ("data", "bos"), ("data", "eos")):
         if key in config.get(section, {}):
             keys[f"{section}.{key}"] = config[section][key]
-    return Opened(load_layout(None, {**keys, **layout, **flags}), checkpoint, Path(source) if source else None)
+    return OpenedModel(load_layout(None, {**keys, **layout, **flags}), checkpoint, Path(source) if source else None)
 
 
-def open_pipeline(opened: Opened, device: torch.device, watchdog: Any = None) -> Pipeline:
+def open_pipeline(opened: OpenedModel, device: torch.device, watchdog: Any = None) -> Pipeline:
     """This process's part of the model, with its weights, in evaluation mode; collective."""
     pipeline = build_pipeline(opened.layout, device, watchdog=watchdog)
     config = opened.layout.config
@@ -99,7 +99,7 @@ def open_pipeline(opened: Opened, device: torch.device, watchdog: Any = None) ->
     return pipeline
 
 
-def text_of(opened: Opened) -> Text:
+def text_of(opened: OpenedModel) -> Text:
     """The tokenizer that `data.tokenizer` names, which is that of the model's directory where it has one and bytes elsewhere.
 
     Raises ConfigError for one that cannot be read.
@@ -117,7 +117,7 @@ def text_of(opened: Opened) -> Text:
 
 
 def continue_prompts(
-    opened: Opened, pipeline: Pipeline, prompts: Sequence[str], count: int, sampling: Sampling
+    opened: OpenedModel, pipeline: Pipeline, prompts: Sequence[str], count: int, sampling: Sampling
 ) -> list[tuple[str, list[int]]]:
     """Return, for each prompt, the text with what follows it, and the new tokens; collective, the same on every rank.
 

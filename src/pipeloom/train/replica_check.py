@@ -30,7 +30,7 @@ CUDA_TP_TOLERANCE = 1e-3
 _STATES = ("master", "exp_avg", "exp_avg_sq", "momentum_buffer")
 # checksum of the bits, norm where it may be compared instead, else 0
 Sums = tuple[int, float]
-Difference = tuple[str, list[int], list[int]]
+ReplicaDifference = tuple[str, list[int], list[int]]
 """Key, ranks that hold the value of the first, ranks that hold another."""
 
 
@@ -112,11 +112,11 @@ class ReplicaCheck:
             for keys, total in zip(groups.values(), totals, strict=True)
         }
 
-    def _compare(self, everyone: Sequence[Mapping[str, Sequence[Any]]]) -> list[Difference]:
+    def _compare(self, everyone: Sequence[Mapping[str, Sequence[Any]]]) -> list[ReplicaDifference]:
         tolerance = CUDA_TP_TOLERANCE if self._pipeline.device.type == "cuda" else 0.0
         return differences(everyone, self._pipeline.mesh.shape, tolerance)
 
-    def _words(self, differences: Sequence[Difference]) -> str:
+    def _words(self, differences: Sequence[ReplicaDifference]) -> str:
         names = Names(self._pipeline.mesh)
         key, same, others = differences[0]
         name, _, kind = key.split("|")
@@ -132,7 +132,7 @@ class ReplicaCheck:
 
 def differences(
     everyone: Sequence[Mapping[str, Sequence[Any]]], shape: MeshShape, tolerance: float
-) -> list[Difference]:
+) -> list[ReplicaDifference]:
     """Return the keys whose values are not equal (`everyone`: rank -> key -> (checksum, norm)).
 
     Values are equal when their checksums are; on two ranks with different places in tp, also when their norms are within

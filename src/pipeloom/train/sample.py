@@ -19,7 +19,7 @@ from pipeloom.train.data.tokenizers import Tokenizer
 
 PROMPT = "def "
 SAMPLED_TOKENS = 160
-_BLOCK = 32  # windows grow in steps of so many tokens: few shapes, and at most this many tokens computed in vain
+_WINDOW_STEP = 32  # windows grow in steps of so many tokens: few shapes, and at most this many tokens computed in vain
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def extend(
     for _ in range(count):
         recent = [text if context is None else text[-context:] for text in texts]
         longest = max(len(recent[at]) for at in going)
-        length = -(-longest // _BLOCK) * _BLOCK
+        length = -(-longest // _WINDOW_STEP) * _WINDOW_STEP
         window = torch.zeros(len(texts), length if context is None else min(length, context), dtype=torch.int64)
         for at in going:
             window[at, : len(recent[at])] = torch.tensor(recent[at])
