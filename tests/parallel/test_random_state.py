@@ -11,14 +11,14 @@ from torch.utils.checkpoint import checkpoint
 from pipeloom.errors import UsageError
 from pipeloom.models import layers
 from pipeloom.ops.microbatch import MicrobatchContext
-from pipeloom.ops.random_state import Dropout, Source, TokenPart, set_sources, stable_seed
+from pipeloom.ops.random_state import Dropout, RandomSource, TokenPart, set_sources, stable_seed
 
 CONTEXT = MicrobatchContext(step=3, index=2, first=4, samples=2)
 
 
 def dropout(probability: float = 0.25, part: TokenPart | None = None, name: str = "layer", seed: int = 0) -> Dropout:
     module = Dropout(probability, part)
-    module.source = Source(seed, name)
+    module.source = RandomSource(seed, name)
     return module
 
 
@@ -101,8 +101,8 @@ def test_every_dropout_of_a_module_has_a_source_of_its_own() -> None:
     module = nn.Sequential(Dropout(0.1), nn.Sequential(Dropout(0.1)))
     set_sources(module, 7, "block")
     assert [part.source for part in module.modules() if isinstance(part, Dropout)] == [
-        Source(7, "block.0"),
-        Source(7, "block.1.0"),
+        RandomSource(7, "block.0"),
+        RandomSource(7, "block.1.0"),
     ]
 
 
@@ -129,7 +129,7 @@ def test_recomputation_replays_the_mask_bitwise() -> None:
 
 def test_the_seed_of_a_place_never_changes() -> None:
     """A run that goes on with another version of the program goes on with the same masks."""
-    generators = Source(1, "model.layers.0.mlp_dropout").generators(CONTEXT, torch.device("cpu"))
+    generators = RandomSource(1, "model.layers.0.mlp_dropout").generators(CONTEXT, torch.device("cpu"))
     seeds = [generator.initial_seed() for generator in generators]
     assert seeds == [stable_seed("random", 1, 3, sample, "model.layers.0.mlp_dropout") for sample in (4, 5)]
     assert stable_seed("random", 1, 3, 2, "x") == 4820000269182593835

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import pipeloom as pl
 from pipeloom.config import MeshShape
 from pipeloom.ops.microbatch import MicrobatchContext
-from pipeloom.ops.random_state import Dropout, Source
+from pipeloom.ops.random_state import Dropout, RandomSource
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
 from pipeloom.runtime.local import LocalPipeline
@@ -62,7 +62,7 @@ class Drop(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
         self.drop = Dropout(0.5)
-        self.drop.source = Source(7, "drop")
+        self.drop.source = RandomSource(7, "drop")
         self.masks: dict[int, list[float]] = {}
 
     def forward(self, x: Tensor, microbatch: MicrobatchContext | None = None) -> Tensor:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pipeloom.train.rehearse import Rehearsal
 
 _STEPS_FILE = "PIPELOOM_REHEARSAL"
-_WORDS = "words"
+_PRINTED_WORDS = "words"
 _MEAN_ACTION = 0.010
 """Seconds of the mean action where `--unit` is not given, times the ranks of a core: an action costs the engine 0.3 to 0.5 ms
 of a core, which is then 3 to 5 % of it."""
@@ -40,7 +40,7 @@ class RehearseCommand(TyperCommand):
     """Keeps the words of the command line, which the workers are started with."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.meta[_WORDS] = list(args)
+        ctx.meta[_PRINTED_WORDS] = list(args)
         return super().parse_args(ctx, args)
 
 
@@ -102,7 +102,7 @@ def command(
     options = requests.options_of(option or ())
     schedule = requests.schedule_of(name, (ranks, microbatches, chunks), options, costs, transforms)
     rehearsal = _rehearsal(schedule, costs, unit, steps, slow or (), transport, device)
-    code, timelines = _run(rehearsal, device, context.meta[_WORDS])
+    code, timelines = _run(rehearsal, device, context.meta[_PRINTED_WORDS])
     if code or not timelines:
         raise typer.Exit(code)
     report(rehearsal, timelines, (svg, png, html, trace), width, as_json)

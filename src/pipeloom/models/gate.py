@@ -13,7 +13,7 @@ from pipeloom.errors import UsageError
 from pipeloom.ops.aux_loss import with_loss
 from pipeloom.ops.deferred import WeightGradContext, apply_linear
 from pipeloom.ops.microbatch import MicrobatchContext
-from pipeloom.ops.random_state import Source
+from pipeloom.ops.random_state import RandomSource
 from pipeloom.parallel.router import (
     NO_DRAWS,
     Gate,
@@ -67,7 +67,7 @@ class TopKGate(nn.Module):
         self.noise_weight = nn.Parameter(torch.empty(shape.num_experts, shape.hidden_size)) if noisy else None
         if shape.router == "sigmoid":
             self.register_buffer("e_score_correction_bias", torch.zeros(shape.num_experts))
-        self.source: Source | None = None
+        self.source: RandomSource | None = None
         self.grad_context: WeightGradContext | None = None
         self.loads: dict[int, Load] = {}
 

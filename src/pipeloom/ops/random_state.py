@@ -30,7 +30,7 @@ def stable_seed(*parts: object) -> int:
 
 
 @dataclass(frozen=True)
-class Source:
+class RandomSource:
     """Where a layer's random numbers come from: the run's seed, and the layer's global name."""
 
     seed: int
@@ -95,7 +95,7 @@ class Dropout(nn.Module):
         super().__init__()
         self.probability = probability
         self.part = part or TokenPart()
-        self.source: Source | None = None
+        self.source: RandomSource | None = None
 
     def forward(self, x: Tensor, microbatch: MicrobatchContext | None) -> Tensor:
         """x [samples, ..., tokens, width] -> the same shape; as many rows for each sample of the micro-batch.
@@ -126,11 +126,11 @@ class Dropout(nn.Module):
 class NeedsRandomSource(Protocol):
     """A layer that draws: whoever builds it sets its source."""
 
-    source: Source | None
+    source: RandomSource | None
 
 
 def set_sources(module: nn.Module, seed: int, name: str) -> None:
     """Tells each layer inside `module` that draws, `name` being the module's global name, where its numbers come from."""
     for path, part in module.named_modules():
         if isinstance(part, NeedsRandomSource):
-            part.source = Source(seed, f"{name}.{path}" if path else name)
+            part.source = RandomSource(seed, f"{name}.{path}" if path else name)

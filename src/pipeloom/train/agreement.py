@@ -15,7 +15,7 @@ from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime.health.handshake import differences, source_facts
 
 if TYPE_CHECKING:
-    from pipeloom.train.worker import WorkerContext
+    from pipeloom.train.context import WorkerContext
 
 # The data's paths may differ from machine to machine: their content is compared. Where logs go concerns rank 0 alone.
 MAY_DIFFER = frozenset(

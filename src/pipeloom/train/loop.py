@@ -50,7 +50,7 @@ from pipeloom.train.schedule_search import MeasureThenSearch, resolve_before_sta
 from pipeloom.train.speculative import Outcome, SpeculativeOptimizer
 
 if TYPE_CHECKING:
-    from pipeloom.train.worker import WorkerContext
+    from pipeloom.train.context import WorkerContext
 
 TRACES = 9  # logged steps whose median is drawn at the end; a trace takes 50 KB for a tiny model, and megabytes for a large one
 

@@ -35,7 +35,7 @@ Settings = Callable[[str], Setting]  # of a parameter, by its global name
 
 
 @dataclass(frozen=True)
-class Piece:
+class MasterPiece:
     """Elements of one parameter inside a master.
 
     Attributes:
@@ -67,7 +67,7 @@ class Masters(Protocol):
     """What is stepped, and how its gradients come and its values go."""
 
     @property
-    def pieces(self) -> Sequence[Piece]:
+    def pieces(self) -> Sequence[MasterPiece]:
         """The trained parameters' elements that are stepped here, each once."""
 
     @property
@@ -111,7 +111,7 @@ class Parameters:
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], settings: Settings) -> None:
         trained = [(name, p) for name, p in named if p.requires_grad]
         self._parameters = [p for _, p in trained]
-        self.pieces = [Piece(name, p.shape, 0, p.numel(), p, 0) for name, p in trained]
+        self.pieces = [MasterPiece(name, p.shape, 0, p.numel(), p, 0) for name, p in trained]
         self.settings: dict[nn.Parameter, Setting] = {p: settings(name) for name, p in trained}
 
     def arrange(self) -> Replaced:
@@ -155,12 +155,14 @@ class Buckets:
         self._part(lambda slot: settings(slot.held.name))
 
     @property
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[MasterPiece]:
         found = []
         for flat, run, master in self._masters:
             for slot, first, last in _inside(flat, run):
                 begin, end = first - slot.start, last - slot.start
-                found.append(Piece(slot.held.name, slot.held.parameter.shape, begin, end, master, first - run.start))
+                found.append(
+                    MasterPiece(slot.held.name, slot.held.parameter.shape, begin, end, master, first - run.start)
+                )
         return found
 
     def arrange(self) -> Replaced:

@@ -21,7 +21,7 @@ from pipeloom.parallel.collectives import start_all_gather, start_gather_slices
 from pipeloom.parallel.data import GradientSync
 from pipeloom.parallel.mesh import Axis
 from pipeloom.parallel.sharding import WHOLE, ParameterSharding, shard_of
-from pipeloom.train.masters import Piece
+from pipeloom.train.masters import MasterPiece
 from pipeloom.train.roles import Fused
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of torch.optim.Muon
@@ -106,7 +106,7 @@ class WholeMatrices:
                     f"Muon needs {each.name} in equal parts on the tensor-parallel ranks, not {over.sizes}"
                 )
 
-    def directions(self, updates: Mapping[str, tuple[Piece, Tensor]]) -> dict[str, Tensor]:
+    def directions(self, updates: Mapping[str, tuple[MasterPiece, Tensor]]) -> dict[str, Tensor]:
         """Return name -> the flat elements of the step that belong to the piece of that name. Collective over dp and tp.
 
         Args:
@@ -128,7 +128,7 @@ class WholeMatrices:
         return result
 
     def _held_here(
-        self, bucket: Bucket, present: Sequence[MuonWeight], updates: Mapping[str, tuple[Piece, Tensor]]
+        self, bucket: Bucket, present: Sequence[MuonWeight], updates: Mapping[str, tuple[MasterPiece, Tensor]]
     ) -> dict[str, Tensor]:
         """Name -> the update of all that this process holds of a weight, slices of other replicas included."""
         if self._sync is None or not self._sync.sharded or bucket.axis.size == 1:
@@ -160,7 +160,7 @@ class WholeMatrices:
             whole[each.name] = torch.cat([part.view(each.shape) for part in parts], shard.dim)
         return whole
 
-    def _own(self, matrix: MuonWeight, whole: Tensor, piece: Piece) -> Tensor:
+    def _own(self, matrix: MuonWeight, whole: Tensor, piece: MasterPiece) -> Tensor:
         """This process's elements of the step of a whole weight, flat."""
         direction = direction_of(whole, matrix.fused, self._rule, matrix.dtype)
         over = matrix.layout.over("tp")
@@ -182,12 +182,12 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": 0.0})
         self._matrices = matrices
-        self.pieces: dict[nn.Parameter, Piece] = {}
+        self.pieces: dict[nn.Parameter, MasterPiece] = {}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Make one step; collective over the ranks that share a weight. `pieces` says what each master is."""
-        updates: dict[str, tuple[Piece, Tensor]] = {}
+        updates: dict[str, tuple[MasterPiece, Tensor]] = {}
         for group in self.param_groups:
             momentum = group["momentum"]
             for master in group["params"]:

@@ -18,7 +18,7 @@ from pipeloom.schedule.segments import LayerSegments, SegmentCosts, Times
 from pipeloom.train.emulated import Clock, EmulatedBlock, EmulatedLayer
 
 if TYPE_CHECKING:
-    from pipeloom.train.worker import WorkerContext
+    from pipeloom.train.context import WorkerContext
 
 TransportChoice = Literal["auto", "individual", "batched", "shared"]
 

@@ -43,7 +43,7 @@ from pipeloom.train.rank_tensors import RankTensors, whole
 from pipeloom.train.schedule_search import estimated
 
 if TYPE_CHECKING:
-    from pipeloom.train.worker import WorkerContext
+    from pipeloom.train.context import WorkerContext
 
 NamedGradients = dict[str, Tensor | None]
 

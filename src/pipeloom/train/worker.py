@@ -10,8 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -34,8 +33,9 @@ from pipeloom.runtime.health.report import lost_peer
 from pipeloom.runtime.health.status import Limits, Status
 from pipeloom.runtime.health.store import RunStore, within
 from pipeloom.runtime.health.watchdog import Failure, Watchdog
+from pipeloom.train.context import WorkerContext
 from pipeloom.train.failures import FAILURES, STORE, first_to_say, record_failure, write_exit
-from pipeloom.train.listeners import allow_descriptors, refuse_connections
+from pipeloom.train.listeners import allow_descriptors
 from pipeloom.train.preflight import require_devices
 from pipeloom.train.requests import Requests
 
@@ -44,56 +44,6 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _MEET_SECONDS = 300.0
-
-
-@dataclass(frozen=True)
-class WorkerContext:
-    """What a worker knows of its place.
-
-    Attributes:
-        rank: global rank; 0 writes to the terminal.
-        world_size: workers of the run.
-        local_rank: among the workers of this machine.
-        device: where this worker computes.
-        store: key-value store that all workers share.
-        requests: what signals have asked for.
-        watchdog: of this worker; None where it is the only one.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
-    device: torch.device
-    store: Store
-    requests: Requests = field(default_factory=Requests)
-    watchdog: Watchdog | None = None
-
-    @contextlib.contextmanager
-    def waiting(self, what: str, phase: str) -> Iterator[None]:
-        """For a communication outside of steps: the watchdog sees that this worker waits for `what`, with that phase's limit."""
-        if self.watchdog is None:
-            yield
-            return
-        status = self.watchdog.status
-        with status.during(phase):
-            status.wait_between(what)
-            yield
-            status.leave()
-
-    def close_to_strangers(self) -> None:
-        """Closes gloo's listening sockets to everybody, once process groups have been made; with a launcher of ours."""
-        if STORE in os.environ:
-            refuse_connections()
-
-    @property
-    def stop_requested(self) -> bool:
-        """Whether this worker was told to stop after the present step. Other workers may not know yet."""
-        return self.requests.ends
-
-    @property
-    def flags(self) -> int:
-        """What this worker was asked for, as bits of `train.requests`."""
-        return self.requests.flags
 
 
 def is_worker() -> bool:

@@ -65,7 +65,7 @@ def test_a_second_run_does_not_tokenize(tmp_path: Path, source: str, monkeypatch
     assert first.facts == second.facts
     rows = second.train
     assert isinstance(rows, SpanRows)
-    assert isinstance(rows._tokens, np.memmap)  # the array is mapped, not read
+    assert isinstance(rows.stored, np.memmap)  # the array is mapped, not read
 
 
 def test_a_damaged_entry_is_made_again(tmp_path: Path, source: str) -> None:

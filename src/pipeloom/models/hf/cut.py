@@ -21,7 +21,7 @@ from pipeloom.models.hf.weights import PretrainedWeights
 
 FIRST, LAST = "first", "last"
 _MOST_EXTRA = 4  # values that a decoder layer returns after the hidden states
-_ROWS, _LENGTH = 1, 4  # of the run that finds out how a model is cut
+_PROBE_ROWS, _LENGTH = 1, 4  # of the run that finds out how a model is cut
 
 
 def cut(model: nn.Module, folder: Path | None = None) -> Cut:
@@ -185,7 +185,7 @@ class Cut:
         tape.run(stop_at=0)
         with torch.enable_grad():
             try:
-                shell.eval()(torch.zeros(_ROWS, _LENGTH, dtype=torch.int64))
+                shell.eval()(torch.zeros(_PROBE_ROWS, _LENGTH, dtype=torch.int64))
             except Stop:
                 pass
             else:
@@ -199,11 +199,11 @@ class Cut:
         for extra in choices:
             self.extra = extra
             try:
-                self._new_replay().run((_ROWS, _LENGTH), torch.device("cpu"), {})
+                self._new_replay().run((_PROBE_ROWS, _LENGTH), torch.device("cpu"), {})
                 shape = self._tried_last()
-                if shape != (_ROWS, _LENGTH):
+                if shape != (_PROBE_ROWS, _LENGTH):
                     raise Altered(
-                        f"its forward makes logits of shape {[*shape, '…']} of {_ROWS} row of {_LENGTH} tokens"
+                        f"its forward makes logits of shape {[*shape, '…']} of {_PROBE_ROWS} row of {_LENGTH} tokens"
                     )
                 return extra
             except (Altered, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
@@ -221,14 +221,14 @@ class Cut:
         for name in names:
             if name not in self.before:
                 set_tensor(shell, name, torch.empty_like(self.model.get_parameter(name), device="meta"))
-        embedded = torch.zeros(_ROWS, _LENGTH, self._embedding_width, dtype=self._dtype)
+        embedded = torch.zeros(_PROBE_ROWS, _LENGTH, self._embedding_width, dtype=self._dtype)
         tape.run(stop_at=len(self.trunk) - 1)
         width = 0
         try:
             shell.eval()(inputs_embeds=embedded)
         except Stop:
             width = tape.entered.shape[-1]
-        tape.run(stop_at=-1, inject=torch.zeros(_ROWS, _LENGTH, width, dtype=tape.entered.dtype, device="meta"))
+        tape.run(stop_at=-1, inject=torch.zeros(_PROBE_ROWS, _LENGTH, width, dtype=tape.entered.dtype, device="meta"))
         with torch.no_grad():
             logits: Tensor = shell(inputs_embeds=embedded).logits
         return tuple(logits.shape[:-1])

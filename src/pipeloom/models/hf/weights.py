@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import ConfigError
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 _MOST_HEADER_BYTES = 100_000_000  # as the safetensors library
 STORED_DTYPES = {
     "F64": torch.float64,
@@ -188,19 +188,19 @@ def _twins(model: Any) -> dict[str, list[str]]:
 
 
 def _files(path: Path) -> list[Path]:
-    if (path / INDEX).is_file():
+    if (path / WEIGHTS_INDEX).is_file():
         try:
-            index = json.loads((path / INDEX).read_text(encoding="utf-8"))
+            index = json.loads((path / WEIGHTS_INDEX).read_text(encoding="utf-8"))
             names = sorted({str(name) for name in index["weight_map"].values()})
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-            raise ConfigError(f"{path / INDEX} is no index of safetensors: {error}") from error
+            raise ConfigError(f"{path / WEIGHTS_INDEX} is no index of safetensors: {error}") from error
         for name in names:
             if Path(name).name != name:
-                raise ConfigError(f"{path / INDEX} names a file outside of the directory: {name!r:.200}")
+                raise ConfigError(f"{path / WEIGHTS_INDEX} names a file outside of the directory: {name!r:.200}")
         return [path / name for name in names]
     if (path / SINGLE).is_file():
         return [path / SINGLE]
-    raise ConfigError(f"{path} has no weights in safetensors: neither {SINGLE} nor {INDEX}")
+    raise ConfigError(f"{path} has no weights in safetensors: neither {SINGLE} nor {WEIGHTS_INDEX}")
 
 
 def _entries(file: Path) -> dict[str, StoredTensor]:

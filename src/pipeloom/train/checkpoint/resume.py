@@ -19,7 +19,7 @@ from pipeloom.train.checkpoint.load import read_extra, verified
 from pipeloom.train.checkpoint.manifest import MANIFEST, Manifest
 
 if TYPE_CHECKING:
-    from pipeloom.train.worker import WorkerContext
+    from pipeloom.train.context import WorkerContext
 
 DIGESTS_FILE = "run.json"  # in a run's folder: the digests of its model and data
 # What decides names and shapes of parameters and buffers.

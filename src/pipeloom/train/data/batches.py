@@ -82,7 +82,7 @@ class SpanRows:
     """Windows of the documents of a store, one behind the other, wherever they lie."""
 
     def __init__(self, tokens: np.ndarray, spans: Spans, seq_len: int) -> None:
-        self._tokens, self._spans, self._length = tokens, runs(spans), seq_len
+        self.stored, self._spans, self._length = tokens, runs(spans), seq_len
         sizes = self._spans.ends - self._spans.starts
         self._before = np.concatenate([[0], np.cumsum(sizes)])
 
@@ -111,7 +111,7 @@ class SpanRows:
         parts, left = [], self._length + 1
         while left:
             first = int(self._spans.starts[at]) + max(0, start - int(self._before[at]))
-            part = self._tokens[first : min(int(self._spans.ends[at]), first + left)]
+            part = self.stored[first : min(int(self._spans.ends[at]), first + left)]
             parts.append(part)
             left -= len(part)
             at += 1

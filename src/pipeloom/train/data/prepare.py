@@ -22,7 +22,7 @@ from pipeloom.train.data.sources import Source, find
 from pipeloom.train.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
-    from pipeloom.train.worker import WorkerContext
+    from pipeloom.train.context import WorkerContext
 
 Plan = list[dict[str, Any]]
 """Of each source, as JSON: where its entries of the cache are."""

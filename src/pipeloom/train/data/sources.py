@@ -16,9 +16,9 @@ from pipeloom.errors import ConfigError, UsageError, shortened
 from pipeloom.limits import CORPUS_BYTES, LINE_BYTES, open_file, read_file
 from pipeloom.train.data.corpus import STDLIB, name_of, text_files
 
-Kind = Literal["text", "jsonl", "parquet", "tokens", "dataset"]
+FileKind = Literal["text", "jsonl", "parquet", "tokens", "dataset"]
 
-_SUFFIXES: dict[str, Kind] = {
+_SUFFIXES: dict[str, FileKind] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".parquet": "parquet",
@@ -42,7 +42,7 @@ class Source:
     """
 
     name: str
-    kind: Kind
+    kind: FileKind
     files: tuple[Path, ...]
 
     @property
@@ -82,7 +82,7 @@ def find(name: str, kind: str) -> Source:
 
     Args:
         name: "stdlib", a file, a folder, a directory of `datasets`, or a pattern such as "texts/**/*.txt".
-        kind: a Kind, or "auto": from the names of the files.
+        kind: a FileKind, or "auto": from the names of the files.
     """
     shown = f'data.source = "{shortened(name)}"'
     if name == STDLIB:
@@ -113,7 +113,7 @@ def find(name: str, kind: str) -> Source:
     return Source(name, kinds.pop(), tuple(files))
 
 
-def kind_of(file: Path) -> Kind:
+def kind_of(file: Path) -> FileKind:
     """What a file holds by its name."""
     suffixes = [suffix.lower() for suffix in file.suffixes]
     if suffixes[-1:] == [".gz"]:

@@ -18,7 +18,7 @@ from pipeloom.train.schedule_search.saved import fingerprint, report_outcome, sa
 from pipeloom.train.schedule_search.trial import ABTrial
 
 if TYPE_CHECKING:
-    from pipeloom.train.worker import WorkerContext
+    from pipeloom.train.context import WorkerContext
 
 
 class MeasureThenSearch:
