@@ -1,4 +1,4 @@
-"""Names in src/pipeloom: one class, type or constant per name."""
+"""Names in src/pipeloom: one class, and one public type or constant, per name."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ SOURCE = Path(__file__).parent.parent / "src" / "pipeloom"
 
 
 def _is_type_or_constant(name: str) -> bool:
-    """Begins with a capital letter, after the underscore of a private name."""
-    return not name.startswith("__") and name.lstrip("_")[:1].isupper()
+    """Tell a public name that begins with a capital letter."""
+    return name[:1].isupper()
 
 
 def defined(tree: ast.Module) -> Iterator[str]:
-    """Yield the classes, type aliases and constants that a module defines at its top level."""
+    """Yield the classes, and the public type aliases and constants, that a module defines at its top level."""
     for statement in tree.body:
         if isinstance(statement, ast.ClassDef):
             yield statement.name
@@ -42,11 +42,11 @@ def test_no_class_type_or_constant_is_defined_in_two_modules() -> None:
 
 
 def test_a_name_defined_twice_is_found() -> None:
-    first = "class Batch: ...\nLIMIT: int = 1\n_A, _B = 1, 2\nBatch.size = 3\n"
-    second = "Batch = tuple[int, ...]\nLIMIT = 2\n_B = 1\nname = 1\n"
+    first = "class Batch: ...\nLIMIT: int = 1\nA, B = 1, 2\n_C = 1\nBatch.size = 3\n"
+    second = "Batch = tuple[int, ...]\nLIMIT = 2\nB = 1\n_C = 1\nname = 1\n"
     third = "class Other:\n    LIMIT = 3\nname = 2\n__all__ = []\n"
     assert duplicates({"a": first, "b": second, "c": third}) == {
         "Batch": ["a", "b"],
         "LIMIT": ["a", "b"],
-        "_B": ["a", "b"],
+        "B": ["a", "b"],
     }

@@ -11,7 +11,7 @@ from pipeloom.errors import ConfigError, PipeloomError
 if TYPE_CHECKING:
     from pipeloom.config.volume import Volume
 
-_KINDS = ("pipeline", "tensor", "data", "experts")
+_VOLUME_KINDS = ("pipeline", "tensor", "data", "experts")
 
 
 class LayoutVolume(NamedTuple):
@@ -68,7 +68,7 @@ def table(rows: Sequence[LayoutVolume]) -> str:
     """A line for each layout: messages or collective operations, and bytes, by kind, of all workers in a step."""
     from pipeloom.schedule.messages import size_words
 
-    kinds = [kind for kind in _KINDS if any(volume.kind == kind for row in rows for volume in row.volumes)]
+    kinds = [kind for kind in _VOLUME_KINDS if any(volume.kind == kind for row in rows for volume in row.volumes)]
     lines = [["layout", "workers", *kinds, "in all"]]
     for row in rows:
         if row.refused:

@@ -11,7 +11,7 @@ from pipeloom.errors import ConfigError, PipeloomError
 from pipeloom.limits import read_file
 
 ADAPTER_CONFIG = "adapter_config.json"
-_MOST_BYTES = 10_000_000
+_MOST_ADAPTER_BYTES = 10_000_000
 # Options of peft with which an adapter computes something else than s B A x on whole linear layers; None and empty: unused.
 _UNSUPPORTED = (
     *("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform", "layers_pattern"),
@@ -49,7 +49,7 @@ def read_adapter_config(folder: Path, where: str) -> dict[str, Any]:
     """The content of `adapter_config.json`. Raises ConfigError, which begins with `where`."""
     path = folder / ADAPTER_CONFIG
     try:
-        content = json.loads(read_file(path, _MOST_BYTES, "an adapter's configuration"))
+        content = json.loads(read_file(path, _MOST_ADAPTER_BYTES, "an adapter's configuration"))
         if not isinstance(content, dict):
             raise ValueError("it holds no table")
     except (OSError, ValueError, RecursionError, PipeloomError) as error:

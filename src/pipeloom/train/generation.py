@@ -63,7 +63,7 @@ def open_model(path: Path, prompts: int, flags: Mapping[str, Any]) -> OpenedMode
             raise ConfigError(
                 f"{path / ADAPTER_CONFIG}: the model that it adapts, {base}, is no Hugging Face directory"
             )
-        return Opened(
+        return OpenedModel(
             load_layout(None, {"model.source": str(base), "lora.adapter": str(path), **layout, **flags}), None, base
         )
     if (path / "config.json").is_file():
