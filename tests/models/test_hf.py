@@ -289,3 +289,34 @@ def written(family: str, folder: Path) -> Any:
     model.save_pretrained(folder, max_shard_size="40KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
     return model
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
+def test_packed_documents_have_the_loss_of_separate_ones(family: str) -> None:
+    model = hf.layers(MODEL_FAMILIES[family].build())
+    assert model.cut.keeps_documents_apart()
+    tokens = make_batch("llama").tokens[:4].clone()
+    assert tokens.shape == (4, 12)
+    cuts = [(12,), (5, 7), (3, 4, 5), (6, 6)]
+    positions = torch.stack([torch.cat([torch.arange(size) for size in row]) for row in cuts])
+    targets = tokens.roll(-1, 1)
+    targets[:, -1] = -100
+    targets[:, :-1][positions[:, 1:] == 0] = -100
+    pipeline = LocalPipeline(model, SCHEDULES["1f1b"](), loss=cross_entropy, tied=model.tied)
+    loss = pipeline.step(tokens, targets, position_ids=positions).item()
+    whole = transformers.AutoModelForCausalLM.from_config(model.config).eval()
+    own = {hf.hub_name(name): parameter for name, parameter in pipeline.named_parameters()}
+    with torch.no_grad():
+        for name, parameter in whole.named_parameters():
+            parameter.copy_(own[name])
+    total = 0.0
+    for row, sizes in zip(tokens, cuts, strict=True):
+        for document in row.split(sizes):
+            logits = whole(document[None]).logits[0, :-1]
+            total += torch.nn.functional.cross_entropy(logits, document[1:], reduction="sum").item()
+    assert loss == pytest.approx(total / int((targets != -100).sum()), abs=1e-5)
+
+
+@pytest.mark.parametrize("family", ["bloom", "mamba"])
+def test_models_that_see_across_documents_are_known(family: str) -> None:
+    assert not hf.layers(MODEL_FAMILIES[family].build()).cut.keeps_documents_apart()

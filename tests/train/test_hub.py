@@ -137,7 +137,7 @@ def test_a_directory_trains_and_comes_out(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the loom weaves " * 4000)
     flags = ["--model.source", "hub", "--parallel.pp", "2", "--schedule.name", "zbv", "--schedule.microbatches", "4"]
     flags += ["--train.steps", "5", "--train.seq_len", "24", "--train.global_batch_size", "8", "--train.device", "cpu"]
-    flags += ["--data.source", "text.txt", "--log.dir", "runs", "--train.recompute", "[1]"]
+    flags += ["--data.source", "text.txt", "--log.dir", "runs", "--train.recompute", "[1]", "--data.tokenizer", "bytes"]
     words = [sys.executable, "-P", "-m", "pipeloom"]
     done = subprocess.run([*words, "train", *flags], cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr

@@ -18,6 +18,7 @@ from pipeloom.config.overrides import nested
 from pipeloom.config.problems import sentences
 from pipeloom.config.schedules import read_schedule
 from pipeloom.config.sections import COMPUTED, Config
+from pipeloom.config.vocabulary import vocabulary_size
 from pipeloom.errors import ConfigError, PipeloomError
 from pipeloom.schedule.files import names_a_file
 
@@ -99,6 +100,7 @@ def merge(path: str | Path | None, *overrides: Mapping[str, Any]) -> Merged:
     model = merged.values.get("model")
     if isinstance(model, dict) and isinstance(model.get("weights"), str) and model["weights"]:
         model["weights"] = str(Path(model["weights"]).expanduser().absolute())
+    _adopt_vocabulary(merged)
     return merged
 
 
@@ -151,6 +153,19 @@ def _adopt_adapter(merged: Merged) -> None:
             )
     kept = {name: value for name, value in own.items() if f"lora.{name}" not in merged.given}
     section.update(kept, adapter=str(Path(adapter).expanduser().absolute()))
+
+
+def _adopt_vocabulary(merged: Merged) -> None:
+    """A tokenizer knows how many tokens our own decoder needs: that replaces the default's, not what the user gave."""
+    model, data = merged.values.get("model"), merged.values.get("data")
+    if not isinstance(model, dict) or not isinstance(data, dict) or model.get("source"):
+        return
+    name = data.get("tokenizer")
+    if not isinstance(name, str) or name in ("auto", "bytes") or "model.vocab_size" in merged.given:
+        return
+    size = vocabulary_size(name)
+    if size is not None:
+        model["vocab_size"] = size
 
 
 def _validate(merged: Merged) -> tuple[Config | None, dict[str, str], Config | None]:

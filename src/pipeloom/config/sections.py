@@ -194,7 +194,7 @@ class ModelSection(Section):
     )
     qkv_bias: bool = Field(description="queries, keys and values have a bias (Qwen2)")
     intermediate_size: Count = Field(description="width inside the feed-forward part")
-    vocab_size: Count = Field(description="tokens known; 256 or more for the byte tokenizer")
+    vocab_size: Count = Field(description="tokens known; not given: as many as data.tokenizer has")
     tie_word_embeddings: bool = Field(description="the output layer uses the embedding's weight")
     rope_theta: Positive = Field(description="base of the rotary position frequencies")
     rms_norm_eps: Positive = Field(description="added to the mean square in every norm")

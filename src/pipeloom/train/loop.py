@@ -32,7 +32,7 @@ from pipeloom.train.checkpoint.resume import Start, digests, find_start
 from pipeloom.train.checkpoint.run import RunCheckpoints
 from pipeloom.train.collect import gather, maxima
 from pipeloom.train.data.batches import Batch, Batches, Mixture, Rows
-from pipeloom.train.data.prepare import open_data
+from pipeloom.train.data.prepare import open_data, require_masks
 from pipeloom.train.experts import ExpertLoads, Loads, shows_all_to_all
 from pipeloom.train.garbage import StepGarbage
 from pipeloom.train.layer_norms import layer_norms
@@ -67,6 +67,7 @@ def run(layout: Layout, context: WorkerContext) -> None:
     data = open_data(config, context)
     test = data.held_out
     Batches(data.train, config, layout.mesh.dp)  # a text that is too short is refused before the start
+    require_masks(config, data)
     require_agreement([layout], context, data.facts)
     facts = digests(config, "; ".join(data.facts.values()))
     start = find_start(config, facts, context, restarted_run())

@@ -138,4 +138,15 @@ def test_special_tokens_of_a_tokenizer(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path / "no.json"))
     json_lines(tmp_path / "a.jsonl", [{"text": "x"}])
     with pytest.raises(ConfigError, match=r"model\.vocab_size = 256: the tokenizer .* has 300 tokens; nearest: 300"):
-        prepare(config(tmp_path, source=str(tmp_path / "a.jsonl"), tokenizer=name))
+        prepare(config(tmp_path, source=str(tmp_path / "a.jsonl"), tokenizer=name, model__vocab_size=256))
+
+
+def test_our_own_decoder_has_as_many_tokens_as_its_tokenizer(tmp_path: Path) -> None:
+    name, folder = str(tokenizer_file(tmp_path / "tokenizer.json")), str(directory(tmp_path / "folder"))
+    assert config(tmp_path).model.vocab_size == 256
+    assert config(tmp_path, tokenizer=name).model.vocab_size == 300
+    assert config(tmp_path, tokenizer=folder).model.vocab_size == 300
+    assert config(tmp_path, tokenizer=name, model__vocab_size=512).model.vocab_size == 512
+    for wrong in ([], {"model": {"vocab": 3}}, {"model": {"vocab": {"a": "b"}}}):
+        (tmp_path / "wrong.json").write_text(json.dumps(wrong))
+        assert config(tmp_path, tokenizer=str(tmp_path / "wrong.json")).model.vocab_size == 256

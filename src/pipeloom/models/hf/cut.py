@@ -131,6 +131,15 @@ class Cut:
             initialize(shell, "", self.model)
         return Replay(shell, tape, self._embedding_width, self._dtype)
 
+    def keeps_documents_apart(self) -> bool:
+        """Whether every layer attends inside a document only, where the positions in `position_ids` restart with each."""
+        positions = torch.tensor([[0, 1, 0, 1]])
+        try:
+            handed = self._new_replay().run((1, 4), torch.device("cpu"), {"position_ids": positions})
+        except TypeError:
+            return False  # its forward takes no positions
+        return all(each.keeps_documents_apart for each in handed)
+
     def _shared(self) -> dict[int, Any]:
         """A memo for deepcopy, under which a copy shares the configuration, and the weights where they are real."""
         memo: dict[int, Any] = {id(self.config): self.config}

@@ -39,6 +39,17 @@ class HandOver:
         output: Tensor = result[0] if isinstance(result, (tuple, list)) else result
         return output
 
+    @property
+    def keeps_documents_apart(self) -> bool:
+        """Whether a mask among these hides token 0 from token 2, of tokens at the positions 0, 1, 0, 1 of one row."""
+        masks = [value for _, value in _named(self) if isinstance(value, Tensor) and value.shape[-2:] == (4, 4)]
+        return any(_hides(mask, 2, 0) and not _hides(mask, 1, 0) for mask in masks)
+
+
+def _hides(mask: Tensor, query: int, key: int) -> bool:
+    entry = mask[..., query, key]
+    return not bool(entry.any()) if mask.dtype == torch.bool else bool((entry < -1e4).all())
+
 
 class Stop(Exception):
     """Ends a model's forward once a recorder has what it needs."""

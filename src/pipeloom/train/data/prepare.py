@@ -39,6 +39,7 @@ class Data:
         facts: what all workers must have in common, and what a run that is resumed must find again.
         words: for people.
         unit: "byte" or "token".
+        packed: whether rows hold documents that must not see each other.
     """
 
     tokenizer: Tokenizer
@@ -47,6 +48,7 @@ class Data:
     facts: dict[str, str]
     words: str
     unit: str
+    packed: bool = False
 
 
 def open_data(config: Config, context: WorkerContext) -> Data:
@@ -68,7 +70,21 @@ def require_data(config: Config, replicas: int) -> Data:
     """Prepare the data as workers will find it, before there are any. Raises ConfigError for what they could not use."""
     data = _plain_text(config) if is_plain_text(config) else opened(config, prepare(config))
     Batches(data.train, config, replicas)
+    require_masks(config, data)
     return data
+
+
+def require_masks(config: Config, data: Data) -> None:
+    """Raise ConfigError for packed rows and a model of another's whose attention would see across documents."""
+    if not data.packed or not config.model.source:
+        return
+    from pipeloom.train.build import DTYPES, foreign
+
+    if not foreign(config.model.source, DTYPES[config.train.dtype]).cut.keeps_documents_apart():
+        raise ConfigError(
+            f'data.documents = "{config.data.documents}": rows would hold several documents, and the attention of '
+            f'{config.model.source} does not keep them apart by their positions; nearest: "concatenate"'
+        )
 
 
 def prepare(config: Config) -> Plan:
@@ -139,7 +155,7 @@ def opened(config: Config, plan: Plan) -> Data:
             *(f"  {line}" for line in lines),
         )
     )
-    return Data(tokenizer, whole, batches, facts, words, "byte" if tokenizer.name == BYTES else "token")
+    return Data(tokenizer, whole, batches, facts, words, "byte" if tokenizer.name == BYTES else "token", packs)
 
 
 def tokenizer_of(config: Config) -> Tokenizer:

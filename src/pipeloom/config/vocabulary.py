@@ -1,0 +1,27 @@
+"""How many tokens a tokenizer's file knows; reads its JSON and needs no package."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pipeloom.errors import PipeloomError
+from pipeloom.limits import TOKENIZER_BYTES, read_file
+
+
+def vocabulary_size(tokenizer: str) -> int | None:
+    """One more than the largest number of `tokenizer`, a file or a directory; None where its JSON does not say.
+
+    What is wrong with the file is said where the tokenizer itself is loaded.
+    """
+    path = Path(tokenizer).expanduser()
+    path = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        content: Any = json.loads(read_file(path, TOKENIZER_BYTES, "a tokenizer"))
+        words = content["model"]["vocab"]
+        numbers = [len(words) - 1] if isinstance(words, list) else list(words.values())
+        numbers += [token["id"] for token in content.get("added_tokens") or []]
+        return int(max(numbers)) + 1 if numbers else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, PipeloomError):
+        return None
