@@ -78,9 +78,9 @@ def require_masks(config: Config, data: Data) -> None:
     """Raise ConfigError for packed rows and a model of another's whose attention would see across documents."""
     if not data.packed or not config.model.source:
         return
-    from pipeloom.train.build import DTYPES, foreign
+    from pipeloom.train.build import PARAMETER_DTYPES, foreign
 
-    if not foreign(config.model.source, DTYPES[config.train.dtype]).cut.keeps_documents_apart():
+    if not foreign(config.model.source, PARAMETER_DTYPES[config.train.dtype]).cut.keeps_documents_apart():
         raise ConfigError(
             f'data.documents = "{config.data.documents}": rows would hold several documents, and the attention of '
             f'{config.model.source} does not keep them apart by their positions; nearest: "concatenate"'
