@@ -75,6 +75,8 @@ def sync_directory(path: Path) -> None:
 def verify(directory: Path, name: str, stored: StoredFile) -> str:
     """What is wrong with a file, with what was expected and what was found; "" where nothing is."""
     path = directory / name
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        return f"{path}: expected a file, found a {'symbolic link' if path.is_symlink() else 'directory or device'}"
     try:
         with path.open("rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size

@@ -105,9 +105,15 @@ class Reader:
 
 
 def read_extra(directory: Path) -> Any:
-    """What was given to `save` as `extra`, of a checkpoint that has been verified; None: nothing."""
+    """What was given to `save` as `extra`, of a checkpoint that has been verified; None: nothing.
+
+    Raises CheckpointError where it is no JSON.
+    """
     path = directory / EXTRA
-    return json.loads(path.read_bytes()) if path.is_file() else None
+    try:
+        return json.loads(path.read_bytes()) if path.is_file() else None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: expected JSON, found {str(error)[:200]}") from None
 
 
 def verified(directory: Path, group: Any, index: int = 0, count: int = 1) -> tuple[Manifest | None, str]:
@@ -163,6 +169,7 @@ def load(
     adapters = manifest.base is not None
     with Reader(directory, manifest) as reader:
         _require(reader, pipeline, group, adapters)
+        extra = reader.extra()
 
         def put() -> None:
             load_model(reader, pipeline, adapters)
@@ -173,7 +180,7 @@ def load(
                     optimizer.read_parameters()
 
         _together(pipeline, group, put)
-        loaded = Loaded(manifest.step, reader.extra(), directory)
+        loaded = Loaded(manifest.step, extra, directory)
     pipeline.next_step = manifest.step
     return loaded
 

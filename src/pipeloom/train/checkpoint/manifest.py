@@ -138,6 +138,8 @@ def read_manifest(directory: Path) -> Manifest:
     Raises CheckpointError with the file, what was expected and what was found.
     """
     path = directory / MANIFEST
+    if path.is_symlink():
+        raise CheckpointError(f"{path}: expected a file, found a symbolic link")
     try:
         data = read_file(path, MANIFEST_BYTES, "a manifest")
     except FileNotFoundError:

@@ -1,0 +1,143 @@
+"""Checkpoints in the format of `torch.distributed.checkpoint` (DCP), out and in, for programs that read nothing else.
+
+DCP describes its files in `.metadata`, a pickle: to read it is to run what it says, and nothing in it has a checksum. So a
+directory is imported only where somebody asks for it by name. Everything of ours goes in as tensors, what is no tensor as the
+bytes of a JSON text, so that `.metadata` is all that is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeloom.errors import CheckpointError, ConfigError
+from pipeloom.train.checkpoint.boxes import Box
+from pipeloom.train.checkpoint.files import DTYPE_NAMES, write_bytes, write_tensors
+from pipeloom.train.checkpoint.folder import newest_checkpoint, partial_path, publish, step_path
+from pipeloom.train.checkpoint.load import Reader, verified
+from pipeloom.train.checkpoint.manifest import (
+    EXTRA,
+    MANIFEST,
+    BaseWeights,
+    Manifest,
+    StoredBox,
+    TensorEntry,
+    read_manifest,
+    to_bytes,
+)
+
+RECORD = "pipeloom.json"  # the key under which everything that is no tensor goes along
+_FILE = "rank-00000.safetensors"
+
+
+def export_dcp(path: Path, out: Path) -> Path:
+    """Write a checkpoint, optimizer state included, as a directory that `torch.distributed.checkpoint.load` reads.
+
+    Keys are those of the manifest (`model.NAME`, `optimizer.NAME.STATE`), each a whole tensor. Takes the memory of all of them.
+
+    Args:
+        path: a checkpoint, or a folder of checkpoints: of those the newest complete one.
+        out: a directory that does not exist, or is empty.
+
+    Returns:
+        the checkpoint. Raises CheckpointError for one that is damaged, ConfigError for an `out` that is not empty.
+    """
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    directory = newest_checkpoint(path)
+    _require_new(out)
+    manifest, problem = verified(directory, None)
+    if manifest is None:
+        raise CheckpointError(problem)
+    with Reader(directory, manifest) as reader:
+        state = {key: reader.region(key, Box((0,) * len(shape), shape)) for key, shape in reader.tensors.items()}
+        record = {
+            "step": manifest.step,
+            "stored": list(manifest.stored),
+            "numbers": dict(manifest.numbers),
+            "base": None if manifest.base is None else asdict(manifest.base),
+            "extra": reader.extra(),
+        }
+    state[RECORD] = torch.tensor(list(json.dumps(record).encode()), dtype=torch.uint8)
+    save(state, checkpoint_id=out, no_dist=True)
+    return directory
+
+
+def import_dcp(source: Path, folder: Path) -> Path:
+    """Make a checkpoint of a DCP directory that `export_dcp`, or a program that kept its keys, has written.
+
+    Unpickles `source/.metadata`: only for directories that you trust.
+
+    Args:
+        folder: a new folder of checkpoints.
+
+    Returns:
+        the checkpoint. Raises CheckpointError for a directory that is none of ours or damaged.
+    """
+    _require_new(folder)
+    state = _read(source)
+    packed = state.pop(RECORD)
+    try:
+        record = json.loads(bytes(packed.tolist()))
+        step, numbers, base = int(record["step"]), dict(record["numbers"]), record["base"]
+        stored = tuple(str(each) for each in record["stored"])
+        final, partial = step_path(folder, step), partial_path(folder, step)
+        weights = None if base is None else BaseWeights(base["kind"], base["path"], base["digest"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{source}: {RECORD!r} is damaged: {type(error).__name__} {str(error)[:200]}") from None
+    partial.mkdir(mode=0o700, parents=True)
+    files = {_FILE: write_tensors(partial / _FILE, {key: tensor.contiguous() for key, tensor in state.items()})}
+    if "extra" in stored:
+        files[EXTRA] = write_bytes(partial / EXTRA, json.dumps(record["extra"]).encode())
+    entries = {key: _entry(key, tensor) for key, tensor in state.items()}
+    writer = {
+        "imported": "torch.distributed.checkpoint",
+        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+    write_bytes(partial / MANIFEST, to_bytes(Manifest(step, stored, entries, numbers, files, writer, weights)))
+    read_manifest(
+        partial
+    )  # what another program has changed beyond use is refused before it has the name of a checkpoint
+    publish(partial, final)
+    return final
+
+
+def _read(source: Path) -> dict[str, Tensor]:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    if not (source / ".metadata").is_file():
+        raise CheckpointError(f"{source}: expected a directory of torch.distributed.checkpoint, found no .metadata")
+    try:
+        described: Mapping[str, Any] = FileSystemReader(source).read_metadata().state_dict_metadata
+        if not isinstance(described.get(RECORD), TensorStorageMetadata):
+            raise CheckpointError(f"{source}: expected the key {RECORD!r}, which `pipeloom export --format dcp` writes")
+        others = [key for key, entry in described.items() if not isinstance(entry, TensorStorageMetadata)]
+        if others:
+            raise CheckpointError(f"{source}: {others[0]!r} is no tensor, and would be unpickled")
+        state = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in described.items()}
+        load(state, checkpoint_id=source, no_dist=True)
+    except CheckpointError:
+        raise
+    except Exception as error:  # torch raises anything, down to what a damaged pickle makes
+        words = str(error).strip().splitlines() or [""]
+        raise CheckpointError(f"{source}: cannot be read: {type(error).__name__} {words[-1][:200]}") from None
+    return state
+
+
+def _entry(key: str, tensor: Tensor) -> TensorEntry:
+    shape = tuple(tensor.shape)
+    return TensorEntry(DTYPE_NAMES[tensor.dtype], shape, (StoredBox(_FILE, key, Box((0,) * len(shape), shape)),))
+
+
+def _require_new(path: Path) -> None:
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(f"{path} exists, and is not empty: give a new directory")

@@ -1,0 +1,140 @@
+"""Checkpoints made to do harm: nothing is unpickled, nothing outside the directory is read, and the command ends with 5."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeloom import checkpoint, schedules
+from pipeloom.cli import main
+from pipeloom.errors import CheckpointError
+from pipeloom.runtime import Layer, Pipeline
+
+FILE = "rank-00000.safetensors"
+
+
+class Marker:
+    """A pickle of it makes a directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def run_of() -> tuple[Pipeline, torch.optim.Optimizer]:
+    pipeline = Pipeline([Layer("a", lambda: nn.Linear(3, 3))], schedules.gpipe(1, 2), loss=nn.functional.mse_loss)
+    adam = torch.optim.AdamW(pipeline.parameters(), lr=0.1)
+    pipeline.step(torch.ones(2, 3), torch.zeros(2, 3))
+    adam.step()
+    return pipeline, adam
+
+
+@pytest.fixture
+def no_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("something was unpickled")
+
+    for module, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")):
+        monkeypatch.setattr(module, name, refuse)
+
+
+def rewritten(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Changes the manifest, and gives it a right checksum again."""
+    manifest = path / "manifest.json"
+    content = json.loads(manifest.read_text())
+    del content["sha256"]
+    change(content)
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    manifest.write_text(json.dumps({**content, "sha256": hashlib.sha256(text.encode()).hexdigest()}))
+
+
+def moved_to(name: str) -> Callable[[dict[str, Any]], None]:
+    """The file of the tensors is said to be another."""
+
+    def change(content: dict[str, Any]) -> None:
+        content["files"][name] = content["files"].pop(FILE)
+        for entry in content["tensors"].values():
+            for box in entry["boxes"]:
+                box["file"] = name
+
+    return change
+
+
+def replaced(path: Path, name: str, data: bytes) -> None:
+    """Gives a file other content, and the manifest its checksum."""
+    (path / name).write_bytes(data)
+    stored = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    rewritten(path, lambda content: content["files"].update({name: stored}))
+
+
+def linked(path: Path, name: str) -> None:
+    outside = path.parent / "outside"
+    (path / name).rename(outside)
+    (path / name).symlink_to(outside)
+
+
+def written(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+
+
+def piped(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def poisons(path: Path) -> dict[str, Callable[[], None]]:
+    pickled = pickle.dumps(Marker(path.parent / "marker"))
+    return {
+        "a pickle in the place of tensors": lambda: replaced(path, FILE, pickled),
+        "a pickle in the place of extra": lambda: replaced(path, "extra.json", pickled),
+        "a pickle in the place of the manifest": lambda: written(path / "manifest.json", pickled),
+        "a file above the directory": lambda: rewritten(path, moved_to(f"../{FILE}")),
+        "an absolute file": lambda: rewritten(path, moved_to(str(path / FILE))),
+        "a hidden file": lambda: rewritten(path, moved_to(".hidden")),
+        "a link in the place of tensors": lambda: linked(path, FILE),
+        "a link in the place of extra": lambda: linked(path, "extra.json"),
+        "a link in the place of the manifest": lambda: linked(path, "manifest.json"),
+        "a pipe in the place of tensors": lambda: piped(path / FILE),
+    }
+
+
+def test_save_and_load_unpickle_nothing(no_pickle: None, tmp_path: Path) -> None:
+    pipeline, adam = run_of()
+    path = checkpoint.save(tmp_path, 1, pipeline, adam, extra={"batch": 3})
+    weights = [p.detach().clone() for p in pipeline.parameters()]
+    other, optimizer = run_of()
+    assert checkpoint.load(tmp_path, other, optimizer).extra == {"batch": 3}
+    assert all(map(torch.equal, other.parameters(), weights))
+    (path / FILE).write_bytes((path / FILE).read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="expected"):
+        checkpoint.load(tmp_path, other, optimizer)
+
+
+def test_poison_is_refused(no_pickle: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pipeline, adam = run_of()
+    path = checkpoint.save(tmp_path / "good", 1, pipeline, adam, extra={"batch": 3})
+    for number, words in enumerate(poisons(path)):
+        copy = tmp_path / f"bad{number}" / path.name
+        shutil.copytree(path, copy)
+        poisons(copy)[words]()
+        before = [p.detach().clone() for p in pipeline.parameters()]
+        with pytest.raises(CheckpointError) as error:
+            checkpoint.load(copy, pipeline, adam)
+        assert str(copy) in str(error.value), words
+        assert all(map(torch.equal, pipeline.parameters(), before)), words
+        with pytest.raises(SystemExit) as end:
+            main(["export", str(copy), str(tmp_path / "out")])
+        assert end.value.code == 5, (words, capsys.readouterr().err)
+        assert not (copy.parent / "marker").exists(), words
