@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeloom.errors import ArgumentError, divisors, nearest
+from pipeloom.errors import ArgumentError, divisors, echo, nearest
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,9 @@ class DecoderShape:
         rope_theta: base of the rotary position frequencies.
         rms_norm_eps: added to the mean square in every norm.
         dropout: share of each block's two outputs that training drops, in [0, 1).
-        num_experts: experts of each block's feed-forward part; 0: one dense part.
+        num_experts: experts of the feed-forward part of a block that has experts; 0: every block is dense.
         num_experts_per_tok: experts that a token goes to.
+        moe_layer_freq: n: blocks 0, n, 2n, … have experts, the others are dense; or a 1 (experts) or 0 (dense) per block.
         norm_topk_prob: whether the weights of a token's experts are divided by their sum.
         moe_intermediate_size: width inside an expert; 0: intermediate_size.
         num_shared_experts: width, in experts, of the gated part that every token goes through.
@@ -34,7 +35,8 @@ class DecoderShape:
         capacity_factor: rows per expert over an even share; 0: unlimited.
         aux_loss_coef, z_loss_coef: factors of the load-balance loss and of the mean squared logsumexp of the router's logits.
 
-    Raises ArgumentError for a size below 1, heads of odd width, or key and value heads that do not divide the query heads.
+    Raises ArgumentError for a size below 1, heads of odd width, or key and value heads that do not divide the query heads, or
+    a moe_layer_freq that does not say of each block whether it has experts.
     """
 
     num_hidden_layers: int
@@ -52,6 +54,7 @@ class DecoderShape:
     dropout: float = 0.0
     num_experts: int = 0
     num_experts_per_tok: int = 2
+    moe_layer_freq: int | tuple[int, ...] = 1
     norm_topk_prob: bool = True
     moe_intermediate_size: int = 0
     num_shared_experts: int = 0
@@ -87,6 +90,9 @@ class DecoderShape:
                 "num_key_value_heads",
                 f"={groups} does not divide {heads} attention heads; {nearest(groups, divisors(heads))}",
             )
+        problem = frequency_problem(self.moe_layer_freq, self.num_hidden_layers)
+        if problem:
+            raise ArgumentError("moe_layer_freq", problem)
 
     @property
     def head_width(self) -> int:
@@ -97,3 +103,30 @@ class DecoderShape:
     def expert_width(self) -> int:
         """Width inside an expert."""
         return self.moe_intermediate_size or self.intermediate_size
+
+    @property
+    def expert_blocks(self) -> tuple[bool, ...]:
+        """block -> whether its feed-forward part is a mixture of experts."""
+        return expert_blocks(self.num_experts, self.num_hidden_layers, self.moe_layer_freq)
+
+
+def expert_blocks(experts: int, blocks: int, frequency: int | tuple[int, ...]) -> tuple[bool, ...]:
+    """Return, for each of `blocks` blocks, whether it has experts; `experts` and `frequency` are as in `DecoderShape`."""
+    if experts == 0:
+        return (False,) * blocks
+    if isinstance(frequency, int):
+        return tuple(block % frequency == 0 for block in range(blocks))
+    return tuple(block < len(frequency) and frequency[block] == 1 for block in range(blocks))
+
+
+def frequency_problem(frequency: int | tuple[int, ...], blocks: int) -> str:
+    """Return what is wrong with a `moe_layer_freq` for so many blocks, as words after its name; "": nothing."""
+    if isinstance(frequency, int):
+        return f"={frequency} is below 1; nearest: 1" if frequency < 1 else ""
+    shown = echo(list(frequency))
+    if len(frequency) != blocks:
+        return f"={shown} says of {len(frequency)} blocks whether they have experts; the model has {blocks}"
+    if not set(frequency) <= {0, 1}:
+        wrong = next(entry for entry in frequency if entry not in (0, 1))
+        return f"={shown} holds {wrong}; an entry is 1 (experts) or 0 (dense)"
+    return "" if any(frequency) else f"={shown} gives no block experts; give one a 1, or set num_experts to 0"

@@ -36,9 +36,36 @@ def test_all_experts_are_held_and_the_chosen_ones_are_counted_as_work() -> None:
     assert training_flops(experts, 1, 3) - training_flops(dense, 1, 3) == 3 * 4 * 6 * (expert + gate)
 
 
+def test_dense_blocks_among_those_with_experts_are_counted_and_balanced() -> None:
+    """Stages are even in cost, not in blocks: with all 8 experts chosen the first two are the most."""
+    every, dense = config().model, config(model__num_experts=0).model
+    sparse, plain = layer_sizes(every, 16)[1], layer_sizes(dense, 16)[1]
+    for frequency, blocks in ((2, (1, 0, 1, 0)), ([0, 0, 1, 1], (0, 0, 1, 1)), (3, (1, 0, 0, 1))):
+        mixed = config(model__moe_layer_freq=frequency).model
+        assert mixed.expert_blocks == mixed.shape().expert_blocks == tuple(map(bool, blocks))
+        assert layer_sizes(mixed, 16)[1:-1] == [sparse if block else plain for block in blocks]
+    keys = {"model__num_experts_per_tok": 8, "model__num_hidden_layers": 8, "parallel__pp": 2, "schedule__name": "1f1b"}
+    layout = resolve(config(**keys, model__moe_layer_freq=[1, 1, 0, 0, 0, 0, 0, 0]))
+    assert layout.stage_layers[0] < layout.stage_layers[1]
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"model__moe_layer_freq": 0}, "model.moe_layer_freq = 0: it must be a number n .* nearest: 1"),
+        ({"model__moe_layer_freq": [1, 0]}, r"model.moe_layer_freq = \[1, 0\]: it says of 2 blocks .* the model has 4"),
+        ({"model__moe_layer_freq": [1, 0, 2, 0]}, "holds 2; an entry is 1"),
+        ({"model__moe_layer_freq": [0, 0, 0, 0]}, "gives no block experts"),
+        ({"model__num_experts": 0, "model__moe_layer_freq": 2}, "there are no experts; set model.num_experts"),
+        (
+            {
+                "parallel__tp": 2,
+                "model__moe_layer_freq": 2,
+                "model__moe_intermediate_size": 24,
+                "model__intermediate_size": 25,
+            },
+            "it must divide model.intermediate_size 25",
+        ),
         ({"model__router": "softmx"}, "model.router"),
         ({"model__router": "switch"}, 'router "switch" chooses 1; use 1'),
         ({"model__router": "gshard", "model__num_experts_per_tok": 1}, 'router "gshard" chooses 2; use 2'),

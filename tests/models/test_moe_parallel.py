@@ -49,6 +49,8 @@ def over_two(rank: int) -> None:
         compare(shape, WAYS[1 + at % 4], mesh, want)
         if not shape.capacity_factor:
             compare(shape, BLOCK_WAYS[at % 3], mesh, want)
+    shape = model(moe_layer_freq=(0, 1))
+    compare(shape, WAYS[4], mesh, serial(shape, 2))
     shape = model(dropout=0.2, num_shared_experts=1)
     want = serial(shape, 2)
     for way in (Way(recompute=True), Way(chunks=2), Way(blocks=3)):
@@ -71,7 +73,8 @@ def over_tensor_parallel(rank: int) -> None:
     """Two replicas of two tensor-parallel ranks: an expert's own inner width is cut over the same two."""
     mesh = mesh_of(dp=2, tp=2, ep=2)
     options = {"norm_topk_prob": False, "attention_bias": True, "head_dim": 12, "rms_norm_eps": 1e-3}
-    for changes in (*ROUTERS[:2], ROUTERS[4], {"dropout": 0.2}, options):
+    mixed = {"moe_layer_freq": (1, 0), "intermediate_size": 40}
+    for changes in (*ROUTERS[:2], ROUTERS[4], {"dropout": 0.2, **mixed}, options):
         shape = model(num_key_value_heads=4, **changes)
         want = serial(shape, 2)
         for way in (Way(), Way(sequence=True, split=True), Way(sequence=True, recompute=True, chunks=2)):

@@ -130,6 +130,14 @@ def test_experts_volume() -> None:
     assert data.bytes == 2 * 1 * 4 * (parameter_count(model_) - spread)  # experts have one replica each
 
 
+def test_dense_blocks_exchange_no_tokens() -> None:
+    keys = {"model.num_experts": 4, "parallel.dp": 2, "parallel.ep": 2, "train.recompute": [0, 1]}
+    blocks = _layout(**keys).config.model.num_hidden_layers
+    every = volumes(_layout(**keys))[1]
+    one = volumes(_layout(**keys, **{"model.moe_layer_freq": blocks}))[1]
+    assert every.count / one.count == every.bytes / one.bytes == (4 * blocks + 2 * 2) / (4 + 2)
+
+
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_message_counts_are_the_traffic(name: str) -> None:
     schedule = build(name, 4, 8)

@@ -24,7 +24,13 @@ from processes import run_ranks
 LENGTH, ROWS = 8, 7
 SHAPES: list[dict[str, Any]] = [
     {"router": "softmax", "num_shared_experts": 1, "aux_loss_coef": 0.1, "z_loss_coef": 0.01},
-    {"router": "gshard", "capacity_factor": 1.2, "dropout": 0.1},
+    {
+        "router": "gshard",
+        "capacity_factor": 1.2,
+        "dropout": 0.1,
+        "num_hidden_layers": 4,
+        "moe_layer_freq": (0, 1, 1, 0),
+    },
 ]
 OPTIONS = [RuntimeOptions(), RuntimeOptions(recompute="full")]
 

@@ -18,7 +18,8 @@ from processes import run_ranks
 
 MODEL = {
     "model.num_experts": 4,
-    "model.num_hidden_layers": 2,
+    "model.num_hidden_layers": 3,
+    "model.moe_layer_freq": 2,  # block 1 is dense
     "schedule.name": "1f1b",
     "schedule.microbatches": 2,
     "train.global_batch_size": 8,
@@ -69,7 +70,7 @@ def test_replicas_and_pipeline_ranks_agree_with_one_process() -> None:
 
 
 def test_a_model_without_experts_or_biases_needs_nothing() -> None:
-    dense = after_steps(0, {"model.num_experts": 0, "parallel.pp": 1})
+    dense = after_steps(0, {"model.num_experts": 0, "model.moe_layer_freq": 1, "parallel.pp": 1})
     assert dense == (None, None, [])
     softmax = after_steps(0, {"parallel.pp": 1})
     assert softmax[0] is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", {**_SIZES, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
     "mixtral": ("MixtralConfig", {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2-moe": ("Qwen2MoeConfig", {**_SIZES, **_QWEN_MOE, "norm_topk_prob": False}),
+    "qwen2-moe mixed": (
+        "Qwen2MoeConfig",
+        {**_SIZES, **_QWEN_MOE, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    ),
     "gpt2": ("GPT2Config", {"vocab_size": 256, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64}),
 }
 OWN = [name for name in MODELS if name != "gpt2"]
@@ -116,7 +121,7 @@ def _loaded_and_saved(rank: int, folder: str, flags: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "flags"),
-    [("llama", {"parallel.tp": 2}), ("qwen2-moe", {"parallel.dp": 2, "parallel.ep": 2})],
+    [("llama", {"parallel.tp": 2}), ("qwen2-moe mixed", {"parallel.dp": 2, "parallel.ep": 2})],
     ids=["tp2 pp2", "ep2 pp2"],
 )
 def test_a_round_trip_over_parts_is_bit_equal(name: str, flags: dict[str, Any], tmp_path: Path) -> None:
@@ -177,6 +182,9 @@ def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
     shape = DecoderShape(**sizes, intermediate_size=8, vocab_size=9, num_experts=2, router="switch")
     with pytest.raises(ConfigError, match='router = "switch"'):
         hub.hub_config(shape)
+    mixed = replace(shape, router="softmax", moe_layer_freq=(1, 0))
+    with pytest.raises(ConfigError, match="block 1 is dense"):
+        hub.hub_config(mixed)
 
 
 @pytest.mark.parametrize(
@@ -212,6 +220,17 @@ def test_a_source_gives_its_sizes(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"n_layer": 6, "n_embd": 48, "n_head": 3, "vocab_size": 300}))
     model = load(None, {"model.source": str(tmp_path)}).model
     assert (model.num_hidden_layers, model.hidden_size, model.num_attention_heads, model.vocab_size) == (6, 48, 3, 300)
+    experts = {"num_hidden_layers": 6, "hidden_size": 48, "vocab_size": 9, "num_experts": 4}
+    for keys, sparse in [
+        ({}, [1, 1, 1, 1, 1, 1]),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, [0, 1, 0, 0, 0, 1]),
+        ({"moe_layer_freq": 2, "first_k_dense_replace": 1}, [0, 0, 1, 0, 1, 0]),
+        ({"moe_layer_freq": [0, 0, 1, 1, 1, 1]}, [0, 0, 1, 1, 1, 1]),
+        ({"first_k_dense_replace": 6}, [0] * 6),
+    ]:
+        (tmp_path / "config.json").write_text(json.dumps({**experts, **keys}))
+        section = load(None, {"model.source": str(tmp_path)}).model
+        assert [int(block) for block in section.expert_blocks] == sparse, keys
     (tmp_path / "config.json").write_text(json.dumps({"n_layer": 6}))
     with pytest.raises(ConfigError, match="has no hidden_size or n_embd or d_model"):
         load(None, {"model.source": str(tmp_path)})

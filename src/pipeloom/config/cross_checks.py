@@ -122,8 +122,10 @@ def _tensor_parallel_divides(config: Config) -> Iterator[str]:
     if config.model.source:
         return
     tp, model = config.parallel.tp, config.model
-    inner = "moe_intermediate_size" if model.num_experts and model.moe_intermediate_size else "intermediate_size"
-    cut = ("num_attention_heads", "num_key_value_heads", inner)
+    sparse = model.expert_blocks
+    widths_inside = ["intermediate_size"] if not (all(sparse) and model.moe_intermediate_size) else []
+    widths_inside += ["moe_intermediate_size"] if any(sparse) and model.moe_intermediate_size else []
+    cut = ("num_attention_heads", "num_key_value_heads", *widths_inside)
     uneven = [f"model.{key} {getattr(model, key)}" for key in cut if tp > 1 and getattr(model, key) % tp]
     if uneven:
         widths = [getattr(model, key) for key in cut]

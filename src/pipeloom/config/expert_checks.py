@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pipeloom.config.keys import sentence
+from pipeloom.config.problems import shown
 from pipeloom.config.sections import Config
-from pipeloom.errors import divisors, nearest
+from pipeloom.decoder_shape import frequency_problem
+from pipeloom.errors import ArgumentError, divisors, nearest
 
 _CHOICES = {"switch": 1, "gshard": 2}
 
@@ -17,7 +20,12 @@ def router_problems(config: Config) -> Iterator[str]:
     if experts == 0:
         if model.num_shared_experts:
             yield f"model.num_shared_experts = {model.num_shared_experts}: there are no experts; set model.num_experts"
+        if model.moe_layer_freq != 1:
+            yield f"model.moe_layer_freq = {shown(model.moe_layer_freq)}: there are no experts; set model.num_experts"
         return
+    problem = frequency_problem(model.moe_layer_freq, model.num_hidden_layers)
+    if problem:
+        yield sentence(ArgumentError("moe_layer_freq", problem))
     wanted = _CHOICES.get(model.router, chosen)
     if chosen != wanted:
         yield f'model.num_experts_per_tok = {chosen}: router "{model.router}" chooses {wanted}; use {wanted}'

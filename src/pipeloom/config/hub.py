@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,43 @@ def sizes(source: str) -> dict[str, Any]:
     for key in _NEEDED:
         if key not in found:
             raise ConfigError(f'model.source = "{source}": {path} has no {" or ".join(_SPELLINGS[key])}')
+    blocks = expert_blocks(values, found["num_hidden_layers"])
+    if found.get("num_experts") and not any(blocks):
+        found["num_experts"] = 0
+    elif found.get("num_experts") and not all(blocks):
+        found["moe_layer_freq"] = [int(experts) for experts in blocks]
     found.setdefault("num_attention_heads", 1)
     found.setdefault("num_key_value_heads", found["num_attention_heads"])
     found.setdefault("intermediate_size", 4 * found["hidden_size"])
     found.setdefault("tie_word_embeddings", True)  # the default of transformers
     return found
+
+
+def expert_blocks(values: Mapping[str, Any], blocks: int) -> tuple[bool, ...]:
+    """Return, for each of `blocks` blocks, whether a `config.json` with experts gives it some.
+
+    Qwen-MoE has `decoder_sparse_step` (each n-th block, the n-th first) and `mlp_only_layers` (dense ones), DeepSeek
+    `moe_layer_freq` (each n-th block, block 0 first; or a list) and `first_k_dense_replace`.
+    """
+    every, frequency = _number(values, "decoder_sparse_step", 1), values.get("moe_layer_freq")
+    dense, first = values.get("mlp_only_layers"), _number(values, "first_k_dense_replace", 0)
+    left_out = dense if isinstance(dense, list | tuple) else ()
+    number = _number(values, "moe_layer_freq", 1)
+
+    def has(block: int) -> bool:
+        listed = frequency[block] if isinstance(frequency, list | tuple) and block < len(frequency) else 1
+        return bool(
+            block >= first
+            and block not in left_out
+            and every > 0
+            and (block + 1) % every == 0
+            and block % max(number, 1) == 0
+            and listed
+        )
+
+    return tuple(has(block) for block in range(blocks))
+
+
+def _number(values: Mapping[str, Any], key: str, default: int) -> int:
+    value = values.get(key)
+    return value if type(value) is int else default

@@ -8,7 +8,15 @@ from contextlib import contextmanager
 
 from pipeloom.errors import ArgumentError, ConfigError
 
-_MODEL = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "router")
+_MODEL = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "router",
+    "moe_layer_freq",
+)
 KEYS = {
     **{name: f"model.{name}" for name in (*_MODEL, "intermediate_size", "vocab_size")},
     **{axis: f"parallel.{axis}" for axis in ("pp", "dp", "tp", "ep", "ep_nodes")},
@@ -22,7 +30,7 @@ def sentence(error: ArgumentError) -> str:
     key = KEYS.get(error.argument)
     if key is None:
         return str(error)
-    given = re.match(r"=(\S+) ", error.words)
+    given = re.match(r"=(\[.*?\]|\S+) ", error.words)
     return f"{key} = {given[1]}: it {error.words[given.end() :]}" if given else f"{key}{error.words}"
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from pipeloom.config.fault import parse_fault
-from pipeloom.decoder_shape import DecoderShape
+from pipeloom.decoder_shape import DecoderShape, expert_blocks
 from pipeloom.errors import UsageError
 from pipeloom.limits import (
     MOST_CELLS,
@@ -90,6 +90,16 @@ def _is_window(value: Any) -> Any:
     return tuple(steps)
 
 
+def _is_frequency(value: Any) -> Any:
+    if type(value) is int and value >= 1:
+        return value
+    if not isinstance(value, list | tuple) or not all(type(entry) is int for entry in value):
+        raise ValueError(
+            "it must be a number n (blocks 0, n, 2n, … have experts) or a list of 1 (experts) and 0; nearest: 1"
+        )
+    return tuple(value)
+
+
 def _are_transforms(value: Any) -> Any:
     words = [word.strip() for word in value.split(",")] if isinstance(value, str) else value
     if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
@@ -164,6 +174,7 @@ Window = Annotated[tuple[int, ...], BeforeValidator(_is_window)]
 Transforms = Annotated[tuple[str, ...], BeforeValidator(_are_transforms)]
 Resume = Annotated[Annotated[int, Field(le=MOST_STEPS)] | str, BeforeValidator(_is_resume)]
 Targets = Annotated[str | tuple[str, ...], BeforeValidator(_are_targets)]
+MoeFrequency = Annotated[int | tuple[int, ...], BeforeValidator(_is_frequency)]
 Recompute = Annotated[Literal["none", "full"] | tuple[int, ...], BeforeValidator(_is_recompute)]
 
 
@@ -199,8 +210,11 @@ class ModelSection(Section):
     rope_theta: Positive = Field(description="base of the rotary position frequencies")
     rms_norm_eps: Positive = Field(description="added to the mean square in every norm")
     dropout: Fraction = Field(description="share of each block's two outputs that training drops")
-    num_experts: Whole = Field(description="experts of each block's feed-forward part; 0: one dense part")
+    num_experts: Whole = Field(description="experts of a block's feed-forward part; 0: every block is dense")
     num_experts_per_tok: Count = Field(description="experts that a token goes to")
+    moe_layer_freq: MoeFrequency = Field(
+        default=1, description="n: blocks 0, n, 2n, … have experts, the others are dense; or a list, 1 or 0 per block"
+    )
     norm_topk_prob: bool = Field(
         description="the weights of a token's experts are divided by their sum (switch: never, it keeps its probability)"
     )
@@ -228,6 +242,11 @@ class ModelSection(Section):
     def expert_width(self) -> int:
         """Width inside an expert."""
         return self.moe_intermediate_size or self.intermediate_size
+
+    @property
+    def expert_blocks(self) -> tuple[bool, ...]:
+        """block -> whether its feed-forward part is a mixture of experts."""
+        return expert_blocks(self.num_experts, self.num_hidden_layers, self.moe_layer_freq)
 
 
 class LoraSection(Section):

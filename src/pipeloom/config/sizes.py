@@ -15,11 +15,13 @@ class LayerSize:
         letter: E embedding, t block, L final norm and output layer.
         parameters: weights that the layer holds, of all its experts (a tied output layer holds its copy).
         flops: floating-point operations of the forward and backward of one sequence, of the experts that a token goes to.
+        experts: those of the parameters that expert parallelism spreads.
     """
 
     letter: str
     parameters: int
     flops: int
+    experts: int = 0
 
 
 def layer_sizes(model: ModelSection, seq_len: int) -> list[LayerSize]:
@@ -34,24 +36,28 @@ def layer_sizes(model: ModelSection, seq_len: int) -> list[LayerSize]:
     queries, key_value = (model.head_width * n for n in (model.num_attention_heads, model.num_key_value_heads))
     attention = 2 * h * queries + 2 * h * key_value
     biases = (queries + 2 * key_value) * (model.qkv_bias or model.attention_bias) + h * model.attention_bias
-    held, used = _feed_forward(model)
-    flops = 3 * seq_len * (2 * (attention + used) + 2 * seq_len * queries)
-    block = LayerSize("t", attention + biases + held + 2 * h, flops)
+
+    def block(experts: bool) -> LayerSize:
+        spread, common, used = _feed_forward(model, experts)
+        flops = 3 * seq_len * (2 * (attention + used) + 2 * seq_len * queries)
+        return LayerSize("t", attention + biases + common + spread + 2 * h, flops, spread)
+
+    dense, sparse = block(False), block(True)
     embedding = LayerSize("E", vocab * h, seq_len * h)
     output = LayerSize("L", vocab * h + h, 3 * seq_len * 2 * vocab * h)
-    return [embedding, *[block] * model.num_hidden_layers, output]
+    return [embedding, *(sparse if experts else dense for experts in model.expert_blocks), output]
 
 
-def _feed_forward(model: ModelSection) -> tuple[int, int]:
-    """Weights of a block's feed-forward part: (all, those that one token meets)."""
+def _feed_forward(model: ModelSection, experts: bool) -> tuple[int, int, int]:
+    """Weights of a block's feed-forward part: (of experts, the others, those that one token meets)."""
     h = model.hidden_size
-    if model.num_experts == 0:
-        return (3 * h * model.intermediate_size,) * 2
+    if not experts:
+        return 0, 3 * h * model.intermediate_size, 3 * h * model.intermediate_size
     expert = 3 * h * model.expert_width
     common = model.num_experts * h * (2 if model.router == "noisy" else 1)
     if model.num_shared_experts:
         common += model.num_shared_experts * expert + h
-    return common + model.num_experts * expert, common + model.num_experts_per_tok * expert
+    return model.num_experts * expert, common, common + model.num_experts_per_tok * expert
 
 
 def parameter_count(model: ModelSection) -> int:

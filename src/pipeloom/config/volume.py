@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipeloom.config.layout import Layout
-from pipeloom.config.sections import Config, ModelSection
+from pipeloom.config.sections import Config
 from pipeloom.config.sizes import layer_sizes
 from pipeloom.schedule.messages import message_counts, size_words
 
@@ -74,10 +74,10 @@ def _tensor(layout: Layout) -> Volume:
     if config.parallel.sp:
         # a block: 2 gathers and 2 scatters forward, the same backward, 2 gathers for the weights; embedding: a scatter and its
         # backward's gather; output layer: a gather, its backward's scatter and a gather for the weights
-        operations = 10 * blocks + 2 + 3 + 3 * recomputed
+        operations = 10 * blocks + 2 + 3 + 3 * len(recomputed)
         share = 1.0
     else:
-        operations = 4 * blocks + 2 + recomputed
+        operations = 4 * blocks + 2 + len(recomputed)
         share = 2.0
     whole = sum(size * config.train.seq_len for size in layout.microbatch_sizes)
     whole *= config.model.hidden_size * _ITEM[config.train.dtype]
@@ -110,12 +110,8 @@ def _held(layout: Layout) -> Iterator[tuple[float, float]]:
     for layers in layout.stage_layers:
         mine = sizes[start : start + layers]
         start += layers
-        experts = sum(size.letter == "t" for size in mine) * _expert_parameters(config.model)
+        experts = sum(size.experts for size in mine)
         yield sum(size.parameters for size in mine) - experts, experts
-
-
-def _expert_parameters(model: ModelSection) -> int:
-    return 3 * model.hidden_size * model.expert_width * model.num_experts
 
 
 def _experts(layout: Layout) -> Volume:
@@ -123,20 +119,20 @@ def _experts(layout: Layout) -> Volume:
     config, mesh = layout.config, layout.mesh
     if not config.model.num_experts or mesh.ep == 1:
         return Volume("experts", 0, 0.0)
-    blocks, m = config.model.num_hidden_layers, layout.schedule.microbatches
+    sparse, m = config.model.expert_blocks, layout.schedule.microbatches
     rows = sum(layout.microbatch_sizes) * config.train.seq_len * config.model.num_experts_per_tok
     row = config.model.hidden_size * _ITEM[config.train.dtype]
-    passes = 4 * blocks + 2 * _recomputed(config)
+    passes = 4 * sum(sparse) + 2 * sum(sparse[block] for block in _recomputed(config))
     moved = passes * rows * row * (mesh.ep - 1) / mesh.ep * mesh.dp
     return Volume("experts", passes * m * (mesh.dp // mesh.ep), moved)
 
 
-def _recomputed(config: Config) -> int:
-    """Return the number of blocks whose forward is recomputed."""
+def _recomputed(config: Config) -> tuple[int, ...]:
+    """Return the blocks whose forward is recomputed."""
     chosen = config.train.recompute
     if isinstance(chosen, tuple):
-        return len(chosen)
-    return config.model.num_hidden_layers if chosen == "full" else 0
+        return chosen
+    return tuple(range(config.model.num_hidden_layers if chosen == "full" else 0))
 
 
 def words(layout: Layout) -> str:

@@ -55,7 +55,9 @@ def layers(
     drawing = InitSpec(seed, deviations, same, index)
     overlaps = expert is not None and expert.size > 1 and max(expert.chunks, expert.blocks) > 1
     sparse = OverlappedSparseBlock if overlaps else SparseBlock
-    block = partial(sparse, shape, cut, expert) if shape.num_experts else partial(Block, shape, cut)
+    blocks = [
+        partial(sparse, shape, cut, expert) if each else partial(Block, shape, cut) for each in shape.expert_blocks
+    ]
 
     def build(name: str, make: Callable[[], nn.Module]) -> nn.Module:
         with torch.device("meta"):
@@ -73,7 +75,7 @@ def layers(
 
     return [
         layer(names.EMBEDDING, partial(_embedding, shape, cut)),
-        *(layer(names.block(index), block) for index in range(shape.num_hidden_layers)),
+        *(layer(names.block(index), block) for index, block in enumerate(blocks)),
         layer(names.HEAD, partial(Head, shape, cut)),
     ]
 

@@ -50,7 +50,8 @@ class ExpertLoads:
         self._pipeline = pipeline
         self._experts = 0 if config.model.source else config.model.num_experts  # others' gates count no tokens
         self._biased = config.model.router == "sigmoid"
-        blocks = [names.block(number) for number in range(config.model.num_hidden_layers)] if self._experts else []
+        sparse = config.model.expert_blocks if self._experts else ()
+        blocks = [names.block(number) for number, experts in enumerate(sparse) if experts]
         self._blocks = len(blocks)
         held = [(at, pipeline.modules[name]) for at, name in enumerate(blocks) if name in pipeline.modules]
         self._gates = [(at, gate) for at, module in held for gate in gates_of([module])]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pipeloom import schedules
 from pipeloom.config import ModelSection, load
+from pipeloom.config.hub import expert_blocks
 from pipeloom.config.sections import LoraSection
 from pipeloom.decoder_shape import DecoderShape
 from pipeloom.errors import CheckpointError, ConfigError
@@ -269,7 +270,12 @@ def hub_config(shape: DecoderShape) -> Any:
             f"attention_bias = {str(shape.attention_bias).lower()}; exported are softmax routers without a capacity"
         )
     chosen = {"num_experts_per_tok": shape.num_experts_per_tok}
+    dense = [block for block, experts in enumerate(shape.expert_blocks) if not experts]
     if not shape.num_shared_experts:
+        if dense:
+            raise ConfigError(
+                f"Mixtral, the model without shared experts, has experts in every block, and block {dense[0]} is dense here"
+            )
         if shape.qkv_bias or not shape.norm_topk_prob:
             raise ConfigError("Mixtral, the model without shared experts, has no qkv_bias, and norm_topk_prob = true")
         return package.MixtralConfig(
@@ -284,6 +290,8 @@ def hub_config(shape: DecoderShape) -> Any:
         shared_expert_intermediate_size=shape.num_shared_experts * shape.expert_width,
         norm_topk_prob=shape.norm_topk_prob,
         qkv_bias=shape.qkv_bias,
+        decoder_sparse_step=1,
+        mlp_only_layers=dense,
     )
 
 
@@ -320,8 +328,11 @@ def own_values(config: Any) -> dict[str, Any] | None:
         values |= {"moe_intermediate_size": config.intermediate_size, "norm_topk_prob": True, "num_shared_experts": 0}
     if kind == "qwen2_moe":
         shared, odd = divmod(config.shared_expert_intermediate_size, config.moe_intermediate_size)
-        if odd or not shared or config.decoder_sparse_step != 1 or config.mlp_only_layers:
+        sparse = expert_blocks(config.to_dict(), config.num_hidden_layers)
+        if odd or not shared or not any(sparse):
             return None
+        if not all(sparse):
+            values["moe_layer_freq"] = [int(experts) for experts in sparse]
         values |= {"num_experts": config.num_experts, "num_experts_per_tok": config.num_experts_per_tok}
         values |= {"moe_intermediate_size": config.moe_intermediate_size, "norm_topk_prob": bool(config.norm_topk_prob)}
         values["num_shared_experts"] = shared

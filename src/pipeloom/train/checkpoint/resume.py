@@ -58,6 +58,8 @@ def digests(config: Config, data: str) -> dict[str, str]:
     model = config.model.model_dump(include=set(_MODEL_KEYS), mode="json")
     if config.lora.r:
         model["lora"] = [config.lora.r, config.lora.target_modules]
+    if config.model.moe_layer_freq != 1:  # left out otherwise, as it is from the digests of runs that knew no such key
+        model["moe_layer_freq"] = config.model.moe_layer_freq
     return {"model": hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()[:16], "data": data}
 
 
