@@ -112,8 +112,8 @@ def test_what_is_wrong_is_noticed(what: str) -> None:
     assert all(error > 1e-2 for error in run_ranks(partial(broken, what=what), 2))
 
 
-def events(rank: int, way: Way) -> list[str]:
-    """What starts, ends and computes in one forward of a block, in order."""
+def events(rank: int, way: Way, shared: int = 0, nodes: int = 1, world: int = 2) -> list[str]:
+    """What starts, ends and computes in one forward of a block, in order; with shared experts in its backward too."""
     log: list[str] = []
 
     def logged(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -123,21 +123,59 @@ def events(rank: int, way: Way) -> list[str]:
 
         return wrapped
 
-    start = AllToAll.start
+    start = AllToAll._start
 
-    def starting(self: AllToAll, values: Any) -> Any:
-        log.append(f"start {self.name}")
-        pending = start(self, values)
-        return SimpleNamespace(wait=logged(pending.wait, f"end {self.name}"))
+    def starting(self: AllToAll, values: Any, plan: Any, back: bool) -> Any:
+        name = f"{self.name}{' inside' if self.quick else ''}{'' if back == self.back else ' backward'}"
+        log.append(f"start {name}")
+        pending = start(self, values, plan, back)
+        return SimpleNamespace(wait=logged(pending.wait, f"end {name}"))
 
-    AllToAll.start = starting
+    AllToAll._start = starting  # type: ignore[method-assign]
     Experts.forward = logged(Experts.forward, "experts")
+    moe.SharedExpert.forward = logged(moe.SharedExpert.forward, "shared")  # type: ignore[method-assign]
     F.scaled_dot_product_attention = logged(F.scaled_dot_product_attention, "attention")
-    mesh = mesh_of(dp=2, ep=2)
-    expert = ExpertParallel(mesh.ep, chunks=way.chunks, blocks=way.blocks)
-    block = layers(model(), 5, expert=expert)[1]()
-    block(torch.randn(2, 8, 32, requires_grad=True))
+    mesh = mesh_of(dp=world, ep=world, ep_nodes=nodes)
+    levels = (mesh.inside, mesh.across) if nodes > 1 else (None, None)
+    expert = ExpertParallel(mesh.ep, nodes, *levels, chunks=way.chunks, blocks=way.blocks)
+    block = layers(model(num_shared_experts=shared), 5, expert=expert)[1]()
+    x = torch.randn(2, 8, 32, requires_grad=True)
+    if not shared:
+        block(x)
+        return log
+    weight = block.mlp.shared_expert.down_proj.weight
+    weight.register_hook(lambda gradient: log.append("shared backward"))
+    block(x).sum().backward()
     return log
+
+
+@pytest.mark.dist
+def test_shared_experts_compute_while_tokens_are_under_way() -> None:
+    """Forward behind the dispatch, and backward behind the dispatch's backward."""
+    assert run_ranks(partial(events, way=Way(), shared=1), 2)[0] == [
+        *("attention", "start dispatch", "shared", "end dispatch", "experts", "start combine", "end combine"),
+        *("start combine backward", "end combine backward"),
+        *("start dispatch backward", "shared backward", "end dispatch backward"),
+    ]
+
+
+@pytest.mark.dist
+def test_a_chunk_travels_inside_its_node_while_the_next_crosses_nodes() -> None:
+    """And on the way back a chunk crosses nodes while the next one is summed inside its node."""
+    log = run_ranks(partial(events, way=Way(chunks=2), nodes=2, world=4), 4)[0]
+    assert log == [
+        *(
+            "attention",
+            "start dispatch",
+            "start dispatch",
+            "end dispatch",
+            "start dispatch inside",
+            "end dispatch inside",
+        ),
+        *("experts", "start combine inside", "end combine inside", "start combine"),
+        *("end dispatch", "start dispatch inside", "end dispatch inside"),
+        *("experts", "start combine inside", "end combine inside", "start combine", "end combine", "end combine"),
+    ]
 
 
 @pytest.mark.dist

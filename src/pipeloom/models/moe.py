@@ -1,7 +1,7 @@
 """A block whose feed-forward part is a mixture of experts (Mixtral; Qwen-MoE with shared experts).
 
 The block declares its segments: attention and router, dispatch, experts, combine, mixture. Its plain forward runs them in
-order, an overlapped pair interleaves those of two micro-batches.
+order, an overlapped pair interleaves those of two micro-batches. Shared experts run beside the dispatch.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from pipeloom.models.decoder import Attention, RMSNorm
 from pipeloom.models.gate import TopKGate
 from pipeloom.ops.microbatch import MicrobatchContext
 from pipeloom.ops.random_state import Dropout, TokenPart
-from pipeloom.ops.segments import Compute, Segment, Values, in_order
+from pipeloom.ops.segments import Compute, Segment, Values, beside, in_order
 from pipeloom.parallel.dispatch import (
+    AllToAll,
     combine_segments,
     dispatch_segments,
     group_by_expert,
@@ -118,14 +119,25 @@ class SparseBlock(nn.Module):
         self, *, microbatch: MicrobatchContext | None = None, position_ids: Tensor | None = None
     ) -> Sequence[Segment]:
         """x -> the block's output, cut at the all-to-alls."""
-        expert = self.mlp.expert
         return [
             Compute("attention", partial(self._attend_and_route, microbatch, position_ids)),
-            *dispatch_segments(expert),
+            *self._dispatch_and_share(),
             Compute("experts", self._compute),
-            *combine_segments(expert),
+            *combine_segments(self.mlp.expert),
             Compute("mixture", partial(self._mix, microbatch)),
         ]
+
+    def _dispatch_and_share(self) -> list[Segment]:
+        """The dispatch, and the shared experts, which need no token of another rank, while its first hop is under way."""
+        dispatch = dispatch_segments(self.mlp.expert)
+        if self.mlp.shared_expert is None:
+            return dispatch
+        share = Compute("shared experts", self._share)
+        if not dispatch:
+            return [share]
+        first, *rest = dispatch
+        assert isinstance(first, AllToAll)
+        return [*beside(first, first.places, share), *rest]
 
     def attend(self, x: Tensor, microbatch: MicrobatchContext | None, position_ids: Tensor | None = None) -> Tensor:
         """x and what attention adds to it."""
@@ -158,9 +170,12 @@ class SparseBlock(nn.Module):
         rows, weights = permute_for_dispatch(tokens, routing.weights, dispatch_plan)
         return rows, weights, dispatch_plan, attended, (tokens if self.mlp.shared_expert is not None else None)
 
-    def _compute(self, values: Values) -> Values:
+    def _share(self, values: Values) -> Values:
         rows, weights, dispatch_plan, attended, tokens = values
-        shared = None if tokens is None else self.mlp.share(tokens)
+        return rows, weights, dispatch_plan, attended, self.mlp.share(tokens)
+
+    def _compute(self, values: Values) -> Values:
+        rows, weights, dispatch_plan, attended, shared = values
         return self.mlp.compute(rows, dispatch_plan), weights, dispatch_plan, attended, shared
 
     def _mix(self, microbatch: MicrobatchContext | None, values: Values) -> Values:

@@ -124,6 +124,92 @@ class Segmented(Protocol):
         """
 
 
+def beside(communication: Communication, moved: Sequence[int], compute: Compute) -> list[Segment]:
+    """Return three segments: start the communication, compute while it is under way, wait for it; its backward mirrors that.
+
+    Args:
+        moved: the places that the communication fills with other tensors. `compute` finds empty tensors there and hands
+            them on, as it hands on whatever the communication's backward needs of its `saved`.
+    """
+    transfer = _Transfer()
+    return [_Start(communication, tuple(moved), transfer), compute, _Finish(communication, tuple(moved), transfer)]
+
+
+class _Transfer:
+    """What two segments share of one communication: it, while it is under way."""
+
+    def __init__(self) -> None:
+        self._pending: Pending | None = None
+
+    def put(self, pending: Pending) -> None:
+        self._pending = pending
+
+    def take(self) -> Pending:
+        pending, self._pending = self._pending, None
+        assert pending is not None, "a communication was waited for before its start"
+        return pending
+
+
+@dataclass(frozen=True)
+class _Half:
+    """One end of a communication that another segment starts or waits for."""
+
+    communication: Communication
+    moved: tuple[int, ...]
+    transfer: _Transfer
+
+    @property
+    def name(self) -> str:
+        return self.communication.name
+
+    def _begun(self, pending: Pending, values: Values) -> Pending:
+        """Keep `pending`; in the places that it fills, empty tensors of the same dtype hold the graph together."""
+        self.transfer.put(pending)
+        return Done(
+            tuple(v.new_empty(0) if at in self.moved and isinstance(v, Tensor) else v for at, v in enumerate(values))
+        )
+
+    def _ended(self, values: Values) -> Pending:
+        return _Ending(self.transfer.take(), self.moved, values)
+
+
+class _Start(_Half):
+    @property
+    def quick(self) -> bool:
+        return self.communication.quick
+
+    def start(self, values: Values) -> Pending:
+        return self._begun(self.communication.start(values), values)
+
+    def start_backward(self, gradients: Values, saved: Values) -> Pending:
+        return self._ended(gradients)
+
+
+class _Finish(_Half):
+    @property
+    def quick(self) -> bool:
+        return True  # the pair takes turns once, at the start
+
+    def start(self, values: Values) -> Pending:
+        return self._ended(values)
+
+    def start_backward(self, gradients: Values, saved: Values) -> Pending:
+        return self._begun(self.communication.start_backward(gradients, saved), gradients)
+
+
+@dataclass(frozen=True)
+class _Ending:
+    """The end of a communication among values that have changed since its start."""
+
+    pending: Pending
+    moved: tuple[int, ...]
+    values: Values
+
+    def wait(self) -> Values:
+        arrived = self.pending.wait()
+        return tuple(arrived[at] if at in self.moved else value for at, value in enumerate(self.values))
+
+
 def is_segmented(layer: object) -> bool:
     """Whether the layer's class declares segments (an attribute of that name on the instance does not count)."""
     return callable(getattr(type(layer), "segments", None))
