@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import pipeloom as pl
-from pipeloom.runtime import Layer
+from pipeloom.runtime import Layer, LossTerm
 from pipeloom.train.verify import verify_layers
 
 EXAMPLE = Path(__file__).parents[1] / "examples/own_model.py"
@@ -87,3 +88,29 @@ def test_modules_stay_as_they_are() -> None:
     )
     assert result.passed
     assert modules[0].linear.weight is modules[3].linear.weight
+
+
+def test_tensors_by_name_and_losses_on_the_way_are_compared() -> None:
+    class First(Shifted):
+        def forward(self, x: Tensor, shift: Tensor | None = None) -> Any:
+            y = super().forward(x, shift)
+            return y, {"skip": y, "early": y * 2}
+
+    class Last(Shifted):
+        def forward(self, x: Tensor, skip: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x) + skip
+
+    def layers(weights: list[float]) -> list[Layer]:
+        """The second layers built are the pipeline's: their term counts as often as `weights[1]` says."""
+        first = Layer(
+            "a", First, writes=("skip",), losses={"early": LossTerm(lambda o, t: next(each) * mean(o, t), 0.5)}
+        )
+        each = iter(weights)
+        return [first, Layer("b", Shifted), Layer("c", Shifted), Layer("d", Last, reads=("skip",))]
+
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 4, 4)
+    schedule = pl.schedules.zbv(2, 4)
+    assert verify_layers(layers([1.0] * 8), schedule, mean, x, y).passed
+    wrong = verify_layers(layers([1.0] * 4 + [1.1] * 4), schedule, mean, x, y)
+    assert {name for name, error in wrong.errors.items() if error > 1e-5} == {"a.linear.weight", "a.linear.bias"}

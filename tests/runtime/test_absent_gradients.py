@@ -289,10 +289,9 @@ def test_an_optimizer_leaves_what_nobody_used_alone() -> None:
 
 def test_a_gradient_that_comes_and_goes_asks_for_shapes_each() -> None:
     """The first message said that there is none, and the other rank drops what comes in its place."""
-    schedule = S.gpipe(2, 2)
     channel = Channel(1, 0, "gradient")
     first, second = (Message(channel, 1, 0, "input gradient", number, number) for number in range(2))
-    book = ShapeCache(schedule, "once")
+    book = ShapeCache("once")
     book.begin(["same shape", "same shape"])
     assert (book.introduces(first), book.introduces(second)) == (True, False)
     book.expect(first, (0,))

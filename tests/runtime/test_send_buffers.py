@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -53,11 +54,11 @@ def test_a_message_acknowledges_what_its_maker_has_used_and_nothing_else(schedul
     }
     for rank in range(schedule.ranks):
         program = lower(schedule, rank, RuntimeOptions())
-        sent = [m for step in program.instructions for m in step.sends if m is not None]
+        sent = [m for step in program.instructions for messages in step.sends for m in messages]
         acknowledged: dict[int, set[Message]] = {}
         latest = [-1] * schedule.ranks  # how far each peer's program must have come
         for step in program.instructions:
-            for message in filter(None, step.receives):
+            for message in chain(*step.receives):
                 peer = message.channel.source
                 mine = acknowledged.setdefault(peer, set())
                 mine.update(program.releases_sends[message])
@@ -114,21 +115,21 @@ def test_a_sent_tensor_lives_until_its_acknowledgement() -> None:
         def peer(self, channel: Channel, rank: int) -> tuple[Group, int]:
             return group, rank
 
-    book, pool = ShapeCache(schedule, "once"), BufferPool(torch.device("cpu"))
+    book, pool = ShapeCache("once"), BufferPool(torch.device("cpu"))
     book.begin([0, 0, 0])
     transport = TorchTransport(Links(), program.releases_sends, book, pool)  # type: ignore[arg-type]
     waiting: dict[Message, list[Work]] = {}
     seen = 0
     for step in program.instructions:
         transport.exchange((), step.post_receives)
-        for message in filter(None, step.receives):
+        for message in chain(*step.receives):
             transport.take(message)
             for sent in program.releases_sends[message]:
                 assert all(work.waited for work in waiting.pop(sent))
                 seen += 1
-        for message in filter(None, step.sends):
+        for message in chain(*step.sends):
             value = torch.ones(3, requires_grad=True) * message.microbatch
-            book.learn(message.producer, message.microbatch, boundary_of((value,)))
+            book.learn(message.edge, message.microbatch, boundary_of((value,)))
             before = len(group.sends)
             transport.exchange([Outgoing(message, (value,), boundary_of((value,)))], ())
             waiting[message] = group.sends[before:]

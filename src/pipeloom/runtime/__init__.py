@@ -9,10 +9,16 @@ if TYPE_CHECKING:
     from pipeloom.runtime.local import LocalPipeline
     from pipeloom.runtime.options import RuntimeOptions
     from pipeloom.runtime.pipeline import Pipeline
-    from pipeloom.runtime.stage_modules import Layer
+    from pipeloom.runtime.stage_modules import Layer, LossTerm
 
-__all__ = ["Layer", "LocalPipeline", "Pipeline", "RuntimeOptions"]
-_HOMES = {"Layer": "stage_modules", "LocalPipeline": "local", "RuntimeOptions": "options", "Pipeline": "pipeline"}
+__all__ = ["Layer", "LocalPipeline", "LossTerm", "Pipeline", "RuntimeOptions"]
+_HOMES = {
+    "Layer": "stage_modules",
+    "LocalPipeline": "local",
+    "LossTerm": "stage_modules",
+    "RuntimeOptions": "options",
+    "Pipeline": "pipeline",
+}
 
 
 def __getattr__(name: str) -> Any:

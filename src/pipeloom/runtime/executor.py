@@ -9,13 +9,12 @@ LocalPipeline, which has all ranks in one thread, calls `begin`, `execute_next` 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from pipeloom.errors import DistributedError
 from pipeloom.ops.checksum import message_checksum
@@ -24,14 +23,14 @@ from pipeloom.runtime.batch import Microbatches
 from pipeloom.runtime.health.fault_injection import Faults
 from pipeloom.runtime.health.names import Names
 from pipeloom.runtime.health.status import Status
-from pipeloom.runtime.loss import Loss, share_of_loss
+from pipeloom.runtime.loss import Loss, LossSum, share_of_loss
 from pipeloom.runtime.overlap import CommStream, Coroutine, interleave
 from pipeloom.runtime.p2p.base import Outgoing, Transport
 from pipeloom.runtime.program import Instruction, RankProgram
-from pipeloom.runtime.stage import ShareOfLoss, Stage
+from pipeloom.runtime.stage import GiveToTerm, InputGradients, ShareOfLoss, Stage, StageOutputs
 from pipeloom.runtime.tensor_spec import Boundary, BoundaryValues, ShapeCache, boundary_of
-from pipeloom.schedule.actions import Action, kind_of
-from pipeloom.schedule.channels import Message
+from pipeloom.schedule.actions import OUTPUT, Action, kind_of
+from pipeloom.schedule.channels import Edge, Message, MessageKind
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class StepResult:
     """What one run of a rank's program leaves.
 
     Attributes:
-        loss: the sum of its last stages' shares of the loss; None where the rank holds no last stage.
+        loss: the sums of its shares of the loss and of layers' terms.
         outputs: micro-batch -> output of the route's last stage, where asked for.
         starts, ends: seconds (time.perf_counter) of each program entry.
         turns: entry of a pair -> when it went from its forward to its backward; where the two were interleaved: when it
@@ -67,7 +66,7 @@ class StepResult:
         exposed: seconds for which computation stood still for a communication inside a stage; None: not measured.
     """
 
-    loss: Tensor | None = None
+    loss: LossSum = field(default_factory=LossSum)
     outputs: dict[int, Any] = field(default_factory=dict)
     starts: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
@@ -77,10 +76,14 @@ class StepResult:
 
 
 class Delivery(NamedTuple):
-    """An action's input from, or its output to, another stage: the values and their specs."""
+    """What crosses an edge for one micro-batch, or the gradient of that: the values and their specs."""
 
     values: BoundaryValues
     specs: Boundary
+
+
+Deliveries = Mapping[Edge, Delivery]
+"""An action's inputs from other ranks, or its outputs, by what they cross (a gradient by what it is the gradient of)."""
 
 
 class Executor:
@@ -139,8 +142,10 @@ class Executor:
         self.result = StepResult()
         self._next = 0
         self._alive = 0
-        # Between stages of this rank: (kind of message, consumer, micro-batch) -> what the consumer will take.
-        self._local: dict[tuple[str, int, int], Delivery] = {}
+        # Between stages of this rank: (kind of message, what it crosses, micro-batch) -> what the other end will take.
+        self._local: dict[tuple[str, Edge, int], Delivery] = {}
+        # (stage, micro-batch) -> what a forward has received, to be given back after its backward.
+        self._buffers: dict[tuple[int, int], BoundaryValues] = {}
         self.communications.exposed()  # what an evaluation or a failed step left
         self.specs.begin([(self.training, *each) for each in batch.signatures])
         if self.program.instructions:
@@ -154,14 +159,14 @@ class Executor:
     def missing(self) -> Message | None:
         """The first message that the next instruction waits for and that has not arrived; None: it can run."""
         awaited = self.program.instructions[self._next].receives
-        return next((m for m in awaited if m is not None and not self.transport.arrived(m)), None)
+        return next((m for messages in awaited for m in messages if not self.transport.arrived(m)), None)
 
     def execute_next(self) -> None:
         """Run the next instruction: receive, compute, send what it made, and open the receives of the one behind it."""
         instruction = self.program.instructions[self._next]
         received = [
-            None if message is None else self._receive(action, message)
-            for action, message in zip(instruction.actions, instruction.receives, strict=True)
+            {message.edge: self._receive(action, message) for message in messages}
+            for action, messages in zip(instruction.actions, instruction.receives, strict=True)
         ]
         self._announce_last_backwards(instruction)
         report_standstills_to(self.communications.standing_still)  # another rank of this thread may have run
@@ -202,14 +207,14 @@ class Executor:
 
     # -- the kinds of actions --------------------------------------------------------------------------------------------
 
-    def _forward(self, action: Action, received: Delivery | None) -> Delivery:
+    def _forward(self, action: Action, received: Deliveries) -> Deliveries:
         """F. On a route's last stage the loss comes with it."""
         mb = action.microbatch
         stage, program = self.stages[action.stage], self.program.stages[action.stage]
         values, specs = self._forward_inputs(action, received)
         if self.keep_outputs and program.after is None:
-            self.result.outputs[mb] = stage.compute(values, self.batch.keywords[mb], self.hooks.before_layer)
-            outputs: BoundaryValues = ()
+            self.result.outputs[mb] = stage.compute(values, self.batch.keywords[mb], program, self.hooks.before_layer)
+            outputs = StageOutputs((), {})
         else:
             outputs = stage.forward(
                 mb,
@@ -218,37 +223,38 @@ class Executor:
                 self.batch.keywords[mb],
                 program,
                 self._share_of_loss(action),
+                self._share_of_term(action),
                 self.hooks.before_layer,
             )
         return self._forward_done(action, outputs, received)
 
-    def _backward(self, action: Action, received: Delivery | None) -> Delivery:
+    def _backward(self, action: Action, received: Deliveries) -> Deliveries:
         """B."""
         gradients = self._output_gradients(action, received)
-        inputs, buffers = self.stages[action.stage].backward(action.microbatch, gradients)
+        inputs = self.stages[action.stage].backward(action.microbatch, gradients)
         self._alive -= 1
-        return self._backward_done(action, inputs, buffers, received)
+        return self._backward_done(action, inputs, received)
 
-    def _input_grad(self, action: Action, received: Delivery | None) -> Delivery:
+    def _input_grad(self, action: Action, received: Deliveries) -> Deliveries:
         """I: the micro-batch stays alive until its W."""
         gradients = self._output_gradients(action, received)
-        inputs, buffers = self.stages[action.stage].input_grad(action.microbatch, gradients)
-        return self._backward_done(action, inputs, buffers, received)
+        inputs = self.stages[action.stage].input_grad(action.microbatch, gradients)
+        return self._backward_done(action, inputs, received)
 
-    def _weight_grad(self, action: Action, received: None) -> Delivery:
+    def _weight_grad(self, action: Action, received: Deliveries) -> Deliveries:
         """W."""
         self.stages[action.stage].weight_grad(action.microbatch)
         self._alive -= 1
-        return _NOTHING
+        return {}
 
-    def _registered_kind(self, action: Action, received: None) -> Delivery:
+    def _registered_kind(self, action: Action, received: Deliveries) -> Deliveries:
         """An action of a kind that the user has registered."""
         execute = kind_of(action.kind).execute
         if execute is not None:
             execute(self.stages[action.stage].modules, action.microbatch)
-        return _NOTHING
+        return {}
 
-    def _overlapped_pair(self, instruction: Instruction, received: list[Delivery | None]) -> list[Outgoing]:
+    def _overlapped_pair(self, instruction: Instruction, received: Sequence[Deliveries]) -> list[Outgoing]:
         """A forward and a backward, interleaved; sends the forward's output at once and returns the backward's.
 
         The backward begins, unless it has no communication for the forward to hide.
@@ -273,26 +279,30 @@ class Executor:
             for layer in self.stages[action.stage].layers.names:
                 self.hooks.before_layer(layer)
 
-    def _forward_in_segments(self, action: Action, received: Delivery | None) -> Coroutine[Delivery]:
+    def _forward_in_segments(self, action: Action, received: Deliveries) -> Coroutine[Deliveries]:
         """As `_forward` in a training step, stopping where it would wait for a communication."""
         values, specs = self._forward_inputs(action, received)
         keywords, program = self.batch.keywords[action.microbatch], self.program.stages[action.stage]
         outputs = yield from self.stages[action.stage].forward_in_segments(
-            action.microbatch, values, specs, keywords, program, self._share_of_loss(action)
+            action.microbatch,
+            values,
+            specs,
+            keywords,
+            program,
+            self._share_of_loss(action),
+            self._share_of_term(action),
         )
         return self._forward_done(action, outputs, received)
 
-    def _backward_in_segments(self, action: Action, received: Delivery | None) -> Coroutine[Delivery]:
+    def _backward_in_segments(self, action: Action, received: Deliveries) -> Coroutine[Deliveries]:
         """As `_backward` or `_input_grad`, stopping where it would wait for a communication."""
         keeps_weights = action.kind == "I"
         gradients = self._output_gradients(action, received)
-        inputs, buffers = yield from self.stages[action.stage].backward_in_segments(
-            action.microbatch, gradients, keeps_weights
-        )
+        inputs = yield from self.stages[action.stage].backward_in_segments(action.microbatch, gradients, keeps_weights)
         self._alive -= not keeps_weights
-        return self._backward_done(action, inputs, buffers, received)
+        return self._backward_done(action, inputs, received)
 
-    def _watched(self, action: Action, coroutine: Coroutine[Delivery]) -> Coroutine[Delivery]:
+    def _watched(self, action: Action, coroutine: Coroutine[Deliveries]) -> Coroutine[Deliveries]:
         """`coroutine`; the status names its action whenever it is resumed, and so does its error."""
         try:
             self.hooks.faults.before(action)
@@ -309,65 +319,97 @@ class Executor:
 
     # -- inputs and outputs of actions -----------------------------------------------------------------------------------
 
-    def _forward_inputs(self, action: Action, received: Delivery | None) -> tuple[BoundaryValues, Boundary | None]:
-        """A forward's inputs; their specs, None for those of the user."""
+    def _forward_inputs(self, action: Action, received: Deliveries) -> tuple[BoundaryValues, Boundary | None]:
+        """A forward's inputs, those by name last; their specs, None for those of the user."""
         stage, mb = action.stage, action.microbatch
-        before = self.program.stages[stage].before
+        program = self.program.stages[stage]
         if self.training:
             self._alive += 1
             self.result.peak_alive = max(self.result.peak_alive, self._alive)
-        if before is None:
+        if program.before is None:
             return self.batch.inputs[self.hooks.faults.input_of(mb)], None
-        if received is None:
-            return self._local.pop(("activation", stage, mb))
-        self.specs.learn(before, mb, received.specs)
-        return received
+        if self.training:
+            self._buffers[stage, mb] = tuple(value for delivery in received.values() for value in delivery.values)
+        values: BoundaryValues = ()
+        specs: Boundary = ()
+        for edge in program.inputs(stage):
+            delivery = self._arrived("activation", edge, mb, received)
+            if edge in received:
+                self.specs.learn(edge, mb, delivery.specs)
+            values, specs = values + delivery.values, specs + delivery.specs
+        return values, specs
+
+    def _arrived(self, kind: MessageKind, edge: Edge, microbatch: int, received: Deliveries) -> Delivery:
+        """What has crossed an edge, from another rank or from another stage here."""
+        return received[edge] if edge in received else self._local.pop((kind, edge, microbatch))
 
     def _share_of_loss(self, action: Action) -> ShareOfLoss | None:
-        """What a route's last stage makes of its output. The loss is scaled here and nowhere else."""
+        """What a route's last stage makes of its output. The loss is scaled here and in `_share_of_term`, nowhere else."""
         if self.program.stages[action.stage].after is not None:
             return None
         targets, share = self.batch.targets[action.microbatch], self.batch.shares[action.microbatch]
         return partial(share_of_loss, self.loss, targets=targets, share=share)
 
-    def _forward_done(self, action: Action, outputs: BoundaryValues, received: Delivery | None) -> Delivery:
-        """A forward's output for the next stage; of a last stage nothing, and its loss is added up."""
-        if received is not None and not self.training:
-            self.transport.recycle(received.values)
-        after = self.program.stages[action.stage].after
-        if after is None:
-            for loss in outputs:
-                assert loss is not None
-                # fp32 on every rank, whatever the model's dtype: what receives it makes room for that
-                self.result.loss = loss.float() if self.result.loss is None else self.result.loss + loss.float()
-            return _NOTHING
-        specs = boundary_of(outputs)
-        self.specs.learn(action.stage, action.microbatch, specs)
-        if after in self.stages:
-            detached = tuple(None if value is None else value.detach() for value in outputs)
-            self._local["activation", after, action.microbatch] = Delivery(detached, specs)
-        return Delivery(outputs, specs)
+    def _share_of_term(self, action: Action) -> GiveToTerm | None:
+        """What becomes of the values that a stage's layers give to losses of their own; None: nothing."""
+        if self.keep_outputs:
+            return None
+        targets, share = self.batch.targets[action.microbatch], self.batch.shares[action.microbatch]
+        return lambda term, value: share_of_loss(term.loss, value, targets, share)
 
-    def _output_gradients(self, action: Action, received: Delivery | None) -> BoundaryValues:
-        """What a backward starts from; empty on a route's last stage, where it starts from the loss."""
-        if received is not None:
-            return received.values
-        if self.program.stages[action.stage].after is None:
-            return ()
-        return self._local.pop(("gradient", action.stage, action.microbatch)).values
+    def _forward_done(self, action: Action, outputs: StageOutputs, received: Deliveries) -> Deliveries:
+        """A forward's outputs for other stages; its losses are added up."""
+        if not self.training:
+            for delivery in received.values():
+                self.transport.recycle(delivery.values)
+        if outputs.loss is not None:
+            self.result.loss.add(outputs.loss)
+        for key, share, weight in outputs.terms:
+            self.result.loss.add_term(key, share, weight)
+        program = self.program.stages[action.stage]
+        made: dict[Edge, BoundaryValues] = {}
+        if program.after is not None:
+            made[Edge(action.stage, program.after, OUTPUT)] = outputs.values
+        made |= {edge: (outputs.tensors[name],) for name, edges in program.writes.items() for edge in edges}
+        deliveries = {}
+        for edge, values in made.items():
+            specs = boundary_of(values)
+            self.specs.learn(edge, action.microbatch, specs)
+            if edge.consumer in self.stages:
+                self._local["activation", edge, action.microbatch] = Delivery(_handed_over(edge, values), specs)
+            else:
+                deliveries[edge] = Delivery(values, specs)
+        return deliveries
 
-    def _backward_done(
-        self, action: Action, inputs: BoundaryValues, buffers: BoundaryValues, received: Delivery | None
-    ) -> Delivery:
-        """A backward's input gradients for the stage before; receive buffers go back to the transport."""
-        before = self.program.stages[action.stage].before
-        if before is not None and before in self.stages:
-            self._local["gradient", before, action.microbatch] = Delivery(inputs, ())
-        elif before is not None:
-            self.transport.recycle(buffers)
-        if received is not None:
-            self.transport.recycle(received.values)
-        return Delivery(inputs, ())
+    def _output_gradients(self, action: Action, received: Deliveries) -> BoundaryValues:
+        """What a backward starts from, beside losses: the gradients of the outputs, then those of what others read by name."""
+        program, mb = self.program.stages[action.stage], action.microbatch
+        gradients: BoundaryValues = ()
+        if program.after is not None:
+            gradients = self._arrived("gradient", Edge(action.stage, program.after, OUTPUT), mb, received).values
+        for edges in program.writes.values():
+            # One gradient each, None where the reader has none; none at all of a tensor that carries no gradient.
+            parts = [value for edge in edges for value in self._arrived("gradient", edge, mb, received).values]
+            reached = [value for value in parts if value is not None]
+            if parts:
+                gradients = (*gradients, sum(reached[1:], start=reached[0]) if reached else None)
+        return gradients
+
+    def _backward_done(self, action: Action, inputs: InputGradients, received: Deliveries) -> Deliveries:
+        """A backward's input gradients for the stages that made the inputs; receive buffers go back to the transport."""
+        stage, mb = action.stage, action.microbatch
+        program = self.program.stages[stage]
+        self.transport.recycle(self._buffers.pop((stage, mb), ()))
+        for delivery in received.values():
+            self.transport.recycle(delivery.values)
+        parts = inputs.tensors if program.before is None else (inputs.values, *inputs.tensors)
+        deliveries = {}
+        for edge, values in zip(program.inputs(stage), parts, strict=True):
+            if edge.producer in self.stages:
+                self._local["gradient", edge, mb] = Delivery(values, ())
+            else:
+                deliveries[edge] = Delivery(values, ())
+        return deliveries
 
     # -- messages --------------------------------------------------------------------------------------------------------
 
@@ -378,12 +420,16 @@ class Executor:
             self._verify(message, values, checksum)
         return Delivery(values, specs)
 
-    def _outgoing(self, message: Message | None, output: Delivery) -> list[Outgoing]:
-        """`output` as the message that carries it, if one does."""
-        if message is None or self.hooks.faults.drops(1):
-            return []
-        checksum = message_checksum(output.values) if self.checksums else None
-        return [Outgoing(message, self.hooks.faults.corrupted(output.values), output.specs, checksum)]
+    def _outgoing(self, messages: Sequence[Message], outputs: Deliveries) -> list[Outgoing]:
+        """`outputs` as the messages that carry them."""
+        outgoing = []
+        for message in messages:
+            if self.hooks.faults.drops(1):
+                continue
+            values, specs = outputs[message.edge]
+            checksum = message_checksum(values) if self.checksums else None
+            outgoing.append(Outgoing(message, self.hooks.faults.corrupted(values), specs, checksum))
+        return outgoing
 
     def _turn(self, outgoing: list[Outgoing]) -> None:
         """Between the two actions of a pair: what the first one made leaves at once."""
@@ -411,8 +457,16 @@ class Executor:
             )
 
 
-_NOTHING = Delivery((), ())
-_EXECUTE: dict[str, Callable[[Executor, Action, Any], Delivery]] = {
+def _handed_over(edge: Edge, values: BoundaryValues) -> BoundaryValues:
+    """`values` for a stage of the same rank, off the graph.
+
+    The next stage may change its input in place, and a tensor with a name may be that: its readers get a copy.
+    """
+    detached = tuple(None if value is None else value.detach() for value in values)
+    return detached if edge.name == OUTPUT else tuple(None if value is None else value.clone() for value in detached)
+
+
+_EXECUTE: dict[str, Callable[[Executor, Action, Deliveries], Deliveries]] = {
     "F": Executor._forward,
     "B": Executor._backward,
     "I": Executor._input_grad,

@@ -30,12 +30,13 @@ from pipeloom.runtime.executor import Executor, StepHooks, StepResult
 from pipeloom.runtime.grad_sync import checked_max_norm
 from pipeloom.runtime.health.fault_injection import Faults
 from pipeloom.runtime.health.status import Status
+from pipeloom.runtime.layer_names import carrying
 from pipeloom.runtime.loss import Loss, PendingLoss
 from pipeloom.runtime.measured_timeline import timeline_of
 from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.runtime.p2p.base import Communicator, InProcessBatches, InProcessTransport, Mailroom
 from pipeloom.runtime.program import RankProgram, RankPrograms, as_executed, require_same_stages
-from pipeloom.runtime.stage_modules import KnownKeywords, LayerSource, layer_name, require_arguments
+from pipeloom.runtime.stage_modules import KnownKeywords, LayerSource, layer_name, model_names, require_arguments
 from pipeloom.runtime.stats import RankStats
 from pipeloom.runtime.tensor_spec import ShapeCache
 from pipeloom.runtime.tied_weights import SharedParameters, Tie, merged, share, shared_groups
@@ -82,9 +83,12 @@ class LocalPipeline:
         check_first: bool = True,
     ) -> None:
         require_arguments(layers, schedule, loss)
+        declared = model_names(layers, schedule.positions, stages)
+        schedule = carrying(schedule, declared.tensors)
         if check_first:
             check(schedule)
         self.schedule = schedule
+        self._terms = declared.terms
         self.options = options
         self._weight = weight
         self._ignore_index = ignore_index
@@ -117,7 +121,9 @@ class LocalPipeline:
             share(tie, modules)
         for names in merged([*tied, *shared_groups([shared.facts()])]):
             share(Tie(names, ()), modules)
-        self._keywords = KnownKeywords.of(modules.values())
+        self._keywords = KnownKeywords.of(
+            stage.layers for assembly in self._assemblies for stage in assembly.stages.values()
+        )
         self._parameters = unique_parameters(modules)
         self._modules = modules
         self.layouts: dict[str, ParameterSharding] = {
@@ -125,7 +131,7 @@ class LocalPipeline:
         }
         self._loss = loss
         self._splits_backward = schedule.splits_backward
-        self._specs = [ShapeCache(schedule, options.shapes) for _ in self._assemblies]
+        self._specs = [ShapeCache(options.shapes) for _ in self._assemblies]
         self._hooks = [StepHooks(status, Faults(options.fault, rank)) for rank, status in enumerate(self._statuses)]
         self._follow(schedule)
 
@@ -139,6 +145,7 @@ class LocalPipeline:
                 stage.require_order(schedule.name, programs.step.stages[index])
         self.schedule = schedule
         self._results = [StepResult() for _ in self._programs]
+        self._pending = PendingLoss(lambda: torch.zeros(1 + len(self._terms)), self._terms)
 
     # -- running ---------------------------------------------------------------------------------------------------------
 
@@ -153,14 +160,24 @@ class LocalPipeline:
         batch = self._split("forward_backward", inputs, targets, keywords, self.schedule.microbatches)
         self._results = self._run([programs.step for programs in self._programs], batch)
         self.next_step += 1
-        loss = _sum_of_losses(self._results)
-        return PendingLoss(lambda: loss)
+        return self._sum_of_losses(self._results)
 
     @torch.no_grad()
     def evaluate(self, inputs: Any, targets: Any = None, **keywords: Any) -> Tensor:
         """The mean loss, forward only."""
         batch = self._split("evaluate", inputs, targets, keywords, forward_count(self.schedule.microbatches, inputs))
-        return _sum_of_losses(self._run([programs.forwards(batch.count) for programs in self._programs], batch))
+        results = self._run([programs.forwards(batch.count) for programs in self._programs], batch)
+        return self._sum_of_losses(results).wait()
+
+    def _sum_of_losses(self, results: Sequence[StepResult]) -> PendingLoss:
+        sums = torch.stack([result.loss.together(self._terms, self.device) for result in results]).sum(0)
+        self._pending = PendingLoss(lambda: sums, self._terms)
+        return self._pending
+
+    @property
+    def loss_terms(self) -> dict[str, Tensor]:
+        """As of `Pipeline`."""
+        return self._pending.terms()
 
     @torch.no_grad()
     def predict(self, inputs: Any, **keywords: Any) -> Any:
@@ -215,6 +232,8 @@ class LocalPipeline:
 
     def adopt(self, schedule: Schedule) -> None:
         """Run `schedule` from the next step on, over the same stages and weights; errors as of `Pipeline.adopt`."""
+        if schedule.positions == self.schedule.positions:  # else it is refused below
+            schedule = carrying(schedule, self.schedule.tensors)
         check(schedule, transport="batched" if self.options.transport == "batched" else "individual")
         require_same_stages(schedule, self.schedule, self._splits_backward)
         self._follow(schedule)
@@ -325,7 +344,3 @@ class LocalPipeline:
         """Sets every gradient to None."""
         for parameter in self.parameters():
             parameter.grad = None
-
-
-def _sum_of_losses(results: Sequence[StepResult]) -> Tensor:
-    return torch.stack([result.loss for result in results if result.loss is not None]).sum()

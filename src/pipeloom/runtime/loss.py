@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -36,7 +37,7 @@ def share_of_loss(loss: Callable[[Any, Any], Tensor], output: Any, targets: Any,
     if share == 0:
         return _zero(output)
     if math.isnan(share):
-        raise UsageError("the targets are on the meta device on a rank that holds the last stage; pass the real ones")
+        raise UsageError("the targets are on the meta device on a rank that computes a loss; pass the real ones")
     value = loss(output, targets)
     if not isinstance(value, Tensor):
         raise UsageError(f"the loss returned {type(value).__name__}; it must return a tensor with one number, a mean")
@@ -82,52 +83,99 @@ class _ZeroLoss(torch.autograd.Function):
 class PendingLoss:
     """The loss of a step that this rank has finished and another may not have."""
 
-    def __init__(self, finish: Callable[[], Tensor]) -> None:
+    def __init__(self, finish: Callable[[], Tensor], names: Sequence[str] = ()) -> None:
         self._finish = finish
-        self._loss: Tensor | None = None
+        self._names = names
+        self._sums: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """The mean loss over all targets of the batch, a 0-dim fp32 tensor, the same on every rank."""
-        if self._loss is None:
-            self._loss = self._finish()
-        return self._loss
+        """The mean loss over all targets of the batch, layers' terms included: a 0-dim fp32 tensor, the same on every rank."""
+        sums = self._all()
+        return sums[0] if sums.ndim else sums
+
+    def terms(self) -> dict[str, Tensor]:
+        """key of a layer's loss -> its mean over all targets, without its weight: a 0-dim fp32 tensor, the same on every rank."""
+        sums = self._all()
+        return {name: sums[at + 1] for at, name in enumerate(self._names)}
+
+    def _all(self) -> Tensor:
+        if self._sums is None:
+            self._sums = self._finish()
+        return self._sums
+
+
+@dataclass
+class LossSum:
+    """What one rank knows of a step's loss.
+
+    Attributes:
+        total: the sum of its shares, those of layers' terms times their weights; None where it computes none.
+        terms: key of a layer's loss -> the sum of its shares.
+    """
+
+    total: Tensor | None = None
+    terms: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, share: Tensor) -> None:
+        # fp32 on every rank, whatever the model's dtype: what receives it makes room for that
+        self.total = share.float() if self.total is None else self.total + share.float()
+
+    def add_term(self, key: str, share: Tensor, weight: float) -> None:
+        self.add(share * weight)
+        self.terms[key] = self.terms[key] + share.float() if key in self.terms else share.float()
+
+    def together(self, names: Sequence[str], device: torch.device) -> Tensor:
+        """The total, 0-dim; with `names` a vector of it and these terms. 0 for what is not known here."""
+        zero = torch.zeros((), dtype=torch.float32, device=device)
+        total = zero if self.total is None else self.total.to(device, copy=True)
+        return torch.stack([total, *(self.terms.get(name, zero) for name in names)]) if names else total
 
 
 class LossBroadcast:
     """Brings the loss to every rank without a barrier: whoever knows it sends it and goes on."""
 
-    def __init__(self, mesh: Mesh, schedule: Schedule, device: torch.device, alarm: FailureReporter) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        schedule: Schedule,
+        device: torch.device,
+        alarm: FailureReporter,
+        terms: Sequence[str] = (),
+    ) -> None:
         self._line = mesh.pipeline
         self._device = device
         self._alarm = alarm
         group = mesh.pipeline.group
         self._sends: list[tuple[Any, Tensor]] = [] if group is None else _SENDS.setdefault(group, [])
-        self._pending = PendingLoss(lambda: torch.zeros(()))
+        self._pending = PendingLoss(lambda: torch.zeros(1 + len(terms)), terms)
         one_pipeline = mesh.everyone.size == len(mesh.pipeline.ranks)
         self._source = schedule.placement[schedule.routes[0][-1]]
         self._group = mesh.everyone.group
-        self._sum = not one_pipeline or len(schedule.routes) > 1
+        self._terms = terms
+        self._sum = not one_pipeline or len(schedule.routes) > 1 or bool(terms)
         self._counts = mesh.tp.index == 0  # the tp ranks of a last stage all know the same share
 
-    def start(self, share: Tensor | None) -> PendingLoss:
-        """The sum of all shares, each of them a part of the step's mean; `share` is None on a rank that knows none."""
+    @property
+    def terms(self) -> dict[str, Tensor]:
+        """The layers' terms of the last loss."""
+        return self._pending.terms()
+
+    def start(self, share: LossSum) -> PendingLoss:
+        """The sum of all shares, each of them a part of the step's mean."""
         self._pending.wait()  # one that the caller dropped would take the next loss in its place
         self._pending = self._start(share)
         return self._pending
 
-    def _start(self, share: Tensor | None) -> PendingLoss:
-        known = share is not None and self._counts
+    def _start(self, share: LossSum) -> PendingLoss:
         # in fp32 on every rank: those that know no share cannot know that the model computes in fp64
-        total = torch.zeros((), dtype=torch.float32, device=self._device)
-        if known and share is not None:
-            total.copy_(share)
+        total = (share if self._counts else LossSum()).together(self._terms, self._device)
         if self._group is None:
-            return PendingLoss(lambda: total)
+            return PendingLoss(lambda: total, self._terms)
         line = self._line
         if self._sum:
             with self._alarm.reporting():
                 reduction = self._group.allreduce([total])
-            return PendingLoss(lambda: self._await(reduction, total, None))
+            return PendingLoss(lambda: self._await(reduction, total, None), self._terms)
         if line.rank != self._source:
             with self._telling(self._source, "it never sent the loss"):
                 receipt = line.group.recv([total], self._source, _LOSS_TAG)

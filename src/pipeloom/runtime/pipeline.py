@@ -41,12 +41,13 @@ from pipeloom.runtime.health.report import FailureReporter
 from pipeloom.runtime.health.status import Limits, Status
 from pipeloom.runtime.health.store import RunStore, run_store
 from pipeloom.runtime.health.watchdog import Watchdog, start_watchdog
+from pipeloom.runtime.layer_names import carrying
 from pipeloom.runtime.loss import Loss, LossBroadcast, PendingLoss
 from pipeloom.runtime.measured_timeline import clock_offset, gather_timeline
 from pipeloom.runtime.options import RuntimeOptions, device_of
 from pipeloom.runtime.p2p.connect import P2PConnections
 from pipeloom.runtime.program import RankProgram, RankPrograms, as_executed, require_same_stages
-from pipeloom.runtime.stage_modules import KnownKeywords, LayerSource, layer_name, require_arguments
+from pipeloom.runtime.stage_modules import KnownKeywords, LayerSource, layer_name, model_names, require_arguments
 from pipeloom.runtime.stats import RankStats
 from pipeloom.runtime.tensor_spec import ShapeCache
 from pipeloom.schedule.check import check
@@ -102,6 +103,8 @@ class Pipeline:
         options: RuntimeOptions = RuntimeOptions(),
     ) -> None:
         require_arguments(layers, schedule, loss)
+        declared = model_names(layers, schedule.positions, stages)
+        schedule = carrying(schedule, declared.tensors)
         check(schedule, transport="batched" if options.transport == "batched" else "individual")
         self.schedule = schedule
         self.options = options
@@ -111,6 +114,7 @@ class Pipeline:
         self.next_step = 0
         self._weight = weight
         self._ignore_index = ignore_index
+        self._terms = declared.terms
         self._result = StepResult()
         _require_processes(schedule.ranks, self.ranks)
         prefix, seed = "", torch.initial_seed() if options.seed is None else options.seed
@@ -120,6 +124,7 @@ class Pipeline:
         if self.distributed:
             names = [layer_name(layer, at) for at, layer in enumerate(layers)]
             facts = handshake.facts(schedule, names, stages, tied, ignore_index, options, self.mesh)
+            facts |= handshake.declared_facts(layers)
             store = run_store(options.start_seconds)
             with self._alarm.waiting("the other ranks at start-up"):
                 prefix, seed = handshake.shake_hands(store, self.mesh.everyone, facts, seed, options.start_seconds)
@@ -151,9 +156,9 @@ class Pipeline:
         self._loss = loss
         self._status = status
         self._splits_backward = schedule.splits_backward
-        self._specs = ShapeCache(schedule, options.shapes)
+        self._specs = ShapeCache(options.shapes)
         self._follow(schedule)
-        self._losses = LossBroadcast(self.mesh, schedule, self.device, self._alarm)
+        self._losses = LossBroadcast(self.mesh, schedule, self.device, self._alarm, self._terms)
         self._connections = P2PConnections(self.mesh, self._specs, self.device, options)
         self._gradients = StepGradients(self._assembly, self.mesh, options, self._alarm)
         faults = Faults(options.fault if first else options.without_fault().fault, self.rank)
@@ -169,7 +174,7 @@ class Pipeline:
                 self._gradients.before_layer if sync.sharded else None,
             )
         )
-        self._keywords = KnownKeywords.of(assembled.modules.values())
+        self._keywords = KnownKeywords.of(stage.layers for stage in assembled.stages.values())
         if self.distributed:
             status.wait_between("the other ranks at start-up")
             self._connections.open(prefix, self._programs.step)
@@ -242,6 +247,14 @@ class Pipeline:
             status.slowest = max(status.slowest, time.monotonic() - begun)
         status.phase = "step"
         return self._losses.start(self._result.loss)
+
+    @property
+    def loss_terms(self) -> dict[str, Tensor]:
+        """key of each loss that layers declare -> its mean in the last step or evaluation, without its weight: 0-dim, in fp32.
+
+        The same on every rank.
+        """
+        return self._losses.terms
 
     @torch.no_grad()
     def evaluate(self, inputs: Any, targets: Any = None, **keywords: Any) -> Tensor:
@@ -424,6 +437,8 @@ class Pipeline:
         Raises ConfigError where it needs other stages (placement, routes, micro-batches, backwards that are split where none
         was at the start), ScheduleError where it cannot run.
         """
+        if schedule.positions == self.schedule.positions:  # else it is refused below
+            schedule = carrying(schedule, self.schedule.tensors)
         check(schedule, transport="batched" if self.options.transport == "batched" else "individual")
         require_same_stages(schedule, self.schedule, self._splits_backward)
         self._follow(schedule)

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 from pipeloom.errors import ConfigError
 from pipeloom.runtime.options import RuntimeOptions
-from pipeloom.schedule.actions import INPUT_GRADIENT, Action, Cell, kind_of
+from pipeloom.schedule.actions import INPUT_GRADIENT, OUTPUT, Action, Cell, kind_of
 from pipeloom.schedule.batched_p2p import MessageBatch, batches_of
-from pipeloom.schedule.channels import Channel, EntryTraffic, Message, message_kind, neighbours, posting_plan, traffic
+from pipeloom.schedule.channels import (
+    Channel,
+    Edge,
+    EntryTraffic,
+    Message,
+    NamedEdges,
+    message_kind,
+    neighbours,
+    posting_plan,
+    traffic,
+)
 from pipeloom.schedule.model import Schedule, parts
 from pipeloom.schedule.transforms import forward_only, unpair
 
@@ -22,16 +32,16 @@ class Instruction:
         cell: the action or pair, as the schedule has it.
         actions: its parts, in order.
         post_receives: the receives to open before it.
-        receives: for each of its actions the message that it waits for; None: its input is on this rank.
-        sends: for each of its actions the message with what it computes; None: that stays on this rank.
+        receives: for each of its actions the messages that it waits for; what is not among them is on this rank.
+        sends: for each of its actions the messages with what it computes; what is not among them stays on this rank.
         completes_stages: the stages whose gradients are complete after it.
     """
 
     cell: Cell
     actions: tuple[Action, ...]
     post_receives: tuple[Message, ...]
-    receives: tuple[Message | None, ...]
-    sends: tuple[Message | None, ...]
+    receives: tuple[tuple[Message, ...], ...]
+    sends: tuple[tuple[Message, ...], ...]
     completes_stages: tuple[int, ...] = ()
 
 
@@ -43,12 +53,20 @@ class StageProgram:
         before, after: the neighbouring stages of its route; None: it is the first, the last.
         split: the micro-batches whose backward is I and W.
         in_order: whether every micro-batch comes through it, in order.
+        reads: the tensors that it gets by name, from stages further before.
+        writes: name of a tensor -> the later stages that get it.
     """
 
     before: int | None
     after: int | None
     split: frozenset[int]
     in_order: bool
+    reads: tuple[Edge, ...] = ()
+    writes: Mapping[str, tuple[Edge, ...]] = field(default_factory=dict)
+
+    def inputs(self, stage: int) -> tuple[Edge, ...]:
+        """What brings the inputs of this stage: of the stage before it, if there is one, then those by name."""
+        return self.reads if self.before is None else (Edge(self.before, stage, OUTPUT), *self.reads)
 
 
 @dataclass(frozen=True)
@@ -145,8 +163,8 @@ def lower(schedule: Schedule, rank: int, options: RuntimeOptions) -> RankProgram
     instructions = []
     for at, (entry, posts) in enumerate(zip(entries, plan, strict=True)):
         actions = parts(entry.cell)
-        receives = tuple(_message_to(action, entry.receives) for action in actions)
-        sends = tuple(_message_from(action, entry.sends) for action in actions)
+        receives = tuple(_messages_to(action, entry.receives) for action in actions)
+        sends = tuple(_messages_from(action, entry.sends) for action in actions)
         completes = tuple(stage for stage in sorted(last) if last[stage] == at)
         instructions.append(Instruction(entry.cell, actions, posts, receives, sends, completes))
     channels = sorted({m.channel for entry in entries for m in (*entry.receives, *entry.sends)})
@@ -165,6 +183,7 @@ def lower(schedule: Schedule, rank: int, options: RuntimeOptions) -> RankProgram
 
 def _stage_programs(schedule: Schedule, rank: int) -> dict[int, StageProgram]:
     before, after = neighbours(schedule)
+    named = NamedEdges.of(schedule)
     actions = [action for cell in schedule.programs[rank] for action in parts(cell)]
     everything = list(range(schedule.microbatches))
     return {
@@ -173,27 +192,23 @@ def _stage_programs(schedule: Schedule, rank: int) -> dict[int, StageProgram]:
             after[stage],
             frozenset(mb for kind, at, mb in actions if at == stage and kind_of(kind).produces == (INPUT_GRADIENT,)),
             [mb for kind, at, mb in actions if at == stage and kind_of(kind).is_forward] == everything,
+            named.reads[stage],
+            {name: tuple(e for e in named.writes[stage] if e.name == name) for _, _, name in named.writes[stage]},
         )
         for stage in schedule.stages_of[rank]
     }
 
 
-def _message_to(action: Action, messages: tuple[Message, ...]) -> Message | None:
-    """The message that `action` waits for."""
-    kind = message_kind(action)
-    for message in messages:
-        if (message.channel.kind, message.consumer, message.microbatch) == (kind, action.stage, action.microbatch):
-            return message
-    return None
+def _messages_to(action: Action, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """The messages that `action` waits for."""
+    wanted = message_kind(action), action.stage, action.microbatch
+    return tuple(m for m in messages if (m.channel.kind, m.consumer, m.microbatch) == wanted)
 
 
-def _message_from(action: Action, messages: tuple[Message, ...]) -> Message | None:
-    """The message that carries what `action` computes."""
-    kind = message_kind(action)
-    for message in messages:
-        if (message.channel.kind, message.producer, message.microbatch) == (kind, action.stage, action.microbatch):
-            return message
-    return None
+def _messages_from(action: Action, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """The messages that carry what `action` computes."""
+    wanted = message_kind(action), action.stage, action.microbatch
+    return tuple(m for m in messages if (m.channel.kind, m.producer, m.microbatch) == wanted)
 
 
 def _released_sends(programs: tuple[tuple[EntryTraffic, ...], ...], rank: int) -> dict[Message, tuple[Message, ...]]:

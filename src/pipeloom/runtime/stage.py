@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pipeloom.errors import ConfigError, UsageError
 from pipeloom.ops.buffer_state import BufferState, batch_statistics
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients
+from pipeloom.ops.layer import LossTerm
 from pipeloom.ops.recompute import recomputed
 from pipeloom.ops.segments import Communication, carries, is_segmented, saved_of
 from pipeloom.runtime.overlap import CommStream, ComputeGroup, Coroutine, run_to_end, split_at_communications
@@ -32,8 +33,36 @@ _PROBES = 64  # forwards of a stage; a layer that changes its input in place doe
 ShareOfLoss = Callable[[Any], Tensor]
 """The output of a route's last stage -> the micro-batch's share of the step's loss, 0-dim."""
 
-InputGradients = tuple[BoundaryValues, BoundaryValues]
-"""The gradients of a stage's inputs that carry one (None where none arrived), and the receive buffers that are free now."""
+GiveToTerm = Callable[[LossTerm, Any], Tensor]
+"""A layer's loss term and the value for it -> the micro-batch's share of the step's mean, 0-dim, without the term's weight."""
+
+
+class StageOutputs(NamedTuple):
+    """What a forward gives.
+
+    Attributes:
+        values: for the next stage, attached to the graph; of a route's last stage none.
+        tensors: what later stages read by name, attached too.
+        loss: the share of the step's loss, detached; of a route's last stage only.
+        terms: (key, share of its mean, weight) of each of the layers' losses, detached.
+    """
+
+    values: BoundaryValues
+    tensors: Mapping[str, Tensor | None]
+    loss: Tensor | None = None
+    terms: tuple[tuple[str, Tensor, float], ...] = ()
+
+
+class InputGradients(NamedTuple):
+    """The gradients of a stage's inputs.
+
+    Attributes:
+        values: of those from the stage before that carry one; None where none arrived.
+        tensors: for each tensor read by name the same: empty where it carries none.
+    """
+
+    values: BoundaryValues
+    tensors: tuple[BoundaryValues, ...] = ()
 
 
 @dataclass
@@ -42,13 +71,15 @@ class SavedGroup:
 
     Attributes:
         inputs: of the group; those that carry a gradient are leaves.
-        roots: where its backward starts: its outputs' places in the graph (their storage may be gone), or the loss.
+        roots: where its backward starts: its outputs' places in the graph (their storage may be gone).
+        losses: where it starts, too: shares of the step's loss.
         after: the communication behind it.
         saved: what the backward of that is given.
     """
 
     inputs: tuple[Any, ...]
-    roots: tuple[GradientEdge | Tensor, ...] = ()
+    roots: tuple[GradientEdge, ...] = ()
+    losses: tuple[Tensor, ...] = ()
     after: Communication | None = None
     saved: tuple[Any, ...] = ()
 
@@ -61,13 +92,13 @@ class InFlight:
         queue: the weight gradients that wait for W, or for a communication that they hide; None: autograd computes them.
         groups: those whose backward is to come, in order; one, where the stage is not segmented.
         outputs: kept where the options do not deallocate them.
-        received: buffers to give back afterwards.
+        read: how many of the stage's inputs, the last ones, it reads by name.
     """
 
     queue: WeightGradQueue | None
     groups: list[SavedGroup] = field(default_factory=list)
     outputs: BoundaryValues = ()
-    received: BoundaryValues = ()
+    read: int = 0
 
 
 class Stage:
@@ -95,7 +126,8 @@ class Stage:
     ) -> None:
         self.index = index
         self.layers = layers
-        self.segmented = any(map(is_segmented, layers.modules))
+        # A segment computes on the values of its layer's inputs alone, so a stage that names tensors or losses runs whole.
+        self.segmented = any(map(is_segmented, layers.modules)) and all(each.silent for each in layers.declared)
         self.writes_weight_gradients = writes_weight_gradients
         self._deallocate = deallocate
         self._grad_context = grad_context
@@ -122,16 +154,18 @@ class Stage:
         keywords: Mapping[str, Any],
         program: StageProgram,
         loss: ShareOfLoss | None = None,
+        term: GiveToTerm | None = None,
         before_layer: Callable[[str], None] | None = None,
-    ) -> BoundaryValues:
+    ) -> StageOutputs:
         """F: the outputs, attached to the graph; of a route's last stage the loss alone, detached.
 
         Args:
-            values: the inputs; fresh tensors that nothing else writes to.
+            values: the inputs, those that `program.reads` names last; fresh tensors that nothing else writes to.
             specs: of the inputs, which say which of them carry a gradient; None: they are the user's, none does.
             keywords: the micro-batch's keyword arguments; each layer gets those that it takes.
             program: what the schedule says about this stage.
             loss: given for a route's last stage.
+            term: what becomes of layers' losses; None: they are not computed.
             before_layer: called with each layer's name before the layer; of a segmented stage its caller does.
         """
         if self.segmented:
@@ -139,25 +173,30 @@ class Stage:
         layers = self.layers
         flight, inputs, buffers = self._begin_forward(values, specs, program, microbatch in program.split)
         self._grad_context.queue = flight.queue
+        by_position = inputs[: len(inputs) - flight.read]
+        names = NamedInForward(layers, program, inputs[len(by_position) :], term)
         result: Any
-        result, versions = self._changeable(inputs)
+        result, versions = self._changeable(by_position)
         try:
             for at, module in enumerate(layers.modules):
                 arguments = as_values(result, f"layer {layers.names[at - 1]!r}") if at else result
-                accepted = layers.accepted(at, keywords)
+                accepted, read = layers.accepted(at, keywords), names.read(at)
                 if before_layer is not None:
                     before_layer(layers.names[at])
                 if layers.names[at] in layers.recomputed:
-                    result = recomputed(partial(module, **accepted), arguments, module)
+                    result = recomputed(
+                        partial(_by_name, module, accepted, tuple(read)), (*read.values(), *arguments), module
+                    )
                 else:
-                    result = module(*arguments, **accepted)
-                del arguments  # a layer's output lives no longer than autograd needs it
+                    result = module(*arguments, **accepted, **read)
+                del arguments, read  # a layer's output lives no longer than autograd needs it
+                result = names.written(at, result)
         except RuntimeError as error:
-            self._explain(error, inputs)
+            self._explain(error, by_position)
             raise
-        self._note_changes(inputs, versions)
+        self._note_changes(by_position, versions)
         self._refuse_changes(buffers)
-        return self._finish_forward(microbatch, flight, inputs, result, values if specs is not None else (), loss)
+        return self._finish_forward(microbatch, flight, inputs, result, loss, names)
 
     def forward_in_segments(
         self,
@@ -167,8 +206,11 @@ class Stage:
         keywords: Mapping[str, Any],
         program: StageProgram,
         loss: ShareOfLoss | None = None,
-    ) -> Coroutine[BoundaryValues]:
+        term: GiveToTerm | None = None,
+    ) -> Coroutine[StageOutputs]:
         """As `forward`, stopping where it would wait for a communication."""
+        if not self.segmented:
+            return self.forward(microbatch, values, specs, keywords, program, loss, term)
         groups = split_at_communications(self.layers, keywords)
         # A backward that has communications computes weight gradients behind them even where it is one B.
         queues = len(groups) > 1 or microbatch in program.split
@@ -177,20 +219,25 @@ class Stage:
             inputs = yield from self._compute_and_communicate(group, inputs, flight)
         result = self._compute(groups[-1], inputs, flight)
         self._refuse_changes(buffers)
-        return self._finish_forward(microbatch, flight, inputs, result, values if specs is not None else (), loss)
+        return self._finish_forward(microbatch, flight, inputs, result, loss, None)
 
     def compute(
-        self, values: BoundaryValues, keywords: Mapping[str, Any], before_layer: Callable[[str], None] | None = None
+        self,
+        values: BoundaryValues,
+        keywords: Mapping[str, Any],
+        program: StageProgram,
+        before_layer: Callable[[str], None] | None = None,
     ) -> Any:
         """The layers one after the other; the last one's result as it is. No gradient, nothing stays alive."""
         self._grad_context.queue = None
-        result: Any = values
+        read = len(program.reads)
+        names = NamedInForward(self.layers, program, values[len(values) - read :], None)
+        result: Any = values[: len(values) - read]
         for at, module in enumerate(self.layers.modules):
-            if at:
-                values = as_values(result, f"layer {self.layers.names[at - 1]!r}")
+            values = as_values(result, f"layer {self.layers.names[at - 1]!r}") if at else result
             if before_layer is not None:
                 before_layer(self.layers.names[at])
-            result = module(*values, **self.layers.accepted(at, keywords))
+            result = names.written(at, module(*values, **self.layers.accepted(at, keywords), **names.read(at)))
         return result
 
     def _begin_forward(
@@ -198,10 +245,10 @@ class Stage:
     ) -> tuple[InFlight, tuple[Any, ...], list[tuple[str, BufferState]]]:
         """What the forward will leave, its inputs as leaves, and the buffers that it may not change; `queues`: for W."""
         if not torch.is_grad_enabled():
-            return InFlight(None), values, []
+            return InFlight(None, read=len(program.reads)), values, []
         self._probes -= 1
         return (
-            InFlight(WeightGradQueue() if queues else None),
+            InFlight(WeightGradQueue() if queues else None, read=len(program.reads)),
             _leaves(values, specs),
             [] if program.in_order else self._buffers(),
         )
@@ -215,7 +262,7 @@ class Stage:
         outputs = self._compute(group, inputs, flight)
         which = [training and carries(value) for value in outputs]
         if training:
-            flight.groups.append(SavedGroup(inputs, _roots(outputs), group.after, saved_of(outputs)))
+            flight.groups.append(SavedGroup(inputs, _roots(outputs), (), group.after, saved_of(outputs)))
         given = tuple(value.detach() if isinstance(value, Tensor) else value for value in outputs)
         pending = self._communications.start(partial(group.after.start, given), given)
         del inputs, outputs, given  # while it is under way, only the graph and the communication itself hold tensors
@@ -242,22 +289,26 @@ class Stage:
         flight: InFlight,
         inputs: tuple[Any, ...],
         result: Any,
-        received: BoundaryValues,
         loss: ShareOfLoss | None,
-    ) -> BoundaryValues:
+        names: NamedInForward | None,
+    ) -> StageOutputs:
         """The forward's outputs, with what the backward needs kept for it."""
+        tensors = {} if names is None else names.sent()
+        terms = () if names is None else tuple(names.terms)
+        outputs: BoundaryValues = ()
+        share: Tensor | None = None
         if loss is None:
             outputs = as_values(result, f"stage {self.index}")
-            roots: tuple[GradientEdge | Tensor, ...] = _roots(outputs)
         else:
             share = loss(result)
-            outputs, roots = (share.detach(),), ((share,) if share.requires_grad else ())
         if torch.is_grad_enabled():
-            flight.groups.append(SavedGroup(inputs, roots))
-            flight.outputs = () if self._deallocate or loss is not None else outputs
-            flight.received = received
+            losses = [weight * each for _, each, weight in terms] + ([] if share is None else [share])
+            roots = _roots((*outputs, *tensors.values()))
+            flight.groups.append(SavedGroup(inputs, roots, tuple(each for each in losses if each.requires_grad)))
+            flight.outputs = () if self._deallocate else (*outputs, *tensors.values())
             self._alive[microbatch] = flight
-        return outputs
+        detached = tuple((key, each.detach(), weight) for key, each, weight in terms)
+        return StageOutputs(outputs, tensors, None if share is None else share.detach(), detached)
 
     # -- inputs that layers change in place ------------------------------------------------------------------------------
 
@@ -382,27 +433,89 @@ class Stage:
         """The backward of the first group: of an unsegmented stage the only one."""
         group = flight.groups.pop()
         self._run_autograd(flight, group, gradients)
-        return tuple(_gradient(v, fill=False) for v in group.inputs if carries(v)), flight.received
+        cut = len(group.inputs) - flight.read
+        tensors = tuple((_gradient(v, fill=False),) if carries(v) else () for v in group.inputs[cut:])
+        return InputGradients(tuple(_gradient(v, fill=False) for v in group.inputs[:cut] if carries(v)), tensors)
 
     def _keep_weights(self, microbatch: int, flight: InFlight) -> None:
         if flight.queue is not None:
             self._awaiting_w[microbatch] = flight.queue
 
     def _run_autograd(self, flight: InFlight, group: SavedGroup, seeds: Sequence[Tensor | None]) -> None:
-        """Autograd's backward of a group; without `seeds` its root is the loss. A root whose seed is None has no gradient."""
+        """Autograd's backward of a group, from its outputs and losses. A root whose seed is None has no gradient."""
         self._grad_context.queue = flight.queue  # for layers that are recomputed now
-        roots: Sequence[GradientEdge | Tensor] = group.roots
-        if not seeds:
-            seeds = [None] * len(roots)
-        elif any(seed is None for seed in seeds):
-            reached = [(root, seed) for root, seed in zip(roots, seeds, strict=True) if seed is not None]
-            roots, seeds = [root for root, _ in reached], [seed for _, seed in reached]
+        reached = [(root, seed) for root, seed in zip(group.roots, seeds, strict=True) if seed is not None]
+        roots: list[GradientEdge | Tensor] = [*(root for root, _ in reached), *group.losses]
+        given = [*(seed for _, seed in reached), *[None] * len(group.losses)]
         if not roots:
             return
         if self._grad_context.stage_backward is not None and self._grad_context.writes:
-            self._grad_context.stage_backward.run(roots, seeds)
+            self._grad_context.stage_backward.run(roots, given)
         else:
-            torch.autograd.backward(roots, seeds)  # type: ignore[arg-type]
+            torch.autograd.backward(roots, given)  # type: ignore[arg-type]
+
+
+class NamedInForward:
+    """Tensors by name on their way through the layers of one stage, and what its layers' losses come to.
+
+    Args:
+        received: those that the stage reads, as `program.reads` names them.
+        term: what becomes of losses; None: they are not computed.
+
+    Attributes:
+        terms: (key, share, weight) of each loss so far, attached to the graph.
+    """
+
+    def __init__(
+        self, layers: StageModules, program: StageProgram, received: BoundaryValues, term: GiveToTerm | None
+    ) -> None:
+        self._layers = layers
+        self._program = program
+        self._tensors = {edge.name: value for edge, value in zip(program.reads, received, strict=True)}
+        self._versions: dict[str, tuple[str, int]] = {}  # name -> its layer, and its version as that wrote it
+        self._term = term
+        self.terms: list[tuple[str, Tensor, float]] = []
+
+    def read(self, at: int) -> dict[str, Tensor | None]:
+        """What layer `at` reads, by keyword."""
+        return self._layers.read(at, self._tensors)
+
+    def written(self, at: int, result: Any) -> Any:
+        """What layer `at` hands on by position, of its result; what it writes is kept, and its losses are computed."""
+        declared = self._layers.declared[at]
+        if declared.silent:
+            return result
+        handed, values = declared.taken_from(result, self._tensors)
+        for name in declared.writes.values():
+            value = self._tensors[name]
+            if value is not None:
+                self._versions[name] = declared.layer, _version(value)
+        if self._term is not None:
+            for key, value in values.items():
+                term = declared.losses[key]
+                self.terms.append((key, self._term(term, value), term.weight))
+        return handed
+
+    def sent(self) -> dict[str, Tensor | None]:
+        """What later stages read, as they must get it. Raises UsageError for what a layer has changed since it was written."""
+        for name in self._program.writes:
+            value = self._tensors[name]
+            if value is not None and name in self._versions and self._versions[name][1] != _version(value):
+                raise UsageError(
+                    f"tensor {name!r} of layer {self._versions[name][0]!r} was changed in place after the layer had returned it; "
+                    "write a clone of it, or work on a copy (inplace=False)"
+                )
+        return {name: self._tensors[name] for name in self._program.writes}
+
+
+def _version(value: Tensor) -> int:
+    return 0 if value.is_inference() else value._version
+
+
+def _by_name(module: nn.Module, accepted: Mapping[str, Any], keywords: Sequence[str], *values: Any) -> Any:
+    """`module` on values of which the first are its arguments called `keywords`."""
+    count = len(keywords)
+    return module(*values[count:], **accepted, **dict(zip(keywords, values[:count], strict=True)))
 
 
 class _Given(torch.autograd.Function):

@@ -9,12 +9,14 @@ from itertools import accumulate
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipeloom.errors import ConfigError, UsageError, did_you_mean
 from pipeloom.ops.layer import Layer as Layer
+from pipeloom.ops.layer import LossTerm as LossTerm
 from pipeloom.ops.microbatch import KEYWORD
 from pipeloom.ops.random_state import seeded, stable_seed
+from pipeloom.runtime.layer_names import LayerNames, ModelNames
 from pipeloom.schedule.model import Schedule
 
 LayerSource = Callable[[], nn.Module] | nn.Module
@@ -27,19 +29,25 @@ class StageModules:
     Attributes:
         modules: in order.
         names: their global names.
-        keywords: for each, the keyword arguments that its forward takes (None: any).
+        keywords: for each, the keyword arguments of a step that its forward takes (None: any).
+        declared: for each, what it reads and writes by name, and its losses.
         recomputed: the names of those whose forward runs again in the backward.
     """
 
     modules: tuple[nn.Module, ...]
     names: tuple[str, ...]
     keywords: tuple[frozenset[str] | None, ...]
+    declared: tuple[LayerNames, ...]
     recomputed: frozenset[str] = frozenset()
 
     def accepted(self, at: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Those of `arguments` that layer `at` takes; the micro-batch's context only where the layer names it."""
         known = self.keywords[at]
         return {key: value for key, value in arguments.items() if (key != KEYWORD if known is None else key in known)}
+
+    def read(self, at: int, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """Those of `tensors` that layer `at` reads, by the keywords of its forward."""
+        return {keyword: tensors[name] for keyword, name in self.declared[at].reads.items()}
 
 
 @dataclass(frozen=True)
@@ -55,9 +63,9 @@ class KnownKeywords:
     others: bool
 
     @classmethod
-    def of(cls, modules: Iterable[nn.Module]) -> KnownKeywords:
-        """Those of these layers."""
-        taken = [_keywords(module) for module in modules]
+    def of(cls, stages: Iterable[StageModules]) -> KnownKeywords:
+        """Those of these stages' layers, less what they read from other layers."""
+        taken = [keywords for stage in stages for keywords in stage.keywords]
         names = frozenset().union(*(each for each in taken if each is not None))
         return cls(names, any(each is None for each in taken))
 
@@ -124,6 +132,15 @@ def split_layers(count: int, positions: int, stages: Sequence[int] | None) -> li
     return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
 
+def model_names(layers: Sequence[LayerSource], positions: int, stages: Sequence[int] | None) -> ModelNames:
+    """What the layers declare by name, on stages as `split_layers` makes them. Raises ConfigError for what does not fit."""
+    declared = [LayerNames.of(layer, layer_name(layer, at)) for at, layer in enumerate(layers)]
+    if all(each.silent for each in declared):
+        return ModelNames((), ())
+    ranges = split_layers(len(layers), positions, stages)
+    return ModelNames.of(declared, [position for position, which in enumerate(ranges) for _ in which])
+
+
 def build_stage(
     layers: Sequence[LayerSource],
     which: range,
@@ -142,7 +159,7 @@ def build_stage(
     """
     if device.type == "cuda":
         torch.cuda.init()  # type: ignore[no-untyped-call]  # so that its generators are seeded and restored too
-    modules, names, keywords = [], [], []
+    modules, names, keywords, declared = [], [], [], []
     for index in which:
         source = layers[index]
         name = layer_name(source, index)
@@ -155,9 +172,12 @@ def build_stage(
                 built[index] = _materialize(module, device) if meta else module.to(device)
         modules.append(built[index])
         names.append(name)
-        keywords.append(_keywords(modules[-1]))
+        declared.append(LayerNames.of(source, name))
+        accepted = _keywords(modules[-1])
+        declared[-1].require_keywords(accepted)
+        keywords.append(None if accepted is None else accepted - declared[-1].reads.keys())
     chosen = recompute if isinstance(recompute, frozenset) else names if recompute == "full" else ()
-    return StageModules(tuple(modules), tuple(names), tuple(keywords), frozenset(chosen))
+    return StageModules(tuple(modules), tuple(names), tuple(keywords), tuple(declared), frozenset(chosen))
 
 
 def layer_name(source: LayerSource, index: int) -> str:

@@ -53,8 +53,8 @@ class RankStats:
         return cls(
             schedule,
             rank,
-            sum(message is not None for instruction in program.instructions for message in instruction.sends),
-            sum(message is not None for instruction in program.instructions for message in instruction.receives),
+            sum(len(messages) for instruction in program.instructions for messages in instruction.sends),
+            sum(len(messages) for instruction in program.instructions for messages in instruction.receives),
             receive_buffers,
             send_segments,
             result.peak_alive,

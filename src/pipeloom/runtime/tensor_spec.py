@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import UsageError
-from pipeloom.schedule.channels import Message, neighbours
-from pipeloom.schedule.model import Schedule
+from pipeloom.schedule.actions import OUTPUT
+from pipeloom.schedule.channels import Edge, Message
 
 HEADER_LENGTH = 256
 _BOUNDARY_DTYPES = (
@@ -125,18 +125,17 @@ def signature(values: Sequence[Any]) -> tuple[Any, ...]:
 
 
 class ShapeCache:
-    """Boundaries by (stage, shape of the step's inputs), or by (stage, micro-batch) where shapes are sent each time.
+    """Boundaries by (what crosses, shape of the step's inputs), or by (that, micro-batch) where shapes are sent each time.
 
     A gradient message has the shapes of the activations that it answers. The header of its first one says which of them have
     no gradient: the next stage may have detached them, and then the layers before keep no gradient, as in one process.
     """
 
-    def __init__(self, schedule: Schedule, policy: Literal["once", "each"]) -> None:
+    def __init__(self, policy: Literal["once", "each"]) -> None:
         self.policy = policy
-        self._before, _ = neighbours(schedule)
-        self._known: dict[tuple[int, Hashable], Boundary] = {}
-        self._without: dict[tuple[int, Hashable], tuple[int, ...]] = {}
-        self._introduced: set[tuple[str, int, Hashable]] = set()
+        self._known: dict[tuple[Edge, Hashable], Boundary] = {}
+        self._without: dict[tuple[Edge, Hashable], tuple[int, ...]] = {}
+        self._introduced: set[tuple[str, Edge, Hashable]] = set()
         self._signatures: Sequence[Hashable] = ()
 
     def begin(self, signatures: Sequence[Hashable]) -> None:
@@ -147,24 +146,22 @@ class ShapeCache:
             self._without.clear()
             self._introduced.clear()
 
-    def _key(self, stage: int, microbatch: int) -> tuple[int, Hashable]:
-        return stage, (microbatch if self.policy == "each" else self._signatures[microbatch])
+    def _key(self, edge: Edge, microbatch: int) -> tuple[Edge, Hashable]:
+        return edge, (microbatch if self.policy == "each" else self._signatures[microbatch])
 
     def introduces(self, message: Message) -> bool:
         """Whether `message` is the first of its key on its channel, so that a header comes with it. Ask once a message."""
-        key = (message.channel.kind, *self._key(message.producer, message.microbatch))
+        key = (message.channel.kind, *self._key(message.edge, message.microbatch))
         first = key not in self._introduced
         self._introduced.add(key)
         return first
 
     def of(self, message: Message) -> Boundary | None:
         """The specs of the tensors of `message`, or None when they are not known yet."""
-        if message.channel.kind == "activation":
-            return self._known.get(self._key(message.producer, message.microbatch))
-        origin = self._before[message.producer]
-        assert origin is not None
-        boundary = self._known.get(self._key(origin, message.microbatch))
-        return None if boundary is None else gradients_of(boundary)
+        boundary = self._known.get(self._key(message.edge, message.microbatch))
+        if boundary is None or message.channel.kind == "activation":
+            return boundary
+        return gradients_of(boundary)
 
     def answering(self, message: Message) -> Boundary:
         """The specs of a gradient message; the activations that it answers must be known."""
@@ -174,33 +171,31 @@ class ShapeCache:
 
     def without(self, message: Message) -> tuple[int, ...] | None:
         """The places in a gradient message that have no gradient; None when its first header has not been read yet."""
-        return self._without.get(self._key(message.producer, message.microbatch))
+        return self._without.get(self._key(message.edge, message.microbatch))
 
     def expect(self, message: Message, without: tuple[int, ...]) -> None:
         """Gradient messages like `message` have no gradient in these places."""
-        self._without[self._key(message.producer, message.microbatch)] = without
+        self._without[self._key(message.edge, message.microbatch)] = without
 
     def keep_promise(self, message: Message, without: tuple[int, ...]) -> None:
         """Raises UsageError for a gradient where the first such message had none: its reader would drop it."""
         promised = self.without(message)
         if promised and not set(promised) <= set(without):
+            what = "the input" if message.edge.name == OUTPUT else f"tensor {message.name!r} as an input"
             raise UsageError(
-                f"the input of stage {message.producer} has a gradient for micro-batch {message.microbatch}; for inputs of the "
+                f"{what} of stage {message.producer} has a gradient for micro-batch {message.microbatch}; for inputs of the "
                 f'same shape it had none before: it depends on the data, so set shapes = "each"'
             )
 
-    def output(self, stage: int, microbatch: int) -> Boundary:
-        """The boundary after `stage`; it must be known."""
-        return self._known[self._key(stage, microbatch)]
-
-    def learn(self, stage: int, microbatch: int, boundary: Boundary) -> None:
-        """The output of `stage` for `microbatch` has these specs; raises UsageError when they were others before."""
-        key = self._key(stage, microbatch)
+    def learn(self, edge: Edge, microbatch: int, boundary: Boundary) -> None:
+        """What crosses `edge` for `microbatch` has these specs; raises UsageError when they were others before."""
+        key = self._key(edge, microbatch)
         known = self._known.setdefault(key, boundary)
         if known != boundary:
+            what = "the output" if edge.name == OUTPUT else f"tensor {edge.name!r}"
             raise UsageError(
-                f"the output of stage {stage} for micro-batch {microbatch} is {words(boundary)}; for inputs of the same shape "
-                f"it was {words(known)}: {_reason(known, boundary)}"
+                f"{what} of stage {edge.producer} for micro-batch {microbatch} is {words(boundary)}; for inputs of the same "
+                f"shape it was {words(known)}: {_reason(known, boundary)}"
             )
 
 

@@ -34,6 +34,7 @@ from pipeloom.runtime.batch import (
     split_sizes,
 )
 from pipeloom.runtime.health.watchdog import Watchdog
+from pipeloom.runtime.layer_names import LayerNames
 from pipeloom.runtime.stage_modules import LayerSource, layer_name
 from pipeloom.schedule.model import Schedule
 from pipeloom.train.agreement import require_agreement
@@ -124,6 +125,7 @@ def verify_layers(
     """
     plain = [copy.deepcopy(layer) if isinstance(layer, nn.Module) else layer() for layer in layers]
     names = [layer_name(layer, at) for at, layer in enumerate(layers)]
+    declared = [LayerNames.of(layer, name) for layer, name in zip(layers, names, strict=True)]
     pipeline = LocalPipeline(layers, schedule, loss=loss, tied=tied, weight=weight)
     modules = dict(zip(names, plain, strict=True))
     for group in tied:
@@ -141,13 +143,18 @@ def verify_layers(
     total = 0.0
     for values, target, given, share in zip(parts.inputs, parts.targets, parts.keywords, parts.shares, strict=True):
         x: Any = values
-        for module in plain:
+        tensors: dict[str, Tensor | None] = {}
+        terms: list[Any] = []
+        for module, each in zip(plain, declared, strict=True):
             takes = signature(module.forward).parameters
-            named = {key: value for key, value in given.items() if key in takes}
+            named = {key: value for key, value in given.items() if key in takes and key not in each.reads}
+            named |= {keyword: tensors[name] for keyword, name in each.reads.items()}
             x = module(*x, **named) if isinstance(x, tuple) else module(x, **named)
+            x, lost = each.taken_from(x, tensors)
+            terms += [term.weight * term.loss(lost[key], target) for key, term in each.losses.items() if share]
         if share:
-            value = loss(x, target) * share
-            value.backward()  # type: ignore[no-untyped-call]
+            value = sum(terms, start=loss(x, target)) * share
+            value.backward()
             total += value.item()
     found = pipeline.step(inputs, targets, **keywords).item()
     step = Step(found, {name: p.grad for name, p in pipeline.named_parameters()})

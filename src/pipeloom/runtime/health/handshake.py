@@ -16,6 +16,7 @@ import torch
 from pipeloom.errors import DistributedError
 from pipeloom.parallel.mesh import Axis, Mesh
 from pipeloom.runtime.health.store import RunStore
+from pipeloom.runtime.layer_names import LayerNames
 from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.runtime.stage_modules import KnownKeywords
 from pipeloom.schedule.model import Schedule
@@ -46,7 +47,7 @@ def facts(
         "ranks of the schedule": schedule.ranks,
         "micro-batches": schedule.microbatches,
         "placement": list(schedule.placement),
-        "schedule": f"{schedule!r} {digest((schedule.codes, schedule.routes, schedule.route_of))}",
+        "schedule": f"{schedule!r} {digest((schedule.codes, schedule.routes, schedule.route_of, schedule.tensors))}",
         "layers": f"{len(layers)} {digest(list(layers))}",
         "layers of each stage": None if stages is None else list(stages),
         "tied weights": [list(names) for names in tied],
@@ -54,6 +55,16 @@ def facts(
         **_option_facts(options),
         f"sizes of the micro-batches{replica}": options.microbatch_sizes and list(options.microbatch_sizes),
     }
+
+
+def declared_facts(layers: Sequence[object]) -> dict[str, Any]:
+    """What the ranks must agree on of the losses that layers declare: keys and weights."""
+    terms = {
+        key: term.weight
+        for at, layer in enumerate(layers)
+        for key, term in LayerNames.of(layer, str(at)).losses.items()
+    }
+    return {"losses of layers": terms} if terms else {}
 
 
 def _option_facts(options: RuntimeOptions) -> dict[str, Any]:

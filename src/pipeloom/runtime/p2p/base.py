@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pipeloom.runtime.health.report import PeerGone as PeerGone
 from pipeloom.runtime.tensor_spec import Boundary, BoundaryValues
+from pipeloom.schedule.actions import OUTPUT
 from pipeloom.schedule.batched_p2p import MessageBatch
 from pipeloom.schedule.channels import Channel, Message
 
@@ -97,7 +98,7 @@ class InProcessTransport:
 
     def exchange(self, sends: Sequence[Outgoing], posts: Sequence[Message]) -> None:
         for outgoing in sends:
-            values = tuple(None if v is None else v.detach() for v in outgoing.values)
+            values = _off_graph(outgoing)
             self._boxes.setdefault(outgoing.message.channel, {})[outgoing.message.number] = outgoing._replace(
                 values=values
             )
@@ -118,6 +119,14 @@ class InProcessTransport:
 
     def finish(self) -> None:
         """Nothing to wait for."""
+
+
+def _off_graph(outgoing: Outgoing) -> BoundaryValues:
+    """The values for a stage of this process; a tensor with a name is copied, as the next stage may change it in place."""
+    values = tuple(None if value is None else value.detach() for value in outgoing.values)
+    if outgoing.message.edge.name == OUTPUT or outgoing.message.channel.kind == "gradient":
+        return values
+    return tuple(None if value is None else value.clone() for value in values)
 
 
 class Communicator:
@@ -179,7 +188,7 @@ class InProcessBatches:
         self._queue = BatchQueue(batches)
 
     def exchange(self, sends: Sequence[Outgoing], posts: Sequence[Message]) -> None:
-        detached = [out._replace(values=tuple(None if v is None else v.detach() for v in out.values)) for out in sends]
+        detached = [outgoing._replace(values=_off_graph(outgoing)) for outgoing in sends]
         for batch in self._queue.due(detached, posts):
             self._communicator.issue(self._rank, batch)
 

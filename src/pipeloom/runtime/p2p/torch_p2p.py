@@ -242,7 +242,7 @@ class TorchTransport:
         """Waits for the header of `message`, the next of its channel that has one."""
         header = torch.empty(HEADER_LENGTH, dtype=torch.int64)
         self._links.control.recv([header], message.channel.source, _HEADER_TAGS["activation"]).wait()
-        self._book.learn(message.producer, message.microbatch, decode(header))
+        self._book.learn(message.edge, message.microbatch, decode(header))
 
     def _receive(self, message: Message, boundary: Boundary, introduced: bool) -> _TorchTransfer:
         """Buffers for a message; where a gradient's header comes with it, its receive is posted."""
