@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import moe_steps
 import pytest
 import torch
 from moe_steps import Way, mesh_of, model, serial, step_on, worst
+from torch import nn
 from torch.nn import functional as F
 
 from pipeloom.config import ModelSection
-from pipeloom.models import layers, moe
+from pipeloom.models import MoeClasses, layers, moe
 from pipeloom.models.gate import TopKGate
 from pipeloom.parallel.dispatch import AllToAll
 from pipeloom.parallel.dispatch_plan import ExpertParallel
-from pipeloom.parallel.expert import Experts
+from pipeloom.parallel.expert import ExpertLinear, Experts
 from processes import run_ranks
 
 ROUTERS: list[dict[str, Any]] = [
@@ -85,6 +88,44 @@ def over_tensor_parallel(rank: int) -> None:
 @pytest.mark.parametrize(("function", "world"), [(over_two, 2), (over_four, 4), (over_tensor_parallel, 4)])
 def test_it_is_one_process(function: Callable[[int], None], world: int) -> None:
     run_ranks(function, world, timeout=240)
+
+
+class SquaredExperts(nn.Module):
+    """down(relu(up x)²): another number of matrices, another nonlinearity."""
+
+    def __init__(self, experts: int, hidden: int, inner: int, parallel: Any = None, tensor: Any = None) -> None:
+        super().__init__()
+        self.up_proj = ExpertLinear(experts, hidden, inner, 1, parallel, tensor)
+        self.down_proj = ExpertLinear(experts, inner, hidden, 2, parallel, tensor)
+
+    def forward(self, rows: torch.Tensor, counts: Any) -> torch.Tensor:
+        return self.down_proj(self.up_proj(rows, counts).relu().square(), counts)  # type: ignore[no-any-return]
+
+
+class NeighbourRouter(TopKGate):
+    """Sends each choice to the expert after the one that the gate chose."""
+
+    def choose(self, tokens: torch.Tensor, draws: Any) -> Any:
+        routing = super().choose(tokens, draws)
+        counts = routing.tally.counts.roll(1)
+        experts = (routing.experts + 1) % self.gate.experts
+        return replace(routing, experts=experts, tally=replace(routing.tally, counts=counts))
+
+
+def own_classes(rank: int) -> None:
+    usual = serial(model(), 2)
+    moe_steps.layers = partial(layers, classes=MoeClasses(SquaredExperts, NeighbourRouter))
+    want, mesh = serial(model(), 2), mesh_of(dp=2, ep=2)
+    assert not any("experts.gate_proj" in name for name in want[1])
+    assert want[2] == [usual[2][3], *usual[2][:3], usual[2][4]], "block 0 has the loads of the neighbours"
+    for way in (Way(), Way(split=True, chunks=2)):
+        compare(model(), way, mesh, want)
+    compare(model(), Way(sequence=True), mesh_of(dp=1, tp=2), serial(model(), 1))
+
+
+@pytest.mark.dist
+def test_own_experts_and_an_own_router_over_ranks_are_those_of_one_process() -> None:
+    run_ranks(own_classes, 2)
 
 
 def broken(rank: int, what: str) -> float:

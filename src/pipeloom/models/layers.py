@@ -14,7 +14,7 @@ from pipeloom.models import names
 from pipeloom.models.decoder import Block, Head
 from pipeloom.models.gate import TopKGate
 from pipeloom.models.init import Deviations, InitSpec, draw
-from pipeloom.models.moe import SparseBlock
+from pipeloom.models.moe import MoeClasses, SparseBlock
 from pipeloom.models.moe_overlap import OverlappedSparseBlock
 from pipeloom.ops.layer import Layer
 from pipeloom.ops.random_state import set_sources
@@ -30,6 +30,7 @@ def layers(
     device: torch.device | str = "cpu",
     tensor: TensorParallel | None = None,
     expert: ExpertParallel | None = None,
+    classes: MoeClasses = MoeClasses(),
 ) -> list[Layer]:
     """The decoder as factories: [embedding, block, …, block, norm and output], num_hidden_layers + 2 of them.
 
@@ -43,6 +44,7 @@ def layers(
             layers then go whole activations, or with sequence parallelism [batch, length / tp, hidden]; each rank puts out
             the logits of its part of the vocabulary.
         expert: spreads the experts of a model that has some over these ranks, each of which has tokens of its own.
+        classes: your own classes of experts and routers, for a model that has experts.
 
     Building a block raises ArgumentError for numbers of heads or experts, or an inner width, that the ranks do not divide.
     """
@@ -56,7 +58,8 @@ def layers(
     overlaps = expert is not None and expert.size > 1 and max(expert.chunks, expert.blocks) > 1
     sparse = OverlappedSparseBlock if overlaps else SparseBlock
     blocks = [
-        partial(sparse, shape, cut, expert) if each else partial(Block, shape, cut) for each in shape.expert_blocks
+        partial(sparse, shape, cut, expert, classes) if each else partial(Block, shape, cut)
+        for each in shape.expert_blocks
     ]
 
     def build(name: str, make: Callable[[], nn.Module]) -> nn.Module:

@@ -6,8 +6,8 @@ order, an overlapped pair interleaves those of two micro-batches. Shared experts
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor, nn
@@ -48,17 +48,36 @@ class SharedExpert(nn.Module):
         return out
 
 
+@dataclass(frozen=True)
+class MoeClasses:
+    """The classes that a mixture of experts is built from; put your own in their places.
+
+    Attributes:
+        experts: takes the arguments of `Experts`; its forward takes rows [rows, hidden], in runs of one expert each, and the
+            number of rows of each of this rank's experts, and returns as many rows. Built from `ExpertLinear`s it is spread
+            over expert- and tensor-parallel ranks as `Experts` is.
+        router: a subclass of `TopKGate`; `choose` decides where tokens go.
+    """
+
+    experts: Callable[..., nn.Module] = Experts
+    router: type[TopKGate] = TopKGate
+
+
 class SparseFeedForward(nn.Module):
     """The parts of a mixture of experts, called by the segments of its block. Tokens are [tokens, hidden] here."""
 
     def __init__(
-        self, shape: DecoderShape, tensor: TensorParallel | None = None, expert: ExpertParallel | None = None
+        self,
+        shape: DecoderShape,
+        tensor: TensorParallel | None = None,
+        expert: ExpertParallel | None = None,
+        classes: MoeClasses = MoeClasses(),
     ) -> None:
         super().__init__()
         hidden, inner = shape.hidden_size, shape.expert_width
         self.expert = expert if expert is not None and expert.size > 1 else None
-        self.gate = TopKGate(shape, tensor)
-        self.experts = Experts(shape.num_experts, hidden, inner, self.expert, tensor)
+        self.gate = classes.router(shape, tensor)
+        self.experts = classes.experts(shape.num_experts, hidden, inner, self.expert, tensor)
         self.shared_expert: SharedExpert | None = None
         if shape.num_shared_experts:
             self.shared_expert = SharedExpert(hidden, shape.num_shared_experts * inner, tensor)
@@ -89,10 +108,15 @@ class SparseBlock(nn.Module):
 
     Args:
         expert: the ranks that the experts are spread over; each has tokens of its own, and its replica of all else.
+        classes: of the experts and the router.
     """
 
     def __init__(
-        self, shape: DecoderShape, tensor: TensorParallel | None = None, expert: ExpertParallel | None = None
+        self,
+        shape: DecoderShape,
+        tensor: TensorParallel | None = None,
+        expert: ExpertParallel | None = None,
+        classes: MoeClasses = MoeClasses(),
     ) -> None:
         super().__init__()
         sequence = tensor is not None and tensor.sequence
@@ -102,7 +126,7 @@ class SparseBlock(nn.Module):
         self.self_attn = Attention(shape, tensor)
         self.attention_dropout = Dropout(shape.dropout, part)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, sequence, shape.rms_norm_eps)
-        self.mlp = SparseFeedForward(shape, tensor, expert)
+        self.mlp = SparseFeedForward(shape, tensor, expert, classes)
         self.mlp_dropout = Dropout(shape.dropout, part)
 
     def forward(
