@@ -42,6 +42,7 @@ growth: install
 soak: install
 	$(BIN)/python -m tests.soak kill $(ARGS)
 	$(BIN)/python -m tests.soak corrupt $(ARGS)
+	$(BIN)/python -m tests.soak resume
 
 # proof and measurement on a GPU with this machine's own Python and torch, without a network: no install
 # make gpu                                        all parts, benchmarks/RESULTS-gpu.md

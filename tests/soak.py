@@ -2,6 +2,7 @@
 
     python -m tests.soak kill --rounds 30      kill -9 of a worker or the launcher at a random moment, then resume
     python -m tests.soak corrupt --count 500   one damage at a time: refused, or what is loaded is the same bits
+    python -m tests.soak resume                one checkpoint resumed on 4 layouts under 3 schedules each, ten steps
 
 `--seed N` repeats a sequence. tests/train/checkpoint/test_soak.py runs a few of each.
 """
@@ -19,7 +20,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,6 +37,7 @@ from pipeloom import checkpoint  # noqa: E402
 from pipeloom.errors import CheckpointError  # noqa: E402
 from pipeloom.train.checkpoint.folder import complete  # noqa: E402
 from pipeloom.train.checkpoint.load import verified  # noqa: E402
+from processes import run_ranks  # noqa: E402
 
 SHARED_MEMORY = Path("/dev/shm")
 STEPS_PER_ROUND = 30
@@ -176,9 +180,69 @@ def damage(bad: Path, other: Path, chance: random.Random) -> str:
     return f"{kind} of {path.name}"
 
 
+RESUME_LAYOUTS: dict[str, dict[str, Any]] = {
+    "pp 2": {},
+    "pp 2, dp 2": {"parallel__dp": 2},
+    "pp 2, dp 2, ZeRO-1": {"parallel__dp": 2, "optimizer__zero1": True},
+    "pp 2, tp 2, sp": {"parallel__tp": 2, "parallel__sp": True},
+}
+RESUME_SCHEDULES: dict[str, dict[str, Any]] = {
+    "1f1b": {},
+    "zbv": {},
+    "interleaved": {"schedule__chunks": 2},
+}
+STEPS_BEFORE, STEPS_AFTER = 3, 10
+
+
+class Resumed(NamedTuple):
+    """What one layout did after it was resumed: losses, and the tokens of its replica per step."""
+
+    losses: list[float]
+    tokens: list[list[int]]
+
+
+def steps_and_tokens(run: Run, count: int) -> Resumed:
+    """Makes steps, and notes what they read."""
+    place, shape = run.pipeline.mesh.place, run.pipeline.mesh.shape
+    tokens = []
+    for step in range(run.pipeline.next_step, run.pipeline.next_step + count):
+        tokens.append(run.batches.of_step(step).part(place.dp, shape.dp).tokens.flatten().tolist())
+    return Resumed(run.steps(count), tokens)
+
+
+def resumed(rank: int, folder: str, layout: str, schedule: str) -> Resumed:
+    changes = {"parallel__pp": 2, "schedule__microbatches": 4, **RESUME_LAYOUTS[layout], **RESUME_SCHEDULES[schedule]}
+    run = Run(layout_of("one", schedule__name=schedule, **changes))
+    checkpoint.load(folder, run.pipeline, run.optimizer)
+    found = steps_and_tokens(run, STEPS_AFTER)
+    run.pipeline.close()
+    return found
+
+
+def resume(folder: Path, say: Callable[[str], None] = print) -> None:
+    """A checkpoint of one process goes on alike on every layout and schedule: the same losses, and each token read once.
+
+    Raises AssertionError for losses that differ by more than 1e-5 of themselves, or other tokens.
+    """
+    straight = Run(layout_of("one"))
+    straight.steps(STEPS_BEFORE)
+    checkpoint.save(folder, STEPS_BEFORE, straight.pipeline, straight.optimizer)
+    wanted = steps_and_tokens(straight, STEPS_AFTER)
+    for layout, changes in RESUME_LAYOUTS.items():
+        replicas, parts = changes.get("parallel__dp", 1), changes.get("parallel__tp", 1)
+        for schedule in RESUME_SCHEDULES:
+            found = run_ranks(resumed, 2 * replicas * parts, str(folder), layout, schedule, timeout=300.0)
+            farthest = max(abs(a - b) / b for a, b in zip(found[0].losses, wanted.losses, strict=True))
+            per_replica = [found[at * parts].tokens for at in range(replicas)]
+            tokens = [list(chain.from_iterable(step)) for step in zip(*per_replica, strict=True)]
+            assert tokens == wanted.tokens, f"{layout}, {schedule}: other tokens"
+            assert farthest <= 1e-5, f"{layout}, {schedule}: losses differ by {farthest:.1e}"
+            say(f"{layout:20} {schedule:12} largest relative difference of a loss {farthest:.1e}, the same tokens")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("kill", "corrupt"))
+    parser.add_argument("part", choices=("kill", "corrupt", "resume"))
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
@@ -187,6 +251,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="pipeloom-soak-") as name:
         if given.part == "kill":
             soak(Path(name), given.rounds, given.seed)
+        elif given.part == "resume":
+            resume(Path(name))
         else:
             corrupt(Path(name), given.count, given.seed)
     return 0

@@ -1,4 +1,4 @@
-"""`torchrun --max-restarts`: a worker that is killed after a checkpoint costs the run its last steps, and no bit of its weights."""
+"""`torchrun --max-restarts`: a worker that is killed after a checkpoint costs a run its last steps, and no bit of its weights."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from checkpoint_runs import command, environment, runs, steps_of, wait_for, words
 from checkpoint_states import contents
+
 from pipeloom.train.checkpoint.folder import complete
 
 STEPS = 40
