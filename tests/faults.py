@@ -264,11 +264,53 @@ def kills(count: int = 30, seed: int = 0) -> Iterator[tuple[str, Callable[[], st
 # -- two hosts ---------------------------------------------------------------------------------------------------------------
 
 
-class Hosts:
-    """Two network namespaces with a link between them; use it in a `with` block. Raises OSError where it cannot be."""
+# Two interfaces `veth0` (tap devices), one in each namespace, and every frame of one comes out of the other so much later.
+RELAY = """
+import ctypes, fcntl, os, select, struct, sys, time
+from collections import deque
 
-    def __init__(self) -> None:
+delay, library = float(sys.argv[1]), ctypes.CDLL(None, use_errno=True)
+
+def tap(name):
+    if library.setns(os.open(f"/run/netns/{name}", os.O_RDONLY), 0):
+        raise OSError(ctypes.get_errno(), "setns")
+    device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    fcntl.ioctl(device, 0x400454CA, struct.pack("16sH22x", b"veth0", 0x1002))  # TUNSETIFF, IFF_TAP | IFF_NO_PI
+    return device
+
+ends = [tap(name) for name in sys.argv[2:]]
+queues = {end: deque() for end in ends}  # where a frame comes out -> (when, frame)
+print("ready", flush=True)
+while True:
+    due = min((queue[0][0] for queue in queues.values() if queue), default=time.monotonic() + 1.0)
+    readable, _, _ = select.select(ends, [], [], max(0.0, due - time.monotonic()))
+    for end in readable:
+        other = ends[1 - ends.index(end)]
+        try:
+            while True:
+                queues[other].append((time.monotonic() + delay, os.read(end, 65536)))
+        except BlockingIOError:
+            pass
+    for end, queue in queues.items():
+        while queue and queue[0][0] <= time.monotonic():
+            try:
+                os.write(end, queue.popleft()[1])
+            except OSError:
+                pass  # the interface is not up yet: the frame is lost, as on any network
+"""
+
+
+class Hosts:
+    """Two network namespaces with a link between them; use it in a `with` block. Raises OSError where it cannot be.
+
+    Args:
+        delay: seconds that each frame takes from one to the other, through a relay; 0: none.
+    """
+
+    def __init__(self, delay: float = 0.0) -> None:
         self.names = [f"loom{os.getpid()}a", f"loom{os.getpid()}b"]
+        self._delay = delay
+        self._relay: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Hosts:
         first, second = self.names
@@ -276,7 +318,10 @@ class Hosts:
             for name in self.names:
                 ip("netns", "add", name)
                 ip("-n", name, "link", "set", "lo", "up")
-            ip("link", "add", "veth0", "netns", first, "type", "veth", "peer", "name", "veth0", "netns", second)
+            if self._delay:
+                self._start_relay()
+            else:
+                ip("link", "add", "veth0", "netns", first, "type", "veth", "peer", "name", "veth0", "netns", second)
             for at, name in enumerate(self.names, 1):
                 ip("-n", name, "address", "add", f"10.77.0.{at}/24", "dev", "veth0")
                 ip("-n", name, "link", "set", "veth0", "up")
@@ -285,18 +330,30 @@ class Hosts:
             raise
         return self
 
+    def _start_relay(self) -> None:
+        line = [sys.executable, "-c", RELAY, str(self._delay), *self.names]
+        self._relay = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert self._relay.stdout is not None
+        if self._relay.stdout.readline() != "ready\n":
+            words = self._relay.communicate()[1].strip().splitlines()
+            raise OSError(f"no relay: {words[-1] if words else 'it ended'}")
+
     def __exit__(self, *_: object) -> None:
+        if self._relay is not None:
+            self._relay.kill()
+            self._relay.communicate()
         for name in self.names:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
     def cut(self, host: int) -> None:
         ip("-n", self.names[host], "link", "set", "veth0", "down")
 
-    def start(self, host: int, words: list[str], flags: str = "") -> subprocess.Popen[str]:
-        """torchrun with two workers on a host."""
+    def start(self, host: int, words: list[str], interface: str = "veth0") -> subprocess.Popen[str]:
+        """torchrun with two workers on a host; gloo on an interface, "": on the one of the host's name."""
         torchrun = "-m torch.distributed.run --nnodes 2 --nproc-per-node 2 --master-addr 10.77.0.1 --master-port 29511"
         line = ["ip", "netns", "exec", self.names[host], sys.executable, *torchrun.split(), "--node-rank", str(host)]
-        variables = {"GLOO_SOCKET_IFNAME": "veth0", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        variables = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        variables |= {"GLOO_SOCKET_IFNAME": interface} if interface else {}
         return subprocess.Popen(
             [*line, *words],
             stdout=subprocess.DEVNULL,

@@ -16,7 +16,7 @@ from pipeloom.errors import printable
 if TYPE_CHECKING:
     from pipeloom.config import Layout
 
-TRAIN_USAGE = """Usage: pipeloom train [CONFIG] [--section.key VALUE …]
+TRAIN_USAGE = """Usage: pipeloom train [CONFIG] [--section.key VALUE …] [--dry-run]
 
 Trains a language model through a pipeline of worker processes on this machine.
 
@@ -26,6 +26,8 @@ Each key has a flag. A value is read as TOML, else taken as text:
 
   pipeloom train --parallel.pp 2 --schedule.name 1f1b --train.steps 20
   torchrun --nproc-per-node 4 -m pipeloom train run.toml
+
+--dry-run checks everything, prints what would run, and starts no worker.
 
 Keys (with their defaults):
 """
@@ -40,8 +42,20 @@ def command(arguments: Sequence[str]) -> int:
     from pipeloom.train.worker import is_worker, launched_here, world_size_given
 
     require_torch("train")
-    path, overrides = split_arguments(arguments)
+    dry = "--dry-run" in arguments
+    path, overrides = split_arguments([word for word in arguments if word != "--dry-run"])
     layout = load_layout(path, overrides, world_size=world_size_given())
+    if dry and is_worker() and os.environ["RANK"] != "0":
+        return 0
+    if dry:
+        from pipeloom.cli.dry_run import report_lines
+        from pipeloom.train.preflight import require_machine
+
+        if not is_worker():
+            require_machine(layout)
+        announce(layout)
+        print("\n".join(report_lines(layout)))
+        return 0
     if not is_worker():
         from pipeloom.train.preflight import require_machine
 

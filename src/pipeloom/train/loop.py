@@ -21,6 +21,7 @@ from pipeloom.errors import CheckpointError, Interrupted, PipeloomError, Preempt
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime import Pipeline
 from pipeloom.runtime.batch import count_targets
+from pipeloom.runtime.health.process_identity import seconds_running
 from pipeloom.schedule import Timeline
 from pipeloom.schedule.json_form import to_dict
 from pipeloom.train.adapters import base_weights, begin_weights
@@ -153,7 +154,7 @@ class Trainer:
             begun = time.perf_counter()
             self._adopt(load(start.path, self.pipeline, self.optimizer, self._base))
             saved = self.made, self.batch
-            self._say(f"resumed after step {self.made} from {start.path} ({time.perf_counter() - begun:.1f} s)")
+            self._say(f"resumed after step {self.made} from {start.path} ({_recovery(begun)})")
             if self._report is not None:
                 self._report.record("resume", step=self.made, batch=self.batch, path=str(start.path))
         self._run_folder = folder
@@ -445,6 +446,12 @@ def _reporting(
         if context.watchdog is not None:
             context.watchdog.share_folder(str(report.folder.root.absolute()))
         yield report
+
+
+def _recovery(begun: float) -> str:
+    """How long a resumed run took until here: to load, and since this process started."""
+    load, since = time.perf_counter() - begun, seconds_running()
+    return f"{load:.1f} s to load" + (f", {since:.1f} s since the worker's start" if since is not None else "")
 
 
 def _run_folder(report: Report | None, context: WorkerContext) -> Path:

@@ -35,6 +35,7 @@ from pipeloom.runtime.health.store import RunStore, within
 from pipeloom.runtime.health.watchdog import Failure, Watchdog
 from pipeloom.train.context import WorkerContext
 from pipeloom.train.failures import FAILURES, STORE, first_to_say, record_failure, write_exit
+from pipeloom.train.interfaces import require_interface
 from pipeloom.train.listeners import allow_descriptors
 from pipeloom.train.preflight import require_devices
 from pipeloom.train.requests import Requests
@@ -157,6 +158,7 @@ def start(layout: Layout, requests: Requests | None = None, watching: list[Watch
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     device = claim_device(train.device, local_rank, local_world)
+    require_interface(local_world, world)
     if train.tune_cpu and device.type == "cpu":
         from pipeloom.train.tuning import tune_process
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -37,6 +38,9 @@ def test_ten_and_ten_steps_are_twenty(flags: tuple[str, ...], tmp_path: Path) ->
     resumed = command(tmp_path, "again", *base, "--checkpoint.resume", "auto")
     assert resumed.returncode == 0, resumed.stderr
     assert f"resumed after step 10 from {folder / 'step-000010'}" in resumed.stdout
+    took = re.search(r"\((\d+\.\d) s to load, (\d+\.\d) s since the worker's start\)", resumed.stdout)
+    assert took is not None
+    assert float(took[1]) <= float(took[2]) < 300
     assert runs(tmp_path / "again") == [folder]  # in the same folder
     assert json.loads((folder / "exit.json").read_text())["exit_code"] == 0
     (other,) = runs(tmp_path / "straight")

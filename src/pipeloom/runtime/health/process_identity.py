@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 
@@ -36,6 +37,15 @@ def is_stopped(who: str) -> bool:
         return _stat(int(process.partition(" ")[0]))[0] in "Tt"
     except OSError:
         return False
+
+
+def seconds_running() -> float | None:
+    """Return how long this process has been there; None where the system does not tell."""
+    try:
+        ticks = float(_stat(os.getpid())[1])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, ValueError):
+        return None
 
 
 def machine(*namespaces: str) -> str:

@@ -1,0 +1,118 @@
+"""`pipeloom train --dry-run`: everything that is known of a run before its workers start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeloom.config import Config, Layout
+from pipeloom.config.layout import stage_costs
+from pipeloom.config.sizes import layer_sizes
+from pipeloom.schedule import Costs, Timeline, simulate
+
+# Bytes of state for each stepped element, beside its value: two averages, or one.
+_STATE_BYTES = {"adamw": 8, "sgd": 4, "muon": 8}
+
+
+def report_lines(layout: Layout) -> list[str]:
+    """Return what each rank will hold, the simulated schedule, the rate, and where files go."""
+    config = layout.config
+    timeline = expected_timeline(layout)
+    steps = config.train.steps
+    return [
+        *_rank_lines(layout, timeline),
+        f"bubble rate, Σ idle / (p · makespan): {timeline.bubble_rate:.4f}, simulated from the stages' operations, messages free",
+        "time of a step: not known before the first ones are measured",
+        f"learning rate ({config.optimizer.lr_schedule}): "
+        + ", ".join(f"step {step + 1} {rate:.3g}" for step, rate in _rates(config, steps, layout.mesh.dp)),
+        f"checkpoints: {_checkpoints(config)}; log: a new folder in {config.log.dir}",
+        f"nothing was started: {layout.world_size} worker{'s' * (layout.world_size > 1)} would be",
+    ]
+
+
+def expected_timeline(layout: Layout) -> Timeline:
+    """Simulate the schedule with costs in proportion to each stage's operations; W takes as long as I."""
+    schedule = layout.schedule
+    forward = [flops / 3 for flops in stage_costs(layout.config, layout.stage_layers)]
+    costs = [0.0] * schedule.stages
+    for route in schedule.routes:
+        for position, stage in enumerate(route):
+            costs[stage] = forward[position]
+    each = tuple(costs)
+    return simulate(schedule, Costs(forward=each, input_grad=each, weight_grad=each))
+
+
+def rank_parameters(layout: Layout) -> list[int]:
+    """Return the parameters of each pipeline rank, all its stages, before tensor or expert parallelism divides them."""
+    sizes = [size.parameters for size in layer_sizes(layout.config.model, layout.config.train.seq_len)]
+    schedule, start = layout.schedule, 0
+    held = [0] * schedule.ranks
+    of_position = []
+    for count in layout.stage_layers:
+        of_position.append(sum(sizes[start : start + count]))
+        start += count
+    for route in schedule.routes:
+        for position, stage in enumerate(route):
+            held[schedule.placement[stage]] += of_position[position]
+    return held
+
+
+def _rank_lines(layout: Layout, timeline: Timeline) -> list[str]:
+    config, schedule = layout.config, layout.schedule
+    layers = _layers(layout)
+    peaks = timeline.peak_activations
+    lines = ["rank  parameters   weights, gradients, optimizer   stage-micro-batches in flight   layers"]
+    for rank, count in enumerate(rank_parameters(layout)):
+        words = " | ".join(layers[stage] for stage in schedule.stages_of[rank])
+        lines.append(f"{rank:>4}  {count:>10,}   {_state(config, count):>29}   {peaks[rank]:>29}   {words}")
+    divided = [f"{axis} {size}" for axis, size in (("tp", layout.mesh.tp), ("ep", layout.mesh.ep)) if size > 1]
+    if divided:
+        lines.append(f"      of which each of {' and '.join(divided)} ranks holds its part")
+    return lines
+
+
+def _layers(layout: Layout) -> list[str]:
+    """Stage -> its layers: `E 0-1`, `2-3 L`."""
+    names = ["E", *map(str, range(layout.config.model.num_hidden_layers)), "L"]
+    words, start = [], 0
+    for count in layout.stage_layers:
+        held = names[start : start + count]
+        blocks = [name for name in held if name.isdigit()]
+        span = f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else "".join(blocks)
+        ends = [*(["E"] if "E" in held else []), *([span] if span else []), *(["L"] if "L" in held else [])]
+        words.append(" ".join(ends) or "-")
+        start += count
+    stages = ["-"] * layout.schedule.stages
+    for route in layout.schedule.routes:
+        for position, stage in enumerate(route):
+            stages[stage] = words[position]
+    return stages
+
+
+def _state(config: Config, parameters: int) -> str:
+    """Bytes of weights, gradients and optimizer state, those of ZeRO-1 divided by the replicas."""
+    size = {"float64": 8, "bfloat16": 2}.get(config.train.dtype, 4)
+    wide = max(size, 4)
+    state: float = _STATE_BYTES[config.optimizer.name] * wide // 4 + (wide if size < 4 else 0)
+    if config.optimizer.zero1:
+        state /= config.parallel.dp
+    total = parameters * (size + wide + state)
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if total >= unit:
+            return f"{total / unit:.3g} {name}"
+    return f"{total:.0f} B"
+
+
+def _rates(config: Config, steps: int, replicas: int) -> Sequence[tuple[int, float]]:
+    from pipeloom.train.rate import learning_rate
+
+    warm = min(config.optimizer.warmup_steps, steps - 1)
+    chosen = sorted({0, warm, (warm + steps - 1) // 2, steps - 1})
+    return [(step, learning_rate(step, steps, config.optimizer, replicas)) for step in chosen]
+
+
+def _checkpoints(config: Config) -> str:
+    section = config.checkpoint
+    every = f"every {section.every} steps and at the end" if section.every else "at the end"
+    where = section.dir or "the run's own folder"
+    begin = "" if section.resume == "none" else f"; resume = {section.resume}"
+    return f"{every}, in {where}{begin}"

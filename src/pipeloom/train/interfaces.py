@@ -1,0 +1,78 @@
+"""Which network interface gloo uses where workers run on several hosts: a wrong choice is said before anything waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import struct
+
+from pipeloom.errors import ConfigError, did_you_mean
+
+_VARIABLE = "GLOO_SOCKET_IFNAME"
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR, see netdevice(7)
+
+
+def require_interface(local_workers: int, workers: int) -> None:
+    """Raise ConfigError where the workers are on several hosts and gloo would use an interface that the others cannot reach.
+
+    gloo takes the interface of GLOO_SOCKET_IFNAME, else that of the address that this host's own name resolves to.
+    """
+    if local_workers >= workers:
+        return
+    host, found = socket.gethostname(), addresses()
+    right = _towards(os.environ.get("MASTER_ADDR", ""), found)
+    advice = f"set {_VARIABLE}={right}" if right else f"set {_VARIABLE} to the interface that the other hosts reach"
+    chosen = os.environ.get(_VARIABLE, "")
+    for name in filter(None, chosen.split(",")):
+        if name not in found:
+            near = f"; {advice}" if right else did_you_mean(name, found)
+            raise ConfigError(f"{_VARIABLE} = {name!r}: {host} has no such interface, but {', '.join(found)}{near}")
+        if found[name].startswith("127."):
+            raise ConfigError(
+                f"{_VARIABLE} = {name!r}: the other hosts of this run cannot reach {found[name]}, a loopback address; {advice}"
+            )
+        if not found[name]:
+            raise ConfigError(f"{_VARIABLE} = {name!r}: that interface of {host} has no IPv4 address; {advice}")
+    if chosen:
+        return
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        raise ConfigError(
+            f"{_VARIABLE} is not set, and the name of this host, {host}, resolves to no address; {advice}"
+        ) from None
+    if address.startswith("127."):
+        raise ConfigError(
+            f"{_VARIABLE} is not set, and the name of this host, {host}, resolves to {address}, which the other hosts of this "
+            f"run cannot reach; {advice}"
+        )
+    if address not in found.values():
+        raise ConfigError(
+            f"{_VARIABLE} is not set, and the name of this host, {host}, resolves to {address}, which no interface here has; "
+            f"{advice}"
+        )
+
+
+def addresses() -> dict[str, str]:
+    """Return the interfaces of this host and their IPv4 addresses, "" for those without one."""
+    found: dict[str, str] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            found[name] = ""
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
+                found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def _towards(target: str, found: dict[str, str]) -> str:
+    """The interface on the way to `target`, "" where there is none or it is a loopback one; no packet is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect((target, 9))
+        address = probe.getsockname()[0]
+        if address.startswith("127."):
+            return ""
+        return next((name for name, own in found.items() if own == address), "")
+    return ""

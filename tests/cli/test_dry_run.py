@@ -1,0 +1,58 @@
+"""`train --dry-run`: what is refused before a start is refused, all else is printed, and nothing is left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeloom.cli import train
+from pipeloom.cli.dry_run import expected_timeline, rank_parameters
+from pipeloom.config import load_layout, parameter_count
+from pipeloom.errors import ConfigError
+
+
+def run(folder: Path, *flags: str) -> int:
+    text = folder / "text.txt"
+    text.write_text("loom " * 4000)
+    return train.command(["tiny", "--data.source", str(text), "--log.dir", str(folder / "runs"), "--dry-run", *flags])
+
+
+def test_it_prints_the_run_and_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "start_workers", lambda *_: pytest.fail("a worker was started"))
+    assert run(tmp_path, "--optimizer.lr_schedule", "wsd", "--checkpoint.every", "5", "--train.device", "cpu") == 0
+    shown = capsys.readouterr().out
+    for words in (
+        "bubble rate",
+        "learning rate (wsd): step 1 ",
+        "every 5 steps and at the end",
+        "nothing was started: 2 workers would be",
+    ):
+        assert words in shown, words
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"train\.seq_len"):
+        run(tmp_path, "--train.device", "cpu", "--train.seq_len", "1000000")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"schedule.name": "zbv", "schedule.microbatches": 4},
+        {"schedule.name": "dualpipe", "schedule.microbatches": 4},
+    ],
+)
+def test_ranks_hold_the_whole_model(flags: dict[str, object]) -> None:
+    layout = load_layout("tiny", flags)
+    held = sum(rank_parameters(layout))
+    assert max(rank_parameters(layout)) < 0.8 * held
+    assert held == parameter_count(layout.config.model) * len(layout.schedule.routes)
+    timeline = expected_timeline(layout)
+    assert timeline.schedule == layout.schedule
+    assert min(timeline.busy) > 0.3 * max(timeline.busy)
+    assert 0 <= timeline.bubble_rate < 1
