@@ -10,8 +10,8 @@ from torch import Tensor
 
 import pipeloom as pl
 from pipeloom.config import MeshShape, ModelSection, load
-from pipeloom.models import layers, tied, token_loss
-from pipeloom.models.documents import document_numbers, visible
+from pipeloom.models import documents, layers, tied, token_loss
+from pipeloom.models.documents import attend, document_numbers, visible
 from pipeloom.models.rotary import rotary_rows, rotary_table
 from pipeloom.ops.microbatch import MicrobatchContext
 from pipeloom.parallel.dispatch_plan import ExpertParallel
@@ -86,7 +86,8 @@ def separate(shape: ModelSection) -> tuple[float, dict[str, Tensor]]:
 
 def work(rank: int) -> list[tuple[float, dict[str, tuple[Any, Any]], tuple[int, int]]]:
     results = []
-    for case in CASES:
+    for at, case in enumerate(CASES):
+        documents.OWN_CALL_TOKENS = (1, 10_000)[at % 2]  # attention document by document, and with a mask
         mesh = Mesh.of(case.mesh)
         assert mesh is not None
         tensor = TensorParallel(mesh.tp, case.sequence) if mesh.tp.size > 1 else None
@@ -153,3 +154,16 @@ def test_rotary_rows_are_those_of_the_table() -> None:
     found = rotary_rows(positions, 8, 100.0, torch.float32)
     assert torch.equal(found[0][:, 0], cos[positions])
     assert torch.equal(found[1][:, 0], sin[positions])
+
+
+def test_attention_document_by_document_is_attention_with_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = torch.Generator().manual_seed(6)
+    query, key, value = (torch.randn(2, heads, 96, 8, generator=drawn, requires_grad=True) for heads in (4, 2, 2))
+    positions = torch.stack([torch.cat([torch.arange(size) for size in row]) for row in ((96,), (30, 1, 65))])
+    found = []
+    for least in (1, 10_000):  # each in a call of its own; all in one with a mask
+        monkeypatch.setattr(documents, "OWN_CALL_TOKENS", least)
+        out = attend(query, key, value, positions)
+        found.append((out, *torch.autograd.grad(out.square().sum(), (query, key, value))))
+    for own, masked in zip(*found, strict=True):
+        torch.testing.assert_close(own, masked, rtol=1e-5, atol=1e-5)

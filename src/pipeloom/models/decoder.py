@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeloom.decoder_shape import DecoderShape
-from pipeloom.models.documents import visible
+from pipeloom.models.documents import attend
 from pipeloom.models.rotary import rotary_rows, rotary_table, rotate
 from pipeloom.ops.microbatch import MicrobatchContext
 from pipeloom.ops.random_state import Dropout, TokenPart
@@ -64,11 +64,10 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """With `position_ids` [batch, length], which restart with each document of a row, documents do not see each other."""
         query, key, value = self.split_heads(x, position_ids)
+        if position_ids is not None:
+            return self.merge_heads(attend(query, key, value, position_ids))
         grouped = self.key_value_heads < self.heads
-        mask = None if position_ids is None else visible(position_ids)
-        mixed = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
-        )
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
         return self.merge_heads(mixed)
 
     def split_heads(self, x: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+# Tokens of a document, on average over a batch, from which attention runs document by document on a CPU: a call for each costs
+# less there than the masked scores of tokens that do not see each other. Shorter ones share a call and a mask.
+OWN_CALL_TOKENS = 64
 
 
 def document_numbers(position_ids: Tensor) -> Tensor:
@@ -29,3 +34,24 @@ def visible(position_ids: Tensor, start: int = 0, end: int | None = None) -> Ten
     end = documents.shape[1] if end is None else end
     same = documents[:, start:end, None] == documents[:, None, :end]
     return same.tril_(start)[:, None]
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, position_ids: Tensor) -> Tensor:
+    """Causal attention inside each document: [batch, heads, length, width], with as many key heads or fewer.
+
+    A GPU would wait for the documents' lengths, so there it is always one call with a mask.
+    """
+    grouped = key.shape[1] < query.shape[1]
+    if query.device.type == "cpu":
+        sizes = [torch.bincount(row).tolist() for row in document_numbers(position_ids)]
+        if OWN_CALL_TOKENS * sum(map(len, sizes)) <= position_ids.numel():
+            rows = zip(sizes, *(torch.split(each, 1) for each in (query, key, value)), strict=True)
+            return torch.cat([_one_by_one(own, q, k, v, grouped) for own, q, k, v in rows])
+    mask = visible(position_ids)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
+
+
+def _one_by_one(sizes: list[int], query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> Tensor:
+    documents = zip(*(torch.split(each, sizes, 2) for each in (query, key, value)), strict=True)
+    each = [F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped) for q, k, v in documents]
+    return torch.cat(each, 2)
