@@ -40,7 +40,7 @@ class LiveBytes(TorchDispatchMode):
         }
         result = function(*arguments, **(keywords or {}))
         for value in tree_leaves(result):
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and not value.is_meta:  # what is on the meta device has no memory
                 storage = value.untyped_storage()
                 if storage._cdata not in given and storage._cdata not in self._known and storage.nbytes():
                     self._known[storage._cdata] = storage.nbytes()

@@ -21,6 +21,7 @@ class DecoderShape:
         head_dim: width of a head, even; None: hidden_size / num_attention_heads.
         attention_bias: queries, keys, values and attention's output have a bias.
         qkv_bias: queries, keys and values have a bias.
+        qk_norm: queries and keys are normed, head by head (Qwen3).
         tie_word_embeddings: the output layer uses the embedding's weight.
         rope_theta: base of the rotary position frequencies.
         rms_norm_eps: added to the mean square in every norm.
@@ -48,6 +49,7 @@ class DecoderShape:
     head_dim: int | None = None
     attention_bias: bool = False
     qkv_bias: bool = False
+    qk_norm: bool = False
     tie_word_embeddings: bool = False
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 import pipeloom as pl
+from live_bytes import LiveBytes
 from pipeloom.errors import ConfigError
 from pipeloom.models import cross_entropy, hf
+from pipeloom.models.hf import weights
 from pipeloom.models.hf.conv1d import TransposedLinear
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue
 from pipeloom.runtime import LocalPipeline
@@ -242,14 +246,77 @@ def test_a_directory_gives_the_logits_of_transformers(family: str, tmp_path: Pat
     assert all(torch.equal(p, own[hf.hub_name(name)]) for name, p in pipeline.named_parameters())
 
 
-def test_a_rank_reads_its_own_layers_only(tmp_path: Path) -> None:
-    written("qwen3-moe", tmp_path)
+class CountingFile(FileIO):
+    """A file that counts the bytes that are passed to its read calls."""
+
+    passed = 0
+
+    def readinto(self, buffer: Any) -> int:
+        CountingFile.passed += len(buffer)
+        return super().readinto(buffer)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> type[CountingFile]:
+    plain = Path.open
+
+    def opened(path: Path, mode: str = "r", buffering: int = -1, *rest: Any, **named: Any) -> Any:
+        return CountingFile(path) if mode == "rb" and buffering == 0 else plain(path, mode, buffering, *rest, **named)
+
+    monkeypatch.setattr(Path, "open", opened)
+    CountingFile.passed = 0
+    return CountingFile
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "qwen3-moe"])
+def test_a_rank_reads_its_own_layers_only(
+    family: str, tmp_path: Path, counted: type[CountingFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No more bytes than the layer has, and no more memory than the layer and the buffer; experts are put together in place."""
+    monkeypatch.setattr(weights, "_PIECE_BYTES", 512)
+    written(family, tmp_path)
     model = hf.layers(tmp_path)
-    for layer in model[2:4]:
-        held = sum(p.numel() * p.element_size() for p in layer().parameters())
-        before = model.cut.bytes_read
-        layer()
-        assert model.cut.bytes_read - before == held
+    for layer in model:
+        layer()  # reads headers, and builds what all layers share
+        before, said = counted.passed, model.cut.bytes_read
+        with LiveBytes() as live:
+            built = layer()
+        held = sum(p.numel() * p.element_size() for p in built.parameters())
+        assert counted.passed - before == model.cut.bytes_read - said == held
+        assert live.peak <= held + 512 + sum(b.nbytes for b in built.buffers()) + 2048
+
+
+@pytest.mark.parametrize(
+    ("shape", "part", "start"),
+    [
+        ((6, 5), (6, 5), (0, 0)),
+        ((6, 5), (2, 5), (3, 0)),
+        ((6, 5), (6, 2), (0, 3)),
+        ((4, 3, 6), (2, 3, 2), (1, 0, 4)),
+        ((4, 3, 6), (1, 2, 6), (3, 1, 0)),
+        ((7,), (3,), (4,)),
+        ((), (), ()),
+    ],
+)
+@pytest.mark.parametrize("piece", [4, 12, 1 << 20])
+def test_a_part_of_a_tensor_is_read(
+    shape: tuple[int, ...],
+    part: tuple[int, ...],
+    start: tuple[int, ...],
+    piece: int,
+    tmp_path: Path,
+    counted: type[CountingFile],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(weights, "_PIECE_BYTES", piece)
+    whole = torch.randn(shape)
+    save_file({"before": torch.ones(3), "it": whole}, tmp_path / "model.safetensors")
+    folder = weights.Folder(tmp_path)
+    found = torch.empty(part, dtype=torch.float64)
+    folder.read_into("it", found, start)
+    want = whole[tuple(slice(at, at + size) for at, size in zip(start, part, strict=True))]
+    assert torch.equal(found, want.double())
+    assert counted.passed == want.numel() * 4 == folder.bytes_read
 
 
 def test_what_is_wrong_with_a_directory_is_said(tmp_path: Path) -> None:

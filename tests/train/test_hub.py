@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import pipeloom as pl
+from live_bytes import LiveBytes
 from pipeloom import checkpoint
 from pipeloom.config import load, load_layout
 from pipeloom.decoder_shape import DecoderShape
@@ -54,6 +55,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-moe mixed": (
         "Qwen2MoeConfig",
         {**_SIZES, **_QWEN_MOE, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    ),
+    "qwen3": ("Qwen3Config", {**_SIZES, "head_dim": 12}),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        {
+            **_SIZES,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "head_dim": 8,
+            "mlp_only_layers": [1],
+        },
     ),
     "gpt2": ("GPT2Config", {"vocab_size": 256, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64}),
 }
@@ -121,8 +134,12 @@ def _loaded_and_saved(rank: int, folder: str, flags: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "flags"),
-    [("llama", {"parallel.tp": 2}), ("qwen2-moe mixed", {"parallel.dp": 2, "parallel.ep": 2})],
-    ids=["tp2 pp2", "ep2 pp2"],
+    [
+        ("llama", {"parallel.tp": 2}),
+        ("qwen2-moe mixed", {"parallel.dp": 2, "parallel.ep": 2}),
+        ("qwen3-moe", {"parallel.tp": 2}),
+    ],
+    ids=["tp2 pp2", "ep2 pp2", "experts, tp2 pp2"],
 )
 def test_a_round_trip_over_parts_is_bit_equal(name: str, flags: dict[str, Any], tmp_path: Path) -> None:
     written(name, tmp_path / "hub")
@@ -138,7 +155,7 @@ def test_a_round_trip_over_parts_is_bit_equal(name: str, flags: dict[str, Any], 
 def test_a_directory_trains_and_comes_out(tmp_path: Path) -> None:
     """Five steps from a directory on two ranks, and out: `transformers` has the logits of the trained checkpoint."""
     model = written("gpt2", tmp_path / "hub")
-    (tmp_path / "hub/tokenizer.json").write_text("{}")
+    (tmp_path / "hub/special_tokens_map.json").write_text("{}")
     (tmp_path / "text.txt").write_text("the loom weaves " * 4000)
     flags = ["--model.source", "hub", "--parallel.pp", "2", "--schedule.name", "zbv", "--schedule.microbatches", "4"]
     flags += ["--train.steps", "5", "--train.seq_len", "24", "--train.global_batch_size", "8", "--train.device", "cpu"]
@@ -163,7 +180,7 @@ def test_a_directory_trains_and_comes_out(tmp_path: Path) -> None:
         assert torch.allclose(pipeline.predict(tokens()), after, atol=1e-5)
     pipeline.close()
     assert float((after - before).abs().max()) > 1e-2
-    assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
+    assert (tmp_path / "out/special_tokens_map.json").read_text() == "{}"
 
 
 def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
@@ -234,3 +251,29 @@ def test_a_source_gives_its_sizes(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"n_layer": 6}))
     with pytest.raises(ConfigError, match="has no hidden_size or n_embd or d_model"):
         load(None, {"model.source": str(tmp_path)})
+
+
+def test_an_import_holds_one_layer_at_a_time(tmp_path: Path) -> None:
+    """Not the whole model, and not the experts twice but for their own layer's."""
+    model = written("qwen3-moe", tmp_path / "hub")
+    largest = max(sum(p.nbytes for p in layer.parameters()) for layer in model.model.layers)
+    whole = sum(p.nbytes for p in model.parameters())
+    hub.import_directory(tmp_path / "hub", tmp_path / "once")  # imports and caches are not what is measured
+    with LiveBytes() as live:
+        hub.import_directory(tmp_path / "hub", tmp_path / "checkpoints")
+    assert live.peak < 3 * largest + 20_000 < whole, (live.peak, largest, whole)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_verify_compares_a_directory_and_its_adapters_over_replicas(tmp_path: Path) -> None:
+    written("gpt2", tmp_path / "hub")
+    words = [sys.executable, "-P", "-m", "pipeloom", "verify", "--model.source", str(tmp_path / "hub"), "--json"]
+    words += ["--parallel.pp", "1", "--parallel.dp", "2", "--schedule.name", "1f1b", "--schedule.microbatches", "2"]
+    words += ["--train.seq_len", "12", "--train.global_batch_size", "8", "--train.device", "cpu"]
+    for more, count in (([], 52), (["--lora.r", "2"], 52 + 2 * 4 * 4)):
+        done = subprocess.run([*words, *more], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr + done.stdout
+        (layout,) = json.loads(done.stdout)["layouts"]
+        assert layout["passed"]
+        assert layout["parameters"] == count

@@ -126,6 +126,8 @@ def announce(layout: Layout) -> None:
         print(f"  the schedule is code: {config.schedule.name} of {printable(layout.code)}")
     if volume_words(layout):
         print(f"  {volume_words(layout)}")
+    if config.lora.r:
+        print(f"  adapters of rank {config.lora.r} train; all other weights are frozen")
     for note in layout.notes:
         print(f"  {printable(note)}")
     if config.model.source:

@@ -79,8 +79,6 @@ def command(arguments: Sequence[str]) -> int:
     if is_worker():
         return _work(request)
     require_room(request.largest.world_size)
-    if any(layout.config.model.source for layout in request.layouts):
-        raise UsageError("verify compares our own decoder; for models of Hugging Face there is verify --hf-families")
     for layout in request.layouts:
         require_cuda(layout.config.train.device, request.largest.world_size)
     for file in sorted({layout.code for layout in request.layouts if layout.code is not None}):

@@ -204,6 +204,7 @@ class ModelSection(Section):
         description="queries, keys, values and attention's output have a bias (Llama's option)"
     )
     qkv_bias: bool = Field(description="queries, keys and values have a bias (Qwen2)")
+    qk_norm: bool = Field(description="queries and keys are normed, head by head (Qwen3)")
     intermediate_size: Count = Field(description="width inside the feed-forward part")
     vocab_size: Count = Field(description="tokens known; not given: as many as data.tokenizer has")
     tie_word_embeddings: bool = Field(description="the output layer uses the embedding's weight")

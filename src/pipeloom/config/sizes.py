@@ -36,11 +36,12 @@ def layer_sizes(model: ModelSection, seq_len: int) -> list[LayerSize]:
     queries, key_value = (model.head_width * n for n in (model.num_attention_heads, model.num_key_value_heads))
     attention = 2 * h * queries + 2 * h * key_value
     biases = (queries + 2 * key_value) * (model.qkv_bias or model.attention_bias) + h * model.attention_bias
+    norms = 2 * h + 2 * model.head_width * model.qk_norm
 
     def block(experts: bool) -> LayerSize:
         spread, common, used = _feed_forward(model, experts)
         flops = 3 * seq_len * (2 * (attention + used) + 2 * seq_len * queries)
-        return LayerSize("t", attention + biases + common + spread + 2 * h, flops, spread)
+        return LayerSize("t", attention + biases + common + spread + norms, flops, spread)
 
     dense, sparse = block(False), block(True)
     embedding = LayerSize("E", vocab * h, seq_len * h)

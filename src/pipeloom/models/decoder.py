@@ -21,7 +21,7 @@ from pipeloom.parallel.vocabulary import VocabularyHead
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + ε) · weight over the last dimension, in fp32 at least (arXiv 1910.07467).
 
-    With `part_of_tokens` it sees this rank's tokens only, and so does its weight's gradient.
+    With `part_of_tokens` it sees this rank's tokens (or heads) only, and so does its weight's gradient.
     """
 
     def __init__(self, width: int, part_of_tokens: bool = False, epsilon: float = 1e-6) -> None:
@@ -60,6 +60,11 @@ class Attention(nn.Module):
         self.k_proj = column_linear(hidden, keys, tensor, bias=bias)
         self.v_proj = column_linear(hidden, keys, tensor, bias=bias)
         self.o_proj = row_linear(queries, hidden, tensor, bias=shape.attention_bias)
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if shape.qk_norm:  # of one head's width; under tensor parallelism each rank's gradient is that of its own heads
+            self.q_norm = RMSNorm(width, tensor is not None, shape.rms_norm_eps)
+            self.k_norm = RMSNorm(width, tensor is not None, shape.rms_norm_eps)
 
     def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """With `position_ids` [batch, length], which restart with each document of a row, documents do not see each other."""
@@ -74,6 +79,8 @@ class Attention(nn.Module):
         """x [batch, length, hidden] -> queries and keys, turned to their positions, and values: [batch, heads, length, width]."""
         queries, keys, values = project(x, self.q_proj, self.k_proj, self.v_proj)
         query, key = self._split(queries, self.heads), self._split(keys, self.key_value_heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
         if position_ids is None:
             table = rotary_table(query.shape[-2], self.head_width, self.theta, query.dtype, query.device)
         else:

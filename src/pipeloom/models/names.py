@@ -23,3 +23,8 @@ def hub_name(name: str) -> str:
     They differ in the last layer only, which holds two of Hugging Face's: `model.norm` and `lm_head`.
     """
     return {f"{HEAD}.norm.weight": "model.norm.weight", HEAD_WEIGHT: "lm_head.weight"}.get(name, name)
+
+
+def own_name(name: str) -> str:
+    """The inverse of `hub_name`."""
+    return {"model.norm.weight": f"{HEAD}.norm.weight", "lm_head.weight": HEAD_WEIGHT}.get(name, name)

@@ -60,7 +60,7 @@ def build_pipeline(
     )
     with naming_keys():
         return Pipeline(
-            _layers(config, kind, device, tensor, mesh),
+            model_layers(config, kind, device, tensor, mesh),
             layout.schedule,
             loss=_loss(config, tensor),
             mesh=mesh,
@@ -70,13 +70,14 @@ def build_pipeline(
         )
 
 
-def _layers(
+def model_layers(
     config: Config,
     dtype: torch.dtype,
     device: torch.device,
-    tensor: TensorParallel | None,
-    mesh: Mesh | PipelineMesh | None,
+    tensor: TensorParallel | None = None,
+    mesh: Mesh | PipelineMesh | None = None,
 ) -> list[Layer]:
+    """The layers of a configuration's model, with its adapters."""
     options = lora_options(config)
     if config.model.source:
         chosen: list[Layer] = foreign(config.model.source, dtype)

@@ -13,22 +13,21 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from pipeloom import schedules
 from pipeloom.config import ModelSection, load
 from pipeloom.config.hub import expert_blocks
 from pipeloom.config.sections import LoraSection
 from pipeloom.decoder_shape import DecoderShape
 from pipeloom.errors import CheckpointError, ConfigError
-from pipeloom.models import cross_entropy, hf, hub_name, layers, tied
+from pipeloom.models import hf, hub_name, tied
 from pipeloom.models.adapters import LoraOptions, adapter_name, is_adapter, is_transposed, merged
 from pipeloom.models.hf.library import causal_model, read_config, transformers
-from pipeloom.runtime import Pipeline, RuntimeOptions
+from pipeloom.models.names import own_name
 from pipeloom.train.adapters import checkpoint_digest, directory_digest, write_adapter
 from pipeloom.train.checkpoint.boxes import Box
 from pipeloom.train.checkpoint.folder import newest_checkpoint
 from pipeloom.train.checkpoint.load import Reader, read_extra, verified
 from pipeloom.train.checkpoint.manifest import BaseWeights
-from pipeloom.train.checkpoint.save import Saver
+from pipeloom.train.checkpoint.whole import write_whole
 
 _SHARD_BYTES = 2 * 10**9  # of weights in memory at a time, and in a file; readers take a rank's part of any file
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".index.json")
@@ -188,9 +187,9 @@ def _hub_source(base: BaseWeights) -> str:
 def import_directory(source: Path, out: Path) -> tuple[Path, bool]:
     """Make a checkpoint, before the first step, of a directory of Hugging Face.
 
-    Where our own decoder can compute the model (Llama, Mistral, Qwen2, Mixtral, Qwen2-MoE), the checkpoint is of that, for any
-    layout with tensor and expert parallelism; otherwise it is of the model as `transformers` has it. `model.toml` in `out` is
-    the configuration that trains it. The whole model is in memory once.
+    Where our own decoder can compute the model (Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE, Qwen3-MoE), the checkpoint is
+    of that, for any layout with tensor and expert parallelism; otherwise it is of the model as `transformers` has it.
+    `model.toml` in `out` is the configuration that trains it. One layer is in memory at a time.
 
     Returns:
         (the checkpoint, whether it is of our own decoder).
@@ -201,45 +200,25 @@ def import_directory(source: Path, out: Path) -> tuple[Path, bool]:
     section = load(
         None, {f"model.{key}": value for key, value in (values or {"source": str(source.absolute())}).items()}
     ).model
-    if values is None:
-        chosen, groups = list(foreign), foreign.tied
-    else:
-        dtype = next(foreign.cut.model.parameters()).dtype
-        chosen, groups = layers(section.shape(), 0, dtype), tied(section.shape())
-    pipeline = Pipeline(
-        chosen,
-        schedules.gpipe(1, 1),
-        loss=cross_entropy,
-        tied=groups,
-        options=RuntimeOptions(device=torch.device("cpu")),
-    )
-    if values is not None:
-        _fill(pipeline, foreign)
-    saver = Saver(out, pipeline)
     extra = {"batch": 0, "config": {"model": section.model_dump(mode="json")}, "source": str(source.absolute())}
-    path = saver.save(0, extra)
-    pipeline.close()
+    path = write_whole(out, 0, _imported(foreign, values is not None), extra)
     keys = {"source": section.source} if values is None else {**values, "weights": str(out.absolute())}
     lines = "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())
     (out / "model.toml").write_text(f"[model]\n{lines}", encoding="utf-8")
     return path, values is not None
 
 
-@torch.no_grad()
-def _fill(pipeline: Pipeline, foreign: hf.ModelLayers) -> None:
-    """Put the weights of `foreign`, built layer by layer, into a pipeline of our own decoder."""
-    parameters = {hub_name(name): parameter for name, parameter in pipeline.named_parameters()}
-    filled = set()
+def _imported(foreign: hf.ModelLayers, own: bool) -> Iterator[dict[str, Tensor]]:
+    """The weights and buffers of a directory, layer by layer, as a checkpoint of it or of our own decoder names them."""
+    copies = {name for group in foreign.tied for name in group[1:]}
     for layer in foreign:
         built: nn.Module = layer()
-        values = {hf.hub_name(f"{layer.name}.{name}"): value.detach() for name, value in built.named_parameters()}
-        for name, value in from_hub(values).items():
-            if name in parameters:  # a tied output layer is there once
-                parameters[name].copy_(value)
-                filled.add(name)
-    missing = sorted(parameters.keys() - filled)
-    if missing:
-        raise ConfigError(f"the directory has no weights for {missing[0]}")
+        named = {f"{layer.name}.{name}": value.detach() for name, value in built.state_dict().items()}
+        kept = {name: value for name, value in named.items() if name not in copies}
+        if own:
+            kept = from_hub({hf.hub_name(name): value for name, value in kept.items()})
+            kept = {own_name(name): value for name, value in kept.items()}
+        yield kept
 
 
 def hub_config(shape: DecoderShape) -> Any:
@@ -261,6 +240,10 @@ def hub_config(shape: DecoderShape) -> Any:
     }
     if not shape.num_experts:
         inner = {"intermediate_size": shape.intermediate_size}
+        if shape.qk_norm:
+            if shape.qkv_bias and not shape.attention_bias:
+                raise ConfigError("Qwen3, the model with qk_norm, has attention_bias, and no qkv_bias alone")
+            return package.Qwen3Config(**common, **inner, attention_bias=shape.attention_bias)
         if shape.qkv_bias and not shape.attention_bias:
             return package.Qwen2Config(**common, **inner)
         return package.LlamaConfig(**common, **inner, attention_bias=shape.attention_bias)
@@ -271,6 +254,18 @@ def hub_config(shape: DecoderShape) -> Any:
         )
     chosen = {"num_experts_per_tok": shape.num_experts_per_tok}
     dense = [block for block, experts in enumerate(shape.expert_blocks) if not experts]
+    if shape.qk_norm:
+        if shape.num_shared_experts or shape.qkv_bias:
+            raise ConfigError("Qwen3-MoE, the model of experts with qk_norm, has no shared experts and no qkv_bias")
+        return package.Qwen3MoeConfig(
+            **common,
+            **chosen,
+            num_experts=shape.num_experts,
+            moe_intermediate_size=shape.expert_width,
+            intermediate_size=shape.intermediate_size,
+            norm_topk_prob=shape.norm_topk_prob,
+            mlp_only_layers=dense,
+        )
     if not shape.num_shared_experts:
         if dense:
             raise ConfigError(
@@ -306,7 +301,7 @@ def own_values(config: Any) -> dict[str, Any] | None:
         and (kind == "qwen2" or kind == "qwen2_moe" or not getattr(config, "sliding_window", None))
         and not getattr(config, "use_sliding_window", False)
     )
-    if not plain or kind not in ("llama", "mistral", "qwen2", "mixtral", "qwen2_moe"):
+    if not plain or kind not in ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe"):
         return None
     values = {
         "num_hidden_layers": config.num_hidden_layers,
@@ -318,14 +313,24 @@ def own_values(config: Any) -> dict[str, Any] | None:
         "tie_word_embeddings": bool(config.tie_word_embeddings),
         "rope_theta": float(rope.get("rope_theta", 10000.0)),
         "rms_norm_eps": float(config.rms_norm_eps),
-        "attention_bias": bool(kind == "llama" and config.attention_bias),
+        "attention_bias": bool(kind in ("llama", "qwen3", "qwen3_moe") and config.attention_bias),
         "qkv_bias": bool(kind == "qwen2" or (kind == "qwen2_moe" and config.qkv_bias)),
     }
+    values["qk_norm"] = kind in ("qwen3", "qwen3_moe")
     if getattr(config, "head_dim", None):
         values["head_dim"] = config.head_dim
     if kind == "mixtral":
         values |= {"num_experts": config.num_local_experts, "num_experts_per_tok": config.num_experts_per_tok}
         values |= {"moe_intermediate_size": config.intermediate_size, "norm_topk_prob": True, "num_shared_experts": 0}
+    if kind == "qwen3_moe":
+        sparse = expert_blocks(config.to_dict(), config.num_hidden_layers)
+        if not any(sparse):
+            return None
+        values |= {"num_experts": config.num_experts, "num_experts_per_tok": config.num_experts_per_tok}
+        values |= {"moe_intermediate_size": config.moe_intermediate_size, "norm_topk_prob": bool(config.norm_topk_prob)}
+        values["num_shared_experts"] = 0
+        if not all(sparse):
+            values["moe_layer_freq"] = [int(experts) for experts in sparse]
     if kind == "qwen2_moe":
         shared, odd = divmod(config.shared_expert_intermediate_size, config.moe_intermediate_size)
         sparse = expert_blocks(config.to_dict(), config.num_hidden_layers)

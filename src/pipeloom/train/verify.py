@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipeloom.config import Layout
 from pipeloom.mesh_shape import MeshShape, Place
-from pipeloom.models import cross_entropy, layers, tied
+from pipeloom.models import cross_entropy
 from pipeloom.models.init import stable_seed
 from pipeloom.ops.deferred import WeightGradContext, defer_weight_gradients
 from pipeloom.ops.microbatch import KEYWORD, MicrobatchContext
@@ -38,7 +38,7 @@ from pipeloom.runtime.layer_names import LayerNames
 from pipeloom.runtime.stage_modules import LayerSource, layer_name
 from pipeloom.schedule.model import Schedule
 from pipeloom.train.agreement import require_agreement
-from pipeloom.train.build import build_pipeline
+from pipeloom.train.build import build_pipeline, model_layers, ties
 from pipeloom.train.data.batches import Batch
 from pipeloom.train.rank_tensors import RankTensors, whole
 from pipeloom.train.schedule_search import estimated
@@ -97,7 +97,7 @@ def run(layouts: Sequence[Layout], context: WorkerContext, tolerance: float) -> 
                 key = _what_one_process_sees(layout)
                 if key not in references:
                     references[key] = serial_step(layout, context.device)
-                result = compare(found, references[key], tied(layout.config.model.shape()), tolerance)
+                result = compare(found, references[key], ties(layout.config), tolerance)
         if context.world_size > 1:
             with context.waiting("the other workers to finish with a layout", "evaluation"):
                 dist.barrier()
@@ -180,6 +180,8 @@ def pipeline_step(layout: Layout, device: torch.device, mesh: Mesh, watchdog: Wa
     """
     batch = make_batch(layout).part(mesh.place.dp, layout.mesh.dp)
     pipeline = build_pipeline(layout, device, mesh, _dtype(layout), watchdog)
+    if layout.config.model.source:
+        pipeline.eval()  # dropout of transformers draws from torch's generator, other masks in each layout
     loss = pipeline.step(batch.tokens.to(device), batch.targets.to(device)).item()
     found = {name: p.grad for name, p in pipeline.named_parameters()}
     if layout.config.optimizer.zero1 and pipeline.sync is not None:  # each replica has its slices only
@@ -206,12 +208,13 @@ def pipeline_step(layout: Layout, device: torch.device, mesh: Mesh, watchdog: Wa
 def serial_step(layout: Layout, device: torch.device) -> Step:
     """The same step in one process: the whole model, one micro-batch after the other, replica after replica."""
     config = layout.config
-    built = [(layer.name, layer()) for layer in layers(config.model.shape(), config.train.seed, _dtype(layout), device)]
+    built = [(layer.name, layer()) for layer in model_layers(config, _dtype(layout), device)]
     modules = [module for _, module in built]
     grad_context = WeightGradContext()
     for module in modules:
         defer_weight_gradients(module, grad_context)  # it multiplies as a pipeline's layers do
-    for names in tied(config.model.shape()):
+        module.train(not config.model.source)
+    for names in ties(config):
         _share(dict(built), names)
     batch = make_batch(layout)
     sizes = list(layout.microbatch_sizes) * layout.mesh.dp
@@ -276,7 +279,15 @@ def _what_one_process_sees(layout: Layout) -> tuple[object, ...]:
     """What the serial step depends on: layouts that differ in other things share it."""
     train = layout.config.train
     sizes = layout.microbatch_sizes * layout.mesh.dp
-    return layout.config.model, train.seed, train.seq_len, _dtype(layout), train.label_smoothing, sizes
+    return (
+        layout.config.model,
+        layout.config.lora,
+        train.seed,
+        train.seq_len,
+        _dtype(layout),
+        train.label_smoothing,
+        sizes,
+    )
 
 
 def _share(modules: Mapping[str, nn.Module], names: Sequence[str]) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from io import FileIO
+from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from torch import Tensor, nn
 from pipeloom.errors import ConfigError
 
 SINGLE, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+_PIECE_BYTES = 16 * 2**20  # of the buffer between a file and a parameter: few calls, and little beside the weights
 _MOST_HEADER_BYTES = 100_000_000  # as the safetensors library
 STORED_DTYPES = {
     "F64": torch.float64,
@@ -60,17 +64,59 @@ class Folder:
     def read(self, name: str) -> Tensor:
         """A tensor's own bytes, nothing else of its file."""
         entry = self.entries[name]
-        data = torch.empty(entry.size, dtype=torch.uint8)
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        self.read_into(name, tensor)
+        return tensor
+
+    @torch.no_grad()
+    def read_into(self, name: str, target: Tensor, offset: Sequence[int] | None = None) -> None:
+        """Fill a contiguous tensor with the part of `name` that begins at `offset`; None: at its first element.
+
+        Nothing else is read, and what is read passes through a buffer of at most 16 MB, whatever the tensor's size.
+        """
+        entry = self.entries[name]
+        start = tuple(offset) if offset is not None else (0,) * len(entry.shape)
+        length, begins = _runs(entry.shape, tuple(target.shape), start)
+        flat, width, at = target.view(-1), entry.dtype.itemsize, 0
+        most = max(1, _PIECE_BYTES // width)
+        buffer = torch.empty(min(most, flat.numel()), dtype=entry.dtype)
+        bytes_of_buffer = buffer.view(torch.uint8).numpy().data
+        filled = 0
         with entry.file.open("rb", buffering=0) as file:
-            file.seek(entry.start)
-            view, done = data.numpy().data, 0
-            while done < entry.size:
-                count = file.readinto(view[done:])
-                if not count:
-                    raise ConfigError(f"{entry.file} ends within the tensor {name!r}")
-                done += count
-        self.bytes_read += entry.size
-        return data.view(entry.dtype).reshape(entry.shape)
+            for begin in begins:
+                done = 0
+                while done < length:
+                    count = min(length - done, most - filled)
+                    part = bytes_of_buffer[filled * width : (filled + count) * width]
+                    self._read_exactly(file, entry, (begin + done) * width, part)
+                    done, filled = done + count, filled + count
+                    if filled == most:
+                        flat[at : at + filled].copy_(buffer)
+                        at, filled = at + filled, 0
+        flat[at : at + filled].copy_(buffer[:filled])
+
+    def _read_exactly(self, file: FileIO, entry: StoredTensor, position: int, part: memoryview) -> None:
+        file.seek(entry.start + position)
+        done = 0
+        while done < len(part):
+            count = file.readinto(part[done:])
+            if not count:
+                raise ConfigError(f"{entry.file} ends within one of its tensors")
+            done += count
+        self.bytes_read += len(part)
+
+
+def _runs(shape: tuple[int, ...], part: tuple[int, ...], start: tuple[int, ...]) -> tuple[int, Iterator[int]]:
+    """(elements of each run of a part that lie together in the whole, where each run begins), in order."""
+    cut = max((dim for dim in range(len(shape)) if part[dim] != shape[dim]), default=-1)
+    if cut < 0:
+        return prod(shape), iter((0,))
+    inner = prod(shape[cut + 1 :])
+    steps = [prod(shape[dim + 1 :]) for dim in range(cut)]
+    first = start[cut] * inner
+    outer = product(*(range(start[dim], start[dim] + part[dim]) for dim in range(cut)))
+    begins = (first + sum(at * step for at, step in zip(index, steps, strict=True)) for index in outer)
+    return part[cut] * inner, begins
 
 
 @dataclass(frozen=True)
@@ -84,6 +130,43 @@ class _Group:
 
     conversion: Any
     sources: list[tuple[str, str]]
+
+    def stacked(self, folder: Folder, target: Tensor) -> bool:
+        """Fill `target` where the conversion only puts tensors into one, such as experts; whether it does.
+
+        Then no tensor is in memory twice, as it would be in the conversion's own way.
+        """
+        kinds = [type(each).__name__ for each in self.conversion.operations] if self._converts else []
+        patterns = list(self.conversion.source_patterns)
+        if not self._converts and len(self.sources) == 1:
+            shape = folder.entries[self.sources[0][0]].shape
+            if type(self.conversion).__name__ == "WeightRenaming" and shape == tuple(target.shape):
+                folder.read_into(self.sources[0][0], target)
+                return True
+            return False
+        if kinds not in (["MergeModulelist"], ["MergeModulelist", "Concatenate"]) or not target.is_contiguous():
+            return False
+        dims = [each.dim for each in self.conversion.operations]
+        if dims not in ([0], [0, 1]) or (len(dims) == 1 and len(patterns) > 1):
+            return False
+        keys = [[key for key, pattern in self.sources if pattern == each] for each in patterns]
+        shapes = [{folder.entries[key].shape for key in group} for group in keys]
+        if any(len(each) != 1 for each in shapes) or len({len(group) for group in keys}) != 1:
+            return False
+        heights = [next(iter(each))[0] for each in shapes]
+        rest = next(iter(shapes[0]))[1:]
+        if (len(keys[0]), sum(heights), *rest) != tuple(target.shape):
+            return False
+        row = 0
+        for group, height in zip(keys, heights, strict=True):
+            for expert, key in enumerate(group):
+                folder.read_into(key, target[expert, row : row + height])
+            row += height
+        return True
+
+    @property
+    def _converts(self) -> bool:
+        return type(self.conversion).__name__ == "WeightConverter"
 
     def convert(self, name: str, folder: Folder, model: Any) -> Mapping[str, Any]:
         """Name in the model -> tensor, read now; `name` is the one under which the conversion is known."""
@@ -126,6 +209,8 @@ class PretrainedWeights:
     def _fill(self, full: str, prefix: str, name: str, places: Mapping[str, Tensor]) -> set[str]:
         """Read what the weight `full` is made of; the names in the module of all that this fills."""
         known, group = self._groups[full]
+        if name in places and group.stacked(self.folder, places[name]):
+            return {name}
         filled = set()
         for target, found in group.convert(known, self.folder, self._model).items():
             value = found[0] if isinstance(found, list) else found
@@ -218,7 +303,7 @@ def _entries(file: Path) -> dict[str, StoredTensor]:
                 start, end = value["data_offsets"]
                 shape = tuple(int(n) for n in value["shape"])
                 dtype = STORED_DTYPES[value["dtype"]]
-                if not 0 <= start <= end <= size - 8 - length or end - start != dtype.itemsize * _product(shape):
+                if not 0 <= start <= end <= size - 8 - length or end - start != dtype.itemsize * prod(shape):
                     raise ValueError(f"the tensor {name!r:.200} lies outside of it")
                 entries[name] = StoredTensor(file, dtype, shape, 8 + length + start, end - start)
         return entries
@@ -226,10 +311,3 @@ def _entries(file: Path) -> dict[str, StoredTensor]:
         raise ConfigError(f"{file} has tensors of a type that is not supported: {error}") from error
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"{file} is no complete safetensors file: {error}") from error
-
-
-def _product(numbers: tuple[int, ...]) -> int:
-    result = 1
-    for number in numbers:
-        result *= number
-    return result

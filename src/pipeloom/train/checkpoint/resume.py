@@ -56,6 +56,8 @@ class Start:
 def digests(config: Config, data: str) -> dict[str, str]:
     """What two runs must have in common so that one may continue the other: `model` and `data`."""
     model = config.model.model_dump(include=set(_MODEL_KEYS), mode="json")
+    if config.model.qk_norm:
+        model["qk_norm"] = True
     if config.lora.r:
         model["lora"] = [config.lora.r, config.lora.target_modules]
     if config.model.moe_layer_freq != 1:  # left out otherwise, as it is from the digests of runs that knew no such key

@@ -293,7 +293,7 @@ class _Job:
             files[EXTRA] = write_bytes(self.partial / EXTRA, self.extra)
         held = ["model"] + ["optimizer"] * (self.saver._optimizer is not None) + ["extra"] * (self.extra is not None)
         writer = {
-            "pipeloom": _version(),
+            "pipeloom": package_version(),
             "ranks": self.saver._world,
             "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         }
@@ -383,7 +383,8 @@ def _plan(everyone: Sequence[Sequence[Sequence[Any]]], rank: int, digest: str) -
     )
 
 
-def _version() -> str:
+def package_version() -> str:
+    """Pipeloom's own version."""
     try:
         return version("pipeloom")
     except PackageNotFoundError:
