@@ -207,10 +207,6 @@ class Trainer:
         Args:
             held_out: for the losses of every `train.eval_every`-th step.
         """
-        with StepGarbage() as garbage:
-            self._train(text, held_out, garbage)
-
-    def _train(self, text: Tensor | Rows | Mixture, held_out: Sequence[Batch], garbage: StepGarbage) -> None:
         options = self.config.train
         place, shape = self.pipeline.mesh.place, self.pipeline.mesh.shape
         batches = Batches(text, self.config, shape.dp)
@@ -218,45 +214,46 @@ class Trainer:
         if options.on_nan == "rollback" or options.on_spike == "rollback":
             self._save()  # something to go back to
         final = self.made
-        while self.made < options.steps:
-            start = time.perf_counter()
-            batch = batches.of_step(self.batch).part(place.dp, shape.dp)
-            rate = learning_rate(self.made, options.steps, self.config.optimizer, shape.dp)
-            made = self.made + 1
-            logs = made == options.steps or made % self.config.log.every == 0
-            due = self.checkpoints is not None and self.checkpoints.due(made)
-            evaluates = bool(held_out) and self._evaluates(made)
-            settle = logs or due or evaluates or self.measuring is not None
-            if self._speculative is None:
-                outcomes = [self.step(batch, rate, logs and self.config.log.norms != "none")]
-            else:
-                outcomes = self.final_steps(batch, rate, settle)
-            self._seconds += time.perf_counter() - start
-            self._timed += 1
-            loads = self._experts.after_step(logs)
-            self.made, self.batch = made, self.batch + 1
-            for outcome in outcomes:
-                final += 1
-                self._record(final, outcome)
-            if any(outcome.bad and self._bad_steps.action(outcome.bad) == "rollback" for outcome in outcomes):
-                self._roll_back()
-                final = self.made
-                continue
-            self.replicas.after_step(made)
-            garbage.after_step(made)
-            flags = together(outcome.flags for outcome in outcomes)
-            if logs or flags & (STOP | INTERRUPT):
-                self._log(made, outcomes[-1], loads)
-            if flags & (STOP | INTERRUPT):
-                self._end(flags)
-            if evaluates:
-                self._evaluate(made, held_out)
-            if due or flags & SAVE:
-                self._save()
-                self._saved_as_asked(flags)
-            if self.measuring is not None and self.measuring.after_step():
-                self.measuring = None
-                self.traces.clear()  # of another schedule
+        with StepGarbage() as garbage:
+            while self.made < options.steps:
+                start = time.perf_counter()
+                batch = batches.of_step(self.batch).part(place.dp, shape.dp)
+                rate = learning_rate(self.made, options.steps, self.config.optimizer, shape.dp)
+                made = self.made + 1
+                logs = made == options.steps or made % self.config.log.every == 0
+                due = self.checkpoints is not None and self.checkpoints.due(made)
+                evaluates = bool(held_out) and self._evaluates(made)
+                settle = logs or due or evaluates or self.measuring is not None
+                if self._speculative is None:
+                    outcomes = [self.step(batch, rate, logs and self.config.log.norms != "none")]
+                else:
+                    outcomes = self.final_steps(batch, rate, settle)
+                self._seconds += time.perf_counter() - start
+                self._timed += 1
+                loads = self._experts.after_step(logs)
+                self.made, self.batch = made, self.batch + 1
+                for outcome in outcomes:
+                    final += 1
+                    self._record(final, outcome)
+                if any(outcome.bad and self._bad_steps.action(outcome.bad) == "rollback" for outcome in outcomes):
+                    self._roll_back()
+                    final = self.made
+                    continue
+                self.replicas.after_step(made)
+                garbage.after_step(made)
+                flags = together(outcome.flags for outcome in outcomes)
+                if logs or flags & (STOP | INTERRUPT):
+                    self._log(made, outcomes[-1], loads)
+                if flags & (STOP | INTERRUPT):
+                    self._end(flags)
+                if evaluates:
+                    self._evaluate(made, held_out)
+                if due or flags & SAVE:
+                    self._save()
+                    self._saved_as_asked(flags)
+                if self.measuring is not None and self.measuring.after_step():
+                    self.measuring = None
+                    self.traces.clear()  # of another schedule
         if self._report is not None:
             self._report.end_progress()
         if self.checkpoints is not None:
