@@ -1,4 +1,4 @@
-"""A model of one's own in a pipeline: two inputs, a skip connection through all stages, a mask by keyword, tied weights.
+"""A model of one's own in a pipeline: two inputs, a skip past all stages, a head on the way, a mask by keyword, tied weights.
 
 python examples/own_model.py                                        all ranks in one process, for a debugger
 torchrun --nproc-per-node 2 examples/own_model.py                   one process per rank
@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pipeloom as pl
-from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
+from pipeloom.runtime import Layer, LocalPipeline, LossTerm, Pipeline, RuntimeOptions
 from pipeloom.train.verify import verify_layers
 
 WORDS, TOPICS, WIDTH, LENGTH = 50, 4, 32, 16
 
 
 class Embedding(nn.Module):
-    """Two inputs of the first stage, two outputs: the hidden states, and a residual that the last stage adds."""
+    """Two inputs of the first stage; the hidden states for the next layer, and by name a residual that the last one adds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,8 +27,8 @@ class Embedding(nn.Module):
         nn.init.normal_(self.words.weight, std=0.1)
         nn.init.normal_(self.topics.weight, std=0.1)
 
-    def forward(self, words: Tensor, topics: Tensor) -> tuple[Tensor, Tensor]:
-        return self.words(words), self.topics(topics)
+    def forward(self, words: Tensor, topics: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.words(words), {"topic": self.topics(topics)}
 
 
 class Block(nn.Module):
@@ -39,21 +39,32 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor, skip: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         query, key, value = self.qkv(self.norm(x)).chunk(3, dim=-1)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        return x + torch.tanh(self.out(mixed)), skip
+        return x + torch.tanh(self.out(mixed))
+
+
+class EarlyHead(nn.Module):
+    """A prediction on the way, with a loss of its own (`LAYERS` says which, and how much it counts)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.output = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return x, {"early": self.output(x)}
 
 
 class Head(nn.Module):
-    """Its weight is the first layer's: `tied` names the two."""
+    """Reads the first layer's residual by name. Its weight is the first layer's: `tied` names the two."""
 
     def __init__(self) -> None:
         super().__init__()
         self.output = nn.Linear(WIDTH, WORDS, bias=False)
 
-    def forward(self, x: Tensor, skip: Tensor) -> Tensor:
-        return self.output(x + skip)
+    def forward(self, x: Tensor, topic: Tensor) -> Tensor:
+        return self.output(x + topic)
 
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -71,7 +82,13 @@ def batch(step: int, rows: int = 9) -> tuple[tuple[Tensor, Tensor], Tensor, Tens
     return (words, topics), targets, real[:, None, :].expand(rows, LENGTH, LENGTH)
 
 
-LAYERS = [Layer("embedding", Embedding), *(Layer(f"block{i}", Block) for i in range(4)), Layer("head", Head)]
+LAYERS = [
+    Layer("embedding", Embedding, writes=("topic",)),
+    *(Layer(f"block{i}", Block) for i in range(2)),
+    Layer("early", EarlyHead, losses={"early": LossTerm(loss, weight=0.2)}),
+    *(Layer(f"block{i}", Block) for i in range(2, 4)),
+    Layer("head", Head, reads=("topic",)),
+]
 TIED = [("embedding.words.weight", "head.output.weight")]
 
 
@@ -94,7 +111,7 @@ def main() -> None:
         optimizer.step()
         pipeline.zero_grad()
         if first:
-            print(f"step {step + 1} loss {value:.4f}")
+            print(f"step {step + 1} loss {value:.4f}, of the early head {pipeline.loss_terms['early']:.4f}")
     logits = pipeline.predict(inputs, mask=mask)  # on the rank with the last stage, None on others
     if logits is not None:
         counts = targets != -100

@@ -33,6 +33,7 @@ from pipeloom.schedule.files import load
 if TYPE_CHECKING:
     from pipeloom import draw as draw
     from pipeloom.models import hf as hf
+    from pipeloom.models.auto_layers import auto_layers as auto_layers
     from pipeloom.solver import search as search
 
 __version__ = "0.1.0"
@@ -47,6 +48,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Timeline",
+    "auto_layers",
     "check",
     "draw",
     "hf",
@@ -60,11 +62,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`pl.draw`, `pl.hf` and `pl.search`, imported when they are first asked for."""
+    """`pl.auto_layers`, `pl.draw`, `pl.hf` and `pl.search`, imported when they are first asked for."""
     if name == "draw":
         return importlib.import_module("pipeloom.draw")
     if name == "search":
         return importlib.import_module("pipeloom.solver").search
+    if name == "auto_layers":
+        return importlib.import_module("pipeloom.models.auto_layers").auto_layers
     if name == "hf":
         return importlib.import_module("pipeloom.models.hf")
     raise AttributeError(f"module 'pipeloom' has no attribute {name!r}")

@@ -136,10 +136,11 @@ def _check_traffic(schedule: Schedule) -> None:
             got = Counter((m.channel.kind, m.producer, m.consumer, m.name, m.microbatch) for m in entry.receives)
             assert got == want
             sent += entry.sends
-        open_ = set()
-        for entry, posts in zip(program, posting_plan(program, 2, True), strict=True):
-            open_.update(posts)
-            assert open_.issuperset(entry.receives)
+        for ahead in (True, False):
+            open_ = set()
+            for entry, posts in zip(program, posting_plan(program, 2, ahead), strict=True):
+                open_.update(posts)
+                assert open_.issuperset(entry.receives)
         for channel, messages in {c: [m for m in sent if m.channel == c] for c in {m.channel for m in sent}}.items():
             assert [m.number for m in messages] == list(range(len(messages)))
             assert channel.source != channel.destination

@@ -212,7 +212,9 @@ def posting_plan(program: tuple[EntryTraffic, ...], depth: int, ahead: bool) -> 
     plan: list[tuple[Message, ...]] = []
     for entry in program:
         now: list[Message] = []
-        wanted = {message.channel: message.number + 1 for message in entry.receives}
+        wanted: dict[Channel, int] = {}
+        for message in entry.receives:
+            wanted[message.channel] = max(wanted.get(message.channel, 0), message.number + 1)
         for channel, messages in incoming.items():
             target = min(len(messages), used[channel] + depths[channel]) if ahead else wanted.get(channel, 0)
             now += messages[posted[channel] : target]

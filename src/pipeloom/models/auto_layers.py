@@ -1,0 +1,328 @@
+"""`auto_layers`: a model with a sequential trunk, cut into layers for a pipeline."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from pipeloom.errors import ConfigError, UsageError
+from pipeloom.ops.layer import Layer
+
+_TRUNK_SHARE = 0.5  # of the parameters; a trunk with less would leave the rest to one or two stages
+
+
+@dataclass(frozen=True)
+class AutoLayers:
+    """A model cut into layers.
+
+    Attributes:
+        layers: for `Pipeline`, with copies of the model's modules: `part3.blocks.2.weight` is the model's `blocks.2.weight`.
+        tied: for `Pipeline`, too: the weights that several parts use.
+        report: what was done, a line for each part.
+    """
+
+    layers: list[Layer]
+    tied: list[list[str]]
+    report: str
+
+    def __str__(self) -> str:
+        return self.report
+
+
+def auto_layers(model: nn.Module, example_batch: Any) -> AutoLayers:
+    """Cut `model` before each entry of its trunk and behind the last: an `nn.Sequential` or `nn.ModuleList`, or several.
+
+    The model's own forward is traced by `torch.fx` with the entries of the trunk, and every module without one, kept whole. What
+    a part computes and later parts use is handed on by name. The parts are then run one after the other on the example, in
+    eval mode, and must give what the model gives.
+
+    Args:
+        example_batch: a tensor or a tuple of what the model takes by position; arguments that it leaves out keep their defaults.
+
+    Raises:
+        UsageError: an example that the model does not take. ConfigError: why the model cannot be cut.
+    """
+    inputs = tuple(example_batch) if isinstance(example_batch, (tuple, list)) else (example_batch,)
+    if not all(isinstance(value, Tensor) for value in inputs):
+        raise UsageError(
+            "the example batch must be a tensor, or a tuple of tensors in the order of the forward's arguments"
+        )
+    name = type(model).__name__
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            want = model(*inputs)
+            trunk = _trunk(model)
+            graph = _traced(model, trunk, len(inputs))
+            parts = _parts(model, graph, _cuts(name, graph, trunk), inputs)
+            found = _run(parts, inputs)
+        difference = _difference(found, want)
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    if not difference <= 1e-5:
+        raise ConfigError(
+            f"{name} cannot be cut: on the example its parts differ from it by {difference:.1e} of the output"
+        )
+    for part in parts:
+        part.module.train(model.training)
+        for inner in part.module.modules():
+            inner.training = modes.get(inner, model.training)
+    tied = _tied(parts)
+    layers = [Layer(p.name, _CopyOf(p.module), reads=tuple(p.reads), writes=tuple(p.writes)) for p in parts]
+    lines = [f"{name}: {len(parts)} parts, which give its output on the example (difference {difference:.1e})"]
+    for part in parts:
+        reads = f"; reads {', '.join(part.reads)}" if part.reads else ""
+        writes = f"; writes {', '.join(part.writes)}" if part.writes else ""
+        lines.append(f"{part.name}: {', '.join(part.modules) or 'no modules'}{reads}{writes}")
+    lines += [f"tied: {' = '.join(group)}" for group in tied]
+    return AutoLayers(layers, tied, "\n".join(lines))
+
+
+class _CopyOf:
+    """Makes a layer's module as a copy, so that the model stays as it is."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self) -> nn.Module:
+        return copy.deepcopy(self.module)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One part: its module, the paths of the model's modules in it, and the names that it reads and writes."""
+
+    name: str
+    module: nn.Module
+    modules: list[str]
+    reads: list[str]
+    writes: list[str]
+
+
+def _trunk(model: nn.Module) -> list[str]:
+    """The paths of the entries of the trunk. Raises ConfigError where no containers hold enough of the model."""
+    total = sum(p.numel() for p in model.parameters())
+    lists = {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, (nn.Sequential, nn.ModuleList)) and len(module) > 1
+    }
+    share = {path: sum(p.numel() for p in module.parameters()) / max(total, 1) for path, module in lists.items()}
+    large = [path for path in lists if share[path] >= _TRUNK_SHARE]
+    outer = [path for path in lists if not any(path != other and _inside(path, other) for other in lists)]
+    if large:
+        chosen = [max(large, key=lambda path: (len(lists[path]), -path.count(".")))]
+    elif sum(share[path] for path in outer) >= _TRUNK_SHARE:
+        chosen = outer
+    else:
+        words = ", ".join(f"{path!r} {share[path]:.0%}" for path in sorted(outer, key=lambda path: -share[path])[:3])
+        raise ConfigError(
+            f"{type(model).__name__} has no sequential trunk: no nn.Sequential or nn.ModuleList holds half of its parameters"
+            f"{f' ({words})' if words else ''}; give a list of layers yourself (docs/own_model.md)"
+        )
+    return [f"{path}.{at}".lstrip(".") for path in chosen for at in range(len(lists[path]))]
+
+
+def _inside(path: str, container: str) -> bool:
+    return container == "" or path.startswith(f"{container}.")
+
+
+class _Tracer(fx.Tracer):
+    """Keeps whole what holds no entry of the trunk, and the entries."""
+
+    def __init__(self, trunk: Sequence[str]) -> None:
+        super().__init__()
+        self._trunk = trunk
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return not any(entry.startswith(f"{module_qualified_name}.") for entry in self._trunk)
+
+
+def _traced(model: nn.Module, trunk: Sequence[str], given: int) -> fx.Graph:
+    """The model's forward as a graph. Raises ConfigError with the reason where there is none."""
+    name = type(model).__name__
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    left_out = {p.name: p.default for p in parameters[given:] if p.default is not p.empty}
+    try:
+        graph = _Tracer(trunk).trace(model, concrete_args=left_out)
+    except Exception as error:  # whatever the forward does with a stand-in for a tensor
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"{name} cannot be cut: its forward decides by the values of tensors, or does with them what torch.fx cannot follow "
+            f"({type(error).__name__}: {reason[:200]}); move that into a module, or give a list of layers yourself"
+        ) from error
+    for node in list(graph.nodes):  # fx checks an argument that is left out, where its default is None
+        if not node.users and getattr(node.target, "__name__", "") == "_assert_is_none":
+            graph.erase_node(node)
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and not node.users and node.target in left_out:
+            graph.erase_node(node)
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in (F.dropout, torch.dropout):
+            raise ConfigError(
+                f"{name} cannot be cut: its forward calls dropout as a function; use an nn.Dropout module"
+            )
+    return graph
+
+
+def _cuts(name: str, graph: fx.Graph, trunk: Sequence[str]) -> list[fx.Node]:
+    """The nodes that begin a part: each entry of the trunk, and what comes behind the last. In order."""
+    calls = [node for node in graph.nodes if node.op == "call_module" and node.target in trunk]
+    names = [str(node.target) for node in calls]
+    twice = next((target for target in names if names.count(target) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"{name} cannot be cut: its forward calls {twice!r} of the trunk more than once")
+    if len(calls) < 2:
+        raise ConfigError(
+            f"{name} cannot be cut: its forward calls {len(calls)} entries of the trunk ({', '.join(trunk[:3])}, …)"
+        )
+    behind = calls[-1].next
+    return [*calls, behind] if behind.op != "output" else calls
+
+
+def _parts(model: nn.Module, graph: fx.Graph, cuts: Sequence[fx.Node], inputs: Sequence[Tensor]) -> list[_Part]:
+    """The parts between the cuts. Raises ConfigError for a value other than a tensor that crosses from one to another."""
+    segments: list[list[fx.Node]] = [[]]
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    for node in graph.nodes:
+        if node in cuts and any(each.op not in ("placeholder", "get_attr") for each in segments[-1]):
+            segments.append([])
+        segments[-1].append(node)
+    _sink_attributes(segments)
+    part_of = {node: at for at, segment in enumerate(segments) for node in segment}
+    values = _Values(model, graph)
+    values.run(*inputs)
+    used_in = {node: sorted({part_of[user] for user in node.users} - {part_of[node]}) for node in part_of}
+    handed: list[list[fx.Node]] = [[] for _ in segments]  # by position to the next part
+    for node, at in part_of.items():
+        if not used_in[node]:
+            continue
+        value = values.of.get(node)
+        if value is not None and not isinstance(value, Tensor):
+            raise ConfigError(
+                f"{type(model).__name__} cannot be cut: {node.name!r}, of type {type(value).__name__} in part {at}, is used by "
+                f"part {used_in[node][0]}, and only tensors go from one to another"
+            )
+        if used_in[node] == [at + 1]:
+            handed[at].append(node)
+    parts = []
+    for at, segment in enumerate(segments):
+        arrive = placeholders if not at else handed[at - 1]
+        reads = [node for node, there in part_of.items() if at in used_in[node] and node not in arrive]
+        writes = [node for node in segment if used_in[node] and node not in handed[at]]
+        parts.append(_part(model, f"part{at}", segment, arrive, reads, writes, handed[at], at + 1 == len(segments)))
+    return parts
+
+
+def _sink_attributes(segments: list[list[fx.Node]]) -> None:
+    """A parameter or buffer of the model itself is looked up in the part that uses it: a node for each such part."""
+    for at, segment in enumerate(segments):
+        for node in [node for node in segment if node.op == "get_attr"]:
+            for other, later in enumerate(segments):
+                users = [user for user in node.users if user in later]
+                if other == at or not users:
+                    continue
+                with node.graph.inserting_before(users[0]):
+                    twin = node.graph.node_copy(node)
+                for user in users:
+                    user.replace_input_with(node, twin)
+                later.insert(0, twin)
+            if not node.users:
+                segment.remove(node)
+                node.graph.erase_node(node)
+
+
+class _Values(fx.Interpreter):
+    """Runs the graph and keeps what every node came to."""
+
+    def __init__(self, model: nn.Module, graph: fx.Graph) -> None:
+        super().__init__(model, garbage_collect_values=False, graph=graph)
+        self.of: dict[fx.Node, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.of[n] = super().run_node(n)
+        return self.of[n]
+
+
+def _part(
+    model: nn.Module,
+    name: str,
+    segment: Sequence[fx.Node],
+    arrive: Sequence[fx.Node],
+    reads: Sequence[fx.Node],
+    writes: Sequence[fx.Node],
+    handed: Sequence[fx.Node],
+    last: bool,
+) -> _Part:
+    """A part as a module of its own: what arrives by position, what it reads by name; what it hands on and writes."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    by_name = {node: f"{node.name}_" if node.name == "output" else node.name for node in [*reads, *writes]}
+    if not arrive:
+        graph.placeholder("nothing")
+    for node in arrive:
+        copies[node] = graph.node_copy(node) if node.op == "placeholder" else graph.placeholder(f"{node.name}_in")
+    for node in reads:
+        copies[node] = graph.placeholder(by_name[node])
+    for node in segment:
+        if node.op not in ("placeholder", "output"):
+            copies[node] = graph.node_copy(node, lambda other: copies[other])
+    if last:
+        graph.output(fx.map_arg(next(n for n in segment if n.op == "output").args[0], lambda other: copies[other]))
+    else:
+        by_position = tuple(copies[node] for node in handed)
+        written = {by_name[node]: copies[node] for node in writes}
+        graph.output((*(by_position or (None,)), written) if written else by_position or None)
+    module = fx.GraphModule(model, graph, class_name=name.capitalize())
+    modules = [str(node.target) for node in segment if node.op in ("call_module", "get_attr")]
+    return _Part(name, module, modules, [by_name[node] for node in reads], [by_name[node] for node in writes])
+
+
+def _run(parts: Sequence[_Part], inputs: Sequence[Tensor]) -> Any:
+    """The parts one after the other."""
+    x: Any = tuple(inputs)
+    tensors: dict[str, Any] = {}
+    for part in parts:
+        values = x if isinstance(x, tuple) else (x,)
+        x = part.module(*values, **{name: tensors[name] for name in part.reads})
+        if part.writes:
+            *rest, written = x
+            tensors |= written
+            x = tuple(rest)
+    return x
+
+
+def _difference(found: Any, want: Any) -> float:
+    """The largest |a - b| / max |b| over the tensors of two outputs; infinite where they are not alike."""
+    if isinstance(want, Mapping):
+        same = isinstance(found, Mapping) and found.keys() == want.keys()
+        return max((_difference(found[key], want[key]) for key in want), default=0.0) if same else float("inf")
+    if isinstance(want, (tuple, list)):
+        same = isinstance(found, (tuple, list)) and len(found) == len(want)
+        return max((_difference(a, b) for a, b in zip(found, want, strict=True)), default=0.0) if same else float("inf")
+    if not isinstance(want, Tensor):
+        return 0.0 if found is want or found == want else float("inf")
+    if not isinstance(found, Tensor) or found.shape != want.shape or found.dtype != want.dtype:
+        return float("inf")
+    if not want.numel():
+        return 0.0
+    a, b = found.double(), want.double()
+    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
+
+
+def _tied(parts: Sequence[_Part]) -> list[list[str]]:
+    """The names of each weight that several parts hold, or one part twice."""
+    names: dict[int, list[str]] = {}
+    for part in parts:
+        for inner, parameter in part.module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(f"{part.name}.{inner}")
+    return [group for group in names.values() if len(group) > 1]
