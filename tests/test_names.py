@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,3 +51,25 @@ def test_a_name_defined_twice_is_found() -> None:
         "LIMIT": ["a", "b"],
         "B": ["a", "b"],
     }
+
+
+QUESTION = re.compile(r"(What|How|Whether|Where|Who|Whose|Which|When|Why)\b")
+
+
+def questions(text: str) -> list[str]:
+    """Return the first lines of the docstrings in a module's `text` that begin with a question word."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docs = (ast.get_docstring(node) or "" for node in ast.walk(ast.parse(text)) if isinstance(node, kinds))
+    return [doc.partition("\n")[0] for doc in docs if QUESTION.match(doc)]
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
+    """A relative clause ("What a rank holds") does not say what kind of thing it describes."""
+    assert not [line for path in sorted(SOURCE.rglob("*.py")) for line in questions(path.read_text())]
+
+
+def test_a_docstring_that_begins_with_a_question_word_is_found() -> None:
+    assert questions(
+        '"""Whatever."""\nclass A:\n    """What it is.\n\n    More."""\n    def f(self):\n        "Return it."'
+    )
+    assert not questions('"""Howitzers."""\ndef f():\n    """Return what it is."""')

@@ -124,7 +124,7 @@ def number(value: float) -> str:
 
 
 def depth(value: object, most: int = MOST_NESTED) -> int:
-    """How deep tables and lists lie in each other, counted up to `most` + 1; without recursion."""
+    """Return how deep tables and lists lie in each other, counted up to `most` + 1; without recursion."""
     level, here = 0, [value]
     while here and level <= most:
         here = [

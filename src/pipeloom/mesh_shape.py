@@ -18,7 +18,7 @@ _PARTS = {"pp": ("pp",), "dp": ("edp", "ep"), "edp": ("edp",), "ep": ("ep",), "t
 
 
 class Place(NamedTuple):
-    """Where a rank sits: its index on each axis; dp = edp · (size of ep) + ep."""
+    """Position of a rank: its index on each axis; dp = edp · (size of ep) + ep."""
 
     pp: int
     dp: int
@@ -63,7 +63,7 @@ class MeshShape:
 
     @property
     def edp(self) -> int:
-        """How many ranks hold the same experts."""
+        """Return how many ranks hold the same experts."""
         return self.dp // self.ep
 
     @property
@@ -72,7 +72,7 @@ class MeshShape:
         return self.pp, self.edp, self.ep, self.tp
 
     def place(self, rank: int) -> Place:
-        """Where `rank` sits. Raises UsageError for a rank outside the mesh."""
+        """Return where `rank` sits. Raises UsageError for a rank outside the mesh."""
         if not 0 <= rank < self.world:
             raise UsageError(f"rank {rank} is not in a mesh of {self.world} ranks")
         rest, tp = divmod(rank, self.tp)

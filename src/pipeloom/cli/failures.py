@@ -1,4 +1,4 @@
-"""How a command ends: its exit code, and one clear message when it fails."""
+"""The end of a command: its exit code, and one clear message when it fails."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def protect_streams() -> None:
 
 
 def _output_failure() -> OSError | None:
-    """Why standard output did not take everything."""
+    """Return the reason why standard output did not take everything."""
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     return raw.failure if isinstance(raw, Output) else None
 

@@ -250,7 +250,7 @@ def _work(rehearsal: Rehearsal, device: str) -> tuple[int, tuple[Timeline, ...]]
 
 
 def _layout(rehearsal: Rehearsal, device: str) -> Layout:
-    """What a worker's start-up reads: as many ranks, the device, the watchdog's limit."""
+    """Return the layout that a worker's start-up reads: as many ranks, the device, the watchdog's limit."""
     from pipeloom.config import load_layout
     from pipeloom.train.rehearse import patience
     from pipeloom.train.worker import world_size_given

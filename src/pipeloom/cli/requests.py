@@ -1,4 +1,4 @@
-"""What `schedule` and `compare` are asked for: sizes, options and costs as text, turned into values."""
+"""Arguments of `schedule` and `compare`: sizes, options and costs as text, turned into values."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def _build(
 
 
 def takes_chunks(name: str) -> bool:
-    """Whether the family `name` has a number of chunks to choose."""
+    """Return whether the family `name` has a number of chunks to choose."""
     from pipeloom.schedule.families import FAMILIES, canonical_name
 
     family = FAMILIES.get(canonical_name(name))

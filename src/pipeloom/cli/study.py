@@ -1,4 +1,4 @@
-"""What measured steps say, in words and as JSON: `show` and `rehearse` print it."""
+"""Findings from measured steps, in words and as JSON, as `show` and `rehearse` print them."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _VOLUME_KINDS = ("pipeline", "tensor", "data", "experts")
 
 
 class LayoutVolume(NamedTuple):
-    """What one layout of the model sends in a step, or why there is none."""
+    """Bytes that one layout of the model sends in a step, or the reason why there are none."""
 
     label: str
     workers: int

@@ -1,4 +1,4 @@
-"""What `train` and `verify` share: the flags of a configuration, and being the launcher or one of its workers."""
+"""Shared by `train` and `verify`: the flags of a configuration, and the roles of launcher and worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers each stage holds: contiguous, and as even in cost as whole layers allow."""
+"""Assignment of layers to stages: contiguous, and as even in cost as whole layers allow."""
 
 from __future__ import annotations
 

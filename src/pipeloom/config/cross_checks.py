@@ -1,4 +1,4 @@
-"""What must hold between keys. A check says which keys it reads, and is left out when one of those is wrong."""
+"""Conditions between keys. A check names the keys that it reads, and is skipped when one of those is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold between the keys of experts and those of their parallelism."""
+"""Conditions between the keys of experts and those of their parallelism."""
 
 from __future__ import annotations
 

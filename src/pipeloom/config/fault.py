@@ -73,7 +73,7 @@ def parse_fault(text: str) -> Fault | None:
 
 
 def fault_problem(fault: Fault, schedule: Schedule, steps: int) -> str | None:
-    """Why `fault` could never happen in `schedule` over `steps` steps, or None when it can."""
+    """Return why `fault` could never happen in `schedule` over `steps` steps, or None when it can."""
     m = schedule.microbatches
     if fault.kind == "swap-microbatches":
         if fault.a == fault.b:

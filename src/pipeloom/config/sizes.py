@@ -1,4 +1,4 @@
-"""What each layer of the model costs and holds, from its shape alone."""
+"""Cost and size of each layer of the model, from its shape alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many tokens a tokenizer's file knows; reads its JSON and needs no package."""
+"""Number of tokens that a tokenizer's file knows; reads its JSON and needs no package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step sends between workers, by kind, from the configuration's shapes alone.
+"""Bytes that a step sends between workers, by kind, from the configuration's shapes alone.
 
 A ring all-reduce of V bytes over N ranks sends 2 (N - 1) / N V from each of them, an all-gather or a reduce-scatter of V
 bytes in all (N - 1) / N V (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009). Statistics of the loss, gradient

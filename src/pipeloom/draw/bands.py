@@ -12,7 +12,7 @@ from pipeloom.schedule import Action, Timeline
 
 
 class Paint(NamedTuple):
-    """How a character is coloured; kind "" is idle."""
+    """Colour of a character; kind "" is idle."""
 
     kind: str
     chunk: int
@@ -47,7 +47,7 @@ class Grid:
 
     @property
     def gap(self) -> bool:
-        """Whether an empty line belongs between two bands: where they have more than one line."""
+        """Return whether an empty line belongs between two bands: where they have more than one line."""
         return self.rows > 1
 
 

@@ -1,4 +1,4 @@
-"""What all drawings draw: one box for each program entry, with its chunk and phase."""
+"""The content of every drawing: one box for each program entry, with its chunk and phase."""
 
 from __future__ import annotations
 

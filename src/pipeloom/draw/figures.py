@@ -73,7 +73,7 @@ def message_words(found: dict[str, Any]) -> str:
 
 
 def full_rank(schedule: Schedule) -> float:
-    """What one stage-micro-batch is in full-rank units: what a stage holds of 1/p of the model (1/v in a loop)."""
+    """Return what one stage-micro-batch is in full-rank units: what a stage holds of 1/p of the model (1/v in a loop)."""
     return schedule.ranks / schedule.positions
 
 
@@ -94,7 +94,7 @@ def number(value: float, digits: int = 4) -> str:
 
 
 def heading(timeline: Timeline) -> str:
-    """What was drawn: "interleaved, 4 ranks, 2 chunks, 9 micro-batches, rounds=balanced"."""
+    """Return what was drawn: "interleaved, 4 ranks, 2 chunks, 9 micro-batches, rounds=balanced"."""
     schedule = timeline.schedule
     words = [schedule.name, _count(schedule.ranks, "rank")]
     if schedule.chunks > 1:
@@ -115,7 +115,7 @@ def time_unit(timelines: Sequence[Timeline]) -> tuple[float, str]:
 
 
 def assumptions(timeline: Timeline, unit: tuple[float, str] = (1.0, "")) -> str:
-    """What a drawing rests on: the costs, in a unit of time, and what a pair costs where there are pairs."""
+    """Return what a drawing rests on: the costs, in a unit of time, and what a pair costs where there are pairs."""
     words = [cost_words(timeline, unit)]
     costs = timeline.costs
     if timeline.schedule.has_pairs and timeline.source == "simulated":
@@ -131,7 +131,7 @@ def assumptions(timeline: Timeline, unit: tuple[float, str] = (1.0, "")) -> str:
 
 
 def cost_words(timeline: Timeline, unit: tuple[float, str] = (1.0, "")) -> str:
-    """Which costs it was simulated with: "costs of a stage: F 1, I 1, W 1; p2p 0"."""
+    """Return which costs it was simulated with: "costs of a stage: F 1, I 1, W 1; p2p 0"."""
     if timeline.source == "measured":
         return f"measured, times in {time_unit([timeline])[1]}"
     return f"costs of a stage{f' in {unit[1]}' if unit[1] else ''}: {cost_numbers(timeline.costs, unit[0])}"

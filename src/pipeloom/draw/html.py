@@ -51,7 +51,7 @@ def html(timelines: Timeline | Sequence[Timeline], title: str | None = None) -> 
 
 
 def document(timelines: Sequence[Timeline], title: str) -> dict[str, Any]:
-    """What the page reads, ready for `json.dumps`: the table of kinds, the unit of time, and a pane for each timeline."""
+    """Return what the page reads, ready for `json.dumps`: the table of kinds, the unit of time, and a pane for each timeline."""
     factor, unit = time_unit(timelines)
     mixed = len({timeline.source for timeline in timelines}) > 1
     return {
@@ -112,7 +112,7 @@ def _pane(timeline: Timeline, unit: tuple[float, str]) -> dict[str, Any]:
 
 
 def _costs(timeline: Timeline) -> dict[str, Any]:
-    """What the page's simulator reads: a value for each stage, matrices where they were given."""
+    """Return what the page's simulator reads: a value for each stage, matrices where they were given."""
     costs, stages = timeline.costs, timeline.schedule.stages
     spread = StageCosts.of(costs, stages)
     return {

@@ -1,4 +1,4 @@
-"""How schedules, timelines and search results show themselves in a notebook: the page in a frame, an SVG where there is none."""
+"""Notebook representations of schedules, timelines and search results: the page in a frame, or an SVG without frames."""
 
 from __future__ import annotations
 

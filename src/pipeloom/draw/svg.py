@@ -26,7 +26,7 @@ MOST_TOOLTIPS = 4000
 
 @dataclass
 class _TimelineSheet:
-    """What is drawn so far, the colours that it uses, and what all timelines share.
+    """The elements drawn so far, the colours in use, and the settings that all timelines share.
 
     Attributes:
         width: of the document, in pixels.

@@ -27,7 +27,7 @@ _ENDS = ("first.", "last.")  # what names of a Hugging Face model's ends begin w
 
 @dataclass(frozen=True)
 class LoraOptions:
-    """Which layers get adapters, and of what size; the names are those of `peft`.
+    """The layers that get adapters, and the adapters' size; the names are those of `peft`.
 
     Attributes:
         r: the adapters' rank.
@@ -60,11 +60,11 @@ class LoraOptions:
 
     @property
     def scale(self) -> float:
-        """What the product of the two matrices is multiplied by."""
+        """Return what the product of the two matrices is multiplied by."""
         return self.lora_alpha / self.r
 
     def chooses(self, name: str) -> bool:
-        """Whether the linear layer that is called `name` in `transformers` gets an adapter."""
+        """Return whether the linear layer that is called `name` in `transformers` gets an adapter."""
         if self.target_modules == ALL_LINEAR:
             return name.rpartition(".")[2] not in ("lm_head", "embed_out")
         if isinstance(self.target_modules, str):
@@ -93,7 +93,7 @@ def adapter_name(name: str) -> str:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is one of an adapter's two."""
+    """Return whether a parameter of this name is one of an adapter's two."""
     return name.endswith((".lora_A.weight", ".lora_B.weight"))
 
 
@@ -151,7 +151,7 @@ def merged(
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a linear layer's weight is [inputs, outputs], as of GPT-2's `Conv1D`."""
+    """Return whether a linear layer's weight is [inputs, outputs], as of GPT-2's `Conv1D`."""
     return isinstance(module, TransposedLinear) or is_conv1d(module)
 
 

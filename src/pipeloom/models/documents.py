@@ -12,7 +12,7 @@ OWN_CALL_TOKENS = 64
 
 
 def document_numbers(position_ids: Tensor) -> Tensor:
-    """Which document of its row each token belongs to, from 0: [batch, length] int64.
+    """Return which document of its row each token belongs to, from 0: [batch, length] int64.
 
     A document begins wherever a position is not the one before it plus 1, as `transformers` reads packed rows.
 
@@ -25,7 +25,7 @@ def document_numbers(position_ids: Tensor) -> Tensor:
 
 
 def visible(position_ids: Tensor, start: int = 0, end: int | None = None) -> Tensor:
-    """Whether a query may attend to a key: one of its own document, and not after it: bool [batch, 1, queries, keys].
+    """Return whether a query may attend to a key: one of its own document, and not after it: bool [batch, 1, queries, keys].
 
     Args:
         start, end: the queries, a run of positions; the keys are those before `end`. Default: all.

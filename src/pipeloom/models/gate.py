@@ -32,7 +32,7 @@ from pipeloom.parallel.tensor import TensorParallel
 
 @dataclass(frozen=True)
 class Load:
-    """What one micro-batch asked of the experts of one block.
+    """Demand of one micro-batch on the experts of one block.
 
     Attributes:
         counts: choices of each expert: [experts] int64.
@@ -139,7 +139,7 @@ def gates_of(modules: Iterable[nn.Module]) -> list[TopKGate]:
 
 
 def take_loads(gate: TopKGate) -> Tensor:
-    """What the micro-batches of the last step asked of the gate's experts, and forgets it.
+    """Return and clear the demand of the last step's micro-batches on the gate's experts.
 
     Returns: [experts + 1] int64: choices of each expert, then choices that were dropped. Under tensor parallelism every rank
     has seen all of them.

@@ -33,7 +33,7 @@ class Deviations:
 
 @dataclass(frozen=True)
 class InitSpec:
-    """How first weights are drawn.
+    """Distribution of first weights.
 
     Attributes:
         seed: of all of them.

@@ -84,7 +84,7 @@ class SparseFeedForward(nn.Module):
             self.shared_expert_gate = PartialSumLinear(hidden, 1, None, tensor)
 
     def route(self, tokens: Tensor, microbatch: MicrobatchContext | None) -> Routing:
-        """Where all tokens of a micro-batch go; the weights carry its auxiliary losses."""
+        """Return where all tokens of a micro-batch go; the weights carry its auxiliary losses."""
         wanted = self.gate.choose(tokens, self.gate.draw(tokens, microbatch))
         routing = self.gate.limit(wanted)
         self.gate.record(routing.tally.counts, dropped_between(wanted, routing), microbatch)
@@ -95,7 +95,7 @@ class SparseFeedForward(nn.Module):
         return ungroup(self.experts(group_by_expert(rows, dispatch_plan), dispatch_plan.arrival.counts), dispatch_plan)
 
     def share(self, tokens: Tensor) -> Tensor | None:
-        """What the shared experts add: sigmoid(gate x) · expert(x) (Qwen-MoE); None where there are none."""
+        """Return what the shared experts add: sigmoid(gate x) · expert(x) (Qwen-MoE); None where there are none."""
         if self.shared_expert is None:
             return None
         gate: Tensor = self.shared_expert_gate(tokens).sigmoid()
@@ -170,7 +170,7 @@ class SparseBlock(nn.Module):
         return x + gained
 
     def tokens(self, attended: Tensor) -> Tensor:
-        """What the router and the experts see: all tokens, on every tensor-parallel rank, [batch, length, hidden]."""
+        """Return what the router and the experts see: all tokens, on every tensor-parallel rank, [batch, length, hidden]."""
         return enter(self.post_attention_layernorm(attended), self.tensor)
 
     def add(self, attended: Tensor, mixed: Tensor, microbatch: MicrobatchContext | None) -> Tensor:

@@ -115,7 +115,7 @@ class BlockAttention:
         self._query, self._key, self._value = attention.split_heads(x, position_ids)
 
     def run(self, start: int, end: int) -> Tensor:
-        """What positions start..end-1 get: [batch, end - start, hidden]."""
+        """Return what positions start..end-1 get: [batch, end - start, hidden]."""
         if self._position_ids is None:
             mask = torch.ones(end - start, end, dtype=torch.bool, device=self._query.device).tril(start)
         else:
@@ -171,7 +171,7 @@ def _landed(finish: Finish, dispatch_plan: DispatchPlan) -> Tensor:
 
 
 def _mask(block: SparseBlock, x: Tensor, microbatch: MicrobatchContext | None) -> Tensor | None:
-    """What the attention's dropout multiplies with, of all tokens: each block takes its part."""
+    """Return what the attention's dropout multiplies with, of all tokens: each block takes its part."""
     dropout = block.attention_dropout
     if not dropout.training or dropout.probability == 0:
         return None

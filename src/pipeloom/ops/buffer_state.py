@@ -103,7 +103,7 @@ class _Part:
 
 
 def _may_have_changed(buffer: Tensor, copy: Tensor) -> bool:
-    """Whether a kernel may have changed the buffer but not its version: batch norm does so with its statistics.
+    """Return whether a kernel may have changed the buffer but not its version: batch norm does so with its statistics.
 
     Vectors are not compared: their copies are small, and on a GPU a comparison would wait for the device.
     """

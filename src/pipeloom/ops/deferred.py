@@ -103,7 +103,7 @@ class StageBackward:
 
     @property
     def running(self) -> bool:
-        """Whether the node that asks is run by the stage's own pass."""
+        """Return whether the node that asks is run by the stage's own pass."""
         return bool(torch._C._current_graph_task_id() == self._task)
 
     def run(self, roots: Sequence[GradientEdge | Tensor], gradients: Sequence[Tensor | None]) -> None:
@@ -150,11 +150,11 @@ class WeightGradContext:
 
     @property
     def writes(self) -> bool:
-        """Whether layers whose forward runs now may write their weight gradients themselves."""
+        """Return whether layers whose forward runs now may write their weight gradients themselves."""
         return self.in_place or self.queue is not None or self.main is not None
 
     def writes_now(self, weight: Tensor, queue: WeightGradQueue | None) -> bool:
-        """Whether the node of a layer, run now, writes the gradient of `weight` itself instead of returning it to autograd.
+        """Tell if a layer's node, run now, writes the gradient of `weight` itself instead of returning it to autograd.
 
         Only in the stage's own pass, and only where nobody waits for autograd to accumulate the gradient: not with a hook on
         the weight.
@@ -222,7 +222,7 @@ def defer_weight_gradients(module: nn.Module, grad_context: WeightGradContext) -
 
 
 def _is_plain(own: Any) -> bool:
-    """Whether an instance's own forward is none, or this module's."""
+    """Return whether an instance's own forward is none, or this module's."""
     return own is None or (isinstance(own, partial) and own.func is _forward)
 
 
@@ -252,5 +252,5 @@ def _is_plain_operand(x: Tensor) -> bool:
 
 
 def _is_trained(weight: Tensor) -> bool:
-    """Whether the optimizer trains this very weight, and autograd records what is done with it."""
+    """Return whether the optimizer trains this very weight, and autograd records what is done with it."""
     return type(weight) is nn.Parameter and weight.requires_grad and torch.is_grad_enabled()

@@ -118,7 +118,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _recorded(*operands: Tensor) -> bool:
-    """Whether autograd is to record a product of these."""
+    """Return whether autograd is to record a product of these."""
     return torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
 
 
@@ -128,7 +128,7 @@ def _by_group(x: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def _way(x: Tensor, *widths: int) -> str:
-    """Whether torch's grouped product takes this: its dtypes, and rows of whole 16 bytes."""
+    """Return whether torch's grouped product takes this: its dtypes, and rows of whole 16 bytes."""
     if _GROUPED_MM is None or any(width * x.itemsize % 16 for width in widths):
         return "loop"
     if x.is_cuda:

@@ -33,7 +33,7 @@ class MainGradients:
         self._hooked: set[nn.Parameter] = set()
 
     def __contains__(self, parameter: Tensor) -> bool:
-        """Whether gradients of `parameter` go to a buffer now."""
+        """Return whether gradients of `parameter` go to a buffer now."""
         return self.opened and parameter in self._buffers
 
     def hold(self, parameter: nn.Parameter, buffer: Tensor) -> None:
@@ -67,7 +67,7 @@ class MainGradients:
                 self._empty.discard(parameter)
 
     def watched(self, parameter: Tensor) -> bool:
-        """Whether somebody else waits, by a hook, for the parameter's gradient to be accumulated.
+        """Return whether somebody else waits, by a hook, for the parameter's gradient to be accumulated.
 
         Its gradients then add up in `.grad` until `complete`, so that the hook sees them as it does in one process.
         """

@@ -1,4 +1,4 @@
-"""What a layer may know of the micro-batch that it works on: which one it is, and how much it counts."""
+"""Context of a micro-batch for its layers: its number, and its share of the loss."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def use_onednn_linear(use: bool = True) -> bool:
 
 
 def uses_onednn() -> bool:
-    """Whether `use_onednn_linear` has taken effect in this process."""
+    """Return whether `use_onednn_linear` has taken effect in this process."""
     return _use_onednn
 
 
@@ -46,7 +46,9 @@ def adjoint(factor: Tensor) -> Tensor:
 
 
 def plain_operations_only() -> bool:
-    """Whether a compiler or a transform (`torch.func`, forward-mode AD) is at work, which knows PyTorch's own operations only."""
+    """Tell if a compiler or a transform (`torch.func`, forward-mode AD) is active, which supports PyTorch's own operations
+    only.
+    """
     return (
         torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     )
@@ -100,7 +102,7 @@ def add_product(total: Tensor, x: Tensor, y: Tensor, first: bool = False) -> Non
 
 @cache
 def machine_prefers_onednn() -> bool:
-    """Whether this is an AMD processor with AVX-512, and PyTorch has both libraries."""
+    """Return whether this is an AMD processor with AVX-512, and PyTorch has both libraries."""
     return (
         torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
         and onednn_operation() is not None
@@ -131,7 +133,7 @@ class _OneDnnLinear(torch.autograd.Function):
 
 
 def _suits(x: Tensor, y: Tensor, columns: int) -> bool:
-    """Whether oneDNN takes x y or x y^T, of so many columns, and less time for it."""
+    """Return whether oneDNN takes x y or x y^T, of so many columns, and less time for it."""
     return (
         _use_onednn
         and not torch.compiler.is_compiling()

@@ -31,7 +31,7 @@ def stable_seed(*parts: object) -> int:
 
 @dataclass(frozen=True)
 class RandomSource:
-    """Where a layer's random numbers come from: the run's seed, and the layer's global name."""
+    """Source of a layer's random numbers: the run's seed, and the layer's global name."""
 
     seed: int
     name: str
@@ -75,7 +75,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class TokenPart:
-    """Which part of the tokens [..., tokens, width] a rank holds: part `index` of `count` equal ones."""
+    """A rank's part of the tokens [..., tokens, width]: part `index` of `count` equal ones."""
 
     index: int = 0
     count: int = 1

@@ -25,7 +25,7 @@ Values = tuple[Any, ...]
 
 
 class _Meter:
-    """Where waiting inside a compute segment is counted; `watch` is None while no engine runs."""
+    """Counter of waiting inside a compute segment; `watch` is None while no engine runs."""
 
     watch: Callable[[str], AbstractContextManager[None]] | None = None
 
@@ -92,11 +92,11 @@ class Communication(Protocol):
 
     @property
     def name(self) -> str:
-        """What it is called in messages ("dispatch", "combine")."""
+        """Return what it is called in messages ("dispatch", "combine")."""
 
     @property
     def quick(self) -> bool:
-        """Whether it is over so soon (inside a machine) that an overlapped pair does not take turns at it."""
+        """Return whether it is over so soon (inside a machine) that an overlapped pair does not take turns at it."""
 
     def start(self, values: Values) -> Pending:
         """Starts it; returns at once. The tensors know no graph. Values that do not move are handed on as they are."""
@@ -211,17 +211,17 @@ class _Ending:
 
 
 def is_segmented(layer: object) -> bool:
-    """Whether the layer's class declares segments (an attribute of that name on the instance does not count)."""
+    """Return whether the layer's class declares segments (an attribute of that name on the instance does not count)."""
     return callable(getattr(type(layer), "segments", None))
 
 
 def carries(value: Any) -> bool:
-    """Whether a gradient comes back for this value."""
+    """Return whether a gradient comes back for this value."""
     return isinstance(value, Tensor) and value.requires_grad and (value.is_floating_point() or value.is_complex())
 
 
 def saved_of(values: Values) -> Values:
-    """What a communication's backward is told of its inputs: all but the tensors that carry."""
+    """Return what a communication's backward is told of its inputs: all but the tensors that carry."""
     return tuple(None if carries(value) else value for value in values)
 
 

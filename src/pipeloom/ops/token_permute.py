@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TokenPermutation:
-    """Which row each choice of each token became.
+    """The row of each choice of each token.
 
     Attributes:
         order: row -> choice, numbered token · k + choice: [rows] int64.
@@ -38,7 +38,7 @@ class TokenPermutation:
 
     @property
     def complete(self) -> bool:
-        """Whether no choice was dropped."""
+        """Return whether no choice was dropped."""
         return self.order.numel() == self.slot.numel()
 
 

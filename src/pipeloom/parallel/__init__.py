@@ -1,4 +1,4 @@
-"""How work is laid over processes: the mesh, and data, tensor, sequence and expert parallelism."""
+"""Distribution of work over processes: the mesh, and data, tensor, sequence and expert parallelism."""
 
 from pipeloom.parallel.mesh import ALONE, Axis, Mesh, PipelineMesh
 

@@ -34,13 +34,13 @@ class BucketParameter:
 
     @property
     def matrix(self) -> bool:
-        """Whether it has two dimensions or more: optimizers treat those alike, and vectors otherwise."""
+        """Return whether it has two dimensions or more: optimizers treat those alike, and vectors otherwise."""
         return self.parameter.ndim >= 2
 
 
 @dataclass(frozen=True)
 class BucketSlot:
-    """Where a parameter's elements stand in its bucket."""
+    """Position of a parameter's elements in its bucket."""
 
     held: BucketParameter
     start: int
@@ -113,7 +113,7 @@ class Bucket:
 
     @property
     def visible(self) -> bool:
-        """Whether `.grad` can be a view of the buffer: torch wants it to have the parameter's dtype."""
+        """Return whether `.grad` can be a view of the buffer: torch wants it to have the parameter's dtype."""
         return all(slot.held.parameter.dtype == self.dtype for slot in self.slots)
 
     def views(self, flat: Tensor) -> Iterator[tuple[BucketSlot, Tensor]]:

@@ -20,7 +20,7 @@ from pipeloom.parallel.through_host import start
 
 @dataclass(frozen=True)
 class ExpertParallel:
-    """How experts are spread: rank i of the axis holds the i-th run of experts, all runs equally long.
+    """Placement of experts: rank i of the axis holds the i-th run of experts, all runs equally long.
 
     Attributes:
         axis: the expert-parallel ranks.

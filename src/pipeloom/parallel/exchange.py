@@ -104,7 +104,7 @@ def gather_tree(value: Any, group: Any, destination: int) -> list[Any] | None:
 
 
 def _device(group: Any) -> torch.device:
-    """Where the group's backend sends from: the CPU where it has gloo."""
+    """Return where the group's backend sends from: the CPU where it has gloo."""
     if "gloo" in str(dist.get_backend_config(group)):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

@@ -1,4 +1,4 @@
-"""How the buckets of one process are reduced: by collectives, or through memory that the ranks of a machine share."""
+"""Reduction of one process's buckets: by collectives, or through memory that the ranks of a machine share."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _EXACTLY = {"switch": 1, "gshard": 2}
 
 @dataclass(frozen=True)
 class Gate:
-    """How a router chooses.
+    """Rule by which a router chooses.
 
     Attributes:
         router: one of ROUTERS.
@@ -67,7 +67,7 @@ class Gate:
 
 @dataclass(frozen=True)
 class Routing:
-    """Where tokens go.
+    """Experts and weights of each token.
 
     Attributes:
         experts: [tokens, k] int64, first choice first.
@@ -148,7 +148,9 @@ NO_DRAWS = RouterNoise()
 def sample_noise(
     gate: Gate, tokens: int, width: int, dtype: torch.dtype, generators: Iterable[torch.Generator]
 ) -> RouterNoise:
-    """What `gate` draws in training for samples of `tokens` tokens each; each one's generator is fresh, and alone decides."""
+    """Return the noise that `gate` draws in training for samples of `tokens` tokens each; each one's generator is fresh,
+    and alone decides.
+    """
     if gate.router == "switch":
         uniform = torch.cat([torch.rand(tokens, width, generator=g, device=g.device) for g in generators])
         return RouterNoise(inputs=(1 + gate.jitter * (2 * uniform - 1)).to(dtype))
@@ -225,7 +227,7 @@ def limit(routing: Routing, capacity: int) -> Routing:
 
 
 def dropped_between(wanted: Routing, limited: Routing) -> Tensor | None:
-    """How many choices of `wanted` found no place in `limited`, which was made of it: 0-dim int64; None: no limit."""
+    """Return how many choices of `wanted` found no place in `limited`, which was made of it: 0-dim int64; None: no limit."""
     if limited.kept is None or limited.kept is wanted.kept:
         return None
     lost = ~limited.kept if wanted.kept is None else wanted.kept & ~limited.kept

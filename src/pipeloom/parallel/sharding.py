@@ -1,4 +1,4 @@
-"""How a parameter is laid over ranks: which part each holds, and whose gradients belong together."""
+"""Layout of a parameter over ranks: the part that each holds, and the ranks whose gradients are summed."""
 
 from __future__ import annotations
 

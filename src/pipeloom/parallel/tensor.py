@@ -27,7 +27,7 @@ from pipeloom.parallel.shared_memory_sum import SharedMemoryAllReduce, SharedSum
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How layers are cut over the ranks of an axis.
+    """Distribution of layers over the ranks of an axis.
 
     Attributes:
         axis: the tensor-parallel ranks, 2 or more.
@@ -238,7 +238,7 @@ def _column(x: Tensor, linears: Sequence[ColumnLinear]) -> tuple[Tensor, ...]:
 
 
 class _ColumnCall(NamedTuple):
-    """How column layers are called: over which ranks, and where their weight gradients go."""
+    """Arguments of column layers: their ranks, and the destination of their weight gradients."""
 
     tensor: TensorParallel
     grad_context: WeightGradContext | None

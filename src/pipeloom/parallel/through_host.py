@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def goes_through_host(device: torch.device, group: Any) -> bool:
-    """Whether `group` cannot move tensors of `device` itself: they are on a GPU, and it has no NCCL."""
+    """Return whether `group` cannot move tensors of `device` itself: they are on a GPU, and it has no NCCL."""
     return device.type == "cuda" and "nccl" not in str(dist.get_backend_config(group))
 
 

@@ -43,7 +43,7 @@ class FlatParameters:
         return self.bucket.part[run.start - self.mine.start : run.stop - self.mine.start]
 
     def masters(self) -> list[tuple[slice, nn.Parameter]]:
-        """What an optimizer steps: (its elements, their values), matrices apart from vectors.
+        """Return what an optimizer steps: (its elements, their values), matrices apart from vectors.
 
         Values of fp32 and above are a view of the buffer; for others an fp32 copy, to be written with `publish`.
         """
@@ -74,7 +74,7 @@ class WeightGathers:
 
     @property
     def pending(self) -> bool:
-        """Whether any slice is on its way."""
+        """Return whether any slice is on its way."""
         return bool(self._pending)
 
     def start(self, flats: Sequence[FlatParameters]) -> None:

@@ -40,7 +40,7 @@ GatherObjects = Callable[[Any], list[Any]]
 
 @dataclass(frozen=True)
 class Assembly:
-    """What a rank holds.
+    """Layers, parameters and ties of a rank.
 
     Attributes:
         rank: this one.
@@ -77,7 +77,7 @@ class Assembly:
 
 
 class SharedBuild:
-    """What the ranks of one process share while their layers are built: the modules, and the context of their gradients.
+    """State that the ranks of one process share while their layers are built: the modules, and the context of their gradients.
 
     Attributes:
         shared: which layers share a parameter.
@@ -273,7 +273,9 @@ def _held(
     stages: Mapping[int, Stage],
     across: Mapping[Tie, nn.Parameter],
 ) -> tuple[BucketParameter, ...]:
-    """What the reduction of gradients asks of each parameter. One that other pipeline ranks hold too is summed there first."""
+    """Return the properties of each parameter that the reduction of its gradient needs. One that other pipeline ranks hold
+    too is summed there first.
+    """
     layouts: dict[nn.Parameter, ParameterSharding] = {}
     for module in modules.values():
         inner = shardings_of(module)

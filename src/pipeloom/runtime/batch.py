@@ -48,7 +48,7 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class Weighing:
-    """How micro-batches count, among those of all data-parallel replicas.
+    """Weights of micro-batches among those of all data-parallel replicas.
 
     Attributes:
         weight: of a micro-batch's targets; None: how many of them count.
@@ -91,7 +91,7 @@ def _count_by_part(targets: Any, sizes: Sequence[int], rows: int, ignore_index: 
 
 
 def _holds(tensor: Tensor, index: int) -> bool:
-    """Whether elements of this tensor can be `index`: in an unsigned or small type a comparison would wrap it around."""
+    """Return whether elements of this tensor can be `index`: in an unsigned or small type a comparison would wrap it around."""
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         return False
     limits = torch.iinfo(tensor.dtype)
@@ -186,7 +186,7 @@ def _shares(
 
 
 def _given_weight(weight: float | Tensor, microbatch: int) -> float:
-    """What the caller's `weight` returned, as a number; NaN for a tensor on the meta device."""
+    """Return what the caller's `weight` returned, as a number; NaN for a tensor on the meta device."""
     if isinstance(weight, Tensor) and weight.is_meta:
         return math.nan
     number = float(weight)

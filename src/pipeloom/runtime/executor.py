@@ -35,7 +35,7 @@ from pipeloom.schedule.channels import Edge, Message, MessageKind
 
 @dataclass(frozen=True)
 class StepHooks:
-    """What is told of a step while it runs.
+    """Callbacks of a step while it runs.
 
     Attributes:
         status: what the rank does and waits for, for the watchdog.
@@ -54,7 +54,7 @@ class StepHooks:
 
 @dataclass
 class StepResult:
-    """What one run of a rank's program leaves.
+    """Result of one run of a rank's program.
 
     Attributes:
         loss: the sums of its shares of the loss and of layers' terms.
@@ -153,7 +153,7 @@ class Executor:
 
     @property
     def unfinished(self) -> bool:
-        """Whether instructions are left."""
+        """Return whether instructions are left."""
         return self._next < len(self.program.instructions)
 
     def missing(self) -> Message | None:
@@ -340,18 +340,20 @@ class Executor:
         return values, specs
 
     def _arrived(self, kind: MessageKind, edge: Edge, microbatch: int, received: Deliveries) -> Delivery:
-        """What has crossed an edge, from another rank or from another stage here."""
+        """Return what has crossed an edge, from another rank or from another stage here."""
         return received[edge] if edge in received else self._local.pop((kind, edge, microbatch))
 
     def _share_of_loss(self, action: Action) -> ShareOfLoss | None:
-        """What a route's last stage makes of its output. The loss is scaled here and in `_share_of_term`, nowhere else."""
+        """Return the micro-batch's share of the loss, from the output of a route's last stage. The loss is scaled here and
+        in `_share_of_term`, nowhere else.
+        """
         if self.program.stages[action.stage].after is not None:
             return None
         targets, share = self.batch.targets[action.microbatch], self.batch.shares[action.microbatch]
         return partial(share_of_loss, self.loss, targets=targets, share=share)
 
     def _share_of_term(self, action: Action) -> GiveToTerm | None:
-        """What becomes of the values that a stage's layers give to losses of their own; None: nothing."""
+        """Return what becomes of the values that a stage's layers give to losses of their own; None: nothing."""
         if self.keep_outputs:
             return None
         targets, share = self.batch.targets[action.microbatch], self.batch.shares[action.microbatch]

@@ -25,7 +25,7 @@ _STEPPED = "the weights that other replicas have stepped"
 
 
 class StepGradients:
-    """What happens to one rank's gradients before a step, as its stages end, and after it.
+    """Handling of one rank's gradients before a step, as its stages end, and after it.
 
     Attributes:
         sync: the reduction over the replicas; None where `.grad` is all there is: one pipeline without main gradients.
@@ -193,7 +193,7 @@ class StepGradients:
 
 
 def summed_over(mesh: Mesh, options: RuntimeOptions) -> str | None:
-    """What every gradient is summed over, in words; None where `.grad` is all there is."""
+    """Return what every gradient is summed over, in words; None where `.grad` is all there is."""
     if mesh.dp.size > 1:
         return "data-parallel replicas"
     if mesh.tp.size > 1:

@@ -33,7 +33,7 @@ class LayerNames:
 
     @classmethod
     def of(cls, source: object, name: str) -> LayerNames:
-        """What `source`, the layer called `name`, declares: a `Layer` may, anything else does not. Raises ConfigError."""
+        """Return what `source`, the layer called `name`, declares: a `Layer` may, anything else does not. Raises ConfigError."""
         if not isinstance(source, Layer) or not (source.reads or source.writes or source.losses):
             return cls(name)
         reads, writes = (_by_key(name, which, getattr(source, which)) for which in ("reads", "writes"))
@@ -49,7 +49,7 @@ class LayerNames:
 
     @property
     def silent(self) -> bool:
-        """Whether it declares nothing."""
+        """Return whether it declares nothing."""
         return not (self.reads or self.writes or self.losses)
 
     def require_keywords(self, accepted: frozenset[str] | None) -> None:
@@ -170,7 +170,7 @@ def _require_identifier(layer: str, which: str, name: object) -> None:
 
 
 def _unwritten(layer: str, name: str, rest: Sequence[LayerNames], written: Mapping[str, int]) -> str:
-    """Why `layer` cannot read `name`: `rest` are it and those behind it."""
+    """Return why `layer` cannot read `name`: `rest` are it and those behind it."""
     later = next((other.layer for other in rest if name in other.writes.values()), None)
     if later is not None:
         return f"layer {layer!r} reads tensor {name!r}, which only {later!r} writes, and that is not before it"

@@ -242,7 +242,7 @@ class LocalPipeline:
 
     @property
     def stats(self) -> tuple[RankStats, ...]:
-        """What each rank runs, and figures of its last step; rank by rank."""
+        """Return what each rank runs, and figures of its last step; rank by rank."""
         return tuple(
             RankStats.of(self.schedule, rank, programs.step, result)
             for rank, (programs, result) in enumerate(zip(self._programs, self._results, strict=True))
@@ -295,11 +295,11 @@ class LocalPipeline:
         return first_names.get(name, name)
 
     def owns(self, name: str) -> bool:
-        """Whether norms and checkpoints count what this process holds under this name: always."""
+        """Return whether norms and checkpoints count what this process holds under this name: always."""
         return True
 
     def counts(self, name: str) -> bool:
-        """Whether this process adds its gradient of this name to a global norm: always."""
+        """Return whether this process adds its gradient of this name to a global norm: always."""
         return True
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What a step took: the measured timeline on the boxes of the simulated one, with the ranks' clocks aligned."""
+"""Timing of a step: the measured timeline on the boxes of the simulated one, with the ranks' clocks aligned."""
 
 from __future__ import annotations
 

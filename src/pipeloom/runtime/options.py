@@ -1,4 +1,4 @@
-"""How a pipeline runs: everything that changes speed or safety and never the gradients."""
+"""Options of a pipeline that change speed or safety, and never the gradients."""
 
 from __future__ import annotations
 
@@ -80,14 +80,16 @@ class RuntimeOptions:
 
     @property
     def start_seconds(self) -> float:
-        """How long a rank waits for another one at start-up: longer than a watchdog that runs already, which knows more."""
+        """Return the seconds that a rank waits for another one at start-up: longer than a watchdog that runs already, which
+        knows more.
+        """
         if self.watchdog is not None:
             return self.sum_seconds
         return START_SECONDS if self.timeout is None else min(START_SECONDS, self.timeout)
 
     @property
     def sum_seconds(self) -> float:
-        """How long a rank waits in a sum: the watchdog is earlier, and knows better which rank is late and why."""
+        """Return how long a rank waits in a sum: the watchdog is earlier, and knows better which rank is late and why."""
         return (300.0 if self.timeout is None else self.timeout) + 60.0
 
     def without_fault(self) -> RuntimeOptions:

@@ -84,7 +84,7 @@ def split_at_communications(layers: StageModules, keywords: Mapping[str, Any]) -
 
 
 def _has_hooks(module: Any) -> bool:
-    """Whether `module(...)` does more than its forward."""
+    """Return whether `module(...)` does more than its forward."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
@@ -99,7 +99,7 @@ def _recomputed(run: Callable[[Values], Any], module: Any, values: Values) -> An
 
 
 def _unwrapped(values: Values) -> Any:
-    """What a layer of these outputs returns: one value as it is, several as a tuple."""
+    """Return what a layer of these outputs returns: one value as it is, several as a tuple."""
     return values[0] if len(values) == 1 else values
 
 

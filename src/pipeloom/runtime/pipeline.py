@@ -348,7 +348,7 @@ class Pipeline:
 
     @property
     def distributed(self) -> bool:
-        """Whether other processes take part."""
+        """Return whether other processes take part."""
         return self.mesh.everyone.group is not None
 
     @property
@@ -382,7 +382,7 @@ class Pipeline:
 
     @property
     def stats(self) -> RankStats:
-        """What this rank runs and holds, and figures of its last step."""
+        """Return what this rank runs and holds, and figures of its last step."""
         shared = self._connections.shared
         return RankStats.of(
             self.schedule,
@@ -504,7 +504,7 @@ class Pipeline:
         return self._assembly.first_names.get(name, name)
 
     def owns(self, name: str) -> bool:
-        """Whether norms and checkpoints count what this process holds under this name.
+        """Return whether norms and checkpoints count what this process holds under this name.
 
         Of a tied weight, of replicas, and of what tensor-parallel ranks hold in full, one process of the mesh does.
         """
@@ -514,7 +514,9 @@ class Pipeline:
         return first and name not in self._assembly.copies
 
     def counts(self, name: str) -> bool:
-        """Whether this process adds its gradient of this name to a global norm; of sharded gradients each replica its slice."""
+        """Tell if this process adds its gradient of this name to a global norm; of sharded gradients each replica adds its
+        slice.
+        """
         if not self.options.shard_gradients:
             return self.owns(name)
         sharded = self.layouts[name].over("tp") is not None

@@ -47,7 +47,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class StageProgram:
-    """What the schedule says about one stage.
+    """One stage of the schedule.
 
     Attributes:
         before, after: the neighbouring stages of its route; None: it is the first, the last.
@@ -65,13 +65,13 @@ class StageProgram:
     writes: Mapping[str, tuple[Edge, ...]] = field(default_factory=dict)
 
     def inputs(self, stage: int) -> tuple[Edge, ...]:
-        """What brings the inputs of this stage: of the stage before it, if there is one, then those by name."""
+        """Return what brings the inputs of this stage: of the stage before it, if there is one, then those by name."""
         return self.reads if self.before is None else (Edge(self.before, stage, OUTPUT), *self.reads)
 
 
 @dataclass(frozen=True)
 class RankProgram:
-    """What one rank runs in a step.
+    """Program of one rank for a step.
 
     Attributes:
         instructions: in order.

@@ -85,7 +85,7 @@ def replicated(assembly: Assembly, mesh: Mesh) -> dict[str, Replicated]:
 
 
 def compare(mine: Mapping[str, Replicated], mesh: Mesh) -> list[Difference]:
-    """What is not equal, the same list on every rank. Collective over the mesh.
+    """Return what is not equal, the same list on every rank. Collective over the mesh.
 
     Raises DistributedError for tensors of different shapes or types.
     """

@@ -67,7 +67,7 @@ class InputGradients(NamedTuple):
 
 @dataclass
 class SavedGroup:
-    """What the forward of one group of computations leaves for its backward.
+    """State that the forward of one group of computations saves for its backward.
 
     Attributes:
         inputs: of the group; those that carry a gradient are leaves.
@@ -86,7 +86,7 @@ class SavedGroup:
 
 @dataclass
 class InFlight:
-    """What one micro-batch keeps alive on a stage between F and the end of its backward.
+    """State of one micro-batch on a stage between F and the end of its backward.
 
     Attributes:
         queue: the weight gradients that wait for W, or for a communication that they hide; None: autograd computes them.
@@ -243,7 +243,7 @@ class Stage:
     def _begin_forward(
         self, values: BoundaryValues, specs: Boundary | None, program: StageProgram, queues: bool
     ) -> tuple[InFlight, tuple[Any, ...], list[tuple[str, BufferState]]]:
-        """What the forward will leave, its inputs as leaves, and the buffers that it may not change; `queues`: for W."""
+        """Return what the forward will leave, its inputs as leaves, and the buffers that it may not change; `queues`: for W."""
         if not torch.is_grad_enabled():
             return InFlight(None, read=len(program.reads)), values, []
         self._probes -= 1
@@ -328,7 +328,7 @@ class Stage:
             self._probes = math.inf
 
     def _explain(self, error: RuntimeError, inputs: tuple[Any, ...]) -> None:
-        """Where a layer changes its input for the first time after the probes: this step fails, the next one allows it."""
+        """Return where a layer changes its input for the first time after the probes: this step fails, the next one allows it."""
         if self._probes < 0 and "leaf Variable that requires grad" in str(error) and any(map(carries, inputs)):
             self._probes = math.inf
             error.add_note("(a layer changes its input in place, and did not before: the next step allows it)")
@@ -391,7 +391,7 @@ class Stage:
             queue.flush()
 
     def communicates_in_backward(self, microbatch: int) -> bool:
-        """Whether the backward of this micro-batch has communications inside at which another action may compute."""
+        """Return whether the backward of this micro-batch has communications inside at which another action may compute."""
         return any(group.after is not None and not group.after.quick for group in self._alive[microbatch].groups)
 
     def backward_in_segments(
@@ -477,11 +477,11 @@ class NamedInForward:
         self.terms: list[tuple[str, Tensor, float]] = []
 
     def read(self, at: int) -> dict[str, Tensor | None]:
-        """What layer `at` reads, by keyword."""
+        """Return what layer `at` reads, by keyword."""
         return self._layers.read(at, self._tensors)
 
     def written(self, at: int, result: Any) -> Any:
-        """What layer `at` hands on by position, of its result; what it writes is kept, and its losses are computed."""
+        """Return what layer `at` hands on by position, of its result; what it writes is kept, and its losses are computed."""
         declared = self._layers.declared[at]
         if declared.silent:
             return result

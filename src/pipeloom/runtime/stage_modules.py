@@ -211,7 +211,7 @@ def _materialize(source: LayerSource, device: torch.device) -> nn.Module:
 
 
 def _keywords(module: nn.Module) -> frozenset[str] | None:
-    """What `forward` takes by name; None: anything. Its first positional argument is the layer's input."""
+    """Return what `forward` takes by name; None: anything. Its first positional argument is the layer's input."""
     parameters = list(inspect.signature(module.forward).parameters.values())
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None

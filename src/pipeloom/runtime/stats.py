@@ -1,4 +1,4 @@
-"""What a rank of a pipeline runs and holds, and figures of its last step: what tests, benchmarks and users observe."""
+"""Statistics of a rank: its executed schedule, its buffers, and figures of its last step, for tests, benchmarks and users."""
 
 from __future__ import annotations
 

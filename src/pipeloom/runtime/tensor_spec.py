@@ -1,4 +1,4 @@
-"""What crosses a boundary between two stages: tensors and None, their shapes, and the header that carries the shapes."""
+"""Values that cross a boundary between two stages: tensors and None, their shapes, and the header that carries the shapes."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class ShapeCache:
         return edge, (microbatch if self.policy == "each" else self._signatures[microbatch])
 
     def introduces(self, message: Message) -> bool:
-        """Whether `message` is the first of its key on its channel, so that a header comes with it. Ask once a message."""
+        """Return whether `message` is the first of its key on its channel, so that a header comes with it. Ask once a message."""
         key = (message.channel.kind, *self._key(message.edge, message.microbatch))
         first = key not in self._introduced
         self._introduced.add(key)
@@ -188,7 +188,7 @@ class ShapeCache:
             )
 
     def learn(self, edge: Edge, microbatch: int, boundary: Boundary) -> None:
-        """What crosses `edge` for `microbatch` has these specs; raises UsageError when they were others before."""
+        """Return what crosses `edge` for `microbatch` has these specs; raises UsageError when they were others before."""
         key = self._key(edge, microbatch)
         known = self._known.setdefault(key, boundary)
         if known != boundary:
@@ -200,7 +200,7 @@ class ShapeCache:
 
 
 def _reason(known: Boundary, boundary: Boundary) -> str:
-    """What differs between two boundaries, why it may, and what to do."""
+    """Return what differs between two boundaries, why it may, and what to do."""
     each = 'set shapes = "each" in RuntimeOptions'
     pairs = [(a, b) for a, b in zip(known, boundary, strict=False) if a is not None and b is not None]
     if [a is None for a in known] != [b is None for b in boundary]:

@@ -189,7 +189,7 @@ def _unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _as(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `_flatten` widened, as it was: real numbers among complex ones have no imaginary part."""
+    """Return what `_flatten` widened, as it was: real numbers among complex ones have no imaginary part."""
     return (value.real if value.is_complex() and not dtype.is_complex else value).to(dtype)
 
 
@@ -210,7 +210,7 @@ Groups = list[tuple[str, ...]]
 
 
 class SharedParameters:
-    """What one process knows about parameters that several of `layers` share.
+    """Parameters that several of `layers` share, as far as one process can tell.
 
     Args:
         layers: as given to the pipeline, before any is built.
@@ -240,7 +240,7 @@ class SharedParameters:
             self._objects.setdefault(f"{name}.{inner}", parameter)
 
     def facts(self) -> dict[str, Any]:
-        """What the other ranks must know, in plain values."""
+        """Return what the other ranks must know, in plain values."""
         numbers = self._numbers
         return {
             "groups": [list(names) for names in _grouped({name: id(p) for name, p in self._objects.items()})],
@@ -273,7 +273,7 @@ class SharedParameters:
         return kept
 
     def _added_to(self, value: Any) -> bool:
-        """Whether a list was made, or has become longer or shorter, while layers were built."""
+        """Return whether a list was made, or has become longer or shorter, while layers were built."""
         before = self._lengths.get(id(value))
         return isinstance(value, list) and (before is None or before[1] != len(value))
 
@@ -339,7 +339,7 @@ def _numbers(found: Iterable[_Found]) -> dict[nn.Parameter, int]:
 
 
 def _collects(module: nn.Module, built: Container[int]) -> bool:
-    """Whether a module that is no part of a built layer holds parts of some, as a list of all layers does."""
+    """Return whether a module that is no part of a built layer holds parts of some, as a list of all layers does."""
     return id(module) not in built and any(id(part) in built for part in module.modules())
 
 

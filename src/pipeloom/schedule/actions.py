@@ -70,12 +70,12 @@ class Kind:
 
     @property
     def is_forward(self) -> bool:
-        """Whether it computes a stage's output."""
+        """Return whether it computes a stage's output."""
         return OUTPUT in self.produces
 
     @property
     def is_backward(self) -> bool:
-        """Whether it computes gradients."""
+        """Return whether it computes gradients."""
         return bool(self.produces) and not self.is_forward
 
 
@@ -199,7 +199,7 @@ _COMMUNICATION = re.compile(r"\d+(SEND|RECV|UNSHARD|RESHARD|REDUCE)")
 
 @lru_cache(maxsize=1)
 def _patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """What a cell with one action looks like, and one with a pair."""
+    """Return what a cell with one action looks like, and one with a pair."""
     letters = {
         True: "|".join(kind.letter for kind in kinds() if kind.is_forward),
         False: "|".join(kind.letter for kind in kinds() if INPUT_GRADIENT in kind.produces),

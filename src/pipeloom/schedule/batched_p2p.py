@@ -49,7 +49,7 @@ def check_batches(programs: TrafficOfRanks, ahead: bool = True) -> None:
 
 @dataclass(frozen=True)
 class _Clock:
-    """When each rank's entries start and end at unit costs, and when each message moves, in units."""
+    """Times at unit costs: starts and ends of each rank's entries, and the moment when each message moves."""
 
     starts: list[list[int]]
     ends: list[list[int]]

@@ -25,7 +25,7 @@ class Channel(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """What one stage hands to another: OUTPUT, or a tensor by its name. Its gradient comes back along it."""
+    """A value that one stage hands to another: OUTPUT, or a tensor by its name. Its gradient comes back along it."""
 
     producer: int
     consumer: int
@@ -33,7 +33,7 @@ class Edge(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What stage `producer` computed and stage `consumer` waits for, of one micro-batch.
+    """A value that stage `producer` computes and stage `consumer` waits for, of one micro-batch.
 
     Attributes:
         channel: what it travels on.
@@ -63,7 +63,7 @@ class Message(NamedTuple):
 
     @property
     def edge(self) -> Edge:
-        """What it carries; of a gradient message what that is the gradient of."""
+        """Return what it carries; of a gradient message what that is the gradient of."""
         if self.channel.kind == "activation":
             return Edge(self.producer, self.consumer, self.name)
         return Edge(self.consumer, self.producer, OUTPUT if self.name == INPUT_GRADIENT else self.name)
@@ -134,7 +134,7 @@ def traffic(schedule: Schedule) -> tuple[tuple[EntryTraffic, ...], ...]:
 
 
 def message_kind(action: Action) -> MessageKind | None:
-    """What the action takes from one neighbouring stage and gives to the other; None where it stays within its stage."""
+    """Return what the action takes from one neighbouring stage and gives to the other; None where it stays within its stage."""
     produces = kind_of(action.kind).produces
     return "activation" if OUTPUT in produces else "gradient" if INPUT_GRADIENT in produces else None
 
@@ -151,7 +151,7 @@ def neighbours(schedule: Schedule) -> tuple[list[int | None], list[int | None]]:
 
 @dataclass(frozen=True)
 class NamedEdges:
-    """Where named tensors go, by stage.
+    """Destinations of named tensors, by stage.
 
     Attributes:
         reads: stage -> what it receives by name, in the order of `Schedule.tensors`.

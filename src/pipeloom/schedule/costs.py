@@ -152,7 +152,7 @@ class Costs:
 
     @property
     def uneven(self) -> bool:
-        """Whether micro-batches differ."""
+        """Return whether micro-batches differ."""
         return len(set(self.microbatch)) > 1
 
     def hop(self, source: int, destination: int, factor: float = 1.0, name: str = OUTPUT) -> float:
@@ -200,7 +200,7 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class PairTimes:
-    """How long an overlapped pair takes.
+    """Durations of overlapped pairs.
 
     Its computation adds and its communication adds, and it takes the longer of the two sums. With a forward of stage s and a
     backward of stage t, and x the stages' shares of all-to-all:
@@ -253,7 +253,7 @@ class PairTimes:
         return max(compute + (0.0 if split else weight), talk)
 
     def overlaps(self, forward: int, backward: int, split: bool) -> bool:
-        """Whether the two halves run in turns, segment by segment, so that the pair frees memory while it allocates.
+        """Return whether the two halves run in turns, segment by segment, so that the pair frees memory while it allocates.
 
         They do where both stages communicate, or where the pair is given a time that is less than its halves'. Any other pair
         is its forward and then its backward: it holds the whole of both.

@@ -22,7 +22,7 @@ _COMMUNICATION_CELL = re.compile(r"\d+(SEND|RECV|UNSHARD|RESHARD)")
 
 
 class _Place(NamedTuple):
-    """Where a cell stands in the text; line and column count from 1."""
+    """Position of a cell in the text; line and column count from 1."""
 
     line: int
     column: int

@@ -14,7 +14,7 @@ SUFFIXES = (".csv", ".json")
 
 
 def names_a_file(name: str) -> bool:
-    """Whether `name` is a file's and not a family's: it ends in .csv or .json, or has a directory in it."""
+    """Return whether `name` is a file's and not a family's: it ends in .csv or .json, or has a directory in it."""
     return name.lower().endswith(SUFFIXES) or "/" in name or Path(name).name != name
 
 

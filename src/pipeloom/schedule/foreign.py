@@ -33,7 +33,7 @@ _RANK = re.compile(r"pp_rank_(\d{1,5})\.json")
 
 @dataclass(frozen=True)
 class Foreign:
-    """What was read.
+    """A schedule or timeline that was read.
 
     Attributes:
         timelines: one for each iteration, in seconds; the ranks' clocks are shifted so that no message arrives before it is sent.
@@ -58,7 +58,7 @@ _Ranks = Sequence[Sequence[_Event]]
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether `path` is a dump's folder, or a Chrome trace by its beginning."""
+    """Return whether `path` is a dump's folder, or a Chrome trace by its beginning."""
     if path.is_dir():
         return (path / _CONFIG).is_file() and any(_RANK.fullmatch(each.name) for each in path.iterdir())
     if path.suffix.lower() != ".json" or not path.is_file():
@@ -117,7 +117,7 @@ def _load_dump(folder: Path) -> Foreign:
 
 
 def _gigabytes(iteration: Mapping[str, Any]) -> float:
-    """What the iteration says of memory; 0 where it says nothing."""
+    """Return what the iteration says of memory; 0 where it says nothing."""
     value = iteration.get("memory")
     return float(value) if isinstance(value, (int, float)) else 0.0
 

@@ -31,7 +31,7 @@ def importable_from(folder: str | Path | None) -> Iterator[None]:
 
 
 def is_function(name: str) -> bool:
-    """Whether `name` is `module:function`, and not a family or a file."""
+    """Return whether `name` is `module:function`, and not a family or a file."""
     return ":" in name and not name.lower().endswith((".csv", ".json")) and "/" not in name
 
 

@@ -81,7 +81,7 @@ class Graph:
 
 @dataclass(frozen=True)
 class NamedNeeds:
-    """What actions wait for by name: a forward the tensors that its stage reads, a backward the gradients of those written.
+    """Dependencies by name: a forward waits for the tensors that its stage reads, a backward the gradients of those written.
 
     Attributes:
         microbatches: m.
@@ -143,7 +143,7 @@ class WalkCosts:
 
 @dataclass(frozen=True)
 class Run:
-    """What `walk` found.
+    """Result of `walk`.
 
     Attributes:
         starts, ends: rank -> times of its program's entries, as many as could run.
@@ -156,7 +156,7 @@ class Run:
 
 
 class _Turns:
-    """Who may run: ranks that are ready, ranks that wait for an event, and the entry that each of those stopped at."""
+    """Queue of ranks: those that are ready, ranks that wait for an event, and the entry that each of those stopped at."""
 
     def __init__(self, feeds: Sequence[Iterator[Any]]) -> None:
         self.feeds = feeds
@@ -254,7 +254,7 @@ def _feed(program: Program, graph: Graph, weights: WalkCosts) -> Iterator[Any]:
 
 
 def _walk(turns: _Turns, end_of: list[float], run: Run, clocks: list[float]) -> None:
-    """Where hops are free and nothing is paired."""
+    """Walk a graph in which hops are free and nothing is paired."""
     ready, waiting = turns.ready, turns.waiting
     while ready:
         rank = ready.pop()

@@ -1,4 +1,4 @@
-"""Why a rank idles: every gap between two entries of its program, cut by what it waits for."""
+"""Causes of idle time: every gap between two entries of its program, cut by what it waits for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What actions and hops took, read off measured steps, and how well that predicts other steps."""
+"""Times of actions and hops, read off measured steps, and the accuracy with which they predict other steps."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def hops(schedule: Schedule, starts: Sequence[Sequence[float]], ends: Sequence[S
 
 @dataclass(frozen=True)
 class Prediction:
-    """How well costs fitted on some measured steps predict others of the same run.
+    """Accuracy with which costs fitted on some measured steps predict others of the same run.
 
     Attributes:
         costs: of the stages and of a hop, fitted on the first half of the steps.
@@ -262,7 +262,9 @@ def _stage_time(timeline: Timeline, stage: int) -> float:
 
 
 def drift(timelines: Sequence[Timeline]) -> float:
-    """How much longer the last traced step takes than the first, as a share: the median slope between any two (Theil and Sen)."""
+    """Return the growth in time from the first traced step to the last, as a share: the median slope between any two (Theil
+    and Sen).
+    """
     spans = [timeline.makespan for timeline in settled(timelines)]
     slopes = [(spans[b] - spans[a]) / (b - a) for a, b in combinations(range(len(spans)), 2)]
     return median(slopes) * (len(spans) - 1) / median(spans) if slopes and median(spans) else 0.0

@@ -1,4 +1,4 @@
-"""How many messages a schedule sends between ranks in a step, and how large they are, from its placement and routes alone."""
+"""Number and size of the messages that a schedule sends between ranks in a step, from its placement and routes alone."""
 
 from __future__ import annotations
 

@@ -213,12 +213,12 @@ class Schedule:
 
     @property
     def has_split(self) -> bool:
-        """Whether it has an action that is neither F nor B, or a pair."""
+        """Return whether it has an action that is neither F nor B, or a pair."""
         return self.largest_code >= 2 * self.kind_stride
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether any backward is written as I and W."""
+        """Return whether any backward is written as I and W."""
         apart = {number for number, kind in enumerate(kinds()) if kind.produces == (WEIGHT_GRADIENT,)}
         return any(code // self.kind_stride in apart for rank in range(self.ranks) for code in self.action_codes(rank))
 

@@ -13,7 +13,8 @@ ZERO_BUBBLE_COLUMNS = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-auto 1p", "z
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What a micro-batch keeps of one layer: M_B = 34 h + 5 a s, of which M_W = 32 h until W (arXiv 2401.10241, section 2.3).
+    """Memory that a micro-batch keeps of one layer: M_B = 34 h + 5 a s, of which M_W = 32 h until W (arXiv 2401.10241,
+    section 2.3).
 
     Attributes:
         name: of the model.

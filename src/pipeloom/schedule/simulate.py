@@ -45,7 +45,7 @@ def run_once(
 
 
 def weights_of(schedule: Schedule, costs: Costs) -> WalkCosts:
-    """What `walk` adds up for these costs."""
+    """Return what `walk` adds up for these costs."""
     duration = durations(schedule, costs)
     pairs: dict[int, float] = {}
     if schedule.has_pairs:

@@ -13,7 +13,7 @@ from pipeloom.solver.instance import Instance
 
 
 def pairs_gain(instance: Instance) -> bool:
-    """Whether any pair F|B or F|I on any rank is shorter than its two halves one after the other, or needs less memory.
+    """Return whether any pair F|B or F|I on any rank is shorter than its two halves one after the other, or needs less memory.
 
     Where a B is cheaper than I + W: than with the halves of `Costs.least_split`.
     """

@@ -11,7 +11,7 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class BudgetParameters:
-    """How a search divides its moves and its time."""
+    """Division of a search's moves and time."""
 
     # Warm starts that tabu search improves in turns: more of them diversify, fewer get more moves each.
     starts: int = 4
@@ -37,7 +37,7 @@ class Worker(Protocol):
 
 
 class Budget:
-    """What the search may still spend: moves, seconds, or both."""
+    """The remaining budget of a search: moves, seconds, or both."""
 
     def __init__(self, size: int, time_limit: float | None, iterations: int | None, prove: bool) -> None:
         self.begin = time.monotonic()
@@ -80,7 +80,7 @@ class Budget:
         self.periodic_end = now + share * (self.deadline - now)
 
     def periodic_slice(self, worker: Worker, share: float) -> Callable[[], bool]:
-        """Whether `worker` may go on: until it has used this share of what is left for the search of one period."""
+        """Return whether `worker` may go on: until it has used this share of what is left for the search of one period."""
         begin = time.monotonic()
         end = min(self.deadline, begin + max(0.0, share * (self.periodic_end - begin)))
         if self.timed:

@@ -36,7 +36,7 @@ from pipeloom.solver.tabu import WITH_PAIRS, WITHOUT_PAIRS, TabuSearch
 
 @dataclass(frozen=True)
 class DriverParameters:
-    """How a search divides its effort between warm starts, the search for a period and tabu search."""
+    """Division of a search's effort between warm starts, the search for a period and tabu search."""
 
     # The share of the moves or the time for the search of one period, and the m / p from which on it gets all of that: a shorter
     # period gains m / p times, and a pipeline that hardly fills depends on its ends instead.
@@ -267,12 +267,12 @@ class SearchDriver:
         return offer_and_carry_on
 
     def _promising(self, search: PeriodSearch, turn: int) -> bool:
-        """Whether more of this search could be better than the incumbent."""
+        """Return whether more of this search could be better than the incumbent."""
         close = not turn or search.value < DRIVER.hopeless * self.incumbent.value
         return self.incumbent.can_improve(search.instance) and close
 
     def _starts_are_due(self, share: float = DRIVER.starts_share) -> bool:
-        """Whether to end the construction of starts: this share of the time is spent, and there is an incumbent."""
+        """Return whether to end the construction of starts: this share of the time is spent, and there is an incumbent."""
         budget = self.budget
         return self.incumbent.best is not None and budget.seconds > share * (budget.deadline - budget.begin)
 

@@ -145,7 +145,7 @@ def _before(
 
 
 def _ended(sequence: list[int], first: list[int], end: list[float]) -> int:
-    """How many of the sequence's operations, which come first, have an end."""
+    """Return how many of the sequence's operations, which come first, have an end."""
     low, high = 0, len(sequence)
     while low < high:
         middle = (low + high) // 2

@@ -25,7 +25,7 @@ from pipeloom.solver.instance import Instance, Sequences
 
 @dataclass(frozen=True)
 class ExactParameters:
-    """How costs become the whole numbers that CP-SAT needs."""
+    """Conversion of costs to the whole numbers that CP-SAT needs."""
 
     # Multiples of the costs that are tried, so that all times are whole: the smallest keeps the domains small.
     factors: tuple[int, ...] = (1, 2, 4, 5, 8, 10, 20, 100, 1000, 10_000)
@@ -40,7 +40,7 @@ EXACT = ExactParameters()
 
 @dataclass(frozen=True)
 class Certificate:
-    """What the solver found.
+    """Result of the solver.
 
     Attributes:
         bound: no sequences of this instance have a lower value.
@@ -111,7 +111,7 @@ def _least_times(instance: Instance) -> list[float]:
 
 
 def _factor(instance: Instance, times: list[float]) -> int:
-    """What makes all times whole numbers, or `EXACT.finest`."""
+    """Return what makes all times whole numbers, or `EXACT.finest`."""
     table = instance.table
     values = {*times, *table.hop, *table.wait}
     for factor in EXACT.factors:

@@ -21,7 +21,7 @@ def value_of(timeline: Timeline, objective: Objective) -> float:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a search stands: the best value, the lower bound, seconds since its start, moves made."""
+    """Progress of a search: the best value, the lower bound, seconds since its start, moves made."""
 
     value: float
     lower_bound: float
@@ -77,15 +77,15 @@ class Incumbent:
 
     @property
     def proved(self) -> bool:
-        """Whether nothing can be better."""
+        """Return whether nothing can be better."""
         return self.best is not None and self.value <= self.bound + max(TIME_TOLERANCE, EXACT.rounding * self.value)
 
     def can_improve(self, instance: Instance) -> bool:
-        """Whether the instance could still give something better."""
+        """Return whether the instance could still give something better."""
         return self.bounds[instance] < self.value - TIME_TOLERANCE
 
     def improves(self, value: float) -> bool:
-        """Whether a schedule of this value would be better."""
+        """Return whether a schedule of this value would be better."""
         return value < self.value - TIME_TOLERANCE
 
     def offer(

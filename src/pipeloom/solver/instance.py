@@ -94,7 +94,7 @@ class Instance:
         )
 
     def fits(self, sequences: Sequences) -> bool:
-        """Whether no rank's memory exceeds the memory limit."""
+        """Return whether no rank's memory exceeds the memory limit."""
         return all(self.peak(sequence) <= self.memory_limit + TIME_TOLERANCE for sequence in sequences)
 
     def peak(self, sequence: Sequence[int]) -> float:

@@ -19,7 +19,7 @@ from pipeloom.solver.instance import Instance, Sequences
 
 @dataclass(frozen=True)
 class MergeParameters:
-    """How much is spent on merging I and W."""
+    """Effort spent on merging I and W."""
 
     # Operations evaluated; what is left after that stays split. More finds the last few merges; this many take half a second.
     work: int = 1_000_000

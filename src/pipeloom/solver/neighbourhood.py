@@ -21,7 +21,7 @@ CriticalBlock = tuple[int, int, int]  # rank, first index, last index
 
 @dataclass(frozen=True)
 class NeighbourhoodParameters:
-    """Which moves are looked at."""
+    """Choice of the moves that are evaluated."""
 
     # Whether pairs, and B as one operation, are formed and split. They gain nothing where no two actions overlap.
     pairs: bool = False
@@ -100,7 +100,7 @@ class SequenceState:
         return Move(rank, low, low + len(operations) - 1, before, breaks, makes)
 
     def allows_shift(self, rank: int, source: int, target: int) -> bool:
-        """Whether order on the rank and memory allow the operation at `source` to go to `target` (a cycle may remain)."""
+        """Return whether order on the rank and memory allow the operation at `source` to go to `target` (a cycle may remain)."""
         table, place, levels, peaks = self.table, self.place, self.levels[rank], self.peaks[rank]
         sequence = self.sequences[rank]
         operation = sequence[source]
@@ -122,7 +122,7 @@ class SequenceState:
         )
 
     def allows(self, rank: int, low: int, operations: tuple[int, ...]) -> bool:
-        """Whether order on the rank and memory allow these operations from index `low` on, in place of those of the same nodes
+        """Tell if order on the rank and memory allow these operations from index `low` on, in place of those of the same nodes
         (a cycle through other ranks may remain)."""
         table, m = self.table, self.table.microbatches
         nodes_of, rise, change, predecessor = table.nodes, table.rise, table.change, table.predecessor

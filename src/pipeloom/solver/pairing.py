@@ -18,7 +18,7 @@ from pipeloom.solver.instance import Instance, Sequences
 
 @dataclass(frozen=True)
 class PairingRule:
-    """How `with_pairs` decides.
+    """Rule by which `with_pairs` decides.
 
     Attributes:
         patience: how long an action waits for its other half, as a share of what the pair saves.
@@ -83,7 +83,7 @@ class _Placing:
         self.queues: list[deque[int]] = [deque() for _ in bare]
 
     def run(self) -> bool:
-        """Whether every sequence ran to its end."""
+        """Return whether every sequence ran to its end."""
         waiting: dict[int, int] = {}
         ready = list(range(len(self.bare)))
         while ready:
@@ -188,7 +188,7 @@ class _Pairing:
         return [side.sequence + list(side.weights) for side in self.sides] if done else None
 
     def _arrival(self, node: int) -> float:
-        """When the node's message is there, as far as is known by now: infinite where its sender has not started."""
+        """Return when the node's message is there, as far as is known by now: infinite where its sender has not started."""
         end = self.end[self.table.predecessor[node]]
         return end + self.table.hop[node] if end >= 0 else float("inf")
 

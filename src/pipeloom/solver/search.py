@@ -26,7 +26,7 @@ OBJECTIVES = ("makespan", "span")
 
 @dataclass(frozen=True, repr=False)
 class SearchResult:
-    """What `search` found.
+    """Result of `search`.
 
     Attributes:
         schedule: checked, ready to be drawn, exported and run.

@@ -32,7 +32,7 @@ _SAMPLE = 64  # bytes of each tensor, at its start, middle and end, that a direc
 
 
 def base_weights(config: Config) -> BaseWeights | None:
-    """Where the weights that adapters leave alone come from; None: the configuration has no adapters.
+    """Return where the weights that adapters leave alone come from; None: the configuration has no adapters.
 
     Raises CheckpointError or ConfigError where they cannot be read.
     """

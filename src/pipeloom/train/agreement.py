@@ -1,4 +1,4 @@
-"""What the workers of a run must have in common beyond a pipeline's handshake: configuration, data, a user's code."""
+"""Facts that the workers of a run must agree on beyond a pipeline's handshake: configuration, data, a user's code."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class BadSteps:
         self._actions = {"nan": on_nan, "spike": on_spike}
 
     def action(self, kind: str) -> str:
-        """What is done about a step of this kind."""
+        """Return what is done about a step of this kind."""
         return self._actions[kind]
 
     def judge(self, norm: float) -> str:

@@ -118,7 +118,7 @@ def _tensor_parallel(mesh: Mesh, config: Config, device: torch.device) -> Tensor
 
 
 def _loss(config: Config, tensor: TensorParallel | None) -> Callable[[Tensor, Tensor], Tensor]:
-    """What training minimises; an evaluation is told the cross entropy itself, without smoothing."""
+    """Return what training minimises; an evaluation is told the cross entropy itself, without smoothing."""
     if config.model.source:
         return lambda logits, targets: cross_entropy(
             logits, targets, config.train.label_smoothing if torch.is_grad_enabled() else 0.0

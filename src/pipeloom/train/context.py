@@ -59,10 +59,10 @@ class WorkerContext:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether this worker was told to stop after the present step. Other workers may not know yet."""
+        """Return whether this worker was told to stop after the present step. Other workers may not know yet."""
         return self.requests.ends
 
     @property
     def flags(self) -> int:
-        """What this worker was asked for, as bits of `train.requests`."""
+        """Return what this worker was asked for, as bits of `train.requests`."""
         return self.requests.flags

@@ -34,7 +34,7 @@ class Copies:
 
 
 class OptimizerCopy:
-    """What an optimizer steps, and its state, as they were."""
+    """A copy of an optimizer's parameters and state."""
 
     def __init__(self) -> None:
         self._copies = Copies()
@@ -55,7 +55,7 @@ class OptimizerCopy:
 
 
 class Surroundings:
-    """What a forward pass changes beside gradients: buffers (running statistics) and the random state."""
+    """Side effects of a forward pass beside gradients: buffers (running statistics) and the random state."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         trained = {name for name, _ in pipeline.named_parameters()}

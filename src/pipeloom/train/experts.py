@@ -16,7 +16,7 @@ from pipeloom.runtime import Pipeline
 
 
 def spread_of(config: Config, mesh: Mesh | PipelineMesh | None) -> ExpertParallel | None:
-    """How the layout's experts are spread over `mesh`; None: every rank has all of them."""
+    """Return how the layout's experts are spread over `mesh`; None: every rank has all of them."""
     if not isinstance(mesh, Mesh) or mesh.ep.size == 1:
         return None
     parallel = config.parallel
@@ -25,13 +25,13 @@ def spread_of(config: Config, mesh: Mesh | PipelineMesh | None) -> ExpertParalle
 
 
 def shows_all_to_all(config: Config) -> bool:
-    """Whether experts exchange tokens, so that computation may stand still for it."""
+    """Return whether experts exchange tokens, so that computation may stand still for it."""
     return config.parallel.ep > 1
 
 
 @dataclass(frozen=True)
 class Loads:
-    """How evenly one step used its experts.
+    """Balance of one step's use of its experts.
 
     Attributes:
         largest: tokens of the busiest expert over the mean, the largest of all blocks; 1 is even, the number of experts

@@ -26,7 +26,7 @@ _FROM_OUTSIDE = tuple(-n for n in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """Why a worker ended.
+    """Reason for the end of a worker.
 
     Attributes:
         rank: global rank.
@@ -93,7 +93,7 @@ def write_exit(folder: str | None, exit_code: int, reason: str = "", blames: Seq
 
 
 def first_to_say(text: str) -> bool:
-    """Whether this process is to print why it ends: the first of torchrun's workers that would print this text.
+    """Return whether this process is to print why it ends: the first of torchrun's workers that would print this text.
 
     Every worker of torchrun's reads the same configuration and refuses it in the same words. Our own launcher leaves out
     what it has shown already, so that its workers all say what they have to.

@@ -184,7 +184,7 @@ class ParameterValues(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """How far a family under a schedule is from one process.
+    """Distance of a family under a schedule from one process.
 
     Attributes:
         loss_error: |a - b| / |b|, b that of one process.

@@ -40,7 +40,7 @@ class OpenedModel:
 
 @dataclass(frozen=True)
 class Text:
-    """How text becomes tokens and back, and where a sequence ends."""
+    """Conversion of text to tokens and back, and the tokens that end a sequence."""
 
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]

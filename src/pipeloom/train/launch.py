@@ -59,7 +59,7 @@ class _Worker:
 
 @dataclass
 class _Signals:
-    """What the parent was told while it waits. The first signal decides how the run ends; a second one makes it quick.
+    """Signals that the parent received while it waits. The first signal decides how the run ends; a second one makes it quick.
 
     Attributes:
         interrupts: SIGINTs, where the first signal was one.
@@ -175,7 +175,7 @@ class _SocketPairs:
 
 @contextlib.contextmanager
 def _network(world: int, environment: Mapping[str, str]) -> Iterator[Network]:
-    """Where the workers find each other: a network of their own, else, as a line says, that of the machine."""
+    """Return where the workers find each other: a network of their own, else, as a line says, that of the machine."""
     with contextlib.ExitStack() as made:
         network = Network()
         if wanted(environment.get(NETWORK, "")) and world > 1:
@@ -239,7 +239,7 @@ def _start(
 
 
 def _before_exec(parent: int, network: Network) -> Callable[[], None]:
-    """What a worker does before its program starts: enter the network, die with the parent, and leave Ctrl-C to it."""
+    """Prepare a worker's process before its program starts: enter the network, die with the parent, and leave Ctrl-C to it."""
     library = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
     def prepare() -> None:
@@ -342,7 +342,7 @@ def _fail(workers: list[_Worker], signals: _Signals, patience: Patience, folder:
 
 
 def show_output(workers: list[_Worker], first: int, failures: Mapping[int, WorkerFailure]) -> None:
-    """What the workers wrote, the first to fail before the others, each text once. Rank 0 has written its own."""
+    """Print what the workers wrote, the first to fail before the others, each text once. Rank 0 has written its own."""
     shown = {failures[0].text.strip()} if 0 in failures else set()
     for worker in sorted(workers, key=lambda worker: (worker.rank != first, worker.rank)):
         text = "\n".join(worker.lines).strip()

@@ -175,7 +175,7 @@ class Trainer:
         self.checkpoints.require_room()
 
     def _adopt(self, loaded: Loaded) -> None:
-        """What a checkpoint says beside tensors. Raises CheckpointError for one that no trainer has written."""
+        """Adopt what a checkpoint holds beside tensors. Raises CheckpointError for one that no trainer has written."""
         extra = loaded.extra if isinstance(loaded.extra, dict) else {}
         self.made = self.pipeline.next_step = loaded.step
         try:
@@ -187,7 +187,7 @@ class Trainer:
             raise CheckpointError(f"{loaded.path}: it is not a trainer's checkpoint: {error}") from None
 
     def _extra(self) -> dict[str, Any]:
-        """What is stored beside tensors."""
+        """Return what is stored beside tensors."""
         return {
             **self._facts,
             "batch": self.batch,
@@ -261,7 +261,7 @@ class Trainer:
             self.checkpoints.finish()
 
     def _evaluates(self, made: int) -> bool:
-        """Whether the loss on the held-out text is due after step `made`; that of the last step is everyone's."""
+        """Return whether the loss on the held-out text is due after step `made`; that of the last step is everyone's."""
         options = self.config.train
         return bool(options.eval_every) and made % options.eval_every == 0 and made < options.steps
 
@@ -289,7 +289,7 @@ class Trainer:
         return self._run_folder / "save"
 
     def _flags(self) -> int:
-        """What this rank was asked for."""
+        """Return what this rank was asked for."""
         asked = self._report is not None and self._run_folder.is_absolute() and self._save_file.exists()
         return self._context.flags | SAVE * asked
 

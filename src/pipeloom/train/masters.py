@@ -1,4 +1,4 @@
-"""What an optimizer steps: the parameters themselves, or masters: fp32 copies or slices of the parameters of each bucket."""
+"""Tensors that an optimizer steps: the parameters, or masters, which are fp32 copies or slices of each bucket's parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Counts = Callable[[str], bool]  # whether this process counts a parameter in nor
 
 @dataclass(frozen=True)
 class Setting:
-    """How a parameter is stepped; parameters of equal settings may stand in one master.
+    """Optimizer settings of a parameter; parameters of equal settings may stand in one master.
 
     Attributes:
         rule: the optimizer: "adamw", "sgd" or "muon".
@@ -64,7 +64,7 @@ Replaced = dict[
 
 
 class Masters(Protocol):
-    """What is stepped, and how its gradients come and its values go."""
+    """Tensors that an optimizer steps, with the paths of their gradients and values."""
 
     @property
     def pieces(self) -> Sequence[MasterPiece]:

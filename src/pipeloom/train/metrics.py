@@ -1,4 +1,4 @@
-"""What is known of a step: as a line for people, as a record for programs."""
+"""Metrics of a step: as a line for people, as a record for programs."""
 
 from __future__ import annotations
 

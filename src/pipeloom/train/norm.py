@@ -11,7 +11,7 @@ from pipeloom.train.optimizer import Optimizer
 
 
 class NormRow:
-    """What one rank sends of a step: some flags, then the squared norm of each gradient that it counts.
+    """Data that one rank sends of a step: some flags, then the squared norm of each gradient that it counts.
 
     Making one is collective over the run: all rows have the same length.
     """

@@ -1,4 +1,4 @@
-"""What the launcher tries on this machine before it starts workers: the devices, the text, the folder for logs."""
+"""Checks that the launcher makes on this machine before it starts workers: the devices, the text, the folder for logs."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Network:
 
 
 def wanted(chosen: str) -> bool:
-    """Whether PIPELOOM_NETWORK asks for a private network; "" is the default. Raises ConfigError for an unknown value."""
+    """Return whether PIPELOOM_NETWORK asks for a private network; "" is the default. Raises ConfigError for an unknown value."""
     if chosen not in ("", "private", "host"):
         raise ConfigError(f"{NETWORK} = {chosen!r}; it must be 'private' or 'host'")
     return chosen != "host"

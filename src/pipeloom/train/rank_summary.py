@@ -1,4 +1,4 @@
-"""What each rank of a run holds, as a table for its start."""
+"""Contents of each rank of a run, as a table printed at its start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_ROWS = 16
 
 @dataclass(frozen=True)
 class RankSummary:
-    """What one rank holds.
+    """Contents of one rank.
 
     Attributes:
         place: on the mesh.

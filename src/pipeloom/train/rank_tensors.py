@@ -1,4 +1,4 @@
-"""What the processes of a mesh hold of each parameter, joined to whole tensors."""
+"""Parts of each parameter on the processes of a mesh, joined to whole tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeloom.parallel.sharding import ParameterSharding, join
 
 @dataclass(frozen=True)
 class RankTensors:
-    """What one process holds.
+    """Tensors of one process.
 
     Attributes:
         place: its place on the mesh.

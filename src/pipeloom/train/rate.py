@@ -39,7 +39,7 @@ def learning_rate(step: int, steps: int, options: OptimizerSection, replicas: in
 
 
 def batch_factor(rule: str, replicas: int) -> float:
-    """What rates are multiplied by for a batch that is `replicas` times as large as the one that they were chosen for.
+    """Return what rates are multiplied by for a batch that is `replicas` times as large as the one that they were chosen for.
 
     `none`: 1, for rates that belong to the global batch, however many replicas share it. `linear`: N, for SGD (arXiv
     1706.02677). `sqrt`: √N, for Adam and its kin (arXiv 2205.10287).

@@ -25,7 +25,7 @@ TransportChoice = Literal["auto", "individual", "batched", "shared"]
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What is rehearsed, and how.
+    """A rehearsal's schedule and settings.
 
     Attributes:
         schedule: checked.
@@ -45,7 +45,7 @@ class Rehearsal:
 
     @property
     def communicates(self) -> bool:
-        """Whether stages have an all-to-all of their own, which pairs hide."""
+        """Return whether stages have an all-to-all of their own, which pairs hide."""
         return any(self.costs.per_stage("all_to_all", self.schedule.stages))
 
     @property

@@ -1,4 +1,4 @@
-"""What a run tells: the terminal, and the files of its own folder."""
+"""Output of a run: the terminal, and the files of its own folder."""
 
 from __future__ import annotations
 

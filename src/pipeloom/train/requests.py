@@ -1,4 +1,4 @@
-"""What signals ask of a worker: to stop after the present step, or to save and go on.
+"""Requests of signals to a worker: to stop after the present step, or to save and go on.
 
 A handler only takes a note. Workers exchange their notes in every step, so that all of them stop, or save, after the same one.
 """
@@ -36,7 +36,7 @@ class Requests:
 
     @property
     def ends(self) -> bool:
-        """Whether the run is to end."""
+        """Return whether the run is to end."""
         return self.stop or self.interrupt
 
     def note(self, number: int) -> None:

@@ -1,4 +1,4 @@
-"""What a parameter is to the optimizer: a matrix of a block, an embedding, or a vector; and which matrices are fused in it."""
+"""Role of a parameter for the optimizer: a matrix of a block, an embedding, or a vector; and which matrices are fused in it."""
 
 from __future__ import annotations
 

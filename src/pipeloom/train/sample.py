@@ -24,7 +24,7 @@ _WINDOW_STEP = 32  # windows grow in steps of so many tokens: few shapes, and at
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen from its logits.
+    """Rule by which a token is chosen from its logits.
 
     Attributes:
         temperature: the logits are divided by it; 0: always the likeliest token (greedy).

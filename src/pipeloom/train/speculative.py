@@ -148,7 +148,7 @@ class SpeculativeOptimizer:
         return Outcome(step.loss.wait().item(), norm, step.rate, flags, wrong), wrong
 
     def _harmless(self, norm: float) -> bool:
-        """Whether a norm asks for neither clipping nor skipping."""
+        """Return whether a norm asks for neither clipping nor skipping."""
         most = self._optimizer.clip_norm
         return math.isfinite(norm) and (most == 0 or norm <= most)
 

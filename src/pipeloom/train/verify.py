@@ -51,7 +51,7 @@ NamedGradients = dict[str, Tensor | None]
 
 @dataclass(frozen=True)
 class LayoutVerdict:
-    """How far a layout is from one process.
+    """Distance of a layout from one process.
 
     Attributes:
         loss_error: |a - b| / |b|, b that of one process; infinite for a loss that is not a number.
@@ -276,7 +276,7 @@ def _dtype(layout: Layout) -> torch.dtype:
 
 
 def _what_one_process_sees(layout: Layout) -> tuple[object, ...]:
-    """What the serial step depends on: layouts that differ in other things share it."""
+    """Return what the serial step depends on: layouts that differ in other things share it."""
     train = layout.config.train
     sizes = layout.microbatch_sizes * layout.mesh.dp
     return (

@@ -48,12 +48,12 @@ _MEET_SECONDS = 300.0
 
 
 def is_worker() -> bool:
-    """Whether somebody (torchrun, or `pipeloom train` itself) started this process as one of several workers."""
+    """Return whether somebody (torchrun, or `pipeloom train` itself) started this process as one of several workers."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def launched_here() -> bool:
-    """Whether `pipeloom` itself started this worker, and not torchrun."""
+    """Return whether `pipeloom` itself started this worker, and not torchrun."""
     return FAILURES in os.environ
 
 
@@ -278,7 +278,7 @@ def _obey_signals(requests: Requests, watchdog: Watchdog | None) -> None:
 
 
 def _die_with_parent() -> None:
-    """Where the kernel does not do it: a thread that ends this worker when the launcher is gone."""
+    """Start a thread that ends this worker when the launcher is gone, where the kernel does not do so."""
     parent = os.getppid()
     if FAILURES not in os.environ or sys.platform == "linux":
         return

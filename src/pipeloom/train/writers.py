@@ -12,7 +12,7 @@ from pipeloom.config import Config
 
 
 class FigureWriter(Protocol):
-    """What figures are written to."""
+    """Destination of figures."""
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         """Write the figures of a step, counted from 1. Steps do not fall, and one may come several times."""

@@ -60,7 +60,7 @@ class _Transposed(torch.autograd.Function):
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether this is the `Conv1D` of `transformers`."""
+    """Return whether this is the `Conv1D` of `transformers`."""
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 

@@ -38,7 +38,7 @@ def cut(model: nn.Module, folder: Path | None = None) -> Cut:
 
 
 class Cut:
-    """How a model is cut, and the factories of its layers.
+    """The cut of a model, and the factories of its layers.
 
     Attributes:
         model: as given, or on the meta device.
@@ -119,7 +119,7 @@ class Cut:
 
     @property
     def replay(self) -> Replay:
-        """What all decoder layers of this process ask for what they are handed."""
+        """Return the replay that hands all decoder layers of this process their arguments."""
         if self._replay is None:
             self._replay = self._new_replay()
         return self._replay
@@ -132,7 +132,7 @@ class Cut:
         return Replay(shell, tape, self._embedding_width, self._dtype)
 
     def keeps_documents_apart(self) -> bool:
-        """Whether every layer attends inside a document only, where the positions in `position_ids` restart with each."""
+        """Return whether every layer attends inside a document only, where the positions in `position_ids` restart with each."""
         positions = torch.tensor([[0, 1, 0, 1]])
         try:
             handed = self._new_replay().run((1, 4), torch.device("cpu"), {"position_ids": positions})
@@ -202,7 +202,7 @@ class Cut:
         return frozenset(stubs.used_by(tape.entered))
 
     def _extra(self) -> int | None:
-        """How many values a layer returns after the hidden states: what the model's forward reads of it correctly."""
+        """Return how many values a layer returns after the hidden states: what the model's forward reads of it correctly."""
         reason: Exception | None = None
         choices: list[int | None] = [None, *range(_MOST_EXTRA)]
         for extra in choices:

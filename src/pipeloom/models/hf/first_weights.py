@@ -118,7 +118,7 @@ def _constructed_buffers(model: Any) -> Mapping[str, Tensor]:
 
 
 class _WeightsOnMeta(TorchFunctionMode):
-    """What layers make with `torch.empty`, which is how they make weights, is on the meta device."""
+    """Put what layers create with `torch.empty`, as they create weights, on the meta device."""
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""What a model's own forward hands to its decoder layers, recorded by running it with recorders in their places."""
+"""Arguments that a model's own forward passes to its decoder layers, recorded by running it with recorders in their places."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CACHED = (
 
 @dataclass(frozen=True)
 class HandOver:
-    """What a decoder layer is called with besides the hidden states.
+    """Arguments of a decoder layer besides the hidden states.
 
     Attributes:
         args: positional arguments after the hidden states.
@@ -41,7 +41,7 @@ class HandOver:
 
     @property
     def keeps_documents_apart(self) -> bool:
-        """Whether a mask among these hides token 0 from token 2, of tokens at the positions 0, 1, 0, 1 of one row."""
+        """Return whether a mask among these hides token 0 from token 2, of tokens at the positions 0, 1, 0, 1 of one row."""
         masks = [value for _, value in _named(self) if isinstance(value, Tensor) and value.shape[-2:] == (4, 4)]
         return any(_hides(mask, 2, 0) and not _hides(mask, 1, 0) for mask in masks)
 
@@ -56,7 +56,7 @@ class Stop(Exception):
 
 
 class Tape:
-    """What the recorders of one model do in a run, and what they have recorded.
+    """Mode of a model's recorders in a run, and what they have recorded.
 
     Attributes:
         extra: how many values a decoder layer returns after the hidden states; None: it returns these alone.
@@ -145,7 +145,7 @@ class Replay:
         self._kept: OrderedDict[tuple[Any, ...], tuple[Sequence[HandOver], Any]] = OrderedDict()
 
     def handed(self, hidden: Tensor, keywords: Mapping[str, Any]) -> Sequence[HandOver]:
-        """What each layer is called with for hidden states [batch, length, width] and a micro-batch's keyword arguments."""
+        """Return the arguments of each layer for hidden states [batch, length, width] and a micro-batch's keyword arguments."""
         given = {name: value for name, value in keywords.items() if value is not None}
         shape = hidden.shape[:2]
         versions = tuple(

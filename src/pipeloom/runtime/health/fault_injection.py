@@ -39,7 +39,7 @@ class Faults:
         return swapped.get(microbatch, microbatch)
 
     def drops(self, sends: int) -> range:
-        """Which of the next `sends` sends are lost, as positions among them."""
+        """Return which of the next `sends` sends are lost, as positions among them."""
         first, self._sent = self._sent, self._sent + sends
         if self._kind != "drop-send" or not self._mine:
             return range(0)

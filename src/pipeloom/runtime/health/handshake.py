@@ -39,7 +39,7 @@ def facts(
     options: RuntimeOptions,
     mesh: Mesh,
 ) -> dict[str, Any]:
-    """What the ranks of a mesh must agree on; `layers` are the names of the model's layers."""
+    """Return what the ranks of a mesh must agree on; `layers` are the names of the model's layers."""
     replica = f" of replica {mesh.place.dp}" if mesh.shape.dp > 1 else ""
     return {
         **source_facts(),
@@ -58,7 +58,7 @@ def facts(
 
 
 def declared_facts(layers: Sequence[object]) -> dict[str, Any]:
-    """What the ranks must agree on of the losses that layers declare: keys and weights."""
+    """Return what the ranks must agree on of the losses that layers declare: keys and weights."""
     terms = {
         key: term.weight
         for at, layer in enumerate(layers)

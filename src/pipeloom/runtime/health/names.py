@@ -1,4 +1,4 @@
-"""What ranks are called in messages to people: by their number in the whole run, with their place on the mesh."""
+"""Names of ranks in messages to people: their number in the whole run, with their place on the mesh."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Names:
     mesh: Mesh | None = None
 
     def place(self, number: int) -> str:
-        """Where the rank with this number in the run stands: `"pp 1, dp 0, tp 1"`; empty when all are one pipeline."""
+        """Return where the rank with this number in the run stands: `"pp 1, dp 0, tp 1"`; empty when all are one pipeline."""
         if self.mesh is None or self.mesh.shape.world == self.mesh.shape.pp:
             return ""
         place, shape = self.mesh.shape.place(number), self.mesh.shape

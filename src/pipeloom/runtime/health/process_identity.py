@@ -13,7 +13,7 @@ def identity() -> str:
 
 
 def is_there(who: str) -> bool | None:
-    """Whether the process with this `identity` is there and not dead; None: it is not this system's to know.
+    """Return whether the process with this `identity` is there and not dead; None: it is not this system's to know.
 
     A process that is stopped, or that a busy machine gives no time, is there.
     """
@@ -29,7 +29,7 @@ def is_there(who: str) -> bool | None:
 
 
 def is_stopped(who: str) -> bool:
-    """Whether the process with this `identity` is known to be stopped (SIGSTOP, a debugger)."""
+    """Return whether the process with this `identity` is known to be stopped (SIGSTOP, a debugger)."""
     place, _, process = who.partition(" ")
     if not place or place != _here():
         return False

@@ -1,4 +1,4 @@
-"""What a rank does with an exception: it tells all other ranks, in words that name the action, before it ends."""
+"""Report of an exception to all other ranks, in words that name the action, before the process exits."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class PeerGone(RuntimeError):
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Whether `error` comes from a communication with another rank: told by its type and by where it was raised, never by
+    """Return whether `error` comes from a communication with another rank: told by its type and by where it was raised, never by
     its text. An error of a user's own code is none, whatever it says.
     """
     if isinstance(error, PeerGone):
@@ -70,7 +70,7 @@ def lost_peer(error: BaseException) -> bool:
 
 
 def timed_out(error: BaseException) -> bool:
-    """Whether a communication failed because nothing came in time, so that the other rank may well be there.
+    """Return whether a communication failed because nothing came in time, so that the other rank may well be there.
 
     torch's backends have no type for it: the text is read only of an error that `lost_peer` says is a communication's.
     """

@@ -1,4 +1,4 @@
-"""Where a rank is, for the watchdog: written by the engine, read by the watchdog's thread."""
+"""Progress of a rank, for the watchdog: written by the executor, read by the watchdog's thread."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PHASES = {  # seconds; longer than any of them takes where nothing is wrong, on
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a rank may make no progress.
+    """Longest time that a rank may go without progress.
 
     Attributes:
         timeout: seconds, in every phase; None: 20 times the slowest measured step, at least 30 and at most 300 seconds, in
@@ -104,7 +104,7 @@ class Status:
 
     @property
     def kind(self) -> str:
-        """What stalls when this rank does: "evaluation", or "step"."""
+        """Return what stalls when this rank does: "evaluation", or "step"."""
         return "evaluation" if self.phase == "evaluation" else "step"
 
     @property

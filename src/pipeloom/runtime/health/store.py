@@ -21,7 +21,9 @@ _LOOKS_SECONDS = 0.05
 
 
 def within(seconds: float, call: Callable[[], T], words: str) -> T:
-    """What `call` returns or raises. Raises DistributedError with `words` after `seconds`; the call is left behind."""
+    """Return or raise what `call` returns or raises. Raises DistributedError with `words` after `seconds`; the call is left
+    behind.
+    """
     box: list[Any] = []
     done = threading.Event()
 

@@ -40,7 +40,7 @@ NOTICE = "pipeloom: "  # how a line begins that the launcher shows at once, whic
 
 @dataclass(frozen=True)
 class Failure:
-    """Why the run ends.
+    """Reason for the end of the run.
 
     Attributes:
         origin: the rank that announced it.
@@ -441,7 +441,7 @@ class Watchdog:
             sys.stderr.flush()
 
     def _complete(self, call: _WatchedCall) -> bool:
-        """Whether no more answers can come: a process of this machine that is stopped gives none."""
+        """Return whether no more answers can come: a process of this machine that is stopped gives none."""
         missing = set(range(self.ranks)) - call.states.keys() - self._left
         return all(is_stopped(self._identities.get(rank, ("",))[0]) for rank in missing)
 
@@ -478,7 +478,7 @@ class Watchdog:
             self._end(words, _TOLD[self._asked_by])
 
     def _fails_too(self) -> bool:
-        """Whether the main thread, before the first step or about a checkpoint, meets the same failure by itself: it has the
+        """Tell if the main thread, before the first step or about a checkpoint, meets the same failure by itself: it has the
         words for it."""
         phase, idle = self.status.phase, self.status.waiting is None
         if (phase in ("save", "load") or (phase == "start-up" and idle)) and self._waited < OWN_WORDS_SECONDS:

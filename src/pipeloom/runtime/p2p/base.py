@@ -29,7 +29,9 @@ class Outgoing(NamedTuple):
 
 
 class Received(NamedTuple):
-    """What has arrived: values, in buffers that are the receiver's, their specs, and the checksum that was sent along."""
+    """A message that has arrived: values, in buffers that are the receiver's, their specs, and the checksum that was sent
+    along.
+    """
 
     values: BoundaryValues
     boundary: Boundary
@@ -37,7 +39,7 @@ class Received(NamedTuple):
 
 
 class Transport(Protocol):
-    """How messages move. One object a rank."""
+    """Protocol for moving messages. One object per rank."""
 
     def exchange(self, sends: Sequence[Outgoing], posts: Sequence[Message]) -> None:
         """Starts these sends and opens these receives; returns at once."""
@@ -156,7 +158,7 @@ class Communicator:
                     self._moved[each].clear()
 
     def unfinished(self, rank: int) -> bool:
-        """Whether batches of `rank` have not ended."""
+        """Return whether batches of `rank` have not ended."""
         return bool(self._queues[rank])
 
     def _match(self, source: int, destination: int) -> bool:

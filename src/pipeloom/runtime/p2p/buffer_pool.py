@@ -38,6 +38,6 @@ class BufferPool:
 
 
 def _holders(buffer: Tensor) -> int:
-    """How many tensors share the storage of `buffer`, itself counted."""
+    """Return how many tensors share the storage of `buffer`, itself counted."""
     storage = buffer.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # less the storage object asked through

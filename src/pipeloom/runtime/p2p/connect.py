@@ -78,7 +78,7 @@ class P2PConnections:
         return self.control if self._device.type == "cpu" else self._mesh.pipeline.group
 
     def transport(self, program: RankProgram) -> Transport:
-        """What carries one run of `program`."""
+        """Return what carries one run of `program`."""
         if self._links is None:
             return InProcessTransport(Mailroom())
         if self.shared is not None:
@@ -93,7 +93,7 @@ class P2PConnections:
 
 
 def memory_here() -> str | None:
-    """What two processes must have in common to share memory here; None where the system cannot."""
+    """Return what two processes must have in common to share memory here; None where the system cannot."""
     if not hasattr(os, "memfd_create") or not hasattr(socket, "SOCK_SEQPACKET"):
         return None
     here = machine("mnt", "user")  # a socket is a file, and its peer's user is checked

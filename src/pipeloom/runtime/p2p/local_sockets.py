@@ -1,4 +1,4 @@
-"""How the ranks of one machine connect through sockets that no other user can reach, and that no stranger can disturb.
+"""Connections between ranks of one machine, through sockets that no other user can reach or disturb.
 
 Each rank listens on a socket in a folder of its own that only its user may enter, beside a token that only its user may
 read. The folder's path goes through the store, the token does not. Who connects is checked on both ends: the folder and the

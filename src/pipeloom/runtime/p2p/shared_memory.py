@@ -67,7 +67,7 @@ class _SharedSegment:
 
 
 class _Outbox:
-    """What this rank has sent to one peer: segments by size, oldest first, and the boundaries that the peer knows."""
+    """Messages sent to one peer: segments by size, oldest first, and the boundaries that the peer knows."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -90,7 +90,7 @@ class _Outbox:
 
 
 class _SharedInbox:
-    """What one peer has sent: its segments and boundaries by number."""
+    """Messages from one peer: its segments and boundaries by number."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection

@@ -191,7 +191,7 @@ class TorchTransport:
             work.wait()
 
     def _send(self, outgoing: Outgoing) -> _TorchTransfer:
-        """What to send of a message; its header is on its way."""
+        """Return what to send of a message; its header is on its way."""
         message = outgoing.message
         works: list[Any] = []
         values, kind = outgoing.values, message.channel.kind

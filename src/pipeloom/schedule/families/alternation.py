@@ -16,7 +16,7 @@ from pipeloom.schedule.families.greedy import Planned
 
 @dataclass(frozen=True)
 class RoundRules:
-    """What the rule leaves open; the family tries all combinations.
+    """Choices that the rule leaves open; the family tries all combinations.
 
     Attributes:
         overrun: a warm-up forward may end after the first backward could have started.
@@ -87,7 +87,7 @@ class Alternation:
         rank.memory += share * self.activation[at]
 
     def _arrival(self, kind: KindName, at: int) -> float:
-        """When what the next `kind` of rank `at` needs from its neighbour is there; 0 when it needs nothing."""
+        """Return when what the next `kind` of rank `at` needs from its neighbour is there; 0 when it needs nothing."""
         origin = at - 1 if kind == "F" else at + 1
         if kind == "W" or not 0 <= origin < len(self.ranks):
             return 0.0
@@ -134,7 +134,7 @@ class Alternation:
         return wanted[::-1]
 
     def _may_skip(self, at: int) -> bool:
-        """Whether rank `at`, two forwards ahead, can leave one out without more idle time than the worst rank has."""
+        """Return whether rank `at`, two forwards ahead, can leave one out without more idle time than the worst rank has."""
         if not self.habits.skip or at + 1 == len(self.ranks):
             return False
         rank, following = self.ranks[at], self.ranks[at + 1]

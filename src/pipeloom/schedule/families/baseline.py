@@ -1,4 +1,4 @@
-"""What a searched schedule is compared with: a family made for the placement that fits the memory, else list scheduling."""
+"""The baseline of a searched schedule: a family made for the placement that fits the memory, else list scheduling."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ Fixed = tuple[tuple[float, int], tuple[float, int]]  # the first and the last (s
 
 @dataclass(frozen=True)
 class BuildingBlock:
-    """Where one micro-batch's F and I sit.
+    """Slots of one micro-batch's F and I.
 
     Attributes:
         steps: slots from one rank to the next, for F down, F up, I down and I up the V.
@@ -191,7 +191,7 @@ def _hasten_end_within(grid: _Grid) -> None:
 
 
 class _Filled:
-    """What a rank holds from slot to slot while its free slots take the pending W.
+    """Memory of a rank from slot to slot while its free slots take the pending W.
 
     Attributes:
         kinds: slot -> "F", "I" or "" for a free slot.

@@ -9,7 +9,7 @@ from pipeloom.schedule.families.layout import Coder
 
 @dataclass(frozen=True)
 class Phases:
-    """How often a rank repeats each phase (DeepSeek-V3, arXiv 2412.19437, section 3.2.1, and its published schedule).
+    """Number of times that a rank repeats each phase (DeepSeek-V3, arXiv 2412.19437, section 3.2.1, and its published schedule).
 
     Attributes:
         outer: phases 1 (twice as often), 3, 5 and 7: F0; I1 W1 F1; B1 F1|B0; W I0.

@@ -20,7 +20,7 @@ Planned = tuple[KindName, int, int]
 
 @dataclass(frozen=True)
 class SchedulingProblem:
-    """What is to be scheduled.
+    """Actions to schedule, and their limits.
 
     Attributes:
         placement: stage -> rank.
@@ -44,7 +44,7 @@ class SchedulingProblem:
 
 @dataclass(frozen=True)
 class PriorityRule:
-    """How a rank chooses among ready actions.
+    """Rule by which a rank chooses among ready actions.
 
     Attributes:
         turns: forwards and backwards take turns where both are ready; else the backward goes first.

@@ -51,7 +51,7 @@ def interleaved(
 
 
 def round_sizes(ranks: int, microbatches: int, rounds: str = "balanced", group_size: int | None = None) -> list[int]:
-    """How many micro-batches each round holds; sums to m. For m < p: one round of m.
+    """Return how many micro-batches each round holds; sums to m. For m < p: one round of m.
 
     * balanced: max(1, m // p) rounds as equal as possible, larger first.
     * tail, head: rounds of p; the remainder joins the last, or the first.

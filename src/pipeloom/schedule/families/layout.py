@@ -1,4 +1,4 @@
-"""What the families share: sizes that are refused in the same words, and integer programs of looped placements."""
+"""Helpers of the families: sizes that are refused in the same words, and integer programs of looped placements."""
 
 from __future__ import annotations
 

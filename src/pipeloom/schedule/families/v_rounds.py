@@ -87,13 +87,13 @@ class _Rounds:
         return len(self.ends[kind][self.ranks[at].stages[half]])
 
     def _ready(self, kind: str, at: int, half: int) -> int:
-        """How many `kind` of `half` have what this rank itself makes for them."""
+        """Return how many `kind` of `half` have what this rank itself makes for them."""
         if half == UP:
             return self._done("F", at, DOWN if kind == "F" else UP)
         return self.microbatches if kind == "F" else self._done("I", at, UP)
 
     def _arrival(self, kind: str, at: int, half: int) -> float | None:
-        """When the input from another rank of the next `kind` is there; 0 where there is none, None if it is not known."""
+        """Return when the input from another rank of the next `kind` is there; 0 where there is none, None if it is not known."""
         stage = self.ranks[at].stages[half]
         index, origin = len(self.ends[kind][stage]), stage + (-1 if kind == "F" else 1)
         neighbour = at - 1 if (half == DOWN) == (kind == "F") else at + 1
@@ -152,7 +152,7 @@ class _Rounds:
                 half = 1 - half
 
     def _behind(self, at: int) -> bool:
-        """Whether rank `at` has yet to run as many forwards as the rank before, and one more of the upper half."""
+        """Return whether rank `at` has yet to run as many forwards as the rank before, and one more of the upper half."""
         here, before = ([self._done("F", rank, half) for half in (DOWN, UP)] for rank in (at, at - 1))
         return sum(here) < sum(before) or here[UP] <= before[UP] < self.microbatches
 

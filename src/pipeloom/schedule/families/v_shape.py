@@ -1,4 +1,4 @@
-"""What the V schedules share: the best of their building blocks' words for given costs."""
+"""Shared construction of the V schedules: the best order of their building blocks for given costs."""
 
 from __future__ import annotations
 

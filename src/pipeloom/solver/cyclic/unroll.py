@@ -12,7 +12,7 @@ from pipeloom.solver.instance import Instance, Sequences
 
 @dataclass(frozen=True)
 class UnrollParameters:
-    """Which parts of a schedule are tried for repetition."""
+    """Choice of the parts of a schedule that are tried for repetition."""
 
     # The most micro-batches of a part, and the most nodes for which its interval is computed: longer parts repeat
     # more schedules, and cost more to measure.
@@ -98,7 +98,7 @@ def with_repeated_part(small: Instance, sequences: Sequences, each: int, instanc
 
 
 def balanced_window(operation_types: Sequence[int], each: int) -> int | None:
-    """Where the run begins that has every operation type `each` times and lies nearest to the middle; None if there is none."""
+    """Return the start of the run nearest to the middle that has every operation type `each` times; None if there is none."""
     count = dict.fromkeys(operation_types, 0)
     size = each * len(count)
     even = 0

@@ -22,7 +22,7 @@ class Box(NamedTuple):
         return Box(tuple(a + b for a, b in zip(self.offset, by, strict=True)), self.shape)
 
     def intersection(self, other: Box) -> Box | None:
-        """What both have in common; None: no element."""
+        """Return what both have in common; None: no element."""
         first = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         stop = (
             min(a + m, b + n) for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
@@ -64,7 +64,7 @@ def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
 
 def tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str:
-    """Why `boxes` do not hold each element of a tensor of `shape` exactly once; "" where they do."""
+    """Return why `boxes` do not hold each element of a tensor of `shape` exactly once; "" where they do."""
     for box in boxes:
         if len(box.offset) != len(shape) or len(box.shape) != len(shape):
             return f"a part has {len(box.offset)} dimensions, the tensor {len(shape)}"

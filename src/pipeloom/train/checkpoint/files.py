@@ -73,7 +73,7 @@ def sync_directory(path: Path) -> None:
 
 
 def verify(directory: Path, name: str, stored: StoredFile) -> str:
-    """What is wrong with a file, with what was expected and what was found; "" where nothing is."""
+    """Return what is wrong with a file, with what was expected and what was found; "" where nothing is."""
     path = directory / name
     if path.is_symlink() or (path.exists() and not path.is_file()):
         return f"{path}: expected a file, found a {'symbolic link' if path.is_symlink() else 'directory or device'}"

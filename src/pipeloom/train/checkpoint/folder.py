@@ -22,7 +22,7 @@ def step_path(folder: Path, step: int) -> Path:
 
 
 def partial_path(folder: Path, step: int) -> Path:
-    """Where a checkpoint is while it is written: hidden, so that nobody takes it for one."""
+    """Return where a checkpoint is while it is written: hidden, so that nobody takes it for one."""
     return folder / f".step-{step:06d}.partial"
 
 

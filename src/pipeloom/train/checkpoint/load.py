@@ -32,7 +32,7 @@ from pipeloom.train.checkpoint.state import (
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint said beside tensors.
+    """Content of a checkpoint beside tensors.
 
     Attributes:
         step: how many steps had been made.
@@ -100,12 +100,12 @@ class Reader:
             raise CheckpointError(f"{path}: {name!r} cannot be read: {str(error)[:200]}") from None
 
     def extra(self) -> Any:
-        """What was given to `save` as `extra`."""
+        """Return what was given to `save` as `extra`."""
         return read_extra(self.directory) if EXTRA in self.manifest.files else None
 
 
 def read_extra(directory: Path) -> Any:
-    """What was given to `save` as `extra`, of a checkpoint that has been verified; None: nothing.
+    """Return what was given to `save` as `extra`, of a checkpoint that has been verified; None: nothing.
 
     Raises CheckpointError where it is no JSON.
     """

@@ -66,7 +66,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class BaseWeights:
-    """Where the frozen weights come from, of a checkpoint that holds adapters only.
+    """Source of the frozen weights of a checkpoint that holds adapters only.
 
     Attributes:
         kind: "hugging face", a directory; or "checkpoint", of our own decoder.
@@ -81,7 +81,7 @@ class BaseWeights:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """Table of contents of a checkpoint.
 
     Attributes:
         step: how many steps have been made.

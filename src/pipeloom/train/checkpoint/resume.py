@@ -1,4 +1,4 @@
-"""Which checkpoint a run begins with: the first rank looks, all verify, and all take the same one."""
+"""Choice of the checkpoint that a run begins with: the first rank looks, all verify, and all take the same one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ZERO = ("optimizer.zero1", "optimizer.barrier", "train.rollbacks")
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins.
+    """Starting point of a run.
 
     Attributes:
         path: the checkpoint; None: at the first step.
@@ -54,7 +54,7 @@ class Start:
 
 
 def digests(config: Config, data: str) -> dict[str, str]:
-    """What two runs must have in common so that one may continue the other: `model` and `data`."""
+    """Return what two runs must have in common so that one may continue the other: `model` and `data`."""
     model = config.model.model_dump(include=set(_MODEL_KEYS), mode="json")
     if config.model.qk_norm:
         model["qk_norm"] = True
@@ -101,7 +101,7 @@ def find_start(config: Config, mine: Mapping[str, str], context: WorkerContext, 
 def _candidates(
     config: Config, mine: Mapping[str, str], context: WorkerContext, group: Any, run: Path | None
 ) -> dict[str, Any]:
-    """What the first rank found: `paths` to try in order, whether the first is the only one, and the run's folder."""
+    """Return what the first rank found: `paths` to try in order, whether the first is the only one, and the run's folder."""
     found: dict[str, Any] = {}
     if context.rank == 0:
         try:

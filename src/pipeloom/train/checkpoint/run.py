@@ -98,7 +98,7 @@ class RunCheckpoints:
             raise ConfigError(problems[0])
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is due after so many steps."""
+        """Return whether a checkpoint is due after so many steps."""
         return self._every > 0 and step % self._every == 0
 
     def save(self, step: int, batch: int) -> None:

@@ -49,7 +49,7 @@ _POLL_SECONDS = 0.005
 
 @dataclass(frozen=True)
 class _Plan:
-    """Who writes what. The entries are known on the first rank only.
+    """Division of the tensors to write among ranks. The entries are known on the first rank only.
 
     Attributes:
         digest: of what every rank holds, from which it was made.
@@ -160,7 +160,7 @@ class Saver:
 
     @property
     def writing(self) -> bool:
-        """Whether a thread of this rank is writing."""
+        """Return whether a thread of this rank is writing."""
         return self._thread is not None and self._thread.is_alive()
 
     # -- together --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a process holds of a run's state, as boxes of whole tensors, and the same state put back from any checkpoint.
+"""One process's part of a run's state, as boxes of whole tensors, and the same state put back from any checkpoint.
 
 Keys: `model.NAME` for parameters and persistent buffers, `optimizer.NAME.STATE` for an optimizer's state of a parameter (`step`,
 `exp_avg`, …, and `master` where an fp32 copy is stepped). NAME is the global name; a tied weight has its first one.
@@ -195,7 +195,7 @@ Region = Callable[[str, Box], Tensor]  # key, box -> the values, in the stored d
 
 
 class Stored(Protocol):
-    """What a checkpoint holds: the keys of tensors, numbers, and any region of a tensor."""
+    """Content of a checkpoint: the keys of tensors, numbers, and any region of a tensor."""
 
     @property
     def tensors(self) -> Mapping[str, tuple[int, ...]]:

@@ -1,1 +1,1 @@
-"""What a run trains on: sources, tokenizers, the cache of tokens, packed rows, batches."""
+"""Training data: sources, tokenizers, the cache of tokens, packed rows, batches."""

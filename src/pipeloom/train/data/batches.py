@@ -44,12 +44,12 @@ class Batch(NamedTuple):
 
     @property
     def keywords(self) -> dict[str, Tensor]:
-        """What a pipeline's methods get beside tokens and targets."""
+        """Return what a pipeline's methods get beside tokens and targets."""
         return {} if self.positions is None else {"position_ids": self.positions}
 
 
 class Rows(Protocol):
-    """What batches are made of. `count`: the rows that do not overlap."""
+    """Rows of which batches are made. `count`: the rows that do not overlap."""
 
     @property
     def count(self) -> int: ...
@@ -88,7 +88,7 @@ class SpanRows:
 
     @property
     def tokens(self) -> int:
-        """How many there are."""
+        """Return how many there are."""
         return int(self._before[-1])
 
     @property

@@ -102,7 +102,7 @@ class TokenizerTemplate:
 
 
 def has_template(folder: Path) -> bool:
-    """Whether a tokenizer's directory has a chat template."""
+    """Return whether a tokenizer's directory has a chat template."""
     if (folder / "chat_template.jinja").is_file():
         return True
     config = folder / "tokenizer_config.json"

@@ -1,4 +1,4 @@
-"""What `[data]` asks for, as far as its words alone say: the tokenizer's name, and whether anything is tokenized at all."""
+"""Choices in `[data]`, as far as its text alone decides them: the tokenizer's name, and whether anything is tokenized at all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")  # o
 
 
 def tokenizer_name(tokenizer: str, model_source: str) -> str:
-    """What `data.tokenizer` means: "bytes", or a path; "auto" is that of the model's directory where it has one."""
+    """Return what `data.tokenizer` means: "bytes", or a path; "auto" is that of the model's directory where it has one."""
     if tokenizer != AUTO:
         return tokenizer
     folder = Path(model_source).expanduser()
@@ -22,7 +22,7 @@ def tokenizer_name(tokenizer: str, model_source: str) -> str:
 
 
 def is_plain_text(config: Config) -> bool:
-    """Whether a run trains on the bytes of one source's text files, which every worker reads; nothing is tokenized then.
+    """Return whether a run trains on the bytes of one source's text files, which every worker reads; nothing is tokenized then.
 
     Raises ConfigError where the kind of the source is not clear.
     """

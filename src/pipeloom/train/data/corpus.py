@@ -18,7 +18,7 @@ _NOT_OURS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_
 
 @dataclass(frozen=True)
 class Corpus:
-    """What was read.
+    """Text that was read.
 
     Attributes:
         train, held_out: texts, as bytes.

@@ -20,7 +20,7 @@ class Spans(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """How many tokens they hold."""
+        """Return how many tokens they hold."""
         return int((self.ends - self.starts).sum())
 
 

@@ -30,7 +30,7 @@ Plan = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Data:
-    """What a run trains on, and what it measures itself on.
+    """Training and validation data of a run.
 
     Attributes:
         tokenizer: of the text.
@@ -213,7 +213,7 @@ def _store(source: Source, entry: cache.Entry | None, config: Config, tokenizer:
 
 
 def _packs(config: Config, stores: list[store.Store]) -> bool:
-    """Whether rows hold whole documents. Raises ConfigError for conversations that are to be cut anywhere."""
+    """Return whether rows hold whole documents. Raises ConfigError for conversations that are to be cut anywhere."""
     chat = any(found.chat for found in stores)
     if chat and config.data.documents == "concatenate":
         raise ConfigError('data.documents = "concatenate": windows would cut conversations anywhere; nearest: "pack"')

@@ -1,4 +1,4 @@
-"""Where documents come from: text, JSON lines, Parquet, token files, and directories of Hugging Face `datasets`."""
+"""Sources of documents: text, JSON lines, Parquet, token files, and directories of Hugging Face `datasets`."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Record:
 
 @dataclass(frozen=True)
 class BadRecord:
-    """What stands in the place of a document that cannot be read, and why."""
+    """Placeholder for a document that cannot be read, with the reason."""
 
     place: str
     why: str
@@ -114,7 +114,7 @@ def find(name: str, kind: str) -> Source:
 
 
 def kind_of(file: Path) -> FileKind:
-    """What a file holds by its name."""
+    """Return what a file holds by its name."""
     suffixes = [suffix.lower() for suffix in file.suffixes]
     if suffixes[-1:] == [".gz"]:
         del suffixes[-1]

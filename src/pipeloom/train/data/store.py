@@ -47,7 +47,7 @@ class Store:
 
 @dataclass(frozen=True)
 class Reading:
-    """How documents become tokens, beside the tokenizer.
+    """Settings for turning documents into tokens, beside the tokenizer.
 
     Attributes:
         field: of records; empty: found.
@@ -93,7 +93,7 @@ def opened(entry: cache.Entry, source: Source) -> Store:
 
 
 def _template_words(reading: Reading) -> str:
-    """What decides how conversations are written, for the cache's key."""
+    """Return what decides how conversations are written, for the cache's key."""
     files = (
         []
         if reading.folder is None

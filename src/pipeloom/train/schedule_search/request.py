@@ -1,4 +1,4 @@
-"""What `[schedule] name = "search"` asks for, on every rank: rank 0 searches, and every other rank gets the result.
+"""The search that `[schedule] name = "search"` asks for: rank 0 searches, and every other rank gets the result.
 
 So what a clock decides is decided once.
 """
