@@ -136,7 +136,7 @@ def beside(communication: Communication, moved: Sequence[int], compute: Compute)
 
 
 class _Transfer:
-    """What two segments share of one communication: it, while it is under way."""
+    """One communication that two segments share while it is under way."""
 
     def __init__(self) -> None:
         self._pending: Pending | None = None

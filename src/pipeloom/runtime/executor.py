@@ -76,7 +76,7 @@ class StepResult:
 
 
 class Delivery(NamedTuple):
-    """What crosses an edge for one micro-batch, or the gradient of that: the values and their specs."""
+    """Values that cross an edge for one micro-batch, or their gradients: the values and their specs."""
 
     values: BoundaryValues
     specs: Boundary
@@ -384,7 +384,9 @@ class Executor:
         return deliveries
 
     def _output_gradients(self, action: Action, received: Deliveries) -> BoundaryValues:
-        """What a backward starts from, beside losses: the gradients of the outputs, then those of what others read by name."""
+        """Return the gradients that a backward starts from, beside losses: the gradients of the outputs, then those of what
+        others read by name.
+        """
         program, mb = self.program.stages[action.stage], action.microbatch
         gradients: BoundaryValues = ()
         if program.after is not None:

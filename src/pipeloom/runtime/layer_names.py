@@ -1,4 +1,4 @@
-"""What layers declare by name: tensors that they read and write past other layers, and losses of their own."""
+"""Declarations of layers by name: tensors that they read and write past other layers, and losses of their own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeloom.schedule.named import NamedTensor
 
 @dataclass(frozen=True)
 class LayerNames:
-    """What one layer declares.
+    """Declarations of one layer.
 
     Attributes:
         layer: its name.
@@ -91,7 +91,7 @@ class LayerNames:
 
 @dataclass(frozen=True)
 class ModelNames:
-    """What the layers of a whole model declare, with the stage position of each.
+    """Declarations of the layers of a whole model, with the stage position of each.
 
     Attributes:
         tensors: those that cross between stages.

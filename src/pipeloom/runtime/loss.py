@@ -106,7 +106,7 @@ class PendingLoss:
 
 @dataclass
 class LossSum:
-    """What one rank knows of a step's loss.
+    """One rank's part of a step's loss.
 
     Attributes:
         total: the sum of its shares, those of layers' terms times their weights; None where it computes none.

@@ -38,7 +38,7 @@ GiveToTerm = Callable[[LossTerm, Any], Tensor]
 
 
 class StageOutputs(NamedTuple):
-    """What a forward gives.
+    """Results of a forward.
 
     Attributes:
         values: for the next stage, attached to the graph; of a route's last stage none.
@@ -497,7 +497,9 @@ class NamedInForward:
         return handed
 
     def sent(self) -> dict[str, Tensor | None]:
-        """What later stages read, as they must get it. Raises UsageError for what a layer has changed since it was written."""
+        """Return the values that later stages read, as they must get them. Raises UsageError for what a layer has changed
+        since it was written.
+        """
         for name in self._program.writes:
             value = self._tensors[name]
             if value is not None and name in self._versions and self._versions[name][1] != _version(value):

@@ -133,7 +133,9 @@ def split_layers(count: int, positions: int, stages: Sequence[int] | None) -> li
 
 
 def model_names(layers: Sequence[LayerSource], positions: int, stages: Sequence[int] | None) -> ModelNames:
-    """What the layers declare by name, on stages as `split_layers` makes them. Raises ConfigError for what does not fit."""
+    """Return the layers' declarations by name, on stages as `split_layers` makes them. Raises ConfigError for what does not
+    fit.
+    """
     declared = [LayerNames.of(layer, layer_name(layer, at)) for at, layer in enumerate(layers)]
     if all(each.silent for each in declared):
         return ModelNames((), ())
