@@ -164,7 +164,7 @@ def events(rank: int, way: Way, shared: int = 0, nodes: int = 1, world: int = 2)
 
         return wrapped
 
-    start = AllToAll._start
+    start = AllToAll.exchange
 
     def starting(self: AllToAll, values: Any, plan: Any, back: bool) -> Any:
         name = f"{self.name}{' inside' if self.quick else ''}{'' if back == self.back else ' backward'}"
@@ -172,7 +172,7 @@ def events(rank: int, way: Way, shared: int = 0, nodes: int = 1, world: int = 2)
         pending = start(self, values, plan, back)
         return SimpleNamespace(wait=logged(pending.wait, f"end {name}"))
 
-    AllToAll._start = starting  # type: ignore[method-assign]
+    AllToAll.exchange = starting  # type: ignore[method-assign]
     Experts.forward = logged(Experts.forward, "experts")
     moe.SharedExpert.forward = logged(moe.SharedExpert.forward, "shared")  # type: ignore[method-assign]
     F.scaled_dot_product_attention = logged(F.scaled_dot_product_attention, "attention")

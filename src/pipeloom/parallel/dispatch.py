@@ -40,12 +40,12 @@ class AllToAll:
     quick: bool = False
 
     def start(self, values: Values) -> Pending:
-        return self._start(values, values[TRIP], self.back)
+        return self.exchange(values, values[TRIP], self.back)
 
     def start_backward(self, gradients: Values, saved: Values) -> Pending:
-        return self._start(gradients, saved[TRIP], not self.back)
+        return self.exchange(gradients, saved[TRIP], not self.back)
 
-    def _start(self, values: Values, dispatch_plan: DispatchPlan, back: bool) -> Pending:
+    def exchange(self, values: Values, dispatch_plan: DispatchPlan, back: bool) -> Pending:
         split = dispatch_plan.hops[self.split]
         if split.axis.size == 1:
             return Done(values)

@@ -1,4 +1,4 @@
-"""Which network interface gloo uses where workers run on several hosts: a wrong choice is said before anything waits for it."""
+"""The network interface that gloo uses where workers run on several hosts; a wrong choice is refused before anything waits."""
 
 from __future__ import annotations
 

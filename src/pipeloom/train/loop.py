@@ -446,7 +446,7 @@ def _reporting(
 
 
 def _recovery(begun: float) -> str:
-    """How long a resumed run took until here: to load, and since this process started."""
+    """Return words for the time that a resumed run took until here: to load, and since this process started."""
     load, since = time.perf_counter() - begun, seconds_running()
     return f"{load:.1f} s to load" + (f", {since:.1f} s since the worker's start" if since is not None else "")
 
