@@ -98,7 +98,7 @@ class _CopyOf:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _CutPart:
     """One part: its module, the paths of the model's modules in it, and the names that it reads and writes."""
 
     name: str
@@ -189,7 +189,7 @@ def _cuts(name: str, graph: fx.Graph, trunk: Sequence[str]) -> list[fx.Node]:
     return [*calls, behind] if behind.op != "output" else calls
 
 
-def _parts(model: nn.Module, graph: fx.Graph, cuts: Sequence[fx.Node], inputs: Sequence[Tensor]) -> list[_Part]:
+def _parts(model: nn.Module, graph: fx.Graph, cuts: Sequence[fx.Node], inputs: Sequence[Tensor]) -> list[_CutPart]:
     """The parts between the cuts. Raises ConfigError for a value other than a tensor that crosses from one to another."""
     segments: list[list[fx.Node]] = [[]]
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
@@ -262,7 +262,7 @@ def _part(
     writes: Sequence[fx.Node],
     handed: Sequence[fx.Node],
     last: bool,
-) -> _Part:
+) -> _CutPart:
     """A part as a module of its own: what arrives by position, what it reads by name; what it hands on and writes."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -284,10 +284,10 @@ def _part(
         graph.output((*(by_position or (None,)), written) if written else by_position or None)
     module = fx.GraphModule(model, graph, class_name=name.capitalize())
     modules = [str(node.target) for node in segment if node.op in ("call_module", "get_attr")]
-    return _Part(name, module, modules, [by_name[node] for node in reads], [by_name[node] for node in writes])
+    return _CutPart(name, module, modules, [by_name[node] for node in reads], [by_name[node] for node in writes])
 
 
-def _run(parts: Sequence[_Part], inputs: Sequence[Tensor]) -> Any:
+def _run(parts: Sequence[_CutPart], inputs: Sequence[Tensor]) -> Any:
     """The parts one after the other."""
     x: Any = tuple(inputs)
     tensors: dict[str, Any] = {}
@@ -319,7 +319,7 @@ def _difference(found: Any, want: Any) -> float:
     return float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
 
 
-def _tied(parts: Sequence[_Part]) -> list[list[str]]:
+def _tied(parts: Sequence[_CutPart]) -> list[list[str]]:
     """The names of each weight that several parts hold, or one part twice."""
     names: dict[int, list[str]] = {}
     for part in parts:
