@@ -336,12 +336,6 @@ def _norms_need_the_barrier(config: Config) -> Iterator[str]:
         )
 
 
-@_reads("log.profile", "train.steps")
-def _profiled_steps_run(config: Config) -> Iterator[str]:
-    if config.log.profile and config.log.profile[1] > config.train.steps:
-        yield f"log.profile = {list(config.log.profile)}: train.steps is {config.train.steps}"
-
-
 @_reads("log.dir")
 def _log_is_folder(config: Config) -> Iterator[str]:
     path = os.path.expanduser(config.log.dir)

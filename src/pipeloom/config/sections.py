@@ -81,15 +81,6 @@ def _is_dtype(value: Any) -> Any:
     return value
 
 
-def _is_window(value: Any) -> Any:
-    steps = list(value) if isinstance(value, list | tuple) else None
-    if steps is None or not all(type(step) is int for step in steps) or len(steps) not in (0, 2):
-        raise ValueError("it must be a first and a last step, such as [10, 12], or [] for none")
-    if steps and not 1 <= steps[0] <= steps[1] <= MOST_STEPS:
-        raise ValueError("the first step must be at least 1, and the last one not before it")
-    return tuple(steps)
-
-
 def _is_frequency(value: Any) -> Any:
     if type(value) is int and value >= 1:
         return value
@@ -170,7 +161,6 @@ ScheduleName = Annotated[str, Field(min_length=1), AfterValidator(canonical_name
 Degree = Annotated[int, Field(le=MOST_WORKERS), AfterValidator(_is_degree)]
 Timeout = Annotated[float | Literal["auto"], BeforeValidator(_is_timeout)]
 Dtype = Annotated[DtypeName, BeforeValidator(_is_dtype)]
-Window = Annotated[tuple[int, ...], BeforeValidator(_is_window)]
 Transforms = Annotated[tuple[str, ...], BeforeValidator(_are_transforms)]
 Resume = Annotated[Annotated[int, Field(le=MOST_STEPS)] | str, BeforeValidator(_is_resume)]
 Targets = Annotated[str | tuple[str, ...], BeforeValidator(_are_targets)]
@@ -436,9 +426,6 @@ class LogSection(Section):
     html: str = Field(description="file of the page; empty: timeline.html in the run's folder")
     norms: NormsName = Field(
         description="of gradients and parameters, by layer or by parameter, with each log line; none: the global norm only"
-    )
-    profile: Window = Field(
-        description="first and last step that torch.profiler records, as [10, 12], into profile.json; empty: none"
     )
     tensorboard: bool = Field(description="figures for TensorBoard in the run's folder, too")
     wandb: str = Field(description="project of Weights & Biases that gets the figures, too; empty: none")
