@@ -360,18 +360,26 @@ def distributed(case: Case, seen: Observation) -> None:
 
 def sharded_step(pipeline: Pipeline) -> Callable[[], None]:
     """The trainer's AdamW, which steps this replica's slices and shares the weights."""
-    from pipeloom.config.sections import OptimizerSection
+    from pipeloom.config import load_layout
     from pipeloom.train.optimizer import Optimizer
 
-    values = {
-        "lr": RATE,
-        "min_lr": RATE,
-        "betas": (0.9, 0.999),
-        "weight_decay": DECAY,
-        "warmup_steps": 0,
-        "clip_norm": 0.0,
-    }
-    section = OptimizerSection(**values, lr_rule="none", zero1=True, barrier=True)
+    usual = load_layout("tiny").config.optimizer
+    section = usual.model_copy(
+        update={
+            "name": "adamw",
+            "lr": RATE,
+            "min_lr": RATE,
+            "lr_rule": "none",
+            "betas": (0.9, 0.999),
+            "weight_decay": DECAY,
+            "vector_decay": 0.0,
+            "embedding_decay": DECAY,
+            "warmup_steps": 0,
+            "clip_norm": 0.0,
+            "zero1": True,
+            "barrier": True,
+        }
+    )
     adam = Optimizer(list(pipeline.named_parameters()), section, pipeline.sync, pipeline.counts)
     return lambda: adam.step(None, RATE)
 

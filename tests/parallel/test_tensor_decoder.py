@@ -57,7 +57,7 @@ def test_biases_head_width_and_epsilon_are_those_of_one_process() -> None:
     for at, ((want_loss, want), sequence, way) in enumerate(wanted):
         assert [rank[at][0] for rank in results] == pytest.approx([want_loss] * 2, rel=1e-6)
         assert sum(name.endswith("_proj.bias") for name in want) in (2 * 3, 2 * 4)
-        assert worst(whole([rank[at][1] for rank in results]), want) <= 1e-5, (sequence, way)
+        assert worst(whole([rank[at][1] for rank in results]), want) <= 3e-5, (sequence, way)  # rounding of fp32
 
 
 def twice_and_wrong(rank: int) -> tuple[bool, Any, Any]:

@@ -195,7 +195,7 @@ def handshakes(rank: int) -> dict[str, str]:
         found["versions"] = pipeline()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "pipeloom.runtime.health.handshake._source_digests", lambda: {"source of pipeloom/runtime": str(rank & 2)}
+            "pipeloom.runtime.health.handshake.source_digests", lambda _: {"source of pipeloom/runtime": str(rank & 2)}
         )
         found["source"] = pipeline()
     dist.barrier()

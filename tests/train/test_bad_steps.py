@@ -47,6 +47,7 @@ def trained(tmp_path: Any, bad: dict[int, float], **changes: Any) -> tuple[Train
         say=lambda text: None,
         advance=lambda: None,
         step=lambda metrics: None,
+        figures=lambda step, figures: None,
         end_progress=lambda: None,
     )
     context: Any = SimpleNamespace(rank=0, device=CPU, flags=0, world_size=1)

@@ -347,7 +347,11 @@ def command_losses(rank: int, barrier: bool) -> tuple[list[dict[str, Any]], int]
         steps.append(values)
 
     report: Any = SimpleNamespace(
-        record=record, advance=lambda: None, step=lambda metrics: None, end_progress=lambda: None
+        record=record,
+        advance=lambda: None,
+        step=lambda metrics: None,
+        end_progress=lambda: None,
+        figures=lambda step, figures: None,
     )
     context: Any = SimpleNamespace(rank=rank, device=CPU, flags=0)
     trainer = Trainer(layout.config, pipeline, context, report)

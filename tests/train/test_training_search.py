@@ -60,6 +60,9 @@ class Notes:
     def end_progress(self) -> None:
         pass
 
+    def figures(self, step: int, figures: Any) -> None:
+        pass
+
 
 def context(rank: int = 0, world_size: int = 1) -> Any:
     return SimpleNamespace(

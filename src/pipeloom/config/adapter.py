@@ -28,9 +28,13 @@ def adapter_keys(adapter: str) -> dict[str, Any]:
     where = f'lora.adapter = "{adapter}"'
     values = read_adapter_config(Path(adapter).expanduser(), where)
     if values.get("peft_type") != "LORA":
-        raise ConfigError(f"{where}: its peft_type is {str(values.get('peft_type'))[:60]!r}; only LORA is supported")
+        raise ConfigError(
+            f"{where}: its peft_type is {str(values.get('peft_type'))[:60]!r:.70}; only LORA is supported"
+        )
     if values.get("bias", "none") != "none":
-        raise ConfigError(f"{where}: it trains biases (bias = {str(values['bias'])[:60]!r}), which is not supported")
+        raise ConfigError(
+            f"{where}: it trains biases (bias = {str(values['bias'])[:60]!r:.70}), which is not supported"
+        )
     for key in _UNSUPPORTED:
         if values.get(key):
             raise ConfigError(f"{where}: it uses {key}, which is not supported")

@@ -164,7 +164,7 @@ Dtype = Annotated[DtypeName, BeforeValidator(_is_dtype)]
 Transforms = Annotated[tuple[str, ...], BeforeValidator(_are_transforms)]
 Resume = Annotated[Annotated[int, Field(le=MOST_STEPS)] | str, BeforeValidator(_is_resume)]
 Targets = Annotated[str | tuple[str, ...], BeforeValidator(_are_targets)]
-MoeFrequency = Annotated[int | tuple[int, ...], BeforeValidator(_is_frequency)]
+MoeFrequency = Annotated[Count | tuple[Annotated[int, Field(le=MOST_STEPS)], ...], BeforeValidator(_is_frequency)]
 Recompute = Annotated[Literal["none", "full"] | tuple[int, ...], BeforeValidator(_is_recompute)]
 
 

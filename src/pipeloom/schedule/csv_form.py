@@ -92,7 +92,8 @@ def _require_size(text: str, where: str) -> None:
 
 def _require_actions(text: str, where: str) -> None:
     """Raises UsageError when no cell looks like an action or a communication of torch's."""
-    words = [word for line in text.removeprefix("\ufeff").splitlines() for word in map(_word, line.split(",")) if word]
+    lines = text.removeprefix("\ufeff").splitlines()
+    words = [word for line in lines for word in map(_word, filter(None, line.split(","))) if word]
     if not words:
         raise UsageError(f"{where}: the file contains no actions")
     if not any(_ACTION.match(word) or _COMMUNICATION_CELL.match(word) for word in words):
@@ -116,7 +117,7 @@ def _read(text: str, where: str) -> tuple[list[list[Cell]], list[list[_Place]]]:
         row_places: list[_Place] = []
         column = 1
         for piece in content.split(","):
-            word = _word(piece)
+            word = piece and _word(piece)
             if word and not _REDUCE.fullmatch(word):
                 place = _Place(line, column + len(piece) - len(piece.lstrip()))
                 row.append(_cell(word, f"{where}:{place.line}:{place.column}"))

@@ -39,19 +39,24 @@ def require_tensors(tensors: Sequence[NamedTensor], positions: int) -> None:
         for position in (producer, *consumers):
             if not isinstance(position, int) or not 0 <= position < positions:
                 raise ScheduleError(
-                    f"tensor {name!r} names the stage position {echo(position)}; there are {positions} (0..{positions - 1})"
+                    f"tensor {name!r:.200} names the stage position {echo(position)}; there are {positions} (0..{positions - 1})"
                 )
         if not consumers:
-            raise ScheduleError(f"tensor {name!r} of position {producer} is read by no stage; give its consumers")
+            raise ScheduleError(f"tensor {name!r:.200} of position {producer} is read by no stage; give its consumers")
         for consumer in consumers:
             if consumer <= producer:
                 raise ScheduleError(
-                    f"tensor {name!r} goes from position {producer} to position {consumer}, and a micro-batch passes through "
-                    f"position {consumer} first, so that every order of actions deadlocks; nearest: a producer before {consumer}"
+                    f"tensor {name!r:.200} goes from position {producer} to position {consumer}, and a micro-batch passes "
+                    f"through position {consumer} first, so that every order of actions deadlocks; "
+                    f"nearest: a producer before {consumer}"
                 )
             if (name, consumer) in reads:
-                raise ScheduleError(f"position {consumer} reads tensor {name!r} from two positions; it can read one")
+                raise ScheduleError(
+                    f"position {consumer} reads tensor {name!r:.200} from two positions; it can read one"
+                )
             reads.add((name, consumer))
         if (name, producer) in writes:
-            raise ScheduleError(f"tensor {name!r} of position {producer} is given twice; give its consumers together")
+            raise ScheduleError(
+                f"tensor {name!r:.200} of position {producer} is given twice; give its consumers together"
+            )
         writes.add((name, producer))

@@ -278,7 +278,7 @@ def cut_stages(schedule: Schedule, pieces: int) -> Schedule:
     """
     if schedule.tensors:
         raise UsageError(
-            f"cut_stages: nothing says which piece of a stage writes or reads tensor {schedule.tensors[0].name!r}; cut the "
+            f"cut_stages: nothing says which piece of a stage writes or reads tensor {schedule.tensors[0].name!r:.200}; cut the "
             "stages first, then use with_tensors"
         )
     if pieces < 1:

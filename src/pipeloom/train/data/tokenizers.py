@@ -127,7 +127,7 @@ def load_tokenizer(name: str, bos: str = AUTO, eos: str = AUTO) -> Tokenizer:
             file = path / "tokenizer.json"
             inner = _from_file(file) if file.is_file() else _from_transformers(path)
             return VocabularyTokenizer(inner, str(path), bos, eos, known)
-        return VocabularyTokenizer(_from_file(path), str(path), bos, eos, _NO_SPECIALS)
+        return VocabularyTokenizer(_from_file(path), str(path), bos, eos, _UNMARKED)
     except ConfigError:
         raise
     except (OSError, UsageError) as error:
@@ -138,7 +138,7 @@ def load_tokenizer(name: str, bos: str = AUTO, eos: str = AUTO) -> Tokenizer:
         raise ConfigError(f'data.tokenizer = "{shortened(name)}": it is no tokenizer: {words}') from None
 
 
-_NO_SPECIALS: dict[str, str | None] = {"bos_token": None, "eos_token": None}
+_UNMARKED: dict[str, str | None] = {"bos_token": None, "eos_token": None}
 
 
 def _bytes(bos: str, eos: str) -> ByteTokenizer:
@@ -189,10 +189,10 @@ def _specials(folder: Path) -> dict[str, str | None]:
     """The special tokens that tokenizer_config.json names."""
     path = folder / "tokenizer_config.json"
     if not path.is_file():
-        return _NO_SPECIALS
+        return _UNMARKED
     content = json.loads(read_file(path, TOKENIZER_BYTES, "a tokenizer's configuration"))
     found: dict[str, str | None] = {}
-    for key in _NO_SPECIALS:
+    for key in _UNMARKED:
         value = content.get(key) if isinstance(content, dict) else None
         value = value.get("content") if isinstance(value, dict) else value
         found[key] = value if isinstance(value, str) else None
