@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON := $(shell command -v $(PYTHON) || command -v python3)
 
-.PHONY: install train test quick lint fuzz growth mutants soak docs clean
+.PHONY: install train test full quick lint fuzz growth mutants soak docs clean
 
 install: $(VENV)/.installed
 
@@ -25,6 +25,10 @@ test: install lint
 # every change of tests/mutants.toml must turn a named test red
 mutants: install
 	$(BIN)/python tests/mutants.py $(ARGS)
+
+# the cells that `make test` leaves out
+full: install
+	$(BIN)/python -m pytest -q -m full
 
 quick: install lint
 	$(BIN)/python -m pytest -n 2 -q -m "not slow and not dist"

@@ -104,7 +104,7 @@ def test_strangers_who_connect_change_nothing(tmp_path: Path) -> None:
     assert len(losses) == faults.SHORT_RUN
 
 
-@pytest.mark.parametrize("host", [0, 1])
+@pytest.mark.parametrize("host", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_cut_link_ends_both_hosts(host: int, tmp_path: Path) -> None:
     try:
         outcomes = faults.cut_link(tmp_path, host, LAYOUTS["gloo"])

@@ -67,7 +67,7 @@ def step_seconds(folder: Path) -> list[float]:
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("layout", [pytest.param("pp 4", marks=pytest.mark.full), "pp 2 x dp 2"])
 def test_two_hosts_have_the_losses_of_one(layout: str, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()
@@ -92,6 +92,7 @@ def test_two_hosts_have_the_losses_of_one(layout: str, tmp_path: Path) -> None:
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+@pytest.mark.full
 def test_messages_that_take_long_change_no_loss(tmp_path: Path) -> None:
     """20 ms from host to host, both ways: the same losses, later."""
     near, far = tmp_path / "near", tmp_path / "far"
