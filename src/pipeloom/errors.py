@@ -87,11 +87,12 @@ class Interrupted(PipeloomError):
 
 INTERRUPTED = 130  # exit code after Ctrl-C, as of a shell
 
+_NAME = {errno.ENAMETOOLONG, errno.ELOOP}  # no such path can be looked up
 _DISC = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 
 
 def from_machine(error: BaseException) -> tuple[int, str] | None:
-    """(exit code, sentence) for an error that says that memory or a disc is used up; None for any other."""
+    """(exit code, sentence) for an error that says that memory or a disc is used up, or a path unusable; None for any other."""
     text = next(iter(str(error).strip().splitlines()), "")
     no_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     if (
@@ -103,6 +104,11 @@ def from_machine(error: BaseException) -> tuple[int, str] | None:
     if _errno(error) in _DISC:
         where = getattr(error, "filename", None)
         return UsageError.exit_code, f"cannot write {where or 'a file'}: {getattr(error, 'strerror', None) or text}"
+    if _errno(error) in _NAME:
+        return (
+            UsageError.exit_code,
+            f"the path {getattr(error, 'filename', '')!r} cannot be used: {getattr(error, 'strerror', text)}",
+        )
     return None
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from pipeloom.config import SECTIONS, load, load_layout, split_arguments, to_toml
 from pipeloom.config.files import built_in, read_toml
-from pipeloom.errors import ConfigError, UsageError
+from pipeloom.errors import ConfigError, UsageError, from_machine
 
 
 def write(path: Path, text: str) -> Path:
@@ -163,3 +163,18 @@ def test_a_written_configuration_is_read_back_equal(tmp_path: Path) -> None:
 def test_configuration_needs_no_torch() -> None:
     code = "import pipeloom.config as c, sys; c.load_layout(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_name_of_a_page_that_is_too_long_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"log\.html = .*File name too long; nearest: .*timeline\.html"):
+        load_layout("tiny", {"log.html": "[" * 5_000})
+
+
+def test_a_path_that_cannot_be_looked_up_is_a_wrong_argument(tmp_path: Path) -> None:
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    for path in (tmp_path / ("x" * 300), tmp_path / "circle"):
+        with pytest.raises(OSError) as raised:
+            path.stat()
+        code, words = from_machine(raised.value) or (1, "")
+        assert code == UsageError.exit_code
+        assert words.startswith(f"the path {str(path)!r} cannot be used: ")

@@ -38,6 +38,11 @@ def cross_problems(config: Config, wrong: Collection[str] = ()) -> list[str]:
 @_reads("log.html")
 def _page_has_a_folder(config: Config) -> Iterator[str]:
     path = Path(config.log.html).expanduser()
+    try:
+        path.is_dir()
+    except OSError as error:  # a name that is too long, or links in a circle
+        yield f'log.html = "{config.log.html}": {error.strerror}; nearest: {Path.cwd() / "timeline.html"}'
+        return
     if config.log.html and (path.is_dir() or not path.parent.is_dir()):
         near = path / "timeline.html" if path.is_dir() else Path.cwd() / path.name
         why = "that is a folder" if path.is_dir() else f"there is no folder {path.parent}"
