@@ -104,6 +104,11 @@ def from_machine(error: BaseException) -> tuple[int, str] | None:
     if _errno(error) in _DISC:
         where = getattr(error, "filename", None)
         return UsageError.exit_code, f"cannot write {where or 'a file'}: {getattr(error, 'strerror', None) or text}"
+    if isinstance(error, UnicodeEncodeError) and error.reason == "surrogates not allowed":
+        return (
+            UsageError.exit_code,
+            f"{error.object!r:.200} is no text: it holds half of a character (a lone surrogate)",
+        )
     if _errno(error) in _NAME:
         return (
             UsageError.exit_code,

@@ -178,3 +178,12 @@ def test_a_path_that_cannot_be_looked_up_is_a_wrong_argument(tmp_path: Path) -> 
         code, words = from_machine(raised.value) or (1, "")
         assert code == UsageError.exit_code
         assert words.startswith(f"the path {str(path)!r} cannot be used: ")
+
+
+def test_a_path_with_half_a_character_is_a_wrong_argument() -> None:
+    with pytest.raises(UnicodeEncodeError) as raised:
+        Path("\ud800").resolve()
+    assert from_machine(raised.value) == (
+        UsageError.exit_code,
+        "'\\ud800' is no text: it holds half of a character (a lone surrogate)",
+    )
