@@ -52,9 +52,7 @@ def command(
     ranks: requests.RanksOption = None,
     microbatches: requests.MicrobatchesOption = None,
     chunks: requests.ChunksOption = None,
-    option: Annotated[
-        list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="An option of the family; repeatable.")
-    ] = None,
+    option: requests.FamilyOption = None,
     transform: requests.TransformsOption = None,
     forward: requests.ForwardOption = "1",
     input_grad: requests.InputGradOption = "1",

@@ -56,6 +56,9 @@ OverlapP2pOption = Annotated[
     bool,
     typer.Option("--overlap-p2p/--no-overlap-p2p", help="Whether messages travel while their receiver computes."),
 ]
+FamilyOption = Annotated[
+    list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="An option of the family; repeatable.")
+]
 TransformsOption = Annotated[
     list[str] | None,
     typer.Option(

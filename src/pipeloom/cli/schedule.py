@@ -23,7 +23,7 @@ def command(
     ranks: requests.RanksOption = None,
     microbatches: requests.MicrobatchesOption = None,
     chunks: requests.ChunksOption = None,
-    option: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of the family.")] = None,
+    option: requests.FamilyOption = None,
     transform: requests.TransformsOption = None,
     forward: requests.ForwardOption = "1",
     input_grad: requests.InputGradOption = "1",

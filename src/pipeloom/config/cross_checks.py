@@ -39,13 +39,13 @@ def cross_problems(config: Config, wrong: Collection[str] = ()) -> list[str]:
 def _page_has_a_folder(config: Config) -> Iterator[str]:
     path = Path(config.log.html).expanduser()
     try:
-        path.is_dir()
+        is_folder = path.is_dir()
     except OSError as error:  # a name that is too long, or links in a circle
         yield f'log.html = "{config.log.html}": {error.strerror}; nearest: {Path.cwd() / "timeline.html"}'
         return
-    if config.log.html and (path.is_dir() or not path.parent.is_dir()):
-        near = path / "timeline.html" if path.is_dir() else Path.cwd() / path.name
-        why = "that is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+    if config.log.html and (is_folder or not path.parent.is_dir()):
+        near = path / "timeline.html" if is_folder else Path.cwd() / path.name
+        why = "that is a folder" if is_folder else f"there is no folder {path.parent}"
         yield f'log.html = "{config.log.html}": {why}; nearest: {near}'
 
 
@@ -110,7 +110,7 @@ def _weights_fit_sources(config: Config) -> Iterator[str]:
 
 @_reads("parallel")
 def _one_axis_is_computed(config: Config) -> Iterator[str]:
-    """Those that could be computed are numbers by now."""
+    """Refuse a second axis that is to be computed; one that could be is a number by now."""
     open_axes = [axis for axis in ("pp", "dp", "tp") if getattr(config.parallel, axis) == COMPUTED]
     if len(open_axes) > 1:
         both = " and ".join(f"parallel.{axis} = -1" for axis in open_axes)

@@ -136,7 +136,7 @@ class RouterNoise:
     second: Tensor | None = None
 
     def rows(self, which: Tensor) -> RouterNoise:
-        """Those of the tokens `which`."""
+        """Return the noise of the tokens `which`."""
         return RouterNoise(
             *(None if x is None else x.index_select(0, which) for x in (self.inputs, self.logits, self.second))
         )

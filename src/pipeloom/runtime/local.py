@@ -176,7 +176,7 @@ class LocalPipeline:
 
     @property
     def loss_terms(self) -> dict[str, Tensor]:
-        """As of `Pipeline`."""
+        """The loss terms of the last step, as `Pipeline.loss_terms` gives them."""
         return self._pending.terms()
 
     @torch.no_grad()
@@ -255,7 +255,10 @@ class LocalPipeline:
 
     @property
     def exposed(self) -> float | None:
-        """As of `Pipeline`, all ranks together."""
+        """Seconds for which computation stood still for expert all-to-alls in the last step, added over all ranks.
+
+        None: not measured.
+        """
         seconds = [result.exposed for result in self._results if result.exposed is not None]
         return sum(seconds) if seconds else None
 

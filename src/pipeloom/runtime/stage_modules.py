@@ -41,12 +41,12 @@ class StageModules:
     recomputed: frozenset[str] = frozenset()
 
     def accepted(self, at: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of `arguments` that layer `at` takes; the micro-batch's context only where the layer names it."""
+        """Return those of `arguments` that layer `at` takes; the micro-batch's context only where the layer names it."""
         known = self.keywords[at]
         return {key: value for key, value in arguments.items() if (key != KEYWORD if known is None else key in known)}
 
     def read(self, at: int, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """Those of `tensors` that layer `at` reads, by the keywords of its forward."""
+        """Return those of `tensors` that layer `at` reads, by the keywords of its forward."""
         return {keyword: tensors[name] for keyword, name in self.declared[at].reads.items()}
 
 
@@ -64,7 +64,7 @@ class KnownKeywords:
 
     @classmethod
     def of(cls, stages: Iterable[StageModules]) -> KnownKeywords:
-        """Those of these stages' layers, less what they read from other layers."""
+        """Return the keywords of these stages' layers, less what they read from other layers."""
         taken = [keywords for stage in stages for keywords in stage.keywords]
         names = frozenset().union(*(each for each in taken if each is not None))
         return cls(names, any(each is None for each in taken))

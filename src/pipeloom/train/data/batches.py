@@ -36,7 +36,7 @@ class Batch(NamedTuple):
         return self.rows(slice(number * rows, (number + 1) * rows))
 
     def rows(self, which: Any) -> Batch:
-        """Those rows."""
+        """Return the batch of the rows `which`, an index or a slice."""
         return Batch(*(None if part is None else part[which] for part in self))  # type: ignore[arg-type]
 
     def to(self, device: torch.device) -> Batch:

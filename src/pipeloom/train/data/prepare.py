@@ -187,7 +187,7 @@ def _plain_text(config: Config) -> Data:
 
 
 def _sources(config: Config) -> list[Source]:
-    """Those to train on, and behind them the one to measure on, if it is another."""
+    """Return the sources to train on, and behind them the one to measure on, if it is another."""
     data = config.data
     found = [find(name, data.format) for name in data.source]
     return [*found, find(data.validation, data.format)] if data.validation else found
