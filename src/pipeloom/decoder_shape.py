@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from pipeloom.errors import ArgumentError, divisors, echo, nearest
 
+ROUTERS: dict[str, int | None] = {"softmax": None, "noisy": None, "switch": 1, "gshard": 2, "sigmoid": None}
+"""Router -> the number of experts per token that it requires; None: any number. `parallel/router.py` describes them."""
+
 
 @dataclass(frozen=True)
 class DecoderShape:
@@ -32,7 +35,7 @@ class DecoderShape:
         norm_topk_prob: whether the weights of a token's experts are divided by their sum.
         moe_intermediate_size: width inside an expert; 0: intermediate_size.
         num_shared_experts: width, in experts, of the gated part that every token goes through.
-        router: softmax, noisy, switch, gshard or sigmoid.
+        router: one of ROUTERS.
         capacity_factor: rows per expert over an even share; 0: unlimited.
         aux_loss_coef, z_loss_coef: factors of the load-balance loss and of the mean squared logsumexp of the router's logits.
 

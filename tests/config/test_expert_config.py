@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from pipeloom.config import layer_sizes, load, parameter_count, resolve, training_flops
+from pipeloom.config.sections import RouterName
+from pipeloom.decoder_shape import ROUTERS
 from pipeloom.errors import ConfigError
 
 EXPERTS = {"model.num_experts": 8, "parallel.dp": 4, "train.global_batch_size": 40}
@@ -15,6 +17,10 @@ EXPERTS = {"model.num_experts": 8, "parallel.dp": 4, "train.global_batch_size": 
 
 def config(**changes: Any) -> Any:
     return load("tiny", EXPERTS | {key.replace("__", "."): value for key, value in changes.items()})
+
+
+def test_the_configuration_accepts_every_router() -> None:
+    assert get_args(RouterName) == tuple(ROUTERS)
 
 
 def test_the_default_is_dense() -> None:

@@ -57,5 +57,19 @@ def test_what_the_document_names_exists() -> None:
     """Every file and folder that docs/architecture.md names, from the root, the package, or one of its packages."""
     names = re.findall(r"`([\w/.]+(?:\.py|\.md|\.toml|/))`", DOCUMENT.read_text())
     roots = [DOCUMENT.parents[1], OURS, *(path for path in OURS.rglob("*") if path.is_dir())]
-    assert len(names) > 60
+    assert len(names) > 80
     assert [name for name in names if not any((root / name).exists() for root in roots) and "NAME" not in name] == []
+
+
+DEFINED = re.compile(r"^ *(?:(?:def|class) (\w+)|(?:self\.)?(\w+)(?:: [^=\n]*)?(?: =|$))", re.MULTILINE)
+
+
+def test_functions_and_classes_that_the_document_names_exist() -> None:
+    """`name` is defined somewhere in our source; `Class.name` in the file of that class."""
+    files = [(path, path.read_text()) for path in OURS.rglob("*.py")]
+    names = {path: {path.stem, path.parent.name}.union(*DEFINED.findall(text)) for path, text in files}
+    words = set(re.findall(r"`(_?[A-Za-z]\w*(?:\.\w+)*)(?:\([^`]*\))?`", DOCUMENT.read_text()))
+    words = {word for word in words if not word.endswith((".py", ".md", ".toml"))} - {"nn.Module", "torchrun"}
+    words = {word.removeprefix("pipeloom.").removeprefix("runtime.") for word in words}
+    assert len(words) > 60
+    assert [word for word in words if not any(set(word.split(".")[-2:]) <= defined for defined in names.values())] == []

@@ -23,6 +23,7 @@ from pipeloom.cli.study import Study
 from pipeloom.cli.workers import be_worker, require_torch, start_workers
 from pipeloom.errors import CapacityError, UsageError
 from pipeloom.limits import MOST_SECONDS
+from pipeloom.schedule.check import TransportName
 
 if TYPE_CHECKING:
     from pipeloom.config import Layout
@@ -71,7 +72,7 @@ def command(
         typer.Option("--slow", metavar="STAGE=X", help="Make a stage X times as slow, unannounced; repeatable."),
     ] = None,
     transport: Annotated[
-        Literal["auto", "individual", "batched", "shared"],
+        TransportName,
         typer.Option("--transport", metavar="NAME", help="auto, individual, batched or shared."),
     ] = "auto",
     device: Annotated[

@@ -7,10 +7,8 @@ from collections.abc import Iterator
 from pipeloom.config.keys import sentence
 from pipeloom.config.problems import shown
 from pipeloom.config.sections import Config
-from pipeloom.decoder_shape import frequency_problem
+from pipeloom.decoder_shape import ROUTERS, frequency_problem
 from pipeloom.errors import ArgumentError, divisors, nearest
-
-_CHOICES = {"switch": 1, "gshard": 2}
 
 
 def router_problems(config: Config) -> Iterator[str]:
@@ -26,7 +24,7 @@ def router_problems(config: Config) -> Iterator[str]:
     problem = frequency_problem(model.moe_layer_freq, model.num_hidden_layers)
     if problem:
         yield sentence(ArgumentError("moe_layer_freq", problem))
-    wanted = _CHOICES.get(model.router, chosen)
+    wanted = ROUTERS[model.router] or chosen
     if chosen != wanted:
         yield f'model.num_experts_per_tok = {chosen}: router "{model.router}" chooses {wanted}; use {wanted}'
     elif chosen > experts:

@@ -21,6 +21,7 @@ from pipeloom.limits import (
     MOST_WIDTH,
     MOST_WORKERS,
 )
+from pipeloom.schedule.check import TransportName
 from pipeloom.schedule.families import canonical_name
 from pipeloom.schedule.transforms import parsed_transform
 
@@ -39,7 +40,6 @@ DtypeName = Literal["float32", "bfloat16", "float64"]
 NormsName = Literal["none", "layer", "parameter"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 RouterName = Literal["softmax", "noisy", "switch", "gshard", "sigmoid"]
-TransportName = Literal["auto", "individual", "batched", "shared"]
 RateSchedule = Literal["cosine", "linear", "wsd", "constant"]
 OptimizerName = Literal["adamw", "sgd", "muon"]
 MuonScale = Literal["match_rms_adamw", "original"]

@@ -16,6 +16,7 @@ from pipeloom.ops.microbatch import MicrobatchContext
 from pipeloom.ops.random_state import RandomSource
 from pipeloom.parallel.router import (
     NO_DRAWS,
+    RANDOM_ROUTERS,
     Gate,
     RouterNoise,
     Routing,
@@ -86,7 +87,7 @@ class TopKGate(nn.Module):
 
     def draw(self, tokens: Tensor, microbatch: MicrobatchContext | None) -> RouterNoise:
         """The random numbers for tokens [tokens, width], all of the micro-batch's."""
-        if not self.training or self.gate.router not in ("switch", "noisy", "gshard"):
+        if not self.training or self.gate.router not in RANDOM_ROUTERS:
             return NO_DRAWS
         if self.source is None or microbatch is None:
             raise UsageError(

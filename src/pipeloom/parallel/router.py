@@ -21,11 +21,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pipeloom.decoder_shape import ROUTERS
 from pipeloom.errors import ArgumentError, did_you_mean
 from pipeloom.ops.token_permute import accumulation_dtype
 
-ROUTERS = ("softmax", "noisy", "switch", "gshard", "sigmoid")
-_EXACTLY = {"switch": 1, "gshard": 2}
+RANDOM_ROUTERS = ("noisy", "switch", "gshard")
+"""Routers that use random numbers in training, which `sample_noise` draws."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,13 @@ class Gate:
         if self.router not in ROUTERS:
             raise ArgumentError(
                 "router",
-                f"={self.router!r} is no router{did_you_mean(self.router, ROUTERS)}; routers: {', '.join(ROUTERS)}",
+                f"={self.router!r} is not a router{did_you_mean(self.router, ROUTERS)}; routers: {', '.join(ROUTERS)}",
             )
-        wanted = _EXACTLY.get(self.router, self.choices)
+        wanted = ROUTERS[self.router] or self.choices
         if self.choices != wanted:
-            raise ArgumentError("choices", f"={self.choices} is not what router {self.router!r} makes; use {wanted}")
+            raise ArgumentError(
+                "choices", f"={self.choices}: router {self.router!r} requires another number; use {wanted}"
+            )
         if not 1 <= self.choices <= self.experts:
             near = 1 if self.choices < 1 else self.experts
             raise ArgumentError(

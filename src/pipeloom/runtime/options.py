@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from pipeloom.errors import ConfigError
 from pipeloom.limits import MOST_SECONDS
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime.health.watchdog import Watchdog
+from pipeloom.schedule.check import TransportName
 
 START_SECONDS = 60.0  # for all ranks to build their stages
 
@@ -59,7 +60,7 @@ class RuntimeOptions:
         trace: measure with CUDA events on a GPU (on a CPU every step is measured).
     """
 
-    transport: Literal["auto", "individual", "batched", "shared"] = "auto"
+    transport: TransportName = "auto"
     overlap_p2p: bool | None = None
     receive_depth: int = 2
     shapes: Literal["once", "each"] = "once"
@@ -98,8 +99,9 @@ class RuntimeOptions:
 
     def __post_init__(self) -> None:
         problems = []
-        if self.transport not in ("auto", "individual", "batched", "shared"):
-            problems.append(f"transport is {self.transport!r}; it must be 'auto', 'individual', 'batched' or 'shared'")
+        if self.transport not in get_args(TransportName):
+            names = ", ".join(map(repr, get_args(TransportName)))
+            problems.append(f"transport is {self.transport!r}; it must be one of {names}")
         if self.shapes not in ("once", "each"):
             problems.append(f"shapes is {self.shapes!r}; it must be 'once' or 'each'")
         if self.transport == "shared" and self.overlap_p2p is False:

@@ -16,6 +16,8 @@ from pipeloom.schedule.graph import Graph, reach
 from pipeloom.schedule.model import Schedule, parts
 
 CheckedTransport = Literal["individual", "batched"]
+TransportName = Literal["auto", "individual", "batched", "shared"]
+"""Transports of the runtime, which `RuntimeOptions.transport` describes."""
 
 
 def check(

@@ -43,7 +43,7 @@ def name_of(placement: Sequence[int], ranks: int) -> str:
     if list(placement) == linear(ranks):
         return "linear"
     chunks = len(placement) // ranks
-    return next((name for name in ("loop", "vee") if list(placement) == NAMED[name](ranks, chunks)), "")
+    return next((name for name in NAMED if name != "linear" and list(placement) == NAMED[name](ranks, chunks)), "")
 
 
 def require_placement(placement: Sequence[int], ranks: int, chunks: int | None = None) -> tuple[int, ...]:

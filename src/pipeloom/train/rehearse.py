@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 from pipeloom.runtime import Pipeline, RuntimeOptions
 from pipeloom.schedule import Costs, Schedule, Timeline, simulate
+from pipeloom.schedule.check import TransportName
 from pipeloom.schedule.segments import LayerSegments, SegmentCosts, Times
 from pipeloom.train.emulated import Clock, EmulatedBlock, EmulatedLayer
 
 if TYPE_CHECKING:
     from pipeloom.train.context import WorkerContext
-
-TransportChoice = Literal["auto", "individual", "batched", "shared"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Rehearsal:
     unit: float
     steps: int = 8
     slow: Mapping[int, float] = field(default_factory=dict)
-    transport: TransportChoice = "auto"
+    transport: TransportName = "auto"
 
     @property
     def communicates(self) -> bool:
