@@ -104,7 +104,9 @@ RUNS = {
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [name if name in ("mesh", "search") else pytest.param(name, marks=pytest.mark.full) for name in RUNS]
+)
 def test_a_training_run_unpickles_nothing(name: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(POISON)
     (tmp_path / "text.txt").write_text("the loom weaves thread over thread\n" * 3000)

@@ -109,8 +109,10 @@ def train(folder: Path, flags: list[str], targets: Path | None, network: Network
 )
 @pytest.mark.parametrize(
     "flags",
-    [["--parallel.pp", "2"], ["--parallel.pp", "2", "--schedule.transport", "individual"]],
-    ids=["shared memory", "gloo"],
+    [
+        pytest.param(["--parallel.pp", "2"], id="shared memory", marks=pytest.mark.full),
+        pytest.param(["--parallel.pp", "2", "--schedule.transport", "individual"], id="gloo"),
+    ],
 )
 def test_a_flood_of_another_user_changes_no_loss(flags: list[str], tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the loom weaves thread over thread\n" * 3000)

@@ -19,7 +19,15 @@ def last_line(outcome: faults.Outcome) -> str:
     return outcome.words.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize(("rank", "layout"), [(0, "shared memory"), (1, "gloo"), (2, "tp"), (3, "dp")])
+@pytest.mark.parametrize(
+    ("rank", "layout"),
+    [
+        (0, "shared memory"),
+        pytest.param(1, "gloo", marks=pytest.mark.full),
+        pytest.param(2, "tp", marks=pytest.mark.full),
+        (3, "dp"),
+    ],
+)
 def test_a_frozen_rank_is_named_and_killed(rank: int, layout: str, tmp_path: Path) -> None:
     outcome = faults.signal_rank(tmp_path, rank, LAYOUTS[layout], signal.SIGSTOP)
     assert not problem(outcome, rank, TIMEOUT + MARGIN + 10.0)  # 10 seconds for a busy machine
@@ -34,7 +42,11 @@ def test_a_frozen_rank_is_named_and_killed(rank: int, layout: str, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("kind", "place", "rank"),
-    [("in Python", "start-up", 1), ("holding the GIL", "step", 0), ("holding the GIL", "start-up", 1)],
+    [
+        ("in Python", "start-up", 1),
+        ("holding the GIL", "step", 0),
+        pytest.param("holding the GIL", "start-up", 1, marks=pytest.mark.full),
+    ],
 )
 def test_a_rank_that_loops_is_named_and_killed(kind: str, place: str, rank: int, tmp_path: Path) -> None:
     outcome = misbehave(tmp_path, rank, faults.LOOPS[kind], place)
@@ -43,7 +55,10 @@ def test_a_rank_that_loops_is_named_and_killed(kind: str, place: str, rank: int,
     assert words in outcome.words
 
 
-@pytest.mark.parametrize(("kind", "words"), [("os._exit(0)", "exit code 0"), ("abort", "killed by SIGABRT")])
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("os._exit(0)", "exit code 0"), pytest.param("abort", "killed by SIGABRT", marks=pytest.mark.full)],
+)
 def test_a_rank_that_ends_itself_is_blamed(kind: str, words: str, tmp_path: Path) -> None:
     outcome = misbehave(tmp_path, 1, faults.LOOPS[kind], "step")
     assert not problem(outcome, 1, 1e9)
@@ -51,7 +66,7 @@ def test_a_rank_that_ends_itself_is_blamed(kind: str, words: str, tmp_path: Path
     assert "stopped, because rank 1 is gone" in outcome.words
 
 
-@pytest.mark.parametrize("place", ["step", "start-up"])
+@pytest.mark.parametrize("place", ["step", pytest.param("start-up", marks=pytest.mark.full)])
 def test_sys_exit_keeps_its_reason(place: str, tmp_path: Path) -> None:
     outcome = misbehave(tmp_path, 2, "sys.exit('the reason why')", place)
     assert outcome.code == 1
@@ -70,7 +85,7 @@ def test_a_users_error_that_speaks_of_a_connection_stays_the_users(tmp_path: Pat
     assert "lost a peer" not in outcome.words
 
 
-@pytest.mark.parametrize("delay", [0.1, 2.0])
+@pytest.mark.parametrize("delay", [pytest.param(0.1, marks=pytest.mark.full), 2.0])
 def test_a_kill_at_start_up_is_named_at_once(delay: float, tmp_path: Path) -> None:
     begun = time.monotonic()
     run = faults.start(faults.command(tmp_path, *LAYOUTS["gloo"]))
@@ -90,6 +105,7 @@ def test_a_corpus_that_one_rank_cannot_read_ends_all_at_once(tmp_path: Path) -> 
     assert time.time() - float((tmp_path / "at").read_text()) < 15.0  # 2 seconds; the rest is for a busy machine
 
 
+@pytest.mark.full  # tests/cli/test_strangers.py floods two workers
 def test_strangers_who_connect_change_nothing(tmp_path: Path) -> None:
     (tmp_path / "alone").mkdir()
     (tmp_path / "flooded").mkdir()

@@ -104,18 +104,22 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_the_command_gives_the_text_of_a_directory_and_of_its_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("source", "flags"), [("hub", ("--pp", "2")), pytest.param("ckpt", ("--tp", "2"), marks=pytest.mark.full)]
+)
+def test_the_command_gives_the_text_of_a_directory_and_of_its_checkpoint(
+    source: str, flags: tuple[str, ...], tmp_path: Path
+) -> None:
     """On two pipeline ranks, and of our own decoder on two tensor-parallel ranks."""
     whole = written(tmp_path / "hub")
     want = greedy(whole, list(b"ab"), 5)
     hub.import_directory(tmp_path / "hub", tmp_path / "ckpt")
-    for words in ((str(tmp_path / "hub"), "--pp", "2"), (str(tmp_path / "ckpt"), "--tp", "2")):
-        ended = run(*words, "--prompt", "ab", "--tokens", "5", "--greedy", "--json")
-        assert ended.returncode == 0, ended.stderr
-        (row,) = json.loads(ended.stdout)["sequences"]
-        assert row["tokens"] == want
-        assert row["prompt"] == "ab"
-        assert row["text"].startswith("ab")
+    ended = run(str(tmp_path / source), *flags, "--prompt", "ab", "--tokens", "5", "--greedy", "--json")
+    assert ended.returncode == 0, ended.stderr
+    (row,) = json.loads(ended.stdout)["sequences"]
+    assert row["tokens"] == want
+    assert row["prompt"] == "ab"
+    assert row["text"].startswith("ab")
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:

@@ -115,6 +115,7 @@ def test_messages_that_take_long_change_no_loss(tmp_path: Path) -> None:
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.timeout(500)
+@pytest.mark.full  # test_faults.py cuts the link of a pipeline
 def test_a_link_that_is_cut_in_mid_step_ends_every_worker_which_names_the_other_host(tmp_path: Path) -> None:
     outcomes = faults.cut_link(tmp_path, 1, faults.LAYOUTS["dp"])
     assert not faults.words_of_cut(outcomes, tmp_path)

@@ -266,14 +266,18 @@ def test_an_import_holds_one_layer_at_a_time(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_verify_compares_a_directory_and_its_adapters_over_replicas(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("more", "count"), [pytest.param([], 52, marks=pytest.mark.full), (["--lora.r", "2"], 52 + 2 * 4 * 4)]
+)
+def test_verify_compares_a_directory_and_its_adapters_over_replicas(
+    more: list[str], count: int, tmp_path: Path
+) -> None:
     written("gpt2", tmp_path / "hub")
     words = [sys.executable, "-P", "-m", "pipeloom", "verify", "--model.source", str(tmp_path / "hub"), "--json"]
     words += ["--parallel.pp", "1", "--parallel.dp", "2", "--schedule.name", "1f1b", "--schedule.microbatches", "2"]
     words += ["--train.seq_len", "12", "--train.global_batch_size", "8", "--train.device", "cpu"]
-    for more, count in (([], 52), (["--lora.r", "2"], 52 + 2 * 4 * 4)):
-        done = subprocess.run([*words, *more], cwd=tmp_path, capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0, done.stderr + done.stdout
-        (layout,) = json.loads(done.stdout)["layouts"]
-        assert layout["passed"]
-        assert layout["parameters"] == count
+    done = subprocess.run([*words, *more], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr + done.stdout
+    (layout,) = json.loads(done.stdout)["layouts"]
+    assert layout["passed"]
+    assert layout["parameters"] == count

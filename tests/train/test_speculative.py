@@ -223,7 +223,7 @@ def scenarios(rank: int, ranks: int) -> Mapping[str, Difference]:
 
 @pytest.mark.dist
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.full])])
 def test_losses_and_weights_are_those_of_a_barrier(ranks: int) -> None:
     results: list[Mapping[str, Difference]] = run_ranks(scenarios, ranks, ranks, timeout=200)
     for name in results[0]:

@@ -25,30 +25,30 @@ MOE = (
 )
 
 
-@pytest.mark.parametrize("flags", [(), MOE], ids=["dense", "moe"])
-def test_ten_and_ten_steps_are_twenty(flags: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [pytest.param((), id="dense", marks=pytest.mark.full), pytest.param(MOE, id="moe")])
+def test_four_and_four_steps_are_eight(flags: tuple[str, ...], tmp_path: Path) -> None:
     """Killed after a checkpoint, resumed: the files of the last step are those of an undisturbed run, byte for byte."""
-    base = ("--model.dropout", "0.1", "--train.steps", "20", "--checkpoint.every", "10", *flags)
+    base = ("--model.dropout", "0.1", "--train.steps", "8", "--checkpoint.every", "4", *flags)
     straight = command(tmp_path, "straight", *base)
     assert straight.returncode == 0, straight.stderr
-    killed = command(tmp_path, "again", *base, "--debug.fault", "kill:0:13")
+    killed = command(tmp_path, "again", *base, "--debug.fault", "kill:0:6")
     assert killed.returncode == 6, killed.stderr
     (folder,) = runs(tmp_path / "again")
-    assert [step for step, _ in complete(folder)] == [10]
+    assert [step for step, _ in complete(folder)] == [4]
     resumed = command(tmp_path, "again", *base, "--checkpoint.resume", "auto")
     assert resumed.returncode == 0, resumed.stderr
-    assert f"resumed after step 10 from {folder / 'step-000010'}" in resumed.stdout
+    assert f"resumed after step 4 from {folder / 'step-000004'}" in resumed.stdout
     took = re.search(r"\((\d+\.\d) s to load, (\d+\.\d) s since the worker's start\)", resumed.stdout)
     assert took is not None
     assert float(took[1]) <= float(took[2]) < 300
     assert runs(tmp_path / "again") == [folder]  # in the same folder
     assert json.loads((folder / "exit.json").read_text())["exit_code"] == 0
     (other,) = runs(tmp_path / "straight")
-    wanted, found = contents(other / "step-000020"), contents(folder / "step-000020")
+    wanted, found = contents(other / "step-000008"), contents(folder / "step-000008")
     assert wanted.keys() == found.keys()
     assert [key for key, value in wanted.items() if not torch.equal(value, found[key])] == []
-    assert steps_of(folder)[-10:] == steps_of(other)[-10:]
-    assert [step for step, _ in steps_of(folder)] == [*range(1, 14), *range(11, 21)]
+    assert steps_of(folder)[-4:] == steps_of(other)[-4:]
+    assert [step for step, _ in steps_of(folder)] == [*range(1, 7), *range(5, 9)]
 
 
 def test_sigterm_saves_and_the_next_run_goes_on_with_the_next_batch(tmp_path: Path) -> None:
@@ -134,7 +134,12 @@ sys.meta_path.insert(0, Finder())
 
 
 @pytest.mark.parametrize(
-    ("point", "number", "code"), [("evaluation", "SIGTERM", 75), ("save", "SIGINT", 130), ("start-up", "SIGTERM", 75)]
+    ("point", "number", "code"),
+    [
+        pytest.param("evaluation", "SIGTERM", 75, marks=pytest.mark.full),
+        ("save", "SIGINT", 130),
+        ("start-up", "SIGTERM", 75),
+    ],
 )
 def test_a_signal_at_any_moment(point: str, number: str, code: int, tmp_path: Path) -> None:
     module, function, saved = POINTS[point]

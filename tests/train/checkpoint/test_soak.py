@@ -12,10 +12,10 @@ from soak import corrupt, soak
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_that_is_killed_three_times_ends_with_the_same_bits(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_twice_ends_with_the_same_bits(tmp_path: Path) -> None:
     said: list[str] = []
-    soak(tmp_path, rounds=3, seed=11, say=said.append)
-    assert len(said) == 4
+    soak(tmp_path, rounds=2, seed=11, say=said.append)
+    assert len(said) == 3
 
 
 def test_damages_are_refused_or_change_nothing(tmp_path: Path) -> None:
