@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -123,6 +126,39 @@ def test_tensors_that_cross_streams_are_protected_from_reuse(log: list[str]) -> 
     assert log[-2:] == ["event on communication", "input is used on communication"]
     lane.wait(pending, "dispatch")
     assert log[-2:] == ["computation waits for event of communication", "result is used on computation"]
+
+
+@dataclass
+class Plan:
+    """Any other object that travels between segments: it may hold tensors."""
+
+    order: torch.Tensor
+
+
+def test_tensors_inside_objects_are_protected_too(log: list[str]) -> None:
+    """Those that the communication makes are; those that it reads are kept until the computation waits for it."""
+    lane = CommStream(torch.device("cuda"))
+    given = Plan(on_device("known", log))
+    alive = weakref.ref(given.order)
+
+    class Made:
+        def __init__(self, *others: Any) -> None:
+            self.others = others
+
+        def wait(self) -> Values:
+            return (*self.others, {"plans": [Plan(on_device("made", log))]})
+
+    pending = lane.start(lambda plan=given: Made(plan), (given,))  # type: ignore[misc]
+    lane.wait(pending, "dispatch")
+    assert log[-2:] == ["computation waits for event of communication", "made is used on computation"]
+    assert not any(line.startswith("known") for line in log)
+    pending = lane.start(Made, (given,))
+    del given
+    gc.collect()
+    assert alive() is not None
+    lane.wait(pending, "dispatch")
+    gc.collect()
+    assert alive() is None
 
 
 class Keeping:

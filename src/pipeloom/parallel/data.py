@@ -23,6 +23,7 @@ from pipeloom.parallel.buckets import Bucket, BucketParameter, make_buckets
 from pipeloom.parallel.collectives import PendingCollective, start_all_reduce, start_gather_slices
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.reduction import Reducer, Reduction
+from pipeloom.parallel.step_stream import StepStream
 from pipeloom.parallel.through_host import start
 from pipeloom.parallel.zero import WeightGathers
 
@@ -93,6 +94,7 @@ class GradientSync:
         self._open: dict[int, set[int]] = {}  # bucket -> stages that are not done
         self._awaited: dict[int, set[nn.Parameter]] = {}  # bucket -> parameters that the last backward has not reached
         self._lock = threading.Lock()
+        self._stream = StepStream(self.buckets[0].flat.device if self.buckets else torch.device("cpu"))
         self._hooks: list[Any] = []  # autograd's nodes live only as long as somebody holds them
         for at, bucket in enumerate(self.buckets):
             for slot, view in bucket.views(bucket.flat):
@@ -106,6 +108,7 @@ class GradientSync:
 
     def begin(self) -> None:
         """Call it before a step's first forward."""
+        self._stream.begin()
         self._pending, self._awaited = {}, {}
         self._open = {at: set(bucket.stages) for at, bucket in enumerate(self.buckets)}
         for bucket in self.buckets:
@@ -313,7 +316,8 @@ class GradientSync:
             for each, awaited in sorted(self._awaited.items()):
                 if awaited:
                     return  # buckets start in the same order on every rank
-                self._start(each)
+                with self._stream.in_order():
+                    self._start(each)
 
 
 def allreduce_gradients(parameters: Iterable[nn.Parameter], group: Any = None) -> None:

@@ -14,6 +14,18 @@ from pipeloom.errors import DistributedError, UsageError
 from pipeloom.mesh_shape import AXES, MeshShape, Place
 
 
+def group_of_members(ranks: Sequence[int], **options: Any) -> Any:
+    """A process group of these global ranks, which they alone call this for; `options` are those of `dist.new_group`."""
+    world: Any = dist.group.WORLD
+    bound = world.bound_device_id
+    # With a device bound to the default group torch splits NCCL's communicator, and that takes every rank of it.
+    world.bound_device_id = None
+    try:
+        return dist.new_group(list(ranks), use_local_synchronization=True, **options)
+    finally:
+        world.bound_device_id = bound
+
+
 @dataclass(frozen=True)
 class PipelineMesh:
     """The processes of one pipeline, in the order of its ranks.
@@ -42,7 +54,7 @@ class PipelineMesh:
         if mine not in ranks:
             raise DistributedError(f"global rank {mine} is not one of the pipeline's ranks {list(ranks)}")
         whole = tuple(ranks) == tuple(range(dist.get_world_size()))
-        group = dist.group.WORLD if whole else dist.new_group(list(ranks), use_local_synchronization=True)
+        group = dist.group.WORLD if whole else group_of_members(ranks)
         return cls(tuple(ranks), tuple(ranks).index(mine), group)
 
     @classmethod

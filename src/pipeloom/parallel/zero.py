@@ -6,12 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeloom.parallel.buckets import Bucket
 from pipeloom.parallel.collectives import PendingCollective, start_gather_slices
-from pipeloom.parallel.mesh import Axis
+from pipeloom.parallel.mesh import Axis, group_of_members
 
 
 class FlatParameters:
@@ -68,7 +67,7 @@ class WeightGathers:
         for bucket in buckets:
             axis = bucket.axis
             if axis.size > 1 and axis.ranks not in self._axes:
-                group = dist.new_group(list(axis.ranks), use_local_synchronization=True)
+                group = group_of_members(axis.ranks)
                 self._axes[axis.ranks] = replace(axis, group=group)
         self._pending: dict[Bucket, PendingCollective] = {}
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -207,6 +207,8 @@ class _OnStream:
 
     def __init__(self, stream: Any, begin: Callable[[], Pending], reads: Values) -> None:
         self._stream = stream
+        # What is inside these is not freed before the compute stream waits, so that it needs no protection of its own.
+        self._kept = tuple(value for value in reads if not isinstance(value, Tensor))
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
             self._values = begin().wait()
@@ -219,6 +221,24 @@ class _OnStream:
         current = torch.cuda.current_stream(self._stream.device)
         current.wait_event(self._done)
         for value in self._values:
-            if isinstance(value, Tensor) and value.is_cuda:
-                value.record_stream(current)
+            if not any(value is kept for kept in self._kept):
+                for tensor in _device_tensors(value):
+                    tensor.record_stream(current)
+        self._kept = ()
         return self._values
+
+
+def _device_tensors(value: Any) -> Iterator[Tensor]:
+    """Every CUDA tensor in `value`: itself, or inside tuples, lists, dicts and dataclasses."""
+    if isinstance(value, Tensor):
+        if value.is_cuda:
+            yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _device_tensors(each)
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _device_tensors(each)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from _device_tensors(getattr(value, field.name))

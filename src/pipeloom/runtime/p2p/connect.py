@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from pipeloom.cores import usable_cores
 from pipeloom.errors import ConfigError
-from pipeloom.parallel.mesh import Mesh
+from pipeloom.parallel.mesh import Mesh, group_of_members
 from pipeloom.runtime.health.process_identity import machine
 from pipeloom.runtime.health.store import run_store
 from pipeloom.runtime.options import NOTHING_TO_TURN_OFF, RuntimeOptions
@@ -60,7 +60,7 @@ class P2PConnections:
         elif "gloo" in str(dist.get_backend_config(everyone.group)):
             self._run_control = everyone.group
         else:
-            self._run_control = dist.new_group(list(everyone.ranks), backend="gloo", use_local_synchronization=True)
+            self._run_control = group_of_members(everyone.ranks, backend="gloo")
 
     @property
     def control(self) -> Any:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import DistributedError
-from pipeloom.parallel.mesh import PipelineMesh
+from pipeloom.parallel.mesh import PipelineMesh, group_of_members
 from pipeloom.parallel.through_host import goes_through_host
 from pipeloom.runtime.p2p.base import BatchQueue, Outgoing, Received, tensors
 from pipeloom.runtime.p2p.buffer_pool import BufferPool
@@ -70,9 +70,7 @@ class Links:
         self._of: dict[Channel, tuple[Any, dict[int, int]]] = {}
         backends = str(dist.get_backend_config(mesh.group))
         has_gloo = "gloo" in backends
-        self.control = (
-            mesh.group if has_gloo else dist.new_group(list(mesh.ranks), backend="gloo", use_local_synchronization=True)
-        )
+        self.control = mesh.group if has_gloo else group_of_members(mesh.ranks, backend="gloo")
         self.through_host = goes_through_host(device, mesh.group)
         if device.type == "cpu" or self.through_host:
             return
@@ -83,7 +81,8 @@ class Links:
         # In one order on all ranks: torch names a group after those that the process has already.
         for channel in channels:
             pair = sorted((mesh.ranks[channel.source], mesh.ranks[channel.destination]))
-            group = dist.new_group(pair, use_local_synchronization=not whole, group_desc=f"pipeloom {channel}")
+            make = dist.new_group if whole else group_of_members
+            group = make(pair, group_desc=f"pipeloom {channel}")
             if mesh.rank not in (channel.source, channel.destination):
                 continue
             numbers = {rank: dist.get_group_rank(group, mesh.ranks[rank]) for rank in channel[:2]}
