@@ -51,7 +51,7 @@ def soak(folder: Path, rounds: int, seed: int, say: Callable[[str], None] = prin
     chance = random.Random(seed)
     steps = rounds * STEPS_PER_ROUND
     base = ("--model.dropout", "0.1", "--train.steps", str(steps), "--log.every", "1000000", "--checkpoint.every", "3")
-    alone = command(folder, "alone", *base)
+    alone = command(folder, "alone", *base, timeout=120.0 + 60.0 * rounds)
     assert alone.returncode == 0, alone.stderr
     (undisturbed,) = runs(folder / "alone")
     shared = set(SHARED_MEMORY.iterdir()) if SHARED_MEMORY.is_dir() else set()
@@ -83,7 +83,7 @@ def soak(folder: Path, rounds: int, seed: int, say: Callable[[str], None] = prin
         assert after >= before, "a checkpoint is lost"
         who = "the launcher" if victim == run.pid else "a worker"
         say(f"round {number + 1}: killed {who} in {moment}; the newest checkpoint is step {after}, and whole")
-    last = command(folder, "killed", *flags)
+    last = command(folder, "killed", *flags, timeout=120.0 + 60.0 * rounds)
     assert last.returncode == 0, last.stderr
     ended = [run for run in runs(folder / "killed") if (run / f"step-{steps:06d}").is_dir()]
     wanted = contents(undisturbed / f"step-{steps:06d}")

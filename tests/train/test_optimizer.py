@@ -14,7 +14,7 @@ from torch import nn
 from pipeloom.config import load
 from pipeloom.config.sections import OptimizerSection
 from pipeloom.errors import CheckpointError
-from pipeloom.parallel.grad_norm import clip, square_norm
+from pipeloom.parallel.grad_norm import clip, global_norm, square_norm, squares
 from pipeloom.train.copies import OptimizerCopy
 from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.rate import learning_rate
@@ -102,7 +102,18 @@ def test_small_gradients_and_a_limit_of_0_are_not_clipped() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_norms_of_any_dtype(dtype: torch.dtype) -> None:
-    assert square_norm([torch.tensor([3.0, 4.0], dtype=dtype)]) == pytest.approx(25.0)
+    assert square_norm([torch.tensor([3.0, 4.0], dtype=dtype)]) == (pytest.approx(25.0), 0.0)
+
+
+def test_the_global_norm_is_the_same_bits_however_gradients_are_spread() -> None:
+    draw = torch.Generator().manual_seed(3)
+    parts = [torch.randn(7, generator=draw, dtype=torch.float64) * 10.0 ** (at % 5) for at in range(40)]
+    whole = global_norm(squares(parts))
+    for ranks in range(1, 40):
+        sent = [square_norm(parts[rank::ranks]) for rank in range(ranks)]
+        assert global_norm(number for pair in sent for number in pair) == whole
+    assert square_norm([torch.tensor([math.inf])]) == (math.inf, 0.0)
+    assert math.isnan(square_norm([torch.tensor([math.nan])])[0])
 
 
 def test_the_rate_warms_up_and_falls_to_its_end() -> None:

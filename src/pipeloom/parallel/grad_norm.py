@@ -23,13 +23,18 @@ def squares(gradients: Sequence[Tensor]) -> list[float]:
     return found
 
 
-def square_norm(gradients: Sequence[Tensor]) -> float:
-    """The sum of the squares of all elements."""
-    return exact_sum(squares(gradients))
+def square_norm(gradients: Sequence[Tensor]) -> tuple[float, float]:
+    """The sum of the squares of all elements, and what was lost in rounding it.
+
+    Both together are exact to twice the digits of one number, so that sums over ranks do not depend on which rank holds what.
+    """
+    each = squares(gradients)
+    total = exact_sum(each)
+    return total, exact_sum([*each, -total]) if math.isfinite(total) else 0.0
 
 
 def global_norm(squares: Iterable[float]) -> float:
-    """The norm from the squares of all parameters' gradients, or of parts of them, on all ranks.
+    """The norm from the squares of all parameters' gradients, or from `square_norm` of each rank.
 
     The sum is exact up to one rounding at its end, so it does not depend on how parameters are spread over ranks.
     """
@@ -37,7 +42,7 @@ def global_norm(squares: Iterable[float]) -> float:
 
 
 def exact_sum(values: Iterable[float]) -> float:
-    """The sum of numbers of at least 0, in any order the same bits; infinite where it is too large."""
+    """The sum of numbers, in any order the same bits; infinite where it is too large."""
     try:
         return math.fsum(values)
     except OverflowError:

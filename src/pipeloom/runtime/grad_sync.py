@@ -143,15 +143,16 @@ class StepGradients:
             counts: whether this process counts a parameter; each element must be counted once over the mesh.
         """
         own = [gradient for name, gradient in self._reduced() if counts(name)]
-        row = torch.tensor([square_norm(own), float(any(map(_is_wide, own)))], dtype=torch.float64, device=device)
+        row = torch.tensor([*square_norm(own), float(any(map(_is_wide, own)))], dtype=torch.float64, device=device)
         rows = [torch.empty_like(row) for _ in range(everyone.size)] if everyone.group is not None else [row]
         if everyone.group is not None:
             with self._alarm.reporting():
                 self._alarm.status.wait_between("the other ranks' parts of the gradient norm")
                 dist.all_gather(rows, row, group=everyone.group)
                 self._alarm.status.leave()
-        squares, wide = zip(*(each.tolist() for each in rows), strict=True)
-        return torch.tensor(global_norm(squares), dtype=torch.float64 if any(wide) else torch.float32, device=device)
+        totals, remainders, wide = zip(*(each.tolist() for each in rows), strict=True)
+        norm = global_norm([*totals, *remainders])
+        return torch.tensor(norm, dtype=torch.float64 if any(wide) else torch.float32, device=device)
 
     @torch.no_grad()
     def clip(self, norm: float, most: float) -> None:

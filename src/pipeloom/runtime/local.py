@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import ScheduleError, UsageError
-from pipeloom.parallel.grad_norm import clip, global_norm, square_norm
+from pipeloom.parallel.grad_norm import clip, global_norm, squares
 from pipeloom.parallel.mesh import Mesh, PipelineMesh
 from pipeloom.parallel.sharding import ParameterSharding
 from pipeloom.runtime.assembly import Assembly, SharedBuild, assemble, copy_state, unique_parameters
@@ -332,7 +332,7 @@ class LocalPipeline:
         """The 2-norm of all gradients, each weight once: a 0-dim tensor in fp32, or fp64 where gradients are."""
         gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
         wide = any(gradient.dtype in (torch.float64, torch.complex128) for gradient in gradients)
-        norm = global_norm([square_norm(gradients)])
+        norm = global_norm(squares(gradients))
         return torch.tensor(norm, dtype=torch.float64 if wide else torch.float32, device=self.device)
 
     @torch.no_grad()

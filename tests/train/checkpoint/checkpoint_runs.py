@@ -27,9 +27,11 @@ def words(folder: Path, log: str, *flags: str) -> list[str]:
     return [sys.executable, "-m", "pipeloom", "train", *base, *flags]
 
 
-def command(folder: Path, log: str, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def command(
+    folder: Path, log: str, *flags: str, timeout: float = 250.0, **variables: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        words(folder, log, *flags), capture_output=True, text=True, timeout=250, env=environment(**variables)
+        words(folder, log, *flags), capture_output=True, text=True, timeout=timeout, env=environment(**variables)
     )
 
 
