@@ -89,6 +89,9 @@ def test_an_exception_on_one_rank_ends_all_with_its_traceback(tmp_path: Path, co
     assert "--debug.fault raised at 3F2" in done.stderr
     assert "Traceback" in done.stderr
     assert "rank 1 (process " in done.stderr
+    (log,) = tmp_path.glob("*/rank_1.log")
+    assert "Traceback" in log.read_text()
+    assert "--debug.fault raised at 3F2" in log.read_text()
 
 
 def test_a_lost_message_ends_with_6_and_a_report_a_rank(tmp_path: Path, corpus: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import re
 import sys
 import tomllib
 import types
@@ -16,12 +17,14 @@ import pytest
 import torch
 from torch import Tensor
 
+import pipeloom as pl
 from pipeloom.config import load_layout
 from pipeloom.config.dump import to_toml
 from pipeloom.errors import ConfigError
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.data.batches import Batches, spread
+from pipeloom.train.environment import READ, SECRET
 from pipeloom.train.layer_norms import LayerNorms, layer_norms
 from pipeloom.train.loop import Trainer
 from pipeloom.train.optimizer import Optimizer
@@ -259,7 +262,9 @@ def test_a_missing_package_is_one_sentence(key: str, value: Any, package: str, m
 # -- where settings are from ---------------------------------------------------------------------------------------------------
 
 
-def test_the_runs_configuration_says_where_each_value_is_from(tmp_path: Path) -> None:
+def test_the_runs_configuration_says_where_each_value_is_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "off\nline")
+    monkeypatch.setenv("PIPELOOM_SECRET", "hush-hush")
     own = tmp_path / "own.toml"
     own.write_text('extends = "tiny"\n[optimizer]\nlr = 0.5\n[parallel]\ndp = -1\n[schedule]\nmicrobatches = 2\n')
     layout = load_layout(own, {"train.steps": 9, "log.dir": str(tmp_path / "runs")}, world_size=4)
@@ -267,7 +272,10 @@ def test_the_runs_configuration_says_where_each_value_is_from(tmp_path: Path) ->
         pass
     (folder,) = (tmp_path / "runs").iterdir()
     text = (folder / "config.toml").read_text()
-    lines = {line.partition(" = ")[0]: line for line in text.splitlines() if " = " in line}
+    assert text.partition("# environment of rank 0:\n")[2].count("WANDB_MODE = 'off") == 1
+    assert "#   PIPELOOM_SECRET: set\n" in text
+    assert "hush" not in text
+    lines = {line.partition(" = ")[0]: line for line in text.splitlines() if " = " in line and line[0] != "#"}
     assert lines["lr"] == f"lr = 0.5  # {own}"
     assert lines["steps"] == "steps = 9  # --train.steps"
     assert lines["dp"].endswith("  # environment (WORLD_SIZE)")
@@ -276,3 +284,15 @@ def test_the_runs_configuration_says_where_each_value_is_from(tmp_path: Path) ->
     assert all("  # " in line for line in lines.values())
     assert tomllib.loads(text) == tomllib.loads(to_toml(layout.config))
     json.dumps(dict(layout.origins))
+
+
+def test_every_variable_that_is_read_is_recorded_or_internal() -> None:
+    source = Path(pl.__file__).parent
+    read = {
+        name
+        for path in source.rglob("*.py")
+        for name in re.findall(r"""os\.environ(?:\.get|\.setdefault|\.pop)?[(\[]"([A-Z_]+)\"""", path.read_text())
+    }
+    internal = {"RANK", "TORCHELASTIC_RUN_ID", "NO_COLOR", "TERM", "COLORTERM"}  # who a worker is; how a terminal looks
+    assert "WANDB_MODE" in read
+    assert read - {*READ, *SECRET} <= internal

@@ -93,6 +93,11 @@ def test_torchrun_gives_the_same_bits(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
     assert events(ours, "step") == events(theirs, "step")
     assert events(ours, "held-out") == events(theirs, "held-out")
+    for folder in launchers:
+        (run,) = (folder / "runs").iterdir()
+        first, second = (run / f"rank_{rank}.log" for rank in range(2))
+        assert "held-out loss before training: " in first.read_text()
+        assert second.read_text().startswith("--- rank 1, process ")
 
 
 @pytest.mark.dist

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from pipeloom.runtime.health.watchdog import Watchdog
 from pipeloom.train.failures import STORE
 from pipeloom.train.listeners import refuse_connections
+from pipeloom.train.rank_log import RankLog
 from pipeloom.train.requests import Requests
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class WorkerContext:
         store: key-value store that all workers share.
         requests: what signals have asked for.
         watchdog: of this worker; None where it is the only one.
+        log: the copy of what this worker writes, to be opened in the run's folder; None: there is none.
     """
 
     rank: int
@@ -39,6 +41,7 @@ class WorkerContext:
     store: Store
     requests: Requests = field(default_factory=Requests)
     watchdog: Watchdog | None = None
+    log: RankLog | None = None
 
     @contextlib.contextmanager
     def waiting(self, what: str, phase: str) -> Iterator[None]:

@@ -73,6 +73,9 @@ def run(layout: Layout, context: WorkerContext) -> None:
     facts = digests(config, "; ".join(data.facts.values()))
     start = find_start(config, facts, context, restarted_run())
     with _reporting(layout, context, start, facts) as report:
+        folder = _run_folder(report, context)
+        if context.log is not None:
+            context.log.open(folder)
         layout = resolve_before_start(layout, context, report)
         pipeline = build_pipeline(layout, context.device, watchdog=context.watchdog)
         context.close_to_strangers()
@@ -85,7 +88,7 @@ def run(layout: Layout, context: WorkerContext) -> None:
             report.say("\n".join(table(held)))
             report.record("messages", volumes=[asdict(volume) for volume in volumes(layout)])
             report.say(data.words)
-        trainer.begin(start, _run_folder(report, context))
+        trainer.begin(start, folder)
         if "before" not in trainer.held_out:
             trainer.held_out["before"] = trainer.held_out_loss(test)
         before = trainer.held_out["before"]

@@ -21,6 +21,7 @@ from pipeloom.config import Config, to_toml
 from pipeloom.errors import ConfigError, printable
 from pipeloom.schedule import Timeline, timeline_form
 from pipeloom.train.checkpoint.resume import DIGESTS_FILE
+from pipeloom.train.environment import environment_lines
 from pipeloom.train.failures import EXIT_FILE
 from pipeloom.train.metrics import StepMetrics, simulated
 from pipeloom.train.writers import figure_writers, numbers_of
@@ -53,6 +54,11 @@ class RunFolder:
         return self.root / "timelines.json"
 
 
+def _resolved(config: Config, origins: Mapping[str, str] | None) -> str:
+    """The content of a run's `config.toml`: all values with their origins, and the environment that was read beside them."""
+    return "\n".join([to_toml(config, origins), *environment_lines(), ""])
+
+
 def make_folder(config: Config, origins: Mapping[str, str] | None = None) -> RunFolder:
     """A fresh folder in `log.dir`, of mode 0700, called after the time and the schedule; ConfigError where it cannot be."""
     name = re.sub(r"[^\w.-]+", "-", config.schedule.name).strip("-.")
@@ -66,7 +72,7 @@ def make_folder(config: Config, origins: Mapping[str, str] | None = None) -> Run
         except OSError as error:
             raise ConfigError(f'log.dir = "{config.log.dir}": cannot make a folder there: {error.strerror}') from None
         try:
-            (root / "config.toml").write_text(to_toml(config, origins), encoding="utf-8")
+            (root / "config.toml").write_text(_resolved(config, origins), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f'log.dir = "{config.log.dir}": cannot write into {root}: {error.strerror}') from None
         return RunFolder(root)
@@ -77,7 +83,7 @@ def reopen(root: Path, config: Config, origins: Mapping[str, str] | None = None)
     """The folder of a run that goes on; what said how it ended is gone. Raises ConfigError where it cannot be written."""
     try:
         (root / EXIT_FILE).unlink(missing_ok=True)
-        (root / "config.toml").write_text(to_toml(config, origins), encoding="utf-8")
+        (root / "config.toml").write_text(_resolved(config, origins), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write into {root}: {error.strerror}") from None
     return RunFolder(root)

@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -38,6 +39,7 @@ from pipeloom.train.failures import FAILURES, STORE, first_to_say, record_failur
 from pipeloom.train.interfaces import require_interface
 from pipeloom.train.listeners import allow_descriptors
 from pipeloom.train.preflight import require_devices
+from pipeloom.train.rank_log import RankLog
 from pipeloom.train.requests import Requests
 
 if TYPE_CHECKING:
@@ -70,12 +72,17 @@ def main(layout: Layout, body: Callable[[WorkerContext], None]) -> int:
     What went wrong is told to the other workers, and written to stderr; PipeloomErrors as their sentence, others with their
     traceback.
     """
+    rank = int(os.environ.get("RANK", 0))
+    with RankLog(rank) as log:
+        return _run(layout, body, rank, log)
+
+
+def _run(layout: Layout, body: Callable[[WorkerContext], None], rank: int, log: RankLog) -> int:
     requests = Requests()
     requests.watch_save()
-    rank = int(os.environ.get("RANK", 0))
     watching = _inherited_watchdog(layout)
     try:
-        context = start(layout, requests, watching)
+        context = replace(start(layout, requests, watching), log=log)
         body(context)
         finish(context.watchdog)
         _record_end(context.watchdog, 0, "")

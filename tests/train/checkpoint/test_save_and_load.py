@@ -19,8 +19,9 @@ import pipeloom as pl
 from pipeloom import checkpoint
 from pipeloom.errors import CheckpointError, UsageError
 from pipeloom.runtime import Pipeline
+from pipeloom.train.checkpoint.boxes import Box
 from pipeloom.train.checkpoint.files import verify, write_tensors
-from pipeloom.train.checkpoint.manifest import MANIFEST, read_manifest, to_bytes
+from pipeloom.train.checkpoint.manifest import MANIFEST, TensorEntry, read_manifest, to_bytes
 from processes import run_ranks
 
 DTYPES = [
@@ -158,6 +159,26 @@ def test_the_newest_stay_and_every_nth(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-00000{n}" for n in (4, 8, 9)]
     saver.save(9, {"again": True})  # replaces it
     assert checkpoint.load(tmp_path, run.pipeline, run.optimizer).extra == {"again": True}
+
+
+def test_a_later_damaged_checkpoint_does_not_push_out_the_new_one(tmp_path: Path) -> None:
+    run = trained()
+    saver = checkpoint.Saver(tmp_path, run.pipeline, keep=1)
+    later = saver.save(9)
+    (later / "rank-00000.safetensors").write_bytes(b"")
+    saver.save(4)
+    saver.save(6)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000006", "step-000009"]
+
+
+def test_a_checkpoint_about_to_be_replaced_survives_the_end_of_its_process(tmp_path: Path) -> None:
+    run = trained()
+    saver = checkpoint.Saver(tmp_path, run.pipeline, keep=2)
+    path = saver.save(2, {"first": True})
+    path.rename(tmp_path / ".step-000002.replaced")  # as far as `publish` came
+    saver.save(3)
+    assert checkpoint.load(tmp_path / "step-000002", run.pipeline).extra == {"first": True}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003"]
 
 
 def test_a_state_that_was_never_made_loads_and_a_partial_one_does_not(tmp_path: Path) -> None:
@@ -334,3 +355,32 @@ def test_a_manifest_that_leads_out_of_its_directory_is_refused(tmp_path: Path) -
     (path / MANIFEST).write_bytes(to_bytes(replace(manifest, files=files)))
     with pytest.raises(CheckpointError, match="is no file of a checkpoint"):
         read_manifest(path)
+
+
+def test_a_manifest_that_promises_more_than_its_files_hold_is_refused(tmp_path: Path) -> None:
+    run = trained()
+    path = checkpoint.save(tmp_path, 1, run.pipeline, run.optimizer)
+    manifest = read_manifest(path)
+    key = next(key for key, entry in manifest.tensors.items() if len(entry.shape) == 2)
+    stored = manifest.tensors[key].boxes[0]
+    half = Box((0,), (2**40,)), Box((2**40,), (2**40,))
+    huge = TensorEntry("F32", (2**41,), tuple(replace(stored, box=box) for box in half))
+    (path / MANIFEST).write_bytes(to_bytes(replace(manifest, tensors={**manifest.tensors, key: huge})))
+    with pytest.raises(CheckpointError, match=r"bytes of tensors in 'rank-00000.safetensors', found"):
+        read_manifest(path)
+
+
+def test_weights_of_another_kind_are_refused(tmp_path: Path) -> None:
+    run = trained()
+    path = checkpoint.save(tmp_path, 1, run.pipeline)
+    manifest, file = read_manifest(path), path / "rank-00000.safetensors"
+    key = next(key for key, entry in manifest.tensors.items() if len(entry.shape) == 2)
+    tensors = safetensors.torch.load(
+        file.read_bytes()
+    )  # not load_file: its tensors are the file, which is written next
+    stored = write_tensors(file, {**tensors, key: tensors[key].int()})
+    entry = replace(manifest.tensors[key], dtype="I32")
+    changed = replace(manifest, tensors={**manifest.tensors, key: entry}, files={file.name: stored})
+    (path / MANIFEST).write_bytes(to_bytes(changed))
+    with pytest.raises(CheckpointError, match=r"expected torch.float32, found torch.int32 in the checkpoint"):
+        checkpoint.load(path, run.pipeline)

@@ -13,6 +13,7 @@ from pipeloom.train.checkpoint.files import sync_directory
 from pipeloom.train.checkpoint.manifest import MANIFEST
 
 _STEP = re.compile(r"step-(\d{6,15})")
+_REPLACED = re.compile(r"\.(step-\d+)\.replaced")
 _LEFTOVER = re.compile(r"\.step-\d+\.(partial|replaced|deleted)")
 
 
@@ -45,8 +46,18 @@ def newest_checkpoint(path: Path) -> Path:
     return directory
 
 
+def restore_replaced(folder: Path) -> None:
+    """Gives a checkpoint its name back that was about to be replaced when its process ended, before the new one had it."""
+    with contextlib.suppress(OSError):
+        for path in list(folder.iterdir()):
+            match = _REPLACED.fullmatch(path.name)
+            if match is not None and not (folder / match[1]).exists():
+                path.rename(folder / match[1])
+
+
 def remove_leftovers(folder: Path) -> None:
     """Removes what an interrupted save or deletion has left."""
+    restore_replaced(folder)
     for path in list(folder.iterdir()):
         if _LEFTOVER.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
@@ -56,6 +67,7 @@ def publish(partial: Path, final: Path) -> None:
     """Gives a finished directory its name, in one atomic step unless one of that name is replaced."""
     sync_directory(partial)
     old = final.with_name(f".{final.name}.replaced")
+    shutil.rmtree(old, ignore_errors=True)
     if final.exists():
         final.rename(old)
     partial.rename(final)
@@ -70,9 +82,15 @@ def superseded(found: Sequence[tuple[int, Path]], keep: int, keep_every: int) ->
     return [path for step, path in found[keep:] if not keep_every or step % keep_every]
 
 
-def prune(folder: Path, keep: int, keep_every: int) -> None:
-    """Deletes superseded checkpoints; each is renamed first, so that no half-deleted one is ever found."""
-    for path in superseded(complete(folder), keep, keep_every):
+def prune(folder: Path, step: int, keep: int, keep_every: int) -> None:
+    """Deletes superseded checkpoints; each is renamed first, so that no half-deleted one is ever found.
+
+    Args:
+        step: of the checkpoint just written. Later ones are left alone and do not count: a run that goes on from an earlier step
+            has passed them over, because they are damaged.
+    """
+    until = [(number, path) for number, path in complete(folder) if number <= step]
+    for path in superseded(until, keep, keep_every):
         hidden = path.with_name(f".{path.name}.deleted")
         with contextlib.suppress(OSError):
             path.rename(hidden)

@@ -23,7 +23,11 @@ MANIFEST = "manifest.json"
 EXTRA = "extra.json"
 # A tensor and its boxes take some 300 bytes: enough for 3 million of them.
 MANIFEST_BYTES = 2**30
-CHECKPOINT_DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "C64")
+# Bytes per element.
+CHECKPOINT_DTYPES = {
+    **{"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1},
+    **{"F8_E4M3": 1, "F8_E5M2": 1, "C64": 8},
+}
 REST = {
     "random numbers": "a function of (seed, step, sample, layer): no generator has a state to store",
     "data": "read again from data.source of the configuration in extra.json, from the batch number there on",
@@ -206,7 +210,11 @@ def _sizes(values: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _check(manifest: Manifest, path: Path) -> None:
-    """Raises CheckpointError for file names that leave the directory, and for tensors whose boxes do not cover them."""
+    """Raises CheckpointError for file names that leave the directory, and for tensors whose boxes do not cover them.
+
+    A file must be large enough for the boxes that are said to be in it: nothing is allocated for a tensor that is not there.
+    """
+    held = dict.fromkeys(manifest.files, 0)
     for name, stored in manifest.files.items():
         if not _FILE.fullmatch(name) or name == MANIFEST or not _SHA256.fullmatch(stored.sha256) or stored.size < 0:
             raise CheckpointError(f"{path}: {echo(name)} is no file of a checkpoint")
@@ -218,6 +226,11 @@ def _check(manifest: Manifest, path: Path) -> None:
         for box in entry.boxes:
             if box.file not in manifest.files:
                 raise CheckpointError(f"{path}: {echo(key)} is in {echo(box.file)}, which is not among its files")
+            held[box.file] += box.box.elements * CHECKPOINT_DTYPES[entry.dtype]
         problem = tiling_problem(entry.shape, [box.box for box in entry.boxes])
         if problem:
             raise CheckpointError(f"{path}: {echo(key)} is not complete: {problem}")
+    for name, size in held.items():
+        if size > manifest.files[name].size:
+            found = manifest.files[name].size
+            raise CheckpointError(f"{path}: expected {size:,} bytes of tensors in {echo(name)}, found {found:,}")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from pipeloom.config import Config
 from pipeloom.errors import CheckpointError, ConfigError, sentence
 from pipeloom.parallel.exchange import all_gather_json
-from pipeloom.train.checkpoint.folder import complete, step_path
+from pipeloom.train.checkpoint.folder import complete, restore_replaced, step_path
 from pipeloom.train.checkpoint.load import read_extra, verified
 from pipeloom.train.checkpoint.manifest import MANIFEST, Manifest
 
@@ -121,6 +121,11 @@ def _candidates(
 def _look(config: Config, mine: Mapping[str, str], run: Path | None) -> dict[str, Any]:
     section = config.checkpoint
     own = Path(section.dir).expanduser().absolute() if section.dir else None
+    folder = own or run
+    if folder is None and section.resume != "none":
+        folder = newest_run(config, mine)
+    if folder is not None:
+        restore_replaced(folder)
     if run is not None:
         paths = [str(path) for _, path in complete(own or run)]
         return {"paths": paths, "exact": False, "folder": str(run)}
@@ -128,11 +133,9 @@ def _look(config: Config, mine: Mapping[str, str], run: Path | None) -> dict[str
         _require_empty(own, None)
         return {"paths": [], "exact": False, "folder": ""}
     if section.resume == "auto":
-        folder = own or newest_run(config, mine)
         paths = [str(path) for _, path in complete(folder)] if folder is not None else []
         return {"paths": paths, "exact": False, "folder": str(folder) if paths and own is None else ""}
     if isinstance(section.resume, int):
-        folder = own or newest_run(config, mine)
         if folder is None:
             raise CheckpointError(
                 f"checkpoint.resume = {section.resume}: no run below {config.log.dir} has this model and data"

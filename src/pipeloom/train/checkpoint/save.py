@@ -302,7 +302,7 @@ class _Job:
         for rank in range(1, self.saver._world):
             (self.partial / f"rank-{rank:05d}.json").unlink()
         publish(self.partial, self.final)
-        prune(self.saver.folder, self.saver._keep, self.saver._keep_every)
+        prune(self.saver.folder, self.step, self.saver._keep, self.saver._keep_every)
 
     def _note_of(self, rank: int) -> dict[str, Any]:
         path, until = self.partial / f"rank-{rank:05d}.json", time.monotonic() + PATIENCE_SECONDS

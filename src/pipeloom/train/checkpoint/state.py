@@ -238,7 +238,17 @@ def load_model(stored: Stored, pipeline: Pipeline, trained_only: bool = False) -
         key = f"optimizer.{held.name}.master"
         if not held.parameter or key not in stored.tensors:
             key = f"model.{held.name}"
-        held.tensor.copy_(stored.region(key, held.box))
+        values = stored.region(key, held.box)
+        if _kind(values) != _kind(held.tensor):
+            raise CheckpointError(
+                f"{held.name!r}: expected {held.tensor.dtype}, found {values.dtype} in the checkpoint"
+            )
+        held.tensor.copy_(values)
+
+
+def _kind(tensor: Tensor) -> str:
+    """Return between which dtypes values may be converted: real numbers of any precision, and no others."""
+    return "real" if tensor.is_floating_point() else str(tensor.dtype)
 
 
 def load_optimizer(stored: Stored, pipeline: Pipeline, optimizer: AnyOptimizer) -> None:
