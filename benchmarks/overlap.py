@@ -73,7 +73,7 @@ def run_alone(microbatches: int, talk: float, split: bool, pairs: bool, blocks: 
         pipeline.step(x, x)
         (result,) = pipeline.stats
         if at:
-            stood.append(result.exposed_seconds or 0.0)
+            stood.append((result.exposed or {}).get("all-to-all", 0.0))
             spans = zip(run.programs[0], result.starts, result.ends, strict=True)
             took += [end - start for cell, start, end in spans if isinstance(cell, Pair)]
     return Alone(stood, took, fmean([*clock.times("attention"), *clock.times("experts")]))

@@ -17,6 +17,7 @@ from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.sharding import join
 from pipeloom.parallel.tensor import TensorParallel
 from pipeloom.runtime import Pipeline, RuntimeOptions
+from pipeloom.schedule.measured import step_time, time_spent
 from processes import run_ranks
 
 SHAPE = model(num_hidden_layers=6, tie_word_embeddings=True, dropout=0.1)
@@ -44,7 +45,7 @@ def data() -> Tensor:
     return torch.randint(0, SHAPE.vocab_size, (2, ROWS, LENGTH), generator=torch.Generator().manual_seed(4))
 
 
-def work(rank: int) -> list[tuple[float, dict[str, tuple[Any, Any]]]]:
+def work(rank: int) -> list[tuple[float, dict[str, tuple[Any, Any]], pl.Timeline]]:
     results = []
     for case in CASES:
         mesh = Mesh.of(case.mesh)
@@ -61,7 +62,7 @@ def work(rank: int) -> list[tuple[float, dict[str, tuple[Any, Any]]]]:
         tokens, targets = data().chunk(case.mesh.dp, 1)[mesh.place.dp]
         loss = pipeline.step(tokens, targets)
         gradients = {name: (pipeline.layouts[name], p.grad.numpy().copy()) for name, p in pipeline.named_parameters()}
-        results.append((loss.item(), gradients))
+        results.append((loss.item(), gradients, pipeline.timeline()))
         pipeline.close()
     return results
 
@@ -104,3 +105,16 @@ def test_every_axis_together_has_serial_gradients() -> None:
             assert all(torch.equal(other, same[0]) for same in copies.values() for other in same), (case, name)
             found[name] = join({place: same[0] for place, same in copies.items()}, sharding)
         assert worst(found, want) <= 1e-5, case
+        for each in results:
+            accounted(each[at][2], case)
+
+
+def accounted(timeline: pl.Timeline, case: Case) -> None:
+    """The communications of each kind that the layout has were measured, and each rank's row adds up to the step."""
+    for row, exposed in zip(time_spent([timeline]), timeline.exposed, strict=True):
+        assert sum(row.values()) == pytest.approx(step_time(timeline), abs=1e-7)
+        assert min(row.values()) > -1e-7
+        assert row["tp"] > 0 == row["all-to-all"]
+        assert exposed.after.keys() == {"p2p", "dp"}
+        assert row["dp"] > 0
+        assert (row["computation"], row["tp"]) < (timeline.makespan, timeline.makespan)

@@ -64,7 +64,7 @@ class Found:
 def one_step(schedule: Schedule, group: Any, seed: int, rows: int) -> Found:
     pipeline = LocalPipeline(expert_layers(LAYERS, EXPERTS, group), schedule, loss=mse)
     loss = pipeline.step(*data(seed, rows))
-    exposed = [each.exposed_seconds for each in pipeline.stats if each.exposed_seconds is not None]
+    exposed = [sum(each.exposed.values()) for each in pipeline.stats if each.exposed is not None]
     return Found(loss.item(), arrays(pipeline), pipeline.peak_activations, exposed)
 
 

@@ -75,7 +75,7 @@ def test_stats_of_a_step(name: str) -> None:
         assert each.rank == rank
         assert each.schedule == pl.schedules.unpair(schedule)
         assert len(each.starts) == len(each.ends) == len(each.schedule.programs[rank])
-        assert each.exposed_seconds == 0.0
+        assert each.exposed == {}
 
 
 def test_another_schedule_is_adopted() -> None:

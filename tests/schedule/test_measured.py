@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 
 import pytest
 
 import pipeloom as pl
-from pipeloom.schedule.measured import drift, predict, slow_stages
+from pipeloom.schedule import timeline_form
+from pipeloom.schedule.exposed import Exposed
+from pipeloom.schedule.measured import SPENT, drift, predict, slow_stages, step_time, time_spent
 
 
 def _steps(slow: int | None, seed: int, count: int = 9) -> list[pl.Timeline]:
@@ -59,3 +62,51 @@ def test_drift_is_the_median_slope() -> None:
     assert drift(steps) == pytest.approx(0.05, rel=0.2)
     with pytest.raises(pl.PipeloomError, match="no measured step"):
         drift([])
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "dualpipe", "1f1b-overlap", "gpipe"])
+def test_where_the_time_went_adds_up_to_the_step(name: str) -> None:
+    """For any costs, hops, delays of the host and communications, on every rank; and after a round trip through JSON."""
+    rng = random.Random(name)
+    for _ in range(15):
+        schedule = pl.schedules.build(name, 4, rng.choice([8, 10]))
+        costs = [tuple(rng.uniform(0.5, 1.5) * 1e-2 for _ in range(schedule.stages)) for _ in range(3)]
+        timeline = pl.simulate(schedule, pl.Costs(*costs, p2p=rng.choice([0.0, 1e-3])))
+        late = [rng.uniform(0, 1e-3) for _ in range(4)]  # the host's, before each rank's last action
+        ends = tuple((*row[:-1], row[-1] + late[rank]) for rank, row in enumerate(timeline.ends))
+        starts = tuple((*row[:-1], row[-1] + late[rank]) for rank, row in enumerate(timeline.starts))
+        exposed = tuple(
+            Exposed(
+                {"tp": rng.uniform(0, 0.01), "all-to-all": rng.uniform(0, 0.02)},
+                {"dp": rng.uniform(0, 0.01), "p2p": rng.uniform(0, 0.01)},
+                row[-1] + rng.choice([0.0, 0.005, 0.03]),
+            )
+            for row in ends
+        )
+        step = replace(timeline, source="measured", starts=starts, ends=ends, exposed=exposed)
+        whole = step_time(step)
+        assert whole == max(step.makespan, *(each.end for each in exposed))
+        for row, each, last, busy in zip(time_spent([step]), exposed, ends, step.busy, strict=True):
+            assert set(row) == set(SPENT)
+            assert sum(row.values()) == pytest.approx(whole, abs=2e-8)
+            assert min(row.values()) > -2e-8
+            assert row["tp"] == each.inside["tp"]
+            assert row["computation"] == pytest.approx(busy - sum(each.inside.values()))
+            assert row["dp"] <= min(each.after["dp"], each.end - last[-1]) + 1e-12
+        both = time_spent([step, timeline])
+        for row in both:
+            assert sum(row.values()) == pytest.approx((whole + timeline.makespan) / 2, abs=2e-8)
+        (read,) = timeline_form.from_json(json.dumps(timeline_form.to_dict([step])))
+        assert read == step
+
+
+def test_each_communication_has_its_column() -> None:
+    """One rank, by hand: 2 s of actions with 0.5 s of tp in them, then 1 s until the gradients are summed, 0.75 of it dp."""
+    schedule = pl.schedules.gpipe(ranks=1, microbatches=1)
+    costs = pl.Costs(1, 0.5, 0.5)
+    exposed = (Exposed({"tp": 0.5}, {"dp": 0.75}, 3.0),)
+    step = replace(pl.simulate(schedule, costs), source="measured", exposed=exposed)
+    assert step_time(step) == 3
+    (row,) = time_spent([step])
+    wanted = {"computation": 1.5, "tp": 0.5, "dp": 0.75, "overhead": 0.25}
+    assert row == pytest.approx(dict.fromkeys(SPENT, 0.0) | wanted)

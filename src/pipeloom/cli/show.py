@@ -28,7 +28,8 @@ def command(
         Path,
         typer.Argument(
             metavar="RUN_DIR_OR_TRACE",
-            help="The folder of a run, its timelines.json, a folder of timer dumps (pp_rank_N.json), or a Chrome trace.",
+            help="The folder of a run, its timelines.json, a folder of timer dumps (pp_rank_N.json), a Chrome trace or a folder "
+            "of them, or a CSV with durations.",
         ),
     ],
     predict: Annotated[
@@ -80,7 +81,8 @@ def steps_of(path: Path) -> tuple[tuple[Timeline, ...], tuple[float, ...], tuple
     """(measured steps, GB of each rank where known, how they were read) of a run or of another program's trace."""
     from pipeloom.schedule.foreign import is_foreign, load_foreign
 
-    if is_foreign(path):
+    ours = path.is_dir() and (path / TIMELINES_FILE).is_file()  # beside it stands the trace of one step
+    if not ours and is_foreign(path):
         found = load_foreign(path)
         return found.timelines, found.memory, found.notes
     return timelines_of(path), (), ()

@@ -72,7 +72,7 @@ class Study:
         return [(path, *predict_another(self.prediction.costs, steps)) for path, steps in self.others]
 
     def as_dict(self) -> dict[str, Any]:
-        from pipeloom.schedule.measured import drift, settled, slow_stages, time_spent
+        from pipeloom.schedule.measured import drift, settled, slow_stages, step_time, time_spent
         from pipeloom.schedule.timeline_form import costs_dict
 
         prediction = self.prediction
@@ -89,6 +89,7 @@ class Study:
                 "by_kind": dict(prediction.by_kind),
             },
             "time_spent": list(time_spent(settled(self.steps))),
+            "step_time": fmean(map(step_time, settled(self.steps))),
             "slow_stages": [
                 {"stage": slow.stage, "rank": slow.rank, "excess": slow.excess}
                 for slow in slow_stages(self.steps, self.layers)
@@ -130,7 +131,11 @@ class Study:
         spent = time_spent(settled(self.steps))
         columns = [name for name in spent[0] if any(row[name] > 0 for row in spent)]
         table = [["rank", *columns]]
-        table += [[str(rank), *(number(row[name] * factor) for name in columns)] for rank, row in enumerate(spent)]
+        table[0].append("step")
+        table += [
+            [str(rank), *(number(row[name] * factor) for name in columns), number(sum(row.values()) * factor)]
+            for rank, row in enumerate(spent)
+        ]
         wide = [max(len(row[at]) for row in table) for at in range(len(table[0]))]
         lines += ["", f"where the time went, {unit} of a step, the mean over the steps"]
         lines += ["  ".join(f"{cell:>{w}}" for cell, w in zip(row, wide, strict=True)) for row in table]

@@ -11,8 +11,8 @@ needs travels there, the residual stream too. A floating tensor that requires a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -21,35 +21,36 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from pipeloom.schedule.exposed import Communication as CommunicationKind
+
 Values = tuple[Any, ...]
+
+
+Watch = Callable[[str, CommunicationKind], AbstractContextManager[None]]
+"""Counts the time inside as a standstill for the communication of this name and kind."""
 
 
 class _Meter:
     """Counter of waiting inside a compute segment; `watch` is None while no engine runs."""
 
-    watch: Callable[[str], AbstractContextManager[None]] | None = None
+    watch: Watch | None = None
 
 
 _METER = _Meter()  # of the process, not of the thread: on a GPU, autograd runs a layer's backward in threads of its own
 
 
-def report_standstills_to(watch: Callable[[str], AbstractContextManager[None]] | None) -> None:
-    """From now on `standstill(name)` enters `watch(name)`: set by the engine of the rank that runs. None: nowhere."""
+def report_standstills_to(watch: Watch | None) -> None:
+    """From now on `standstill` enters `watch(name, kind)`: set by the engine of the rank that runs. None: nowhere."""
     _METER.watch = watch
 
 
-@contextmanager
-def standstill(name: str) -> Iterator[None]:
+def standstill(name: str, kind: CommunicationKind = "all-to-all") -> AbstractContextManager[None]:
     """Count the time inside as time for which computation stands still for the communication called `name`.
 
-    For code of a layer that waits inside a compute segment, where the engine cannot see it.
+    For code of a layer that waits inside a compute segment, where the engine cannot see it. Of two, one inside the other, the
+    outer one counts.
     """
-    watch = _METER.watch
-    if watch is None:
-        yield
-    else:
-        with watch(name):
-            yield
+    return nullcontext() if _METER.watch is None else _METER.watch(name, kind)
 
 
 class Pending(Protocol):

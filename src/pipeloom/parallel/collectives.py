@@ -14,8 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import UsageError
+from pipeloom.ops.segments import standstill
 from pipeloom.parallel.mesh import Axis
 from pipeloom.parallel.through_host import goes_through_host, start
+from pipeloom.schedule.exposed import Communication
 
 # torch 2.13 calls them so, and warns of the older names
 _GATHER, _SCATTER = (
@@ -33,15 +35,18 @@ class PendingCollective:
         work: torch's.
         finish: makes the result when the work is done.
         read: what other threads still read; it stays alive as long as this does.
+        kind: the ranks that take part, for the account of where a step's time went.
     """
 
     work: Any
     finish: Callable[[], Tensor]
     read: Tensor
+    kind: Communication = "tp"
 
     def wait(self) -> Tensor:
         """The result. On CUDA the current stream waits, not the process."""
-        self.work.wait()
+        with standstill("collective", self.kind):
+            self.work.wait()
         return self.finish()
 
 
@@ -68,7 +73,7 @@ def start_gather_slices(flat: Tensor, axis: Axis) -> PendingCollective:
     parts = flat.view(axis.size, -1)
     own = parts[axis.index].clone() if flat.device.type == "cpu" else parts[axis.index]  # NCCL works in place
     work = start(getattr(dist, _GATHER), flat, own, group=axis.group)
-    return PendingCollective(work, lambda: flat, own)
+    return PendingCollective(work, lambda: flat, own, "dp")
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis) -> PendingCollective:

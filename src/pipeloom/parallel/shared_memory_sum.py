@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pipeloom.cores import usable_cores
 from pipeloom.errors import DistributedError
+from pipeloom.ops.segments import standstill
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.parallel.mesh import Axis
 
@@ -194,7 +195,8 @@ class SharedSum(NamedTuple):
 
     def wait(self) -> Tensor:
         """The tensor that was given, with the sum in it."""
-        return self.sums.finish(self.key, self.buffers, self.x)
+        with standstill("sum", "tp"):
+            return self.sums.finish(self.key, self.buffers, self.x)
 
 
 class OfferedMemory:

@@ -63,7 +63,10 @@ class StepResult:
         turns: entry of a pair -> when it went from its forward to its backward; where the two were interleaved: when it
             would have, one after the other.
         peak_alive: the most micro-batches alive on its stages at once.
-        exposed: seconds for which computation stood still for a communication inside a stage; None: not measured.
+        exposed: kind of communication -> seconds for which computation stood still for it inside actions; None: not
+            measured.
+        after: kind of communication -> seconds that it took after the last action.
+        end: when the gradients were complete (time.perf_counter); 0: the last action's end.
     """
 
     loss: LossSum = field(default_factory=LossSum)
@@ -72,7 +75,9 @@ class StepResult:
     ends: list[float] = field(default_factory=list)
     turns: dict[int, float] = field(default_factory=dict)
     peak_alive: int = 0
-    exposed: float | None = None
+    exposed: Mapping[str, float] | None = None
+    after: Mapping[str, float] = field(default_factory=dict)
+    end: float = 0.0
 
 
 class Delivery(NamedTuple):

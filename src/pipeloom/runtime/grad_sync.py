@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeloom.errors import UsageError
+from pipeloom.ops.segments import standstill
 from pipeloom.parallel.buckets import Bucket
 from pipeloom.parallel.data import AFTER_TIES, GradientSync
 from pipeloom.parallel.grad_norm import clip, global_norm, square_norm
@@ -70,7 +72,8 @@ class StepGradients:
         """Waits, inside an action, for what other replicas have stepped of a layer's weights."""
         if self.sync is not None and self.sync.weights.pending:
             self._alarm.status.wait_inside(_STEPPED)
-            self.sync.weights.wait(self._buckets_of[layer])
+            with standstill(_STEPPED, "dp"):
+                self.sync.weights.wait(self._buckets_of[layer])
             self._alarm.status.wait_inside(None)
 
     def wait_for_weights(self) -> None:
@@ -89,8 +92,13 @@ class StepGradients:
         for weight in shared:
             weight.grad = None  # only this step's part is summed over the holders
 
-    def finish(self, group: Any) -> None:
-        """After a step's last action; `group`: for sums over the pipeline's ranks."""
+    def finish(self, group: Any) -> dict[str, float]:
+        """Complete the gradients after a step's last action; return kind of communication -> its seconds.
+
+        Args:
+            group: for sums over the pipeline's ranks.
+        """
+        begun = time.perf_counter()
         with self._alarm.reporting():
             if self.sync is None:
                 for holders, weights in self._shared.items():
@@ -100,12 +108,14 @@ class StepGradients:
                 for weight, old in zip(self._shared_weights, self._before, strict=True):
                     if old is not None:
                         weight.grad = old if weight.grad is None else weight.grad.add_(old)
-                return
+                return {"p2p": time.perf_counter() - begun} if self._shared else {}
             if self.sync.syncing:
                 self._sum_in_place(self.sync, group)
+            tied = time.perf_counter()
             self._alarm.status.wait_between("the sum of the gradients over the replicas")
             self.sync.finish()
             self._alarm.status.leave()
+        return {"p2p": tied - begun, "dp": time.perf_counter() - tied}
 
     @torch.no_grad()
     def _sum_in_place(self, sync: GradientSync, group: Any) -> None:

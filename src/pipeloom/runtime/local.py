@@ -32,7 +32,7 @@ from pipeloom.runtime.health.fault_injection import Faults
 from pipeloom.runtime.health.status import Status
 from pipeloom.runtime.layer_names import carrying
 from pipeloom.runtime.loss import Loss, PendingLoss
-from pipeloom.runtime.measured_timeline import timeline_of
+from pipeloom.runtime.measured_timeline import measured_rank, timeline_of
 from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.runtime.p2p.base import Communicator, InProcessBatches, InProcessTransport, Mailroom
 from pipeloom.runtime.program import RankProgram, RankPrograms, as_executed, require_same_stages
@@ -259,14 +259,14 @@ class LocalPipeline:
 
         None: not measured.
         """
-        seconds = [result.exposed for result in self._results if result.exposed is not None]
-        return sum(seconds) if seconds else None
+        measured = [result.exposed for result in self._results if result.exposed is not None]
+        return sum(seconds.get("all-to-all", 0.0) for seconds in measured) if measured else None
 
     def timeline(self) -> Timeline:
         """The last step as measured, in seconds; in one thread, so only one rank computes at a time."""
         if not any(result.starts for result in self._results):
             raise UsageError("no step has run yet")
-        return timeline_of(self.schedule, [(r.starts, r.ends, list(r.turns.items()), 0.0) for r in self._results])
+        return timeline_of(self.schedule, [measured_rank(result, 0.0) for result in self._results])
 
     def waiting(self, what: str, phase: str | None = None) -> AbstractContextManager[None]:
         """Nothing: there is no other process to wait for."""

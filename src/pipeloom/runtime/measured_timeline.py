@@ -11,6 +11,7 @@ import torch
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.parallel.mesh import PipelineMesh
 from pipeloom.runtime.executor import StepResult
+from pipeloom.schedule.exposed import Exposed
 from pipeloom.schedule.measured import measured_costs
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.timeline import Timeline
@@ -52,15 +53,28 @@ def gather_timeline(schedule: Schedule, mesh: PipelineMesh, result: StepResult, 
     Args:
         schedule: what the ranks ran.
     """
-    mine = result.starts, result.ends, list(result.turns.items()), offset
+    mine = measured_rank(result, offset)
     everyone = [mine] if mesh.group is None else all_gather_json(mine, mesh.group)
     return timeline_of(schedule, everyone)
 
 
+def measured_rank(result: StepResult, offset: float) -> list[Any]:
+    """What `timeline_of` takes of one rank: starts, ends, (entry, turn) of its pairs, communications, end, clock's offset."""
+    communication = None if result.exposed is None else [dict(result.exposed), dict(result.after)]
+    return [result.starts, result.ends, list(result.turns.items()), communication, result.end, offset]
+
+
 def timeline_of(schedule: Schedule, everyone: Sequence[Sequence[Any]]) -> Timeline:
-    """The timeline of `everyone`: rank -> (starts, ends, (entry, turn) of its pairs, offset of its clock)."""
-    origin = min(starts[0] - off for starts, _, _, off in everyone)
-    starts = tuple(tuple(t - off - origin for t in each) for each, _, _, off in everyone)
-    ends = tuple(tuple(t - off - origin for t in each) for _, each, _, off in everyone)
-    turns = [{at: t - off - origin for at, t in each} for _, _, each, off in everyone]
-    return Timeline(schedule, measured_costs(schedule, starts, ends, turns), starts, ends, source="measured")
+    """The timeline of `everyone`: rank -> as `measured_rank` returns it."""
+    origin = min(starts[0] - off for starts, *_, off in everyone)
+    starts = tuple(tuple(t - off - origin for t in each) for each, *_, off in everyone)
+    ends = tuple(tuple(t - off - origin for t in each) for _, each, *_, off in everyone)
+    turns = [{at: t - off - origin for at, t in each} for _, _, each, *_, off in everyone]
+    exposed: tuple[Exposed, ...] = ()
+    if all(communication is not None for *_, communication, _, _ in everyone):
+        exposed = tuple(
+            Exposed(inside, after, max(end - off - origin, last[-1]))
+            for (*_, (inside, after), end, off), last in zip(everyone, ends, strict=True)
+        )
+    costs = measured_costs(schedule, starts, ends, turns)
+    return Timeline(schedule, costs, starts, ends, source="measured", exposed=exposed)

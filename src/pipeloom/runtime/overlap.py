@@ -27,6 +27,7 @@ from pipeloom.ops.segments import Communication, Compute, Pending, Values, is_se
 from pipeloom.runtime.health.status import Status
 from pipeloom.runtime.stage_modules import StageModules
 from pipeloom.runtime.tensor_spec import as_values
+from pipeloom.schedule.exposed import Communication as CommunicationKind
 
 CoroutineResult = TypeVar("CoroutineResult")
 Coroutine = Generator[None, None, CoroutineResult]
@@ -156,8 +157,9 @@ class CommStream:
         self._status = status
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._timed = timed
-        self._seconds = 0.0
-        self._events: list[tuple[Any, Any]] = []
+        self._seconds: dict[str, float] = {}
+        self._events: list[tuple[str, Any, Any]] = []
+        self._still = False
 
     def start(self, begin: Callable[[], Pending], reads: Values) -> Pending:
         """Begins a communication that reads `reads`."""
@@ -170,35 +172,43 @@ class CommStream:
             return pending.wait()
 
     @contextlib.contextmanager
-    def standing_still(self, name: str) -> Iterator[None]:
-        """Counts the time inside as exposed: computation waits for the communication called `name`."""
-        if self._stream is None:
-            begun = time.perf_counter()
-            if self._status is not None:
-                self._status.wait_inside(f"the {name} of its expert group")
+    def standing_still(self, name: str, kind: CommunicationKind = "all-to-all") -> Iterator[None]:
+        """Counts the time inside as exposed: computation waits for the communication called `name`; nested calls do not
+        count.
+        """
+        if self._still or (self._stream is not None and not self._timed):
             yield
-            if self._status is not None:
-                self._status.wait_inside(None)
-            self._seconds += time.perf_counter() - begun
-        elif not self._timed:
-            yield
-        else:
-            stopped, resumed = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            computing = torch.cuda.current_stream(self._stream.device)
-            stopped.record(computing)
-            yield
-            resumed.record(computing)
-            self._events.append((stopped, resumed))
+            return
+        self._still = True
+        try:
+            if self._stream is None:
+                told = self._status if kind == "all-to-all" else None
+                begun = time.perf_counter()
+                if told is not None:
+                    told.wait_inside(f"the {name} of its expert group")
+                yield
+                if told is not None:
+                    told.wait_inside(None)
+                self._seconds[kind] = self._seconds.get(kind, 0.0) + time.perf_counter() - begun
+            else:
+                stopped, resumed = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                computing = torch.cuda.current_stream(self._stream.device)
+                stopped.record(computing)
+                yield
+                resumed.record(computing)
+                self._events.append((kind, stopped, resumed))
+        finally:
+            self._still = False
 
-    def exposed(self) -> float | None:
-        """Seconds for which computation stood still for communications since the last call; None: not measured."""
+    def exposed(self) -> dict[str, float] | None:
+        """kind -> seconds for which computation stood still for communications since the last call; None: not measured."""
         if self._stream is not None and not self._timed:
             return None
-        seconds, self._seconds = self._seconds, 0.0
+        seconds, self._seconds = self._seconds, {}
         events, self._events = self._events, []
-        for stopped, resumed in events:
+        for kind, stopped, resumed in events:
             resumed.synchronize()
-            seconds += stopped.elapsed_time(resumed) / 1e3
+            seconds[kind] = seconds.get(kind, 0.0) + stopped.elapsed_time(resumed) / 1e3
         return seconds
 
 

@@ -241,7 +241,8 @@ class Pipeline:
         executor = self._executor(self._programs.step)
         with self._alarm.reporting():
             self._result = executor.run(batch)
-        self._gradients.finish(self._connections.sums)
+        self._result.after = self._gradients.finish(self._connections.sums)
+        self._result.end = time.perf_counter()
         self.next_step += 1
         if status.phase == "step":
             status.slowest = max(status.slowest, time.monotonic() - begun)
@@ -373,7 +374,7 @@ class Pipeline:
 
         None: not measured (on a GPU without `trace`).
         """
-        return self._result.exposed
+        return None if self._result.exposed is None else self._result.exposed.get("all-to-all", 0.0)
 
     @property
     def sync(self) -> GradientSync | None:

@@ -21,8 +21,8 @@ class RankStats:
         receive_buffers: made since the start; they are used again and again.
         send_segments: segments of shared memory made for sending; None: messages do not go through shared memory.
         peak_activations: the most stage-micro-batches alive at once in the last step.
-        exposed_seconds: for which computation stood still for communications inside stages in the last step; None: not
-            measured (on a GPU without `trace`).
+        exposed: kind of communication ("tp", "dp", "all-to-all") -> seconds for which computation stood still for it inside
+            actions in the last step; None: not measured (on a GPU without `trace`).
         starts, ends: seconds (time.perf_counter) of each entry of this rank's program in the last step.
         turns: entry of a pair -> when it went from its forward to its backward.
     """
@@ -34,7 +34,7 @@ class RankStats:
     receive_buffers: int
     send_segments: int | None
     peak_activations: int
-    exposed_seconds: float | None
+    exposed: Mapping[str, float] | None
     starts: tuple[float, ...]
     ends: tuple[float, ...]
     turns: Mapping[int, float]

@@ -5,29 +5,32 @@ iteration -> `fwd_start`, `fwd_end`, `bwd_start`, `bwd_end` and, where the backw
 from the start of the iteration on that rank; `fwd_minibatch`, `fwd_chunk` and their like say what each event is, `total` (ms) and
 `memory` (GB) what the step took.
 
-A Chrome trace has events called as the actions are (`3F0`, `0F5|3B1`, with torch's `PP:` before them), a process for each rank.
+Chrome traces and folders of them are read by `chrome.py`, CSV files with durations by `timed_csv.py`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeloom.errors import PipeloomError, ScheduleError, UsageError
 from pipeloom.limits import SCHEDULE_BYTES, read_file
-from pipeloom.schedule.actions import Action, Cell, Pair, parse_cell
+from pipeloom.schedule.actions import Action, Cell, Pair
 from pipeloom.schedule.check import check
+from pipeloom.schedule.chrome import is_trace, load_traces, trace_files
+from pipeloom.schedule.clocks import aligned, offsets
 from pipeloom.schedule.families import FAMILIES, build
-from pipeloom.schedule.graph import Graph
-from pipeloom.schedule.measured import measured_costs
 from pipeloom.schedule.model import Schedule
+from pipeloom.schedule.timed_csv import load_timed_csv
 from pipeloom.schedule.timeline import Timeline
 
 _CONFIG = "config.json"
+_LARGEST = 1e12  # ms and GB: thirty years
+_UNITS = 100.0  # milliseconds for microseconds, or for seconds, are a thousand times off
 _RANK = re.compile(r"pp_rank_(\d{1,5})\.json")
 
 
@@ -58,32 +61,48 @@ _Ranks = Sequence[Sequence[_Event]]
 
 
 def is_foreign(path: Path) -> bool:
-    """Return whether `path` is a dump's folder, or a Chrome trace by its beginning."""
+    """Return whether `path` is a dump's folder, a Chrome trace by its beginning, a folder of them, or a CSV file."""
     if path.is_dir():
-        return (path / _CONFIG).is_file() and any(_RANK.fullmatch(each.name) for each in path.iterdir())
-    if path.suffix.lower() != ".json" or not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return b'"traceEvents"' in file.read(65536)
+        return _is_dump(path) or bool(trace_files(path))
+    return is_trace(path) or (path.suffix.lower() == ".csv" and path.is_file())
+
+
+def _is_dump(folder: Path) -> bool:
+    return (folder / _CONFIG).is_file() or any(_RANK.fullmatch(each.name) for each in folder.iterdir())
 
 
 def load_foreign(path: Path) -> Foreign:
-    """The iterations of a dump's folder, or the one of a Chrome trace.
+    """The iterations of a dump's folder, or the steps of a Chrome trace, a folder of them, or a CSV with durations.
 
     Raises:
         UsageError: a file that cannot be read or is not of its format.
-        ScheduleError: events that are no schedule's, with the nearest reason.
+        ScheduleError: events that are no schedule, with the nearest reason.
     """
-    return _load_dump(path) if path.is_dir() else _load_chrome(path)
+    if path.is_dir() and _is_dump(path):
+        return _load_dump(path)
+    if path.suffix.lower() == ".csv":
+        note = "durations of actions alone: each starts as soon as it can"
+        return Foreign(load_timed_csv(path), (), (note,))
+    timelines, notes = load_traces(path)
+    return Foreign(timelines, (), tuple(notes))
 
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(read_file(path, 8 * SCHEDULE_BYTES, "a trace"))
+        return json.loads(read_file(path, 8 * SCHEDULE_BYTES, "a dump"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not JSON: {error}") from None
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs. Raises ValueError for a key that stands there twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r:.60} stands twice in an object")
+    return found
 
 
 def _load_dump(folder: Path) -> Foreign:
@@ -101,25 +120,57 @@ def _load_dump(folder: Path) -> Foreign:
     names = [name for name in dumps[0] if all(isinstance(dump, dict) and name in dump for dump in dumps)]
     if not names:
         raise UsageError(f"{folder}: the ranks' files have no iteration in common")
+    left = len(set().union(*dumps)) - len(names)
     iterations = [
         [_events(dump[name], f"{file}, iteration {name}") for dump, file in zip(dumps, files, strict=True)]
         for name in names
     ]
+    for name, rows in zip(names, iterations, strict=True):
+        _require_milliseconds([dump[name] for dump in dumps], rows, f"{folder}, iteration {name}")
+    _require_enough(iterations[-1], chunks * microbatches, folder)
     found, notes = _schedule(iterations[-1], (ranks, chunks, microbatches), folder)
     timelines = []
     for name, rows in zip(names, iterations, strict=True):
         try:
-            timelines.append(_timeline(found, rows))
+            timelines.append(aligned(found, *_times(found, rows)))
         except ScheduleError as error:
             raise ScheduleError(f"{folder}, iteration {name}: {error}") from None
     memory = tuple(max(_gigabytes(dump[name]) for name in names) for dump in dumps)
+    if left:
+        notes.append(f"{left} iteration{'s are' if left > 1 else ' is'} not in every rank's file, and left out")
     return Foreign(tuple(timelines), memory if any(memory) else (), tuple(notes))
 
 
 def _gigabytes(iteration: Mapping[str, Any]) -> float:
     """Return what the iteration says of memory; 0 where it says nothing."""
     value = iteration.get("memory")
-    return float(value) if isinstance(value, (int, float)) else 0.0
+    return float(value) if _is_number(value) and value >= 0 else 0.0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _LARGEST
+
+
+def _require_milliseconds(iterations: Sequence[Mapping[str, Any]], rows: _Ranks, where: str) -> None:
+    """Raise UsageError where the events are in another unit than the `total` of the iteration, which is in ms."""
+    for rank, (iteration, row) in enumerate(zip(iterations, rows, strict=True)):
+        total = iteration.get("total")
+        if not row or not _is_number(total) or total <= 0:
+            continue
+        took = 1e3 * (max(event.end for event in row) - min(event.start for event in row))
+        if not 1 / _UNITS < took / total < _UNITS:
+            raise UsageError(
+                f"{where}: total says {total:g} ms, and the events of rank {rank} span {took:g}; they are in ms too"
+            )
+
+
+def _require_enough(rows: _Ranks, forwards: int, folder: Path) -> None:
+    """Raise ScheduleError for sizes that name many more micro-batches than there are events."""
+    most = max(sum(event.kind == "F" for event in row) for row in rows)
+    if forwards > 2 * most:  # of two routes a rank's stages take half of the micro-batches each
+        raise ScheduleError(
+            f"{folder / _CONFIG}: a rank runs {forwards:,} forwards by these sizes, and the files have {most:,} at most"
+        )
 
 
 def _size(config: Any, keys: Sequence[str], folder: Path, default: int | None = None) -> int:
@@ -152,10 +203,10 @@ def _events(iteration: Any, where: str) -> list[_Event]:
         for what, values in zip(("minibatch", "chunk"), labels, strict=True):
             if values and len(values) != len(starts):
                 raise UsageError(f"{where}: {len(starts)} {name}_start and {len(values)} {name}_{what}")
-            if not all(isinstance(value, int) and value >= 0 for value in values):
+            if not all(isinstance(value, int) and 0 <= value < 10**9 for value in values):
                 raise UsageError(f"{where}: {name}_{what} holds other than whole numbers from 0 on")
         for at, (start, end) in enumerate(zip(starts, ends, strict=True)):
-            if not all(isinstance(time, (int, float)) for time in (start, end)) or not 0 <= end - start < 1e12:
+            if not _is_number(start) or not _is_number(end) or end < start:
                 raise UsageError(f"{where}: {name} {at} runs from {start!r:.40} to {end!r:.40}")
             microbatch, chunk = (values[at] if values else None for values in labels)
             events.append(_Event(start / 1e3, end / 1e3, kind, microbatch, chunk))
@@ -296,106 +347,6 @@ def _times(schedule: Schedule, rows: _Ranks) -> tuple[list[list[float]], list[li
     return starts, ends
 
 
-def _needs(schedule: Schedule) -> Iterator[tuple[int, int, int, int]]:
-    """(rank, entry) of what produces a message, and (rank, entry) of what waits for it, between different ranks."""
-    graph = Graph.of(schedule, full=True)
-    assert graph.event is not None
-    entries = [schedule.split_entries(rank) for rank in range(schedule.ranks)]
-    maker = {
-        graph.event[code]: (rank, at)
-        for rank, both in enumerate(entries)
-        for codes in both
-        for at, code in enumerate(codes)
-    }
-    for rank, both in enumerate(entries):
-        for codes in both:
-            for at, code in enumerate(codes):
-                source = maker.get(graph.needs[code]) if graph.needs[code] < graph.always else None
-                if source is not None and source[0] != rank:
-                    yield (*source, rank, at)
-
-
-def _offsets(
-    schedule: Schedule, starts: Sequence[Sequence[float]], ends: Sequence[Sequence[float]]
-) -> tuple[list[float], float]:
-    """rank -> seconds to add to its clock, the least from 0 on with which no message arrives before it is sent; and by how much
-    one still does. Longest paths over the ranks (Bellman and Ford): each rank's clock begins with its own iteration."""
-    bound: dict[tuple[int, int], float] = {}
-    for source, made, rank, at in _needs(schedule):
-        late = ends[source][made] - starts[rank][at]
-        bound[source, rank] = max(late, bound.get((source, rank), late))
-    offsets = [0.0] * schedule.ranks
-    for _ in range(schedule.ranks):
-        for (source, rank), late in bound.items():
-            offsets[rank] = max(offsets[rank], offsets[source] + late)
-    left = max((offsets[source] + late - offsets[rank] for (source, rank), late in bound.items()), default=0.0)
-    return offsets, max(0.0, left)
-
-
 def _lateness(schedule: Schedule, rows: _Ranks) -> float:
     """By how much messages arrive before they are sent, whatever the ranks' clocks: the smaller, the likelier the schedule."""
-    return _offsets(schedule, *_times(schedule, rows))[1]
-
-
-def _timeline(schedule: Schedule, rows: _Ranks) -> Timeline:
-    return _placed(schedule, *_times(schedule, rows))
-
-
-def _placed(schedule: Schedule, starts: Sequence[Sequence[float]], ends: Sequence[Sequence[float]]) -> Timeline:
-    """The timeline with the ranks' clocks shifted."""
-    offsets, _ = _offsets(schedule, starts, ends)
-    origin = min(row[0] + offset for row, offset in zip(starts, offsets, strict=True) if row)
-
-    def shifted(times: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
-        return tuple(tuple(time + shift - origin for time in row) for row, shift in zip(times, offsets, strict=True))
-
-    begins, stops = shifted(starts), shifted(ends)
-    turns: list[Mapping[int, float]] = [
-        {at: (begins[rank][at] + stops[rank][at]) / 2 for at, cell in enumerate(program) if isinstance(cell, Pair)}
-        for rank, program in enumerate(schedule.programs)
-    ]
-    return Timeline(schedule, measured_costs(schedule, begins, stops, turns), begins, stops, source="measured")
-
-
-def _load_chrome(path: Path) -> Foreign:
-    """The events of a Chrome trace whose names are actions, after torch's `PP:` or bare; a process for each rank."""
-    trace = _json(path)
-    events = trace.get("traceEvents") if isinstance(trace, dict) else None
-    if not isinstance(events, list):
-        raise UsageError(f"{path}: traceEvents is no list")
-    rows: dict[Any, list[tuple[float, float, Cell]]] = {}
-    for event in events:
-        if not isinstance(event, dict) or event.get("ph") != "X":
-            continue
-        text = str(event.get("name", "")).removeprefix("PP:")
-        try:
-            cell = parse_cell(f"({text.replace('|', ';')})" if "|" in text else text)
-        except ScheduleError:
-            continue
-        start, duration = event.get("ts"), event.get("dur")
-        if not isinstance(start, (int, float)) or not isinstance(duration, (int, float)):
-            raise UsageError(f"{path}: the event {text!r:.60} has no ts and dur")
-        rows.setdefault(event.get("pid"), []).append((start / 1e6, (start + duration) / 1e6, cell))
-    if not rows:
-        raise UsageError(f"{path}: no event is called as an action, such as 0F0, PP:3B2 or 0F5|3B1")
-    ranks = [sorted(rows[pid], key=lambda one: one[:2]) for pid in sorted(rows, key=lambda pid: (str(type(pid)), pid))]
-    actions = [
-        action for row in ranks for _, _, cell in row for action in ((cell,) if isinstance(cell, Action) else cell)
-    ]
-    largest = max(max(action.stage, action.microbatch) for action in actions)
-    if largest >= len(actions):
-        raise ScheduleError(f"{path}: {len(actions)} actions cannot name stage or micro-batch {largest}")
-    placement = [0] * (1 + max(action.stage for action in actions))
-    for rank, row in enumerate(ranks):
-        for _, _, cell in row:
-            for action in (cell,) if isinstance(cell, Action) else cell:
-                placement[action.stage] = rank
-    schedule = Schedule.of(
-        [[cell for _, _, cell in row] for row in ranks],
-        placement=placement,
-        microbatches=1 + max(action.microbatch for action in actions),
-        name=path.stem,
-    )
-    check(schedule)
-    starts, ends = [[one[0] for one in row] for row in ranks], [[one[1] for one in row] for row in ranks]
-    return Foreign((_placed(schedule, starts, ends),), (), ("actions by the names of the events",))
+    return offsets(schedule, *_times(schedule, rows))[1]

@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeloom.errors import UsageError
 from pipeloom.schedule.costs import Costs, durations
-from pipeloom.schedule.idle import CAUSES
+from pipeloom.schedule.exposed import COMMUNICATIONS, Exposed
 from pipeloom.schedule.model import Schedule, parts
 from pipeloom.schedule.simulate import simulate
 from pipeloom.schedule.timeline import Timeline
@@ -194,14 +194,55 @@ def _errors_by_kind(timelines: Sequence[Timeline], costs: Costs) -> dict[str, fl
     }
 
 
+SPENT = ("computation", *COMMUNICATIONS, "dependency", "memory", "overhead", "end of step")
+"""Where a rank's time can go: computation, exposed communication by kind, waiting by cause, the host, and the others' end.
+
+The causes are those of `schedule/idle.py`, with p2p for its "message".
+"""
+
+
+def step_time(timeline: Timeline) -> float:
+    """From the first action of any rank until every rank's gradients are complete."""
+    return max([timeline.makespan, *(each.end - _origin(timeline) for each in timeline.exposed)])
+
+
 def time_spent(timelines: Sequence[Timeline]) -> tuple[dict[str, float], ...]:
-    """rank -> where the time of a step went, the mean over the steps: computation, then idle time by cause."""
+    """rank -> where the time of a step went, by the names in `SPENT`, the mean over the steps. A rank's row adds up to the mean
+    of their `step_time`.
+    """
+    tables = [_spent(timeline) for timeline in timelines]
+    return tuple({name: fmean(row[name] for row in rows) for name in SPENT} for rows in zip(*tables, strict=True))
+
+
+def _origin(timeline: Timeline) -> float:
+    return min((starts[0] for starts in timeline.starts if starts), default=0.0)
+
+
+def _spent(timeline: Timeline) -> list[dict[str, float]]:
+    """rank -> where the time of one step went."""
+    origin, whole = _origin(timeline), step_time(timeline)
+    exposed = timeline.exposed or (Exposed(),) * timeline.schedule.ranks
     rows = []
-    for rank in range(timelines[0].schedule.ranks):
-        row = {"computation": fmean(timeline.busy[rank] for timeline in timelines)}
-        row |= {cause: fmean(timeline.idle_by_cause[rank][cause] for timeline in timelines) for cause in CAUSES}
+    for rank, each in enumerate(exposed):
+        row = dict.fromkeys(SPENT, 0.0)
+        busy, inside = timeline.busy[rank], sum(each.inside.values())
+        # On a GPU the device's events time communications and the host's clock the actions: never more than all of it.
+        share = min(1.0, busy / inside) if inside else 1.0
+        for kind, seconds in each.inside.items():
+            row[kind] += share * seconds
+        row["computation"] = busy - share * inside
+        for cause, seconds in timeline.idle_by_cause[rank].items():
+            row["p2p" if cause == "message" else cause] += seconds
+        last = timeline.ends[rank][-1] if timeline.ends[rank] else origin
+        tail = max(0.0, each.end - last)
+        spoken = sum(each.after.values())
+        share = min(1.0, tail / spoken) if spoken else 1.0
+        for kind, seconds in each.after.items():
+            row[kind] += share * seconds
+        row["overhead"] += tail - share * spoken
+        row["end of step"] += whole - timeline.makespan - tail
         rows.append(row)
-    return tuple(rows)
+    return rows
 
 
 @dataclass(frozen=True)

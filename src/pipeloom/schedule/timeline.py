@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 from pipeloom.schedule.actions import WEIGHT_GRADIENT, kind_of, kinds
 from pipeloom.schedule.costs import Costs, PairTimes
 from pipeloom.schedule.critical import critical_path
+from pipeloom.schedule.exposed import Exposed
 from pipeloom.schedule.idle import CAUSES, Cause, Gap, gaps
 from pipeloom.schedule.model import Schedule, parts
 
@@ -40,6 +41,7 @@ class Timeline:
         starts, ends: rank -> times, in the order of its program.
         source: `"simulated"` or `"measured"`.
         overlap_p2p: whether messages were simulated as travelling while their receiver computes.
+        exposed: rank -> communications other than messages, of a measured step; empty where they were not measured.
     """
 
     schedule: Schedule
@@ -48,6 +50,7 @@ class Timeline:
     ends: tuple[tuple[float, ...], ...]
     source: str = "simulated"
     overlap_p2p: bool = True
+    exposed: tuple[Exposed, ...] = ()
 
     @cached_property
     def makespan(self) -> float:

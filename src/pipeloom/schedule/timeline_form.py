@@ -13,6 +13,7 @@ from pipeloom.errors import PipeloomError, ScheduleError, UsageError
 from pipeloom.limits import SCHEDULE_BYTES, read_file
 from pipeloom.schedule import json_form
 from pipeloom.schedule.costs import Costs
+from pipeloom.schedule.exposed import COMMUNICATIONS, Exposed
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.timeline import Timeline
 
@@ -33,6 +34,7 @@ def to_dict(timelines: Sequence[Timeline]) -> dict[str, Any]:
                 "costs": costs_dict(timeline.costs),
                 "starts": timeline.starts,
                 "ends": timeline.ends,
+                "exposed": [dataclasses.asdict(each) for each in timeline.exposed],
             }
             for timeline in timelines
         ],
@@ -86,8 +88,29 @@ def _timeline(form: dict[str, Any], schedules: Sequence[Schedule], source: str) 
     for name, rows in (("starts", starts), ("ends", ends)):
         if list(map(len, rows)) != lengths or not all(math.isfinite(time) for row in rows for time in row):
             raise ScheduleError(f"{source}: {name} do not give each action of the schedule one finite time")
+    exposed = tuple(_exposed(each) for each in form.get("exposed", ()))
+    if exposed and len(exposed) != schedule.ranks:
+        raise ScheduleError(f"{source}: exposed has {len(exposed)} rows; the schedule has {schedule.ranks} ranks")
     if form["source"] not in ("simulated", "measured"):
         raise UsageError(f"{source}: source is {form['source']!r:.60}; it is simulated or measured")
     return Timeline(
-        schedule, Costs(**costs), starts, ends, source=form["source"], overlap_p2p=bool(form["overlap_p2p"])
+        schedule,
+        Costs(**costs),
+        starts,
+        ends,
+        source=form["source"],
+        overlap_p2p=bool(form["overlap_p2p"]),
+        exposed=exposed,
     )
+
+
+def _exposed(form: dict[str, Any]) -> Exposed:
+    """One rank's communications. Raises ValueError for an unknown kind or a time that is none."""
+    inside, after = ({str(kind): float(form[name][kind]) for kind in form[name]} for name in ("inside", "after"))
+    end = float(form["end"])
+    unknown = sorted((inside.keys() | after.keys()) - set(COMMUNICATIONS))
+    if unknown:
+        raise ValueError(f"kind of communication {unknown[0]!r:.60}; they are {', '.join(COMMUNICATIONS)}")
+    if not all(math.isfinite(time) and time >= 0 for time in (*inside.values(), *after.values(), end)):
+        raise ValueError("a communication takes a finite time of at least 0")
+    return Exposed(inside, after, end)

@@ -1,0 +1,248 @@
+"""Measured steps from Chrome traces: one file with a process for each rank, or a folder with a Kineto trace of each rank.
+
+An event is an action where it is called as one: `3F0`, `0F5|3B1`, as ours are; with torch's `PP:` before it; or as torch's GPipe
+calls it, `Forward 3` and `Backward 3`, with the rank for the stage. Where the same names are measured on a GPU
+(`gpu_user_annotation`), those events count. `ProfilerStep#N` cuts a file into steps; without it each occurrence of an action
+is another step.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipeloom.errors import ScheduleError, UsageError, shortened
+from pipeloom.limits import SCHEDULE_BYTES, read_file
+from pipeloom.schedule.actions import Action, Cell, Pair, parse_cell
+from pipeloom.schedule.check import check
+from pipeloom.schedule.clocks import aligned
+from pipeloom.schedule.model import Schedule, parts
+from pipeloom.schedule.timeline import Timeline
+
+_BEGINNING = 2**20  # bytes in which a trace says that it is one; the ranks' process groups stand before the events
+_SUFFIXES = (".json", ".json.gz")
+_STEP = re.compile(r"ProfilerStep#\d+")
+_SINGLE = re.compile(r"(Forward|Backward) (\d{1,7})")
+_NUMBER = re.compile(r"(?:rank|worker)[-_ ]?(\d{1,6})", re.IGNORECASE)
+_MOST_BYTES = 32 * SCHEDULE_BYTES
+
+
+class _Event(NamedTuple):
+    start: float
+    end: float
+    cell: Cell
+
+
+class _Row(NamedTuple):
+    """One rank's steps: each its events by start."""
+
+    rank: int
+    steps: list[list[_Event]]
+
+
+def is_trace(path: Path) -> bool:
+    """Return whether the file is a Chrome trace, by its beginning."""
+    if not path.name.lower().endswith(_SUFFIXES) or not path.is_file():
+        return False
+    try:
+        with gzip.open(path) if path.name.lower().endswith(".gz") else path.open("rb") as file:
+            head = file.read(_BEGINNING)
+    except (OSError, EOFError):
+        return False
+    return b'"traceEvents"' in head or (head.lstrip().startswith(b"[") and b'"ph"' in head)
+
+
+def trace_files(folder: Path) -> list[Path]:
+    """The traces in a folder, sorted by name."""
+    return sorted(path for path in folder.iterdir() if is_trace(path))
+
+
+def load_traces(path: Path) -> tuple[tuple[Timeline, ...], list[str]]:
+    """The steps of a trace or of a folder of traces, and notes on how they were read.
+
+    Raises UsageError for a file that is no trace of actions, ScheduleError for actions that are no schedule's.
+    """
+    rows, notes = _of_folder(path) if path.is_dir() else (_of_file(path), [])
+    return _timelines(path, rows, ["actions by the names of the events", *notes])
+
+
+def _of_file(path: Path) -> list[_Row]:
+    """A row for each process of one file."""
+    trace = _read(path)
+    processes: dict[Any, list[Any]] = {}
+    for event in _events_of(trace, path):
+        processes.setdefault(event.get("pid"), []).append(event)
+    rows = []
+    for pid in sorted(processes, key=lambda pid: (str(type(pid)), pid if isinstance(pid, (int, str)) else str(pid))):
+        steps = _steps(processes[pid], len(rows), path)
+        if steps:
+            rows.append(_Row(len(rows), steps))
+    if not rows:
+        raise UsageError(f"{path}: no event is called as an action, such as 0F0, PP:3B2 or 0F5|3B1")
+    return rows
+
+
+def _of_folder(folder: Path) -> tuple[list[_Row], list[str]]:
+    """A row for each file: the ranks of one pipeline, in order of their stages; replicas are left out."""
+    rows: dict[int, _Row] = {}
+    for at, path in enumerate(trace_files(folder)):
+        trace = _read(path)
+        rank = _rank_of(trace, path, at)
+        if rank in rows:
+            raise UsageError(f"{folder}: two files are of rank {rank}; keep one trace for each rank, of one run")
+        steps = _steps(_events_of(trace, path), rank, path)
+        if steps:
+            rows[rank] = _Row(rank, steps)
+    if not rows:
+        raise UsageError(f"{folder}: no event is called as an action, such as 0F0, PP:3B2 or 0F5|3B1")
+    lines: dict[frozenset[int], _Row] = {}
+    for rank in sorted(rows):
+        held = frozenset(action.stage for event in rows[rank].steps[-1] for action in parts(event.cell))
+        lines.setdefault(held, rows[rank])
+    chosen = [lines[held] for held in sorted(lines, key=min)]
+    left = len(rows) - len(chosen)
+    notes = [f"{left} of {len(rows)} files hold stages of another one (replicas) and are left out"] if left else []
+    return chosen, notes
+
+
+def _rank_of(trace: Any, path: Path, default: int) -> int:
+    """The rank that a trace, or else its name, says."""
+    info = trace.get("distributedInfo") if isinstance(trace, dict) else None
+    rank = info.get("rank") if isinstance(info, dict) else None
+    if isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0:
+        return rank
+    number = _NUMBER.search(path.name)
+    return int(number[1]) if number else default
+
+
+def _read(path: Path) -> Any:
+    try:
+        if path.name.lower().endswith(".gz"):
+            with gzip.open(path) as file:
+                content = file.read(_MOST_BYTES + 1)
+            if len(content) > _MOST_BYTES:
+                raise UsageError(f"{path} has more than {_MOST_BYTES:,} bytes; trace fewer steps")
+        else:
+            content = read_file(path, _MOST_BYTES, "a trace")
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not JSON: {error}") from None
+    except (OSError, EOFError) as error:
+        raise UsageError(f"cannot read {shortened(str(path))}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _events_of(trace: Any, path: Path) -> list[dict[str, Any]]:
+    events = trace.get("traceEvents") if isinstance(trace, dict) else trace
+    if not isinstance(events, list):
+        raise UsageError(f"{path}: traceEvents is no list")
+    return [event for event in events if isinstance(event, dict) and event.get("ph") == "X"]
+
+
+def _steps(events: Iterable[dict[str, Any]], rank: int, path: Path) -> list[list[_Event]]:
+    """The actions among one rank's events, step by step; none where no event is an action."""
+    host: list[_Event] = []
+    device: list[_Event] = []
+    steps: list[tuple[float, float]] = []
+    for event in events:
+        name = str(event.get("name", ""))
+        on_device = event.get("cat") == "gpu_user_annotation"
+        if _STEP.fullmatch(name):
+            if not on_device:
+                steps.append(_interval(event, name, path))
+            continue
+        cell = _cell_of(name, rank)
+        if cell is not None:
+            (device if on_device else host).append(_Event(*_interval(event, name, path), cell))
+    found = sorted(device or host, key=lambda event: (event.start, -event.end))
+    found = _outermost(found)
+    if len(steps) > 1 and not device:  # on a device the work of a step runs on into the host's next one
+        groups = [[event for event in found if low <= event.start < high] for low, high in sorted(steps)]
+    else:
+        groups = []
+        counts: dict[Cell, int] = {}
+        for event in found:
+            number = counts[event.cell] = counts.get(event.cell, 0) + 1
+            while len(groups) < number:
+                groups.append([])
+            groups[number - 1].append(event)
+    return [group for group in groups if group]
+
+
+def _outermost(events: Sequence[_Event]) -> list[_Event]:
+    """Without the actions that stand inside the event of a pair that names them."""
+    kept: list[_Event] = []
+    for event in events:
+        last = kept[-1] if kept else None
+        inside = last is not None and event.end <= last.end and isinstance(last.cell, Pair)
+        if not (inside and last is not None and event.cell in last.cell):
+            kept.append(event)
+    return kept
+
+
+def _interval(event: dict[str, Any], name: str, path: Path) -> tuple[float, float]:
+    """Start and end of an event in seconds."""
+    start, duration = event.get("ts"), event.get("dur")
+    for value in (start, duration):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise UsageError(f"{path}: the event {name!r:.60} has no ts and dur")
+    assert start is not None
+    assert duration is not None
+    if duration < 0 or abs(start) > 1e18 or duration > 1e15:
+        raise UsageError(f"{path}: the event {name!r:.60} takes {duration:g} µs from {start:g} µs on")
+    return start / 1e6, (start + duration) / 1e6
+
+
+def _cell_of(name: str, rank: int) -> Cell | None:
+    """The action or pair that an event's name says; None for other events."""
+    text = name.removeprefix("PP:")
+    single = _SINGLE.fullmatch(text)
+    if single is not None:
+        return Action("F" if single[1] == "Forward" else "B", rank, int(single[2]))
+    if not text[:1].isdigit() and not text.startswith("("):
+        return None
+    try:
+        return parse_cell(f"({text.replace('|', ';')})" if "|" in text else text)
+    except ScheduleError:
+        return None
+
+
+def _timelines(path: Path, rows: Sequence[_Row], notes: list[str]) -> tuple[tuple[Timeline, ...], list[str]]:
+    """A timeline for each step that all ranks ran in full."""
+    actions = [action for row in rows for step in row.steps for event in step for action in parts(event.cell)]
+    largest = max(max(action.stage, action.microbatch) for action in actions)
+    if largest >= len(actions):
+        raise ScheduleError(f"{path}: {len(actions)} actions cannot name stage or micro-batch {largest}")
+    placement = [0] * (1 + max(action.stage for action in actions))
+    for at, row in enumerate(rows):
+        for event in row.steps[-1]:
+            for action in parts(event.cell):
+                placement[action.stage] = at
+    count = max(len(row.steps) for row in rows)
+    timelines: list[Timeline] = []
+    reason: ScheduleError | None = None
+    for step in range(count):
+        events = [row.steps[step] if step < len(row.steps) else [] for row in rows]
+        try:
+            schedule = Schedule.of(
+                [[event.cell for event in row] for row in events],
+                placement=placement,
+                microbatches=1 + max((a.microbatch for row in events for e in row for a in parts(e.cell)), default=0),
+                name=path.name.split(".")[0] or "trace",
+            )
+            check(schedule)
+            starts, ends = ([[event[at] for event in row] for row in events] for at in (0, 1))
+            timelines.append(aligned(schedule, starts, ends))
+        except ScheduleError as error:
+            reason = reason or ScheduleError(f"{path}: {error}")
+    if not timelines:
+        assert reason is not None
+        raise reason
+    if count > len(timelines):
+        left = count - len(timelines)
+        notes = [*notes, f"{left} of {count} steps are not whole and are left out"]
+    return tuple(timelines), notes
