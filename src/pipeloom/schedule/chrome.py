@@ -77,7 +77,7 @@ def _of_file(path: Path) -> list[_Row]:
     processes: dict[Any, list[Any]] = {}
     for event in _events_of(trace, path):
         processes.setdefault(event.get("pid"), []).append(event)
-    rows = []
+    rows: list[_Row] = []
     for pid in sorted(processes, key=lambda pid: (str(type(pid)), pid if isinstance(pid, (int, str)) else str(pid))):
         steps = _steps(processes[pid], len(rows), path)
         if steps:
@@ -158,18 +158,17 @@ def _steps(events: Iterable[dict[str, Any]], rank: int, path: Path) -> list[list
         cell = _cell_of(name, rank)
         if cell is not None:
             (device if on_device else host).append(_Event(*_interval(event, name, path), cell))
-    found = sorted(device or host, key=lambda event: (event.start, -event.end))
-    found = _outermost(found)
+    found = _outermost(sorted(device or host, key=lambda event: (event.start, -event.end)))
     if len(steps) > 1 and not device:  # on a device the work of a step runs on into the host's next one
-        groups = [[event for event in found if low <= event.start < high] for low, high in sorted(steps)]
+        groups = [[action for action in found if low <= action.start < high] for low, high in sorted(steps)]
     else:
         groups = []
         counts: dict[Cell, int] = {}
-        for event in found:
-            number = counts[event.cell] = counts.get(event.cell, 0) + 1
+        for action in found:
+            number = counts[action.cell] = counts.get(action.cell, 0) + 1
             while len(groups) < number:
                 groups.append([])
-            groups[number - 1].append(event)
+            groups[number - 1].append(action)
     return [group for group in groups if group]
 
 
@@ -235,7 +234,8 @@ def _timelines(path: Path, rows: Sequence[_Row], notes: list[str]) -> tuple[tupl
                 name=path.name.split(".")[0] or "trace",
             )
             check(schedule)
-            starts, ends = ([[event[at] for event in row] for row in events] for at in (0, 1))
+            starts = [[event.start for event in row] for row in events]
+            ends = [[event.end for event in row] for row in events]
             timelines.append(aligned(schedule, starts, ends))
         except ScheduleError as error:
             reason = reason or ScheduleError(f"{path}: {error}")

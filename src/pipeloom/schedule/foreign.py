@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from pipeloom.errors import PipeloomError, ScheduleError, UsageError
 from pipeloom.limits import SCHEDULE_BYTES, read_file
@@ -147,7 +147,7 @@ def _gigabytes(iteration: Mapping[str, Any]) -> float:
     return float(value) if _is_number(value) and value >= 0 else 0.0
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _LARGEST
 
 
