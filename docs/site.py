@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import re
 import shutil
 import subprocess
@@ -87,8 +88,10 @@ def main() -> int:
         return 0
     config = HERE.parent / "mkdocs.yml"
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", str(config), "-d", str(SITE)]
-    code = subprocess.run(command).returncode
+    quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}  # the theme's advertisement of another tool
+    code = subprocess.run(command, env=quiet).returncode
     if not code:
+        (SITE / "404.html").unlink(missing_ok=True)  # its links begin at a server's root
         print(f"{SITE / 'index.html'}")
     return code
 

@@ -52,10 +52,16 @@ def _site() -> ModuleType:
     return module
 
 
-def test_the_site_has_a_live_page_of_every_family_and_a_reference_of_every_public_name(tmp_path: Path) -> None:
-    site = _site()
-    folder = tmp_path / "docs"
-    site.stage(folder)
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the site is built from."""
+    folder = tmp_path_factory.mktemp("site") / "docs"
+    _site().stage(folder)
+    return folder
+
+
+def test_the_site_has_a_live_page_of_every_family_and_a_reference_of_every_public_name(staged: Path) -> None:
+    folder = staged
     gallery = (folder / "gallery.md").read_text("utf-8")
     for name in FAMILIES:
         assert f"(gallery/{name}.html)" in gallery
@@ -67,20 +73,28 @@ def test_the_site_has_a_live_page_of_every_family_and_a_reference_of_every_publi
         assert f"::: {name}\n" in (folder / "api" / f"{module}.md").read_text("utf-8")
 
 
-def test_the_commands_of_the_gallery_write_its_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = re.findall(r"```sh\n(.*)\n```", _site().gallery(tmp_path / "gallery"))
+def test_the_commands_of_the_gallery_write_its_pages(
+    staged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = re.findall(r"```sh\n(.*)\n```", (staged / "gallery.md").read_text("utf-8"))
     assert len(commands) == len(FAMILIES)
     monkeypatch.chdir(tmp_path)
     for name, command in zip(FAMILIES, commands, strict=True):
         program, *words = command.split()
         assert program == "pipeloom"
         assert CliRunner().invoke(app, words).exit_code == 0
-        assert (tmp_path / f"{name}.html").read_bytes() == (tmp_path / "gallery" / f"{name}.html").read_bytes()
+        assert (tmp_path / f"{name}.html").read_bytes() == (staged / "gallery" / f"{name}.html").read_bytes()
 
 
-def test_every_link_of_the_site_leads_to_a_file_of_it(tmp_path: Path) -> None:
-    folder = tmp_path / "docs"
-    _site().stage(folder)
+def test_the_navigation_of_the_site_has_every_page_once(staged: Path) -> None:
+    named = re.findall(
+        r"^ *- (?:[^:\n]+: )?([\w./-]+\.md)$", (DOCS.parent / "mkdocs.yml").read_text("utf-8"), re.MULTILINE
+    )
+    assert sorted(named) == sorted(str(page.relative_to(staged)) for page in staged.rglob("*.md"))
+
+
+def test_every_link_of_the_site_leads_to_a_file_of_it(staged: Path) -> None:
+    folder = staged
     for page in folder.rglob("*.md"):
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text("utf-8")):
             if "://" not in target and target.endswith((".md", ".svg", ".html")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from browser import Opened, browser
 
 import pipeloom as pl
 from pipeloom.draw import html, svg
+from pipeloom.schedule.exposed import Exposed
 from pipeloom.schedule.files import load
 
 pytestmark = pytest.mark.slow
@@ -58,6 +60,21 @@ def test_the_facts_say_how_many_messages_of_what_size(running: Any, tmp_path: Pa
     plain, sized = (page.page.inner_text(f".facts >> nth={at}") for at in range(2))
     assert "8 messages between ranks ·" in plain
     assert "8 messages between ranks, 8 MiB ·" in sized
+    page.close()
+
+
+def test_the_table_has_the_communications_that_a_step_stood_still_for(running: Any, tmp_path: Path) -> None:
+    """Of the step that was measured; an edited one is simulated and has none."""
+    schedule = pl.schedules.one_f_one_b(ranks=2, microbatches=2)
+    exposed = (Exposed({"tp": 0.25}), Exposed({"tp": 0.5, "all-to-all": 0.125}))
+    measured = replace(pl.simulate(schedule), source="measured", exposed=exposed)
+    page = Opened(running, tmp_path, measured)
+    rows = page.run("() => pipeloom.tableOf(pipeloom.panes[0].schedule, {factor: 1, name: ''}).rows")
+    assert rows[0][3:7] == ["busy", "… all-to-all", "… tp", "idle"]
+    assert [row[4:6] for row in rows[1:]] == [["0", "0.25"], ["0.125", "0.5"]]
+    page.run("() => pipeloom.move(pipeloom.panes[0], 0, 1, 2)")
+    heads = page.run("() => pipeloom.tableOf(pipeloom.panes[0].schedule, {factor: 1, name: ''}).rows[0]")
+    assert heads[3:5] == ["busy", "idle"]
     page.close()
 
 

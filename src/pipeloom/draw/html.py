@@ -106,6 +106,7 @@ def _pane(timeline: Timeline, unit: tuple[float, str]) -> dict[str, Any]:
         "starts": [list(map(_short, starts)) for starts in timeline.starts],
         "ends": [list(map(_short, ends)) for ends in timeline.ends],
         "costs": _costs(timeline),
+        "exposed": [dict(each.inside) for each in timeline.exposed],
         "colours": colours,
         "inks": {letter: [palette.ink_on(colour) for colour in shades] for letter, shades in colours.items()},
     }

@@ -154,9 +154,13 @@ function tableOf(schedule, { factor, name }) {
   const order = (kind) => data.kinds.findIndex(({ letter }) => letter === kind.split("|")[0]) + (kind.includes("|") ? 100 : 0);
   kinds.sort((a, b) => order(a) - order(b) || (a < b ? -1 : 1));
   const causes = CAUSES.map((_, cause) => cause).filter((cause) => schedule.idleByCause.some((row) => row[cause] > 0));
-  const heads = ["rank", ...kinds, "busy", "idle", ...causes.map((cause) => `… ${CAUSES[cause]}`), "span", "peak activations", "peak memory", "messages sent"];
+  // Communications inside actions were measured: they are part of "busy", of the step that ran, and not of an edited one.
+  const exposed = schedule.edited ? [] : schedule.document.exposed;
+  const talks = [...new Set(exposed.flatMap((times) => Object.keys(times)))].filter((kind) => exposed.some((times) => times[kind] > 0)).sort();
+  const heads = ["rank", ...kinds, "busy", ...talks.map((kind) => `… ${kind}`), "idle", ...causes.map((cause) => `… ${CAUSES[cause]}`), "span", "peak activations", "peak memory", "messages sent"];
   const cells = (_, rank) => [
-    String(rank), ...kinds.map((kind) => time(figures.byKind[rank][kind] || 0)), time(figures.busy[rank]), time(figures.idle[rank]),
+    String(rank), ...kinds.map((kind) => time(figures.byKind[rank][kind] || 0)), time(figures.busy[rank]),
+    ...talks.map((kind) => time(exposed[rank][kind] || 0)), time(figures.idle[rank]),
     ...causes.map((cause) => time(schedule.idleByCause[rank][cause])), time(figures.spans[rank]),
     String(figures.peak_activations[rank]), number(figures.peak_memory[rank]), String(schedule.document.messages.sent[rank]),
   ];
