@@ -68,7 +68,8 @@ def is_foreign(path: Path) -> bool:
 
 
 def _is_dump(folder: Path) -> bool:
-    return (folder / _CONFIG).is_file() or any(_RANK.fullmatch(each.name) for each in folder.iterdir())
+    ranks = any(_RANK.fullmatch(each.name) for each in folder.iterdir())
+    return ranks or ((folder / _CONFIG).is_file() and not trace_files(folder))
 
 
 def load_foreign(path: Path) -> Foreign:
