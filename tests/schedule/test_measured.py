@@ -55,6 +55,19 @@ def test_half_of_the_steps_predict_the_others() -> None:
     assert alone.error == pytest.approx(0, abs=1e-9)
 
 
+def test_stalls_that_hit_another_stage_in_each_step_are_predicted() -> None:
+    """The median of every stage is without them, and each step has one."""
+    schedule = pl.schedules.one_f_one_b(ranks=4, microbatches=8)
+    steps = []
+    for step in range(9):
+        forward = tuple(1.4e-3 if stage == step % 4 else 1e-3 for stage in range(4))
+        steps.append(replace(pl.simulate(schedule, pl.Costs(forward, 1e-3, 1e-3)), source="measured"))
+    found = predict(steps)
+    assert abs(found.error) < 0.01
+    without = pl.simulate(schedule, pl.Costs(1e-3, 1e-3, 1e-3)).makespan
+    assert without / found.measured - 1 < -0.07
+
+
 def test_drift_is_the_median_slope() -> None:
     schedule = pl.schedules.gpipe(ranks=2, microbatches=3)
     spans = [5.0, 1.0, 1.01, 1.02, 9.0, 1.04, 1.05]  # the first step, and one that was held up, do not count

@@ -133,7 +133,7 @@ def predict(timelines: Sequence[Timeline]) -> Prediction:
     steps = settled(timelines)
     half = max(1, len(steps) // 2)
     fitted, tested = steps[:half], steps[half:] or steps
-    costs = costs_of(fitted)
+    costs = _with_stalls(costs_of(fitted), fitted)
     schedule = tested[-1].schedule
     return Prediction(
         costs,
@@ -143,6 +143,23 @@ def predict(timelines: Sequence[Timeline]) -> Prediction:
         median(timeline.makespan for timeline in tested),
         _errors_by_kind(tested, costs),
     )
+
+
+def _with_stalls(costs: Costs, steps: Sequence[Timeline]) -> Costs:
+    """`costs`, medians stage by stage, times what makes them as long as the steps are by their own costs.
+
+    A stall of the host hits another stage in each step, so that the medians of the stages leave out all of them, and a step
+    that they simulate would be shorter than any.
+    """
+    whole = simulate(steps[-1].schedule, costs).makespan
+    factor = median(simulate(step.schedule, costs_of([step])).makespan for step in steps) / whole if whole else 1.0
+
+    def longer(value: Any) -> Any:
+        return tuple(map(longer, value)) if isinstance(value, tuple) else value * factor
+
+    names = ("forward", "input_grad", "weight_grad", "p2p")
+    scaled = {name: longer(getattr(costs, name)) for name in names}
+    return replace(costs, **scaled, backward=None if costs.backward is None else longer(costs.backward))
 
 
 def predict_another(costs: Costs, timelines: Sequence[Timeline]) -> tuple[float, float]:
