@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pipeloom.schedule.exposed import Communication as CommunicationKind
+from pipeloom.schedule.exposed import CommunicationKind
 
 Values = tuple[Any, ...]
 

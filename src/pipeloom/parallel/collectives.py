@@ -17,7 +17,7 @@ from pipeloom.errors import UsageError
 from pipeloom.ops.segments import standstill
 from pipeloom.parallel.mesh import Axis
 from pipeloom.parallel.through_host import goes_through_host, start
-from pipeloom.schedule.exposed import Communication
+from pipeloom.schedule.exposed import CommunicationKind
 
 # torch 2.13 calls them so, and warns of the older names
 _GATHER, _SCATTER = (
@@ -41,7 +41,7 @@ class PendingCollective:
     work: Any
     finish: Callable[[], Tensor]
     read: Tensor
-    kind: Communication = "tp"
+    kind: CommunicationKind = "tp"
 
     def wait(self) -> Tensor:
         """The result. On CUDA the current stream waits, not the process."""

@@ -59,7 +59,7 @@ def gather_timeline(schedule: Schedule, mesh: PipelineMesh, result: StepResult, 
 
 
 def measured_rank(result: StepResult, offset: float) -> list[Any]:
-    """What `timeline_of` takes of one rank: starts, ends, (entry, turn) of its pairs, communications, end, clock's offset."""
+    """Return one rank's part for `timeline_of`: starts, ends, (entry, turn) of its pairs, communications, end, clock's offset."""
     communication = None if result.exposed is None else [dict(result.exposed), dict(result.after)]
     return [result.starts, result.ends, list(result.turns.items()), communication, result.end, offset]
 

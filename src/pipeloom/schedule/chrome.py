@@ -32,7 +32,7 @@ _NUMBER = re.compile(r"(?:rank|worker)[-_ ]?(\d{1,6})", re.IGNORECASE)
 _MOST_BYTES = 32 * SCHEDULE_BYTES
 
 
-class _Event(NamedTuple):
+class _NamedEvent(NamedTuple):
     start: float
     end: float
     cell: Cell
@@ -42,7 +42,7 @@ class _Row(NamedTuple):
     """One rank's steps: each its events by start."""
 
     rank: int
-    steps: list[list[_Event]]
+    steps: list[list[_NamedEvent]]
 
 
 def is_trace(path: Path) -> bool:
@@ -143,10 +143,10 @@ def _events_of(trace: Any, path: Path) -> list[dict[str, Any]]:
     return [event for event in events if isinstance(event, dict) and event.get("ph") == "X"]
 
 
-def _steps(events: Iterable[dict[str, Any]], rank: int, path: Path) -> list[list[_Event]]:
+def _steps(events: Iterable[dict[str, Any]], rank: int, path: Path) -> list[list[_NamedEvent]]:
     """The actions among one rank's events, step by step; none where no event is an action."""
-    host: list[_Event] = []
-    device: list[_Event] = []
+    host: list[_NamedEvent] = []
+    device: list[_NamedEvent] = []
     steps: list[tuple[float, float]] = []
     for event in events:
         name = str(event.get("name", ""))
@@ -157,7 +157,7 @@ def _steps(events: Iterable[dict[str, Any]], rank: int, path: Path) -> list[list
             continue
         cell = _cell_of(name, rank)
         if cell is not None:
-            (device if on_device else host).append(_Event(*_interval(event, name, path), cell))
+            (device if on_device else host).append(_NamedEvent(*_interval(event, name, path), cell))
     found = _outermost(sorted(device or host, key=lambda event: (event.start, -event.end)))
     if len(steps) > 1 and not device:  # on a device the work of a step runs on into the host's next one
         groups = [[action for action in found if low <= action.start < high] for low, high in sorted(steps)]
@@ -172,9 +172,9 @@ def _steps(events: Iterable[dict[str, Any]], rank: int, path: Path) -> list[list
     return [group for group in groups if group]
 
 
-def _outermost(events: Sequence[_Event]) -> list[_Event]:
+def _outermost(events: Sequence[_NamedEvent]) -> list[_NamedEvent]:
     """Without the actions that stand inside the event of a pair that names them."""
-    kept: list[_Event] = []
+    kept: list[_NamedEvent] = []
     for event in events:
         last = kept[-1] if kept else None
         inside = last is not None and event.end <= last.end and isinstance(last.cell, Pair)

@@ -11,7 +11,7 @@ from pipeloom.schedule.measured import measured_costs
 from pipeloom.schedule.model import Schedule, parts
 from pipeloom.schedule.timeline import Timeline
 
-Times = Sequence[Sequence[float]]
+TimeRows = Sequence[Sequence[float]]
 
 # Two events of one rank may overlap by this share of the shorter one: what timers of two streams differ by.
 _OVERLAP = 0.02
@@ -36,7 +36,7 @@ def needs(schedule: Schedule) -> Iterator[tuple[int, int, int, int]]:
                     yield (*source, rank, at)
 
 
-def offsets(schedule: Schedule, starts: Times, ends: Times) -> tuple[list[float], float]:
+def offsets(schedule: Schedule, starts: TimeRows, ends: TimeRows) -> tuple[list[float], float]:
     """rank -> seconds to add to its clock, the least from 0 on with which no message arrives before it is sent; and by how much
     one still does. Longest paths over the ranks (Bellman and Ford): each rank's clock begins with its own iteration."""
     bound: dict[tuple[int, int], float] = {}
@@ -52,7 +52,7 @@ def offsets(schedule: Schedule, starts: Times, ends: Times) -> tuple[list[float]
     return shifts, max(0.0, left)
 
 
-def aligned(schedule: Schedule, starts: Times, ends: Times) -> Timeline:
+def aligned(schedule: Schedule, starts: TimeRows, ends: TimeRows) -> Timeline:
     """The timeline with the ranks' clocks shifted, from its first action on.
 
     Raises ScheduleError where two entries of a rank run at the same time: it has one at a time.
@@ -61,7 +61,7 @@ def aligned(schedule: Schedule, starts: Times, ends: Times) -> Timeline:
     shifts, _ = offsets(schedule, starts, ends)
     origin = min(row[0] + shift for row, shift in zip(starts, shifts, strict=True) if row)
 
-    def shifted(times: Times) -> tuple[tuple[float, ...], ...]:
+    def shifted(times: TimeRows) -> tuple[tuple[float, ...], ...]:
         return tuple(tuple(time + shift - origin for time in row) for row, shift in zip(times, shifts, strict=True))
 
     begins, stops = shifted(starts), shifted(ends)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-Communication = Literal["p2p", "tp", "dp", "all-to-all"]
-COMMUNICATIONS: tuple[Communication, ...] = get_args(Communication)
+CommunicationKind = Literal["p2p", "tp", "dp", "all-to-all"]
+COMMUNICATIONS: tuple[CommunicationKind, ...] = get_args(CommunicationKind)
 """Kinds of communication.
 
 - p2p: messages between stages, and the gradients of weights that several pipeline ranks hold.
