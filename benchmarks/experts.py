@@ -5,11 +5,16 @@
 Two processes over gloo, one block with experts. Attention and experts sleep: 20 ms each of a whole micro-batch forward, twice
 that backward. One all-to-all takes x times the 20 ms, of a part of the tokens its share; the link carries one after the other.
 The layer, autograd and the collectives are the real ones. Medians of runs that take turns in the same processes.
+
+Before that, over gloo as it is: how long a rank stands still for the counts of rows, with nothing beside their exchange, and
+with the rows gathered meanwhile.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -21,9 +26,12 @@ from torch import Tensor
 from pipeloom.config import MeshShape, load
 from pipeloom.models import layers, moe_overlap
 from pipeloom.models.decoder import Attention
-from pipeloom.parallel.dispatch_plan import ExpertParallel
+from pipeloom.ops.segments import report_standstills_to
+from pipeloom.parallel.dispatch import permute_for_dispatch
+from pipeloom.parallel.dispatch_plan import ExpertParallel, begin_dispatch, plan_dispatch
 from pipeloom.parallel.expert import Experts
 from pipeloom.parallel.mesh import Mesh
+from pipeloom.parallel.router import Gate, Routing, route
 from processes import run_ranks
 
 SECONDS = 0.020
@@ -31,6 +39,7 @@ BATCH, LENGTH = 4, 16
 WAYS = [("whole", 1, 1), ("2 chunks", 2, 1), ("4 chunks", 4, 1), ("2 blocks", 1, 2), ("4 blocks", 1, 4)]
 RATIOS = (0.5, 1.0, 1.5, 2.0)
 RUNS = 9
+TOKENS, WIDTH, COUNT_RUNS = (128, 1024, 4096), 512, 100
 
 
 class Busy(torch.autograd.Function):
@@ -133,7 +142,59 @@ def measure(rank: int) -> dict[tuple[str, float], tuple[float, float]]:
     return {key: (median(t for t, _ in runs), median(e for _, e in runs)) for key, runs in found.items()}
 
 
+def wait_for_counts(rank: int) -> dict[int, dict[str, tuple[float, float]]]:
+    """Tokens -> way -> median seconds of planning and gathering, and of standing still for the counts, over real gloo.
+
+    "first": nothing runs beside the exchange of counts. "beside": the rows are gathered meanwhile, as the layers do it.
+    """
+    mesh = Mesh.of(MeshShape(dp=2, ep=2))
+    assert mesh is not None
+    spread, gate = ExpertParallel(mesh.ep), Gate("softmax", 16, 2)
+    stood = 0.0
+
+    @contextmanager
+    def watch(name: str) -> Iterator[None]:
+        nonlocal stood
+        start = time.perf_counter()
+        yield
+        stood += time.perf_counter() - start
+
+    def first(tokens: Tensor, routing: Routing) -> None:
+        (plan,) = plan_dispatch([routing], spread)
+        permute_for_dispatch(tokens, routing.weights, plan.leaving, spread)
+
+    def beside(tokens: Tensor, routing: Routing) -> None:
+        dispatch = begin_dispatch([routing], spread)
+        permute_for_dispatch(tokens, routing.weights, dispatch.leaving[0], spread)
+        dispatch.plans()
+
+    report_standstills_to(watch)
+    found: dict[int, dict[str, tuple[float, float]]] = {}
+    for count in TOKENS:
+        generator = torch.Generator().manual_seed(rank)
+        tokens = torch.randn(count, WIDTH, generator=generator)
+        routing = route(gate, torch.randn(count, 16, generator=generator))
+        runs: dict[str, list[tuple[float, float]]] = {"first": [], "beside": []}
+        for turn in range(COUNT_RUNS + 5):
+            for name, way in (("first", first), ("beside", beside)):
+                dist.barrier()
+                stood, start = 0.0, time.perf_counter()
+                way(tokens, routing)
+                if turn >= 5:
+                    runs[name].append((time.perf_counter() - start, stood))
+        found[count] = {name: (median(t for t, _ in each), median(s for _, s in each)) for name, each in runs.items()}
+    report_standstills_to(None)
+    return found
+
+
 def main() -> None:
+    counts = run_ranks(wait_for_counts, 2)[0]
+    print("| tokens | counts first ms | of it waiting | rows gathered beside ms | of it waiting |")
+    print("| --- | --- | --- | --- | --- |")
+    for tokens, ways in counts.items():
+        cells = [f"{1e3 * seconds:.2f}" for name in ("first", "beside") for seconds in ways[name]]
+        print(f"| {tokens} | {' | '.join(cells)} |")
+    print()
     found = run_ranks(measure, 2)[0]
     print("| all-to-all | way | ms | ÷ whole | waiting ms | ÷ whole |")
     print("| --- | --- | --- | --- | --- | --- |")

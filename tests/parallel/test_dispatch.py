@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeloom.config import MeshShape
+from pipeloom.config import MeshShape, load
+from pipeloom.models import layers
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue
 from pipeloom.ops.segments import Compute, begin, in_order
+from pipeloom.ops.token_permute import TokenPermutation
+from pipeloom.parallel import dispatch as dispatch_module
 from pipeloom.parallel.dispatch import (
     AllToAll,
     bytes_across_nodes,
@@ -23,7 +27,7 @@ from pipeloom.parallel.dispatch import (
     ungroup,
     unpermute_and_mix,
 )
-from pipeloom.parallel.dispatch_plan import DispatchPlan, ExpertParallel, plan_dispatch
+from pipeloom.parallel.dispatch_plan import DispatchPlan, ExpertParallel, begin_dispatch, plan_dispatch
 from pipeloom.parallel.expert import Experts
 from pipeloom.parallel.mesh import Axis, Mesh
 from pipeloom.parallel.router import Gate, Routing, limit, route
@@ -82,7 +86,9 @@ def through(
     x: Tensor, routing: Routing, experts: Experts, parallel: ExpertParallel | None
 ) -> tuple[Tensor, DispatchPlan]:
     """The whole way, segment by segment."""
-    (dispatch_plan,) = plan_dispatch([routing], parallel)
+    dispatch = begin_dispatch([routing], parallel)
+    leaving = permute_for_dispatch(x, routing.weights, dispatch.leaving[0], parallel)
+    (dispatch_plan,) = dispatch.plans()
 
     def compute(values: tuple[Any, ...]) -> tuple[Any, ...]:
         rows, *rest = values
@@ -91,7 +97,7 @@ def through(
         ), *rest
 
     segments = [*dispatch_segments(parallel), Compute("experts", compute), *combine_segments(parallel)]
-    rows, weights, _ = in_order(segments, (*permute_for_dispatch(x, routing.weights, dispatch_plan), dispatch_plan))
+    rows, weights, _ = in_order(segments, (*leaving, dispatch_plan))
     return unpermute_and_mix(rows, weights, dispatch_plan), dispatch_plan
 
 
@@ -114,7 +120,7 @@ def in_chunks(x: Tensor, routing: Routing, experts: Experts, parallel: ExpertPar
     assert isinstance(there[0], AllToAll)
     assert isinstance(back[-1], AllToAll)
     started = [
-        begin(there[0], (*permute_for_dispatch(x[a:b], part.weights, dispatch_plan), dispatch_plan))
+        begin(there[0], (*permute_for_dispatch(x[a:b], part.weights, dispatch_plan.leaving, parallel), dispatch_plan))
         for (a, b), part, dispatch_plan in zip(bounds, parts, dispatch_plans, strict=True)
     ]
     ends = []
@@ -243,7 +249,8 @@ def sent_across(rank: int, parallel: ExpertParallel) -> int:
         x, logits = normal(case.tokens[rank], HIDDEN, seed=1), normal(case.tokens[rank], EXPERTS, seed=200 + rank)
         routing = routing_of(case, logits)
         (dispatch_plan,) = plan_dispatch([routing], parallel)
-        in_order(dispatch_segments(parallel), (*permute_for_dispatch(x, routing.weights, dispatch_plan), dispatch_plan))
+        rows = permute_for_dispatch(x, routing.weights, dispatch_plan.leaving, parallel)
+        in_order(dispatch_segments(parallel), (*rows, dispatch_plan))
     finally:
         dist.all_to_all_single = real
     return total
@@ -259,3 +266,53 @@ def test_four_ranks_as_two_nodes_send_each_token_once_to_a_node() -> None:
         assert counted["sent"] == counted["usual"]
     assert sum(c["three choices"][0] for c in found) < 0.8 * sum(c["three choices"][1] for c in found)
     assert sum(c["ranks without tokens"][0] for c in found) > 0
+
+
+class TwoEqualRanks:
+    """Stands in for `all_to_all_single` of two ranks with equal tokens, and notes the order of what happens."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[str] = []
+        monkeypatch.setattr(dist, "all_to_all_single", self.send)
+        monkeypatch.setattr(dispatch_module, "gather_rows", self.gather)
+        monkeypatch.setattr(Experts, "forward", self.compute)
+
+    def send(self, received: Tensor, sent: Tensor, *sizes: Any, **keywords: Any) -> Any:
+        name = "rows" if sizes else "counts"
+        if name == "counts":
+            received.copy_(sent[:1].expand_as(sent))
+        else:
+            received.zero_()
+        self.events.append(f"start {name}")
+        return SimpleNamespace(wait=lambda: self.events.append(f"wait for {name}"))
+
+    def gather(self, x: Tensor, permutation: TokenPermutation) -> Tensor:
+        self.events.append("gather")
+        return x.index_select(0, permutation.token)
+
+    def compute(self, rows: Tensor, counts: Any) -> Tensor:
+        self.events.append("experts")
+        return rows
+
+
+@pytest.mark.parametrize(
+    ("parts", "between"),
+    [
+        ({}, ["gather"]),
+        ({"chunks": 2}, ["gather"]),
+        ({"blocks": 2}, ["gather", "wait for rows", "experts", "start rows"]),
+    ],
+    ids=["whole", "chunks", "blocks"],
+)
+def test_something_is_computed_while_the_counts_travel(
+    monkeypatch: pytest.MonkeyPatch, parts: dict[str, int], between: list[str]
+) -> None:
+    """Between the start of the (last) exchange of counts and the wait for it."""
+    ranks = TwoEqualRanks(monkeypatch)
+    shape = load("tiny", {"model.num_hidden_layers": 1, "model.num_experts": 4}).model.shape()
+    block = layers(shape, 5, expert=ExpertParallel(Axis((0, 1), 0, None), **parts))[1]()
+    with torch.no_grad():
+        block(torch.zeros(2, 8, shape.hidden_size))
+    started = len(ranks.events) - 1 - ranks.events[::-1].index("start counts")
+    waited = len(ranks.events) - 1 - ranks.events[::-1].index("wait for counts")
+    assert ranks.events[started + 1 : waited] == between

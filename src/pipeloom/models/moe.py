@@ -28,7 +28,7 @@ from pipeloom.parallel.dispatch import (
     ungroup,
     unpermute_and_mix,
 )
-from pipeloom.parallel.dispatch_plan import DispatchPlan, ExpertParallel, plan_dispatch
+from pipeloom.parallel.dispatch_plan import DispatchPlan, ExpertParallel, begin_dispatch
 from pipeloom.parallel.expert import Experts, PartialSumLinear
 from pipeloom.parallel.router import Routing, dropped_between
 from pipeloom.parallel.tensor import TensorParallel, enter, sum_over_ranks
@@ -161,7 +161,7 @@ class SparseBlock(nn.Module):
             return [share]
         first, *rest = dispatch
         assert isinstance(first, AllToAll)
-        return [*beside(first, first.places, share), *rest]
+        return [*beside(first, first.filled, share), *rest]
 
     def attend(self, x: Tensor, microbatch: MicrobatchContext | None, position_ids: Tensor | None = None) -> Tensor:
         """x and what attention adds to it."""
@@ -190,8 +190,9 @@ class SparseBlock(nn.Module):
         attended = self.attend(values[0], microbatch, position_ids)
         tokens = self.tokens(attended).flatten(0, 1)
         routing = self.mlp.route(tokens, microbatch)
-        (dispatch_plan,) = plan_dispatch([routing], self.mlp.expert)
-        rows, weights = permute_for_dispatch(tokens, routing.weights, dispatch_plan)
+        dispatch = begin_dispatch([routing], self.mlp.expert)
+        rows, weights = permute_for_dispatch(tokens, routing.weights, dispatch.leaving[0], self.mlp.expert)
+        (dispatch_plan,) = dispatch.plans()  # the counts have travelled while the rows were gathered
         return rows, weights, dispatch_plan, attended, (tokens if self.mlp.shared_expert is not None else None)
 
     def _share(self, values: Values) -> Values:

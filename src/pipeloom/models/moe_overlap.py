@@ -20,7 +20,7 @@ from pipeloom.models.moe import SparseBlock, SparseFeedForward
 from pipeloom.ops.microbatch import MicrobatchContext
 from pipeloom.ops.segments import Communication, Compute, Segment, Values, begin, in_order
 from pipeloom.parallel.dispatch import combine_segments, dispatch_segments, permute_for_dispatch, unpermute_and_mix
-from pipeloom.parallel.dispatch_plan import DispatchPlan, ExpertParallel, plan_dispatch
+from pipeloom.parallel.dispatch_plan import DispatchPlan, ExpertParallel, begin_dispatch
 from pipeloom.parallel.router import RouterNoise, Routing
 
 Finish = Callable[[], Values]
@@ -48,16 +48,20 @@ def run_in_chunks(
     tokens = block.tokens(attended).flatten(0, 1)
     chunks = tokens.tensor_split(expert.chunks)
     routings = _cut(mlp.route(tokens, microbatch), expert.chunks)
-    dispatch_plans = plan_dispatch(routings, expert)
+    dispatch = begin_dispatch(routings, expert)
+    first = permute_for_dispatch(chunks[0], routings[0].weights, dispatch.leaving[0], expert)
+    dispatch_plans = dispatch.plans()
 
-    def ungroup(at: int) -> Finish:
-        return _dispatch(chunks[at], routings[at], dispatch_plans[at], expert)
+    def send(at: int) -> Finish:
+        plan = dispatch_plans[at]
+        rows = permute_for_dispatch(chunks[at], routings[at].weights, plan.leaving, expert) if at else first
+        return _dispatch(rows, plan, expert)
 
-    coming, going = ungroup(0), None
+    coming, going = send(0), None
     shared = mlp.share(tokens)
     mixed: list[Tensor] = []
     for at, dispatch_plan in enumerate(dispatch_plans):
-        arrived, coming = coming, (ungroup(at + 1) if at + 1 < len(dispatch_plans) else coming)
+        arrived, coming = coming, (send(at + 1) if at + 1 < len(dispatch_plans) else coming)
         leaving = _experts_and_combine(mlp, arrived, dispatch_plan, expert)
         if going is not None:
             mixed.append(_landed(going, dispatch_plans[at - 1]))
@@ -94,10 +98,12 @@ def run_in_sequence_blocks(
         if end == x.shape[1]:
             mlp.gate.record(tally.counts, None, microbatch)
             routing = replace(routing, weights=mlp.gate.carry(routing.weights, tally, microbatch))
-        (dispatch_plan,) = plan_dispatch([routing], expert)
+        dispatch = begin_dispatch([routing], expert)
+        rows = permute_for_dispatch(tokens, routing.weights, dispatch.leaving[0], expert)
         if ready:
             landing.append(_experts_of(mlp, *ready.pop(), expert))
-        ready.append((_dispatch(tokens, routing, dispatch_plan, expert), dispatch_plan, tokens))
+        (dispatch_plan,) = dispatch.plans()  # the counts have travelled beside the last block's experts
+        ready.append((_dispatch(rows, dispatch_plan, expert), dispatch_plan, tokens))
     landing.append(_experts_of(mlp, *ready.pop(), expert))
     parts = []
     for (finish, dispatch_plan, shared), block_of in zip(landing, attended, strict=True):
@@ -142,10 +148,10 @@ def _cut(routing: Routing, chunks: int) -> list[Routing]:
     return [Routing(experts, weights, own, routing.tally) for experts, weights, own in parts]
 
 
-def _dispatch(tokens: Tensor, routing: Routing, dispatch_plan: DispatchPlan, expert: ExpertParallel) -> Finish:
+def _dispatch(rows: tuple[Tensor, Tensor], dispatch_plan: DispatchPlan, expert: ExpertParallel) -> Finish:
     first, *rest = dispatch_segments(expert)
     assert isinstance(first, Communication)
-    finish = begin(first, (*permute_for_dispatch(tokens, routing.weights, dispatch_plan), dispatch_plan))
+    finish = begin(first, (*rows, dispatch_plan))
     return lambda: in_order(rest, finish())
 
 

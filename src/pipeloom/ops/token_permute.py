@@ -43,14 +43,21 @@ class TokenPermutation:
 
 
 def assign(
-    keys: Tensor, count: int, kept: Tensor | None = None, sums: Tensor | None = None, parts: int = 1
+    keys: Tensor,
+    count: int,
+    kept: Tensor | None = None,
+    sums: Tensor | None = None,
+    parts: int = 1,
+    *,
+    rows: int | None = None,
 ) -> tuple[TokenPermutation, Tensor]:
     """Rows in order of their key, those of one key in order of tokens, and the number of rows of each key.
 
     Args:
         keys: [tokens, k] int64, 0..count-1, such as each choice's expert.
         kept: [tokens, k] bool; choices that are not kept get no row. None: all are kept.
-        sums, parts: see Assignment.
+        sums, parts: see TokenPermutation.
+        rows: how many choices are kept, where the caller knows it (finding out waits for a GPU).
 
     Returns:
         the assignment, and [count] int64 on the device of `keys`.
@@ -60,7 +67,7 @@ def assign(
     order = torch.argsort(flat, stable=True)
     counts = torch.bincount(flat, minlength=count)
     if kept is not None:
-        order = order[: int(counts[:count].sum())]
+        order = order[: int(counts[:count].sum()) if rows is None else rows]
         counts = counts[:count]
     slot = torch.full((tokens * k,), -1, dtype=torch.int64, device=keys.device)
     slot[order] = torch.arange(order.numel(), device=keys.device)

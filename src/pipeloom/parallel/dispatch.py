@@ -6,7 +6,7 @@ The values that travel: rows, the weights of the mixture, the trip, and anything
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.ops.segments import Compute, Done, Pending, Segment, Values
-from pipeloom.ops.token_permute import combine_rows, gather_rows, permute
+from pipeloom.ops.token_permute import TokenPermutation, combine_rows, gather_rows, permute
 from pipeloom.parallel.dispatch_plan import AllToAllSplit, DispatchPlan, ExpertParallel
 from pipeloom.parallel.through_host import start
 
@@ -31,6 +31,7 @@ class AllToAll:
         back: from the experts, not to them.
         places: the values that move, tensors [rows, width].
         quick: inside a node.
+        routes: whether the rows' routes move with them, in the forward.
     """
 
     name: str
@@ -38,23 +39,31 @@ class AllToAll:
     back: bool
     places: tuple[int, ...] = (ROWS,)
     quick: bool = False
+    routes: bool = False
+
+    @property
+    def filled(self) -> tuple[int, ...]:
+        """Return the places in which the forward leaves other values."""
+        return (*self.places, TRIP) if self.routes else self.places
 
     def start(self, values: Values) -> Pending:
-        return self.exchange(values, values[TRIP], self.back)
+        dispatch_plan: DispatchPlan = values[TRIP]
+        return self.exchange(values, dispatch_plan, self.back, dispatch_plan.routes if self.routes else None)
 
     def start_backward(self, gradients: Values, saved: Values) -> Pending:
         return self.exchange(gradients, saved[TRIP], not self.back)
 
-    def exchange(self, values: Values, dispatch_plan: DispatchPlan, back: bool) -> Pending:
+    def exchange(
+        self, values: Values, dispatch_plan: DispatchPlan, back: bool, routes: Tensor | None = None
+    ) -> Pending:
         split = dispatch_plan.hops[self.split]
         if split.axis.size == 1:
             return Done(values)
         moved = [(at, values[at]) for at in self.places if values[at] is not None]
-        return (
-            _Moving(values, {at: _TensorAllToAll(tensor, split, back) for at, tensor in moved})
-            if moved
-            else Done(values)
-        )
+        transfers = {at: _TensorAllToAll(tensor, split, back) for at, tensor in moved}
+        if routes is not None:
+            return _Moving(values, transfers, _TensorAllToAll(routes, split, back))
+        return _Moving(values, transfers) if moved else Done(values)
 
 
 class _TensorAllToAll:
@@ -76,19 +85,26 @@ class _TensorAllToAll:
 class _Moving:
     """The values, some of which are under way."""
 
-    def __init__(self, values: Values, transfers: dict[int, _TensorAllToAll]) -> None:
+    def __init__(
+        self, values: Values, transfers: dict[int, _TensorAllToAll], routes: _TensorAllToAll | None = None
+    ) -> None:
         self._values = values
         self._transfers = transfers
+        self._routes = routes
 
     def wait(self) -> Values:
-        arrived = {at: transfer.wait() for at, transfer in self._transfers.items()}
+        arrived: dict[int, Any] = {at: transfer.wait() for at, transfer in self._transfers.items()}
+        if self._routes is not None:
+            arrived[TRIP] = replace(self._values[TRIP], routes=self._routes.wait())
         return tuple(arrived.get(at, value) for at, value in enumerate(self._values))
 
 
-def permute_for_dispatch(x: Tensor, weights: Tensor, dispatch_plan: DispatchPlan) -> tuple[Tensor, Tensor]:
+def permute_for_dispatch(
+    x: Tensor, weights: Tensor, leaving: TokenPermutation, parallel: ExpertParallel | None
+) -> tuple[Tensor, Tensor]:
     """Tokens x [tokens, width] and weights [tokens, k] -> the rows and weights that leave for the experts."""
-    rows = gather_rows(x, dispatch_plan.leaving)
-    return rows, (gather_rows(weights, dispatch_plan.leaving) if dispatch_plan.fan is not None else weights)
+    two_level = parallel is not None and parallel.size > 1 and parallel.two_level
+    return gather_rows(x, leaving), (gather_rows(weights, leaving) if two_level else weights)
 
 
 def dispatch_segments(parallel: ExpertParallel | None) -> list[Segment]:
@@ -98,7 +114,7 @@ def dispatch_segments(parallel: ExpertParallel | None) -> list[Segment]:
     if not parallel.two_level:
         return [AllToAll("dispatch", 0, back=False)]
     return [
-        AllToAll("dispatch", 0, back=False, places=(ROWS, WEIGHTS)),
+        AllToAll("dispatch", 0, back=False, places=(ROWS, WEIGHTS), routes=True),
         Compute("fan out", _fan_out),
         AllToAll("dispatch", 1, back=False, quick=True),
     ]
@@ -145,9 +161,10 @@ def unpermute_and_mix(rows: Tensor, weights: Tensor | None, dispatch_plan: Dispa
 
 
 def _fan_out(values: Values) -> Values:
-    dispatch_plan: DispatchPlan = values[TRIP]
-    assert dispatch_plan.fan is not None
-    return _with_rows(values, gather_rows(values[ROWS], dispatch_plan.fan))
+    rows, weights, dispatch_plan, *rest = values
+    fanned: DispatchPlan = dispatch_plan.fanned()
+    assert fanned.fan is not None
+    return gather_rows(rows, fanned.fan), weights, fanned, *rest
 
 
 def _mix_in_node(values: Values) -> Values:
@@ -155,10 +172,6 @@ def _mix_in_node(values: Values) -> Values:
     assert dispatch_plan.fan is not None
     rows, weights, *rest = values
     return combine_rows(rows, weights, dispatch_plan.fan), None, *rest
-
-
-def _with_rows(values: Values, rows: Any) -> Values:
-    return rows, *values[ROWS + 1 :]
 
 
 def bytes_across_nodes(dispatch_plans: Sequence[DispatchPlan], parallel: ExpertParallel, row_bytes: int) -> int:

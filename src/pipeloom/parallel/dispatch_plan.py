@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -92,31 +92,73 @@ class DispatchPlan:
     Attributes:
         leaving: tokens -> rows that leave this rank: one for each choice, or with two levels one for each node of a token.
         hops: in order: none (one rank), one, or two (across nodes, then inside).
-        fan: two-level: rows that came across -> rows for this node's ranks.
         arrival: at the experts.
+        routes: two-level: for each row [rows, k] its experts in the node that it goes to, -1 for choices of other nodes. They
+            cross nodes with the rows, so before the first hop they are those of the rows that leave, after it of those that came.
+        fan: two-level, after the first hop: rows that came across -> rows for this node's ranks.
     """
 
     leaving: TokenPermutation
     hops: tuple[AllToAllSplit, ...]
-    fan: TokenPermutation | None
     arrival: ExpertRows
+    routes: Tensor | None = None
+    fan: TokenPermutation | None = None
+
+    def fanned(self) -> DispatchPlan:
+        """Return the plan with `fan`, once the rows' routes have crossed."""
+        assert self.routes is not None
+        first, second = self.hops
+        nodes = first.axis.size
+        source = torch.repeat_interleave(torch.arange(nodes), torch.tensor(first.receive)).to(self.routes.device)
+        keys = self.routes.clamp_min(0) * nodes + source.unsqueeze(1)
+        experts = len(self.arrival.counts) * second.axis.size
+        fan, _ = assign(keys, experts * nodes, self.routes >= 0, rows=sum(second.send))
+        return replace(self, routes=None, fan=fan)
+
+
+class Dispatch:
+    """The dispatch of several routings, whose counts of rows are on their way: what leaves is known, what arrives is not yet.
+
+    Attributes:
+        leaving: for each routing, tokens -> rows that leave this rank.
+    """
+
+    def __init__(self, leaving: Sequence[TokenPermutation], finish: Callable[[], list[DispatchPlan]]) -> None:
+        self.leaving = tuple(leaving)
+        self._finish = finish
+
+    def plans(self) -> list[DispatchPlan]:
+        """Wait for the counts; return the plan of each routing. Called once, in one order on all ranks of the axis."""
+        return self._finish()
+
+
+def begin_dispatch(routings: Sequence[Routing], parallel: ExpertParallel | None) -> Dispatch:
+    """Start the exchange of counts for each routing: one small message to each rank of the axis. Collective over the axis.
+
+    What is computed before `Dispatch.plans`, such as gathering the rows that leave, hides the exchange.
+    """
+    if parallel is None or parallel.size == 1:
+        return _at_home(routings)
+    return _two_level(routings, parallel) if parallel.two_level else _flat(routings, parallel)
 
 
 def plan_dispatch(routings: Sequence[Routing], parallel: ExpertParallel | None) -> list[DispatchPlan]:
-    """A trip for each routing; collective over the axis, with small messages only."""
-    if parallel is None or parallel.size == 1:
-        return [_at_home(routing) for routing in routings]
-    if parallel.two_level:
-        return [_two_level(routing, parallel) for routing in routings]
-    return _flat(routings, parallel)
+    """Return the plan of each routing, with nothing beside the exchange of counts; collective over the axis."""
+    return begin_dispatch(routings, parallel).plans()
 
 
-def _at_home(routing: Routing) -> DispatchPlan:
-    leaving, counts = assign(routing.experts, routing.tally.counts.numel(), routing.kept)
-    return DispatchPlan(leaving, (), None, ExpertRows(None, None, tuple(counts.tolist())))
+def _at_home(routings: Sequence[Routing]) -> Dispatch:
+    assigned = [assign(routing.experts, routing.tally.counts.numel(), routing.kept) for routing in routings]
+
+    def finish() -> list[DispatchPlan]:
+        return [
+            DispatchPlan(leaving, (), ExpertRows(None, None, tuple(counts.tolist()))) for leaving, counts in assigned
+        ]
+
+    return Dispatch([leaving for leaving, _ in assigned], finish)
 
 
-def _flat(routings: Sequence[Routing], parallel: ExpertParallel) -> list[DispatchPlan]:
+def _flat(routings: Sequence[Routing], parallel: ExpertParallel) -> Dispatch:
     size, total = parallel.size, routings[0].tally.counts.numel()
     own = parallel.own(total)[0]
     per_node = total // parallel.nodes
@@ -126,52 +168,68 @@ def _flat(routings: Sequence[Routing], parallel: ExpertParallel) -> list[Dispatc
         assignment, found = assign(routing.experts, total, routing.kept, nodes, parallel.nodes)
         leaving.append(assignment)
         counts.append(found.view(size, own))
-    sending = torch.stack(counts, dim=1)  # rank, routing, expert of the rank
-    tables = _exchange_counts(sending, parallel.axis)
-    dispatch_plans = []
-    for at, assignment in enumerate(leaving):
-        sent, received = (table[:, at] for table in tables)
-        split = AllToAllSplit(parallel.axis, tuple(sent.sum(1).tolist()), tuple(received.sum(1).tolist()))
+    exchange = _CountExchange(torch.stack(counts, dim=1), parallel.axis)  # rank, routing, expert of the rank
+
+    def finish() -> list[DispatchPlan]:
+        sending, receiving = exchange.wait()
         keys = torch.arange(own) * size + torch.arange(size).unsqueeze(1)  # chunks arrive by rank, then by expert
-        dispatch_plans.append(
-            DispatchPlan(assignment, (split,), None, _arrival(keys, received, own, assignment.order.device))
-        )
-    return dispatch_plans
+        plans = []
+        for assignment, sent, received in zip(leaving, sending.unbind(1), receiving.unbind(1), strict=True):
+            split = AllToAllSplit(parallel.axis, tuple(sent.sum(1).tolist()), tuple(received.sum(1).tolist()))
+            arrival = _arrival(keys, received, own, assignment.order.device)
+            plans.append(DispatchPlan(assignment, (split,), arrival))
+        return plans
+
+    return Dispatch(leaving, finish)
 
 
-def _two_level(routing: Routing, parallel: ExpertParallel) -> DispatchPlan:
-    """A row goes once to each node that holds an expert of its token, to the rank at this rank's place, and from there on."""
+def _two_level(routings: Sequence[Routing], parallel: ExpertParallel) -> Dispatch:
+    """A row goes once to each node that holds an expert of its token, to the rank at this rank's place, and from there on.
+
+    Each rank tells each other rank how many rows it sends to that rank's node, and how many choices of each expert there.
+    From its own place in other nodes a rank learns so what it has to hand on, and from the other places in its node, over all
+    nodes, what will be handed to it: no second exchange is needed inside the node.
+    """
     across, inside = parallel.across, parallel.inside
     assert across is not None
     assert inside is not None
-    total = routing.tally.counts.numel()
-    own = parallel.own(total)[0]
-    per_node = total // parallel.nodes
-    tokens = routing.experts.shape[0]
-    device = routing.experts.device
-    chosen = routing.experts if routing.kept is None else torch.where(routing.kept, routing.experts, -per_node)
-    node = torch.div(chosen, per_node, rounding_mode="floor")
-    every = torch.arange(parallel.nodes, device=device)
-    needed = (node.unsqueeze(-1) == every).any(1)
-    leaving, counts = assign(every.expand(tokens, -1), parallel.nodes, needed)
-    tables = _exchange_counts(counts.view(-1, 1), across)
-    first = AllToAllSplit(across, *(tuple(table.flatten().tolist()) for table in tables))
-    # what each row is to do in its node: the experts there, -1 for choices of other nodes
-    target = leaving.order % parallel.nodes
-    own_choices = chosen.index_select(0, leaving.token)
-    inside_node = torch.where(
-        node.index_select(0, leaving.token) == target.unsqueeze(1), own_choices % per_node, own_choices.new_tensor(-1)
-    )
-    tasks = _exchange(inside_node, first)
-    source = torch.repeat_interleave(torch.arange(across.size), torch.tensor(first.receive)).to(device)
-    keys = tasks.clamp_min(0) * across.size + source.unsqueeze(1)
-    fan, found = assign(keys, per_node * across.size, tasks >= 0)
-    sent, received = _exchange_counts(found.view(inside.size, own * across.size), inside)
-    second = AllToAllSplit(inside, tuple(sent.sum(1).tolist()), tuple(received.sum(1).tolist()))
-    # chunks arrive by place, expert and node; ranks are numbered node · places + place
-    places = torch.arange(inside.size).view(-1, 1, 1)
-    canonical = torch.arange(own).view(-1, 1) * parallel.size + torch.arange(across.size) * inside.size + places
-    return DispatchPlan(leaving, (first, second), fan, _arrival(canonical, received, own, device))
+    total = routings[0].tally.counts.numel()
+    own, per_node, nodes, places = parallel.own(total)[0], total // parallel.nodes, parallel.nodes, inside.size
+    leaving, routes, counts = [], [], []
+    for routing in routings:
+        chosen = routing.experts if routing.kept is None else torch.where(routing.kept, routing.experts, -per_node)
+        node = torch.div(chosen, per_node, rounding_mode="floor")
+        every = torch.arange(nodes, device=chosen.device)
+        needed = (node.unsqueeze(-1) == every).any(1)
+        assignment, rows = assign(every.expand(chosen.shape[0], -1), nodes, needed)
+        leaving.append(assignment)
+        target = (assignment.order % nodes).unsqueeze(1)
+        choices = chosen.index_select(0, assignment.token)
+        in_target = node.index_select(0, assignment.token) == target
+        routes.append(torch.where(in_target, choices % per_node, choices.new_tensor(-1)))
+        wanted = torch.bincount(torch.where(chosen < 0, total, chosen).flatten(), minlength=total + 1)[:total]
+        counts.append(torch.cat([rows.unsqueeze(1), wanted.view(nodes, per_node)], dim=1))
+    # ranks are numbered node · places + place; every place of a node is told the same
+    table = torch.stack(counts, dim=1).repeat_interleave(places, dim=0)
+    exchange = _CountExchange(table, parallel.axis)
+
+    def finish() -> list[DispatchPlan]:
+        told, heard = (x.view(nodes, places, len(routings), 1 + per_node) for x in exchange.wait())
+        # chunks arrive by place, expert and node
+        place = torch.arange(places).view(-1, 1, 1)
+        keys = torch.arange(own).view(-1, 1) * parallel.size + torch.arange(nodes) * places + place
+        plans = []
+        for at, (assignment, route) in enumerate(zip(leaving, routes, strict=True)):
+            sent, received = told[:, inside.index, at, 0], heard[:, inside.index, at, 0]
+            first = AllToAllSplit(across, tuple(sent.tolist()), tuple(received.tolist()))
+            handed_on = heard[:, inside.index, at, 1:].view(nodes, places, own).sum((0, 2))
+            handed_here = heard[:, :, at, 1:].view(nodes, places, places, own)[:, :, inside.index].permute(1, 2, 0)
+            second = AllToAllSplit(inside, tuple(handed_on.tolist()), tuple(handed_here.sum((1, 2)).tolist()))
+            arrival = _arrival(keys, handed_here, own, route.device)
+            plans.append(DispatchPlan(assignment, (first, second), arrival, route))
+        return plans
+
+    return Dispatch(leaving, finish)
 
 
 def _arrival(keys: Tensor, received: Tensor, own: int, device: torch.device) -> ExpertRows:
@@ -185,22 +243,17 @@ def _arrival(keys: Tensor, received: Tensor, own: int, device: torch.device) -> 
     return ExpertRows(order.to(device), inverse.to(device), tuple(counts.tolist()))
 
 
-def _exchange_counts(sending: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """[rank, …] rows for each rank -> (the same, rows from each rank), both on the CPU."""
-    sending = sending.contiguous()
-    received = torch.empty_like(sending)
-    if axis.size == 1:
-        return sending.cpu(), sending.cpu()
-    with standstill("count exchange"):
-        start(dist.all_to_all_single, received, sending, group=axis.group).wait()
-        both: Any = torch.stack([sending, received]).cpu()
-    return both[0], both[1]
+class _CountExchange:
+    """The exchange of a table [rank, …], a row for each rank, under way; it waits for the others in `wait` only."""
 
+    def __init__(self, sending: Tensor, axis: Axis) -> None:
+        self._sent = sending.contiguous()
+        self._received = torch.empty_like(self._sent)
+        self._work = start(dist.all_to_all_single, self._received, self._sent, group=axis.group)
 
-def _exchange(values: Tensor, split: AllToAllSplit) -> Tensor:
-    """Rows [send, …] over the hop -> [receive, …]."""
-    received = values.new_empty((sum(split.receive), *values.shape[1:]))
-    with standstill("exchange of routes"):
-        sizes = list(split.receive), list(split.send)
-        start(dist.all_to_all_single, received, values.contiguous(), *sizes, group=split.axis.group).wait()
-    return received
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """Return the table, and the rows from each rank, both on the CPU."""
+        with standstill("count exchange"):
+            self._work.wait()
+            both: Any = torch.stack([self._sent, self._received]).cpu()
+        return both[0], both[1]
