@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 
-from pipeloom.config import layer_sizes, load, parameter_count, resolve, training_flops
+from pipeloom.config import layer_sizes, load, load_layout, parameter_count, resolve, training_flops
 from pipeloom.config.sections import RouterName
 from pipeloom.decoder_shape import ROUTERS
 from pipeloom.errors import ConfigError
+from pipeloom.models import names
+from pipeloom.train.build import build_pipeline, model_layers, moe_classes
 
 EXPERTS = {"model.num_experts": 8, "parallel.dp": 4, "train.global_batch_size": 40}
 
@@ -103,3 +107,59 @@ def test_the_example_is_the_preset() -> None:
     example = Path(__file__).parents[2] / "configs" / "moe.toml"
     assert load(example) == load("moe")
     assert resolve(load("moe")).world_size == 4
+
+
+OWN = """
+from pipeloom.models.gate import TopKGate
+from pipeloom.parallel.expert import Experts
+
+
+class MyExperts(Experts):
+    pass
+
+
+class MyRouter(TopKGate):
+    pass
+
+
+number = 3
+"""
+
+
+def test_own_classes_are_imported_from_the_folder_of_the_file_that_names_them(tmp_path: Path) -> None:
+    (tmp_path / "own_experts_of_a_test.py").write_text(OWN)
+    file = tmp_path / "own.toml"
+    file.write_text(
+        '[model]\nnum_experts = 4\nexperts_class = "own_experts_of_a_test:MyExperts"\n'
+        'router_class = "own_experts_of_a_test:MyRouter"\n'
+    )
+    layout = load_layout(file, {"parallel.pp": 1, "schedule.name": "gpipe", "model.num_hidden_layers": 1})
+    pipeline = build_pipeline(layout, torch.device("cpu"))
+    block = pipeline.modules[names.block(0)]
+    assert type(block.mlp.experts).__name__ == "MyExperts"
+    assert type(block.mlp.gate).__name__ == "MyRouter"
+    built = model_layers(layout.config, torch.float32, torch.device("cpu"), classes=moe_classes(layout))[1]()
+    assert type(built.mlp.gate).__name__ == "MyRouter", "what verify compares with, too"
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "words"),
+    [
+        ("experts_class", "own_experts_of_refusals:Nobody", "has no attribute 'Nobody'"),
+        ("experts_class", "no_such_experts:Mine", "nor in "),
+        ("router_class", "own_experts_of_refusals:MyExperts", "no subclass of pipeloom.models.gate.TopKGate"),
+        ("router_class", "own_experts_of_refusals:number", "is not a class"),
+        ("router_class", "MyRouter", "it must be module:class"),
+    ],
+)
+def test_own_classes_that_cannot_be_used_are_refused(tmp_path: Path, key: str, name: str, words: str) -> None:
+    (tmp_path / "own_experts_of_refusals.py").write_text(OWN)
+    with pytest.raises(ConfigError) as error:
+        load_layout("tiny", {"model.num_experts": 4, f"model.{key}": name}, folder=tmp_path)
+    assert words in str(error.value)
+    assert f"model.{key}" in str(error.value)
+
+
+def test_own_classes_need_experts() -> None:
+    with pytest.raises(ConfigError, match=re.escape('model.experts_class = "a:B": there are no experts')):
+        resolve(load("tiny", {"model.experts_class": "a:B"}))

@@ -13,11 +13,14 @@ import pytest
 import torch
 import transformers
 
-from pipeloom.errors import CheckpointError, UsageError
+from pipeloom.config import load
+from pipeloom.errors import CheckpointError, ConfigError, UsageError
 from pipeloom.models import cross_entropy, hf
 from pipeloom.runtime import LocalPipeline
 from pipeloom.train import hub
+from pipeloom.train.checkpoint.whole import write_whole
 from pipeloom.train.families import MODEL_FAMILIES, SCHEDULES
+from pipeloom.train.generation import open_model
 from pipeloom.train.sample import Sampling, extend
 
 PROMPTS = [[5, 9, 11], [7, 8, 9, 10, 11, 12, 13], [3]]
@@ -133,3 +136,15 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     pipeline = LocalPipeline(layers, SCHEDULES["1f1b"](), loss=cross_entropy)
     with pytest.raises(UsageError, match="prompt 1 is empty"):
         extend(pipeline, [[1], []], 2, Sampling())
+
+
+def test_a_checkpoint_whose_model_is_code_is_run_when_that_is_allowed_only(tmp_path: Path) -> None:
+    model = load("tiny", {"model.num_experts": 4, "model.experts_class": "no_such_module:Mine"}).model
+    weights = iter([{"norm.weight": torch.ones(32)}])
+    path = write_whole(tmp_path, 0, weights, {"batch": 0, "config": {"model": model.model_dump(mode="json")}})
+    with pytest.raises(ConfigError, match=r'model\.experts_class = "no_such_module:Mine".*--trust-code allows it'):
+        open_model(path, 1, {})
+    with pytest.raises(ConfigError, match="No module named 'no_such_module'"):
+        open_model(path, 1, {}, trust_code=True)
+    with pytest.raises(ConfigError, match="no model of transformers computes"):
+        hub.export(path, tmp_path / "out")

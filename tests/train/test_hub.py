@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from ast import literal_eval
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -24,7 +26,11 @@ from pipeloom.errors import CheckpointError, ConfigError
 from pipeloom.models import cross_entropy, hf, layers, tied
 from pipeloom.runtime import Pipeline
 from pipeloom.train import hub
+from pipeloom.train.adapters import read_directory
 from pipeloom.train.build import build_pipeline
+from pipeloom.train.checkpoint.boxes import Box
+from pipeloom.train.checkpoint.load import Reader, verified
+from pipeloom.train.checkpoint.state import holders
 from processes import run_ranks
 
 _SIZES = {
@@ -119,6 +125,44 @@ def test_in_and_out_again_is_bit_equal(name: str, tmp_path: Path) -> None:
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     with torch.no_grad():
         assert torch.allclose(again(tokens()).logits, model(tokens()).logits, atol=1e-5)
+
+
+def _read_in_parts(rank: int, folder: str, flags: dict[str, Any]) -> tuple[int, int, dict[str, Any]]:
+    """(bytes of tensors that this rank read, bytes of its parameters, what it holds by its place)."""
+    layout = load_layout(None, {**flags, "model.weights": folder, "train.device": "cpu"})
+    pipeline = build_pipeline(layout, torch.device("cpu"))
+    count = read_directory(Path(folder), pipeline)
+    held = {f"{one.name} {one.offset}": one.tensor.numpy() for one in holders(pipeline)}
+    pipeline.close()
+    return count, sum(tensor.nbytes for tensor in held.values()), held
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe"])
+def test_our_own_decoder_reads_its_boxes_of_a_directory(name: str, tmp_path: Path) -> None:
+    """Over pp, tp and ep each rank reads the bytes that it holds and no others: those that import puts into a checkpoint."""
+    written(name, tmp_path / "hub")
+    flags = {"parallel.pp": 1, "parallel.dp": 2, "parallel.tp": 2, "parallel.ep": 2, "schedule.name": "gpipe"}
+    ranks = run_ranks(_read_in_parts, 4, str(tmp_path / "hub"), {**flags, "model.dropout": 0.1})
+    path, _ = hub.import_directory(tmp_path / "hub", tmp_path / "checkpoints")
+    manifest, _ = verified(path, None)
+    assert manifest is not None
+    with Reader(path, manifest) as reader:
+        for read, size, held in ranks:
+            assert read == size
+            for place, tensor in held.items():
+                key, _, offset = place.partition(" ")
+                box = Box(literal_eval(offset), tuple(tensor.shape))
+                assert np.array_equal(reader.region(f"model.{key}", box).numpy(), tensor), place
+
+
+def test_a_directory_that_our_own_decoder_does_not_compute_is_refused(tmp_path: Path) -> None:
+    written("gpt2", tmp_path / "hub")
+    with pytest.raises(ConfigError, match=r"our own decoder does not compute this gpt2; nearest: model\.source"):
+        load_layout(None, {"model.weights": str(tmp_path / "hub")})
+    written("mixtral", tmp_path / "own")
+    with pytest.raises(ConfigError, match=r"model\.num_experts = 2: the model of model\.weights = .* has its own"):
+        load_layout(None, {"model.weights": str(tmp_path / "own"), "model.num_experts": 2})
 
 
 def _loaded_and_saved(rank: int, folder: str, flags: dict[str, Any]) -> None:

@@ -23,6 +23,9 @@ def command(
     seed: Annotated[int, typer.Option(min=0, help="Of the draws.")] = 0,
     pp: Annotated[int, typer.Option(min=1, help="Pipeline-parallel processes.")] = 1,
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel processes, for our own decoder.")] = 1,
+    trust_code: Annotated[
+        bool, typer.Option("--trust-code", help="Import the classes that a checkpoint names as module:class.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Generate text, with the tokenizer of the model's directory, or bytes where it has none.
@@ -35,11 +38,11 @@ def command(
     from pipeloom.train.worker import is_worker
 
     sampling = Sampling(0.0 if greedy else temperature, top_k, top_p, seed)
-    opened = open_model(path, len(prompt), {"parallel.pp": pp, "parallel.tp": tp})
+    opened = open_model(path, len(prompt), {"parallel.pp": pp, "parallel.tp": tp}, trust_code)
     if not is_worker():
         words = [str(path), *(f"--prompt={text}" for text in prompt), f"--tokens={tokens}", f"--seed={seed}"]
         words += [f"--temperature={sampling.temperature}", f"--top-k={top_k}", f"--top-p={top_p}"]
-        words += [f"--pp={pp}", f"--tp={tp}", *(["--json"] if json else [])]
+        words += [f"--pp={pp}", f"--tp={tp}", *(["--json"] if json else []), *(["--trust-code"] if trust_code else [])]
         raise typer.Exit(start_workers("generate", words, opened.layout.world_size))
 
     def work(context: Any) -> None:

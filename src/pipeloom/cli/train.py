@@ -111,6 +111,7 @@ def announce(layout: Layout) -> None:
     """Prints what is about to run, in one line, and the layout's notes."""
     from pipeloom.config import parameter_count
     from pipeloom.config.volume import words as volume_words
+    from pipeloom.schedule.functions import source_file
 
     config, schedule = layout.config, layout.schedule
     options = "".join(f", {key} {value}" for key, value in schedule.options if key != "chunks")
@@ -124,6 +125,9 @@ def announce(layout: Layout) -> None:
     )
     if layout.code is not None:
         print(f"  the schedule is code: {config.schedule.name} of {printable(layout.code)}")
+    for key in layout.classes:
+        name = getattr(config.model, key)
+        print(f"  model.{key} is code: {name} of {printable(source_file(name) or 'no file')}")
     if volume_words(layout):
         print(f"  {volume_words(layout)}")
     if config.lora.r:

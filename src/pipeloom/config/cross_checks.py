@@ -152,7 +152,7 @@ def _weights_are_a_checkpoint(config: Config) -> Iterator[str]:
     if weights and config.model.source:
         yield f'model.weights = "{weights}": model.source has its own weights; leave one of the two out'
     elif weights and not os.path.isdir(os.path.expanduser(weights)):
-        yield f'model.weights = "{weights}": there is no such directory; give a checkpoint, such as pipeloom import makes'
+        yield f'model.weights = "{weights}": there is no such directory; give a checkpoint or a Hugging Face directory'
 
 
 @_reads("lora", "model.source", "model.weights", "parallel.tp")
@@ -161,7 +161,7 @@ def _adapters_have_weights(config: Config) -> Iterator[str]:
     if lora.r and not config.model.source and not config.model.weights:
         yield (
             f"lora.r = {lora.r}: there are no weights to adapt; set model.source to a Hugging Face directory, or model.weights "
-            "to a checkpoint"
+            "to a checkpoint or such a directory"
         )
     if lora.r and lora.lora_dropout and tp > 1:
         yield (

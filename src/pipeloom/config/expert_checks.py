@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 from pipeloom.config.keys import sentence
 from pipeloom.config.problems import shown
 from pipeloom.config.sections import Config
 from pipeloom.decoder_shape import ROUTERS, frequency_problem
-from pipeloom.errors import ArgumentError, divisors, nearest
+from pipeloom.errors import ArgumentError, UsageError, divisors, nearest
+from pipeloom.schedule.functions import importable_from, user_object
+
+CLASS_KEYS = ("experts_class", "router_class")
+_GATE = "pipeloom.models.gate.TopKGate"
 
 
 def router_problems(config: Config) -> Iterator[str]:
@@ -20,6 +26,9 @@ def router_problems(config: Config) -> Iterator[str]:
             yield f"model.num_shared_experts = {model.num_shared_experts}: there are no experts; set model.num_experts"
         if model.moe_layer_freq != 1:
             yield f"model.moe_layer_freq = {shown(model.moe_layer_freq)}: there are no experts; set model.num_experts"
+        for key in CLASS_KEYS:
+            if getattr(model, key):
+                yield f'model.{key} = "{getattr(model, key)}": there are no experts; set model.num_experts'
         return
     problem = frequency_problem(model.moe_layer_freq, model.num_hidden_layers)
     if problem:
@@ -29,6 +38,34 @@ def router_problems(config: Config) -> Iterator[str]:
         yield f'model.num_experts_per_tok = {chosen}: router "{model.router}" chooses {wanted}; use {wanted}'
     elif chosen > experts:
         yield f"model.num_experts_per_tok = {chosen}: model.num_experts is {experts}; nearest: {experts}"
+
+
+def user_classes(config: Config, folders: Mapping[str, Path]) -> tuple[dict[str, Any], list[str]]:
+    """(key of `[model]` -> the user's class that it names, a sentence for each that cannot be used).
+
+    Args:
+        folders: "section.key" -> where the module that this key names is imported from; else the working directory.
+    """
+    classes: dict[str, Any] = {}
+    problems: list[str] = []
+    for key in CLASS_KEYS:
+        name = getattr(config.model, key)
+        if not name or not config.model.num_experts:
+            continue
+        folder = folders.get(f"model.{key}", Path())
+        try:
+            with importable_from(folder):
+                classes[key] = user_object(name, folder, "class")
+        except UsageError as error:
+            problems.append(f'model.{key} = "{name}": {error}')
+            continue
+        mro = getattr(classes[key], "__mro__", ())
+        bases = [f"{base.__module__}.{base.__qualname__}" for base in mro]
+        if not bases:
+            problems.append(f'model.{key} = "{name}": it is a {type(classes[key]).__name__}, not a class')
+        elif key == "router_class" and _GATE not in bases:
+            problems.append(f'model.{key} = "{name}": it is no subclass of {_GATE}')
+    return classes, problems
 
 
 def spread_problems(config: Config) -> Iterator[str]:

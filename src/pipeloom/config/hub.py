@@ -29,15 +29,111 @@ _SPELLINGS = {
 _NEEDED = ("num_hidden_layers", "hidden_size", "vocab_size")
 
 
-def sizes(source: str) -> dict[str, Any]:
-    """Keys of `[model]` for the model in `source`. Raises ConfigError where its configuration cannot be read."""
+# Families that our own decoder computes; what their files may leave out, where it is not the same for all of them.
+_OWN: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "qwen2_moe": {},
+    "qwen3_moe": {},
+}
+_USUAL = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}
+
+
+def is_directory(path: str) -> bool:
+    """Return whether `path` is a Hugging Face directory."""
+    return (Path(path).expanduser() / "config.json").is_file()
+
+
+def own_sizes(directory: str) -> dict[str, Any]:
+    """Keys of `[model]` with which our own decoder computes the model in a directory. Raises ConfigError where it does not."""
+    values = _content(directory, "weights")
+    try:
+        found = own_values(values)
+    except KeyError as error:
+        raise ConfigError(f'model.weights = "{directory}": its config.json has no {error.args[0]}') from None
+    if found is None:
+        raise ConfigError(
+            f'model.weights = "{directory}": our own decoder does not compute this {values.get("model_type", "model")}; nearest: '
+            "model.source, which trains it as transformers has it"
+        )
+    return found
+
+
+def own_values(values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Keys of `[model]` with which our own decoder computes the model of a `config.json`; None: none do.
+
+    Raises KeyError for a size that is not there.
+    """
+    kind = str(values.get("model_type"))
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    plain = (
+        values.get("hidden_act", "silu") == "silu"
+        and rope.get("rope_type", rope.get("type", "default")) == "default"
+        and rope.get("partial_rotary_factor", 1.0) == 1.0
+        and not values.get("mlp_bias", False)
+        and (kind in ("qwen2", "qwen2_moe") or not values.get("sliding_window"))
+        and not values.get("use_sliding_window", False)
+    )
+    if not plain or kind not in _OWN:
+        return None
+    usual = {**_USUAL, **_OWN[kind]}
+    heads = values["num_attention_heads"]
+    found = {
+        "num_hidden_layers": values["num_hidden_layers"],
+        "hidden_size": values["hidden_size"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": values.get("num_key_value_heads") or heads,
+        "intermediate_size": values["intermediate_size"],
+        "vocab_size": values["vocab_size"],
+        "tie_word_embeddings": bool(values.get("tie_word_embeddings", False)),
+        "rope_theta": float(rope.get("rope_theta", values.get("rope_theta", usual["rope_theta"]))),
+        "rms_norm_eps": float(values.get("rms_norm_eps", usual["rms_norm_eps"])),
+        "attention_bias": bool(kind in ("llama", "qwen3", "qwen3_moe") and values.get("attention_bias", False)),
+        "qkv_bias": bool(kind == "qwen2" or (kind == "qwen2_moe" and values.get("qkv_bias", True))),
+        "qk_norm": kind in ("qwen3", "qwen3_moe"),
+        "num_experts": 0,
+        "num_shared_experts": 0,
+        "moe_layer_freq": 1,
+    }
+    if values.get("head_dim"):
+        found["head_dim"] = values["head_dim"]
+    if kind == "mixtral":
+        found |= {"num_experts": values["num_local_experts"], "num_experts_per_tok": values["num_experts_per_tok"]}
+        found |= {"moe_intermediate_size": values["intermediate_size"], "norm_topk_prob": True, "num_shared_experts": 0}
+    if kind in ("qwen2_moe", "qwen3_moe"):
+        sparse = expert_blocks(values, values["num_hidden_layers"])
+        shared, odd = 0, 0
+        if kind == "qwen2_moe":
+            shared, odd = divmod(values["shared_expert_intermediate_size"], values["moe_intermediate_size"])
+        if odd or not any(sparse) or (kind == "qwen2_moe" and not shared):
+            return None
+        if not all(sparse):
+            found["moe_layer_freq"] = [int(experts) for experts in sparse]
+        count = values["num_experts"] if "num_experts" in values else values["num_local_experts"]  # later files' name
+        found |= {"num_experts": count, "num_experts_per_tok": values["num_experts_per_tok"]}
+        found |= {"moe_intermediate_size": values["moe_intermediate_size"], "num_shared_experts": shared}
+        found["norm_topk_prob"] = bool(values.get("norm_topk_prob", False))
+    return found
+
+
+def _content(source: str, key: str) -> dict[str, Any]:
+    """The `config.json` of a directory. Raises ConfigError, about `model.key`, where it cannot be read."""
     path = Path(source).expanduser() / "config.json"
     try:
         content = json.loads(read_file(path, _MOST_BYTES, "a model's configuration"))
         if not isinstance(content, dict):
             raise ValueError("it holds no table")
     except (OSError, ValueError, RecursionError, PipeloomError) as error:
-        raise ConfigError(f'model.source = "{source}": {path} cannot be read: {error}') from error
+        raise ConfigError(f'model.{key} = "{source}": {path} cannot be read: {error}') from error
+    return content
+
+
+def sizes(source: str) -> dict[str, Any]:
+    """Keys of `[model]` for the model in `source`. Raises ConfigError where its configuration cannot be read."""
+    path, content = Path(source).expanduser() / "config.json", _content(source, "source")
     inner = content.get("text_config")
     values = {**content, **inner} if isinstance(inner, dict) else content
     found = {}

@@ -6,9 +6,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from pipeloom.config.balance import balance
 from pipeloom.config.cross_checks import cross_problems
+from pipeloom.config.expert_checks import user_classes
 from pipeloom.config.fault import Fault, fault_problem, parse_fault
 from pipeloom.config.keys import naming_keys
 from pipeloom.config.problems import shown
@@ -38,6 +40,7 @@ class Layout:
         fault: a failure to make on purpose, or None.
         search: what `schedule.name = "search"` asks for, else None.
         code: the file of a schedule that is `module:function`, else None.
+        classes: key of `[model]` -> the user's class that it names as `module:class`.
         origins: "section.key" -> where its value is from: default, a file, a flag, or the environment.
     """
 
@@ -50,6 +53,7 @@ class Layout:
     fault: Fault | None = None
     search: SearchRequest | None = None
     code: str | None = None
+    classes: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -66,14 +70,20 @@ def resolve(config: Config) -> Layout:
     return layout
 
 
-def examine(config: Config, wrong: Collection[str] = (), folder: Path | None = None) -> tuple[Layout | None, list[str]]:
+def examine(
+    config: Config, wrong: Collection[str] = (), folders: Mapping[str, Path] | None = None
+) -> tuple[Layout | None, list[str]]:
     """(the layout or None, a sentence for each problem). What depends on a `wrong` key is not looked at.
 
-    A schedule that is `module:function` is imported from `folder` (None: the working directory).
+    Code that a key names as `module:function` is imported from its folder in `folders`, "section.key" -> folder, else from
+    the working directory.
 
     Raises ScheduleError when the schedule cannot run and nothing else is the matter.
     """
+    folders = folders or {}
     problems = cross_problems(config, wrong)
+    classes, unusable = user_classes(config, folders) if not any(key.startswith("model") for key in wrong) else ({}, [])
+    problems += unusable
     computed = COMPUTED in (config.parallel.pp, config.parallel.dp, config.parallel.tp)
     if computed or (wrong and any(key.partition(".")[0] in ("schedule", "parallel") for key in wrong)):
         return None, problems
@@ -83,7 +93,7 @@ def examine(config: Config, wrong: Collection[str] = (), folder: Path | None = N
     try:
         if config.schedule.name == SEARCH:
             request = search_request(config)
-        schedule = request.first if request is not None else make_schedule(config, folder)
+        schedule = request.first if request is not None else make_schedule(config, folders.get("schedule.name"))
         check(schedule, transport="batched" if config.schedule.transport == "batched" else "individual")
     except ConfigError as error:
         problems += error.problems
@@ -114,6 +124,7 @@ def examine(config: Config, wrong: Collection[str] = (), folder: Path | None = N
         fault=parse_fault(config.debug.fault),
         search=request,
         code=source_file(config.schedule.name) if is_function(config.schedule.name) else None,
+        classes=classes,
     ), []
 
 

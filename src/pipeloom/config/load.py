@@ -11,8 +11,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipeloom.config.adapter import adapter_keys
+from pipeloom.config.expert_checks import CLASS_KEYS
 from pipeloom.config.files import Merged, built_in, lay_file
-from pipeloom.config.hub import sizes
+from pipeloom.config.hub import is_directory, own_sizes, sizes
 from pipeloom.config.layout import Layout, examine
 from pipeloom.config.overrides import nested
 from pipeloom.config.problems import sentences
@@ -21,6 +22,8 @@ from pipeloom.config.sections import COMPUTED, Config
 from pipeloom.config.vocabulary import vocabulary_size
 from pipeloom.errors import ConfigError, PipeloomError
 from pipeloom.schedule.files import names_a_file
+
+CODE_KEYS = ("schedule.name", *(f"model.{key}" for key in CLASS_KEYS))  # they may name code of the user's
 
 
 def load(path: str | Path | None = None, *overrides: Mapping[str, Any]) -> Config:
@@ -44,8 +47,8 @@ def load_layout(
     """`resolve(load(path, *overrides))` with the problems of both in one ConfigError.
 
     `world_size` is the number of workers that somebody else started (torchrun); another number than the layout's is a
-    problem too. A schedule that is `module:function` is imported from the folder of the file that names it; of one that
-    `overrides` name, from `folder` (None: the working directory). Raises ScheduleError when all keys are fine and the
+    problem too. Code that a key names as `module:function` is imported from the folder of the file that names it; where
+    `overrides` name it, from `folder` (None: the working directory). Raises ScheduleError when all keys are fine and the
     schedule cannot run.
     """
     merged = merge(path, *overrides)
@@ -58,11 +61,9 @@ def load_layout(
     sizes: list[str] = []
     if not any(key.startswith("parallel") for key in wrong):
         chosen, sizes = _computed(chosen, world_size)
-    origin = merged.origins.get("schedule.name", "")
-    if Path(origin).is_file():
-        folder = Path(origin).absolute().parent
+    folders = {key: _folder(merged.origins.get(key, ""), folder) for key in CODE_KEYS}
     try:
-        layout, more = examine(chosen, {*wrong, "parallel"} if sizes and COMPUTED in _axes(chosen) else wrong, folder)
+        layout, more = examine(chosen, {*wrong, "parallel"} if sizes and COMPUTED in _axes(chosen) else wrong, folders)
     except PipeloomError:
         if problems:
             raise ConfigError(problems) from None
@@ -72,6 +73,11 @@ def load_layout(
     if problems or layout is None:
         raise ConfigError(problems)
     return replace(layout, origins=_origins(merged, config or chosen, chosen))
+
+
+def _folder(origin: str, given: Path | None) -> Path:
+    """Return where code is imported from that a key with this origin names."""
+    return Path(origin).absolute().parent if Path(origin).is_file() else (given or Path())
 
 
 def _origins(merged: Merged, before: Config, after: Config) -> dict[str, str]:
@@ -124,18 +130,30 @@ def _adopt_file_sizes(merged: Merged) -> None:
 def _adopt_model_sizes(merged: Merged) -> None:
     """A model from a directory has its own sizes. Raises ConfigError for sizes that the user gave beside it."""
     model = merged.values.get("model")
-    source = model.get("source") if isinstance(model, dict) else None
-    if not isinstance(model, dict) or not isinstance(source, str) or not source:
+    if not isinstance(model, dict):
         return
-    own = sizes(source)
+    source, weights = (model.get(key) for key in ("source", "weights"))
+    if isinstance(source, str) and source:
+        _take_sizes(merged, model, "source", source, sizes(source))
+        model["source"] = str(Path(source).expanduser().absolute())
+    elif isinstance(weights, str) and weights and is_directory(weights):
+        _take_sizes(merged, model, "weights", weights, own_sizes(weights))
+
+
+def _take_sizes(merged: Merged, model: dict[str, Any], which: str, directory: str, own: Mapping[str, Any]) -> None:
+    """Lay the sizes `own`, of the directory that `model.which` names, over the default's."""
     for key in sorted(merged.given):
         section, _, name = key.partition(".")
-        if section == "model" and name != "source" and name in model and model[name] != own.get(name):
+        if section != "model" or name == which or name not in model:
+            continue
+        if which == "weights" and name not in own:
+            continue  # how our own decoder trains, such as dropout
+        if model[name] != own.get(name):
             raise ConfigError(
-                f'{key} = {model[name]}: the model of model.source = "{source}" has its own; leave it out'
+                f'{key} = {model[name]}: the model of model.{which} = "{directory}" has its own; leave it out'
             )
-    merged.origins.update(dict.fromkeys((f"model.{key}" for key in own), f"{source}/config.json"))
-    model.update(own, source=str(Path(source).expanduser().absolute()))
+    merged.origins.update(dict.fromkeys((f"model.{key}" for key in own), f"{directory}/config.json"))
+    model.update(own)
 
 
 def _adopt_adapter(merged: Merged) -> None:
@@ -160,6 +178,8 @@ def _adopt_vocabulary(merged: Merged) -> None:
     model, data = merged.values.get("model"), merged.values.get("data")
     if not isinstance(model, dict) or not isinstance(data, dict) or model.get("source"):
         return
+    if isinstance(model.get("weights"), str) and model["weights"] and is_directory(model["weights"]):
+        return  # it has a vocabulary of its own
     name = data.get("tokenizer")
     if not isinstance(name, str) or name in ("auto", "bytes") or "model.vocab_size" in merged.given:
         return

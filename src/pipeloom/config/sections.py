@@ -91,6 +91,13 @@ def _is_frequency(value: Any) -> Any:
     return tuple(value)
 
 
+def _is_class(value: str) -> str:
+    module, colon, name = value.partition(":")
+    if value and not (colon and name.isidentifier() and all(part.isidentifier() for part in module.split("."))):
+        raise ValueError("it must be module:class, such as my_experts:Experts; nearest: empty, the built-in class")
+    return value
+
+
 def _are_transforms(value: Any) -> Any:
     words = [word.strip() for word in value.split(",")] if isinstance(value, str) else value
     if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
@@ -158,6 +165,7 @@ def _are_targets(value: Any) -> Any:
 
 
 ScheduleName = Annotated[str, Field(min_length=1), AfterValidator(canonical_name)]
+ClassName = Annotated[str, AfterValidator(_is_class)]
 Degree = Annotated[int, Field(le=MOST_WORKERS), AfterValidator(_is_degree)]
 Timeout = Annotated[float | Literal["auto"], BeforeValidator(_is_timeout)]
 Dtype = Annotated[DtypeName, BeforeValidator(_is_dtype)]
@@ -181,7 +189,8 @@ class ModelSection(Section):
         description="a Hugging Face directory: its model is trained, and the other keys are its sizes; empty: our own decoder"
     )
     weights: str = Field(
-        description="a checkpoint whose weights our own decoder begins with; empty: drawn from train.seed"
+        description="a checkpoint or a Hugging Face directory (Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen-MoE) whose weights "
+        "our own decoder begins with; empty: drawn from train.seed"
     )
     num_hidden_layers: Blocks = Field(description="transformer blocks")
     hidden_size: Count = Field(description="width of a token")
@@ -214,6 +223,8 @@ class ModelSection(Section):
     router: RouterName = Field(
         description="softmax, noisy, switch (1 expert), gshard (2), sigmoid (balanced by a bias)"
     )
+    experts_class: ClassName = Field(description="your own class of experts, as module:class; empty: SwiGLU")
+    router_class: ClassName = Field(description="your own subclass of TopKGate, as module:class; empty: router alone")
     capacity_factor: NotNegative = Field(
         description="rows an expert takes, over an even share; 0: all, nothing is dropped"
     )
@@ -222,7 +233,7 @@ class ModelSection(Section):
 
     def shape(self) -> DecoderShape:
         """These values as the library takes them. Raises ArgumentError for sizes that contradict each other."""
-        return DecoderShape(**self.model_dump(exclude={"source", "weights"}))
+        return DecoderShape(**self.model_dump(exclude={"source", "weights", "experts_class", "router_class"}))
 
     @property
     def head_width(self) -> int:

@@ -6,10 +6,17 @@ Such a module is a program that runs with the user's rights, so a configuration 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, TypeVar
+
+from pipeloom.errors import PipeloomError, ScheduleError, UsageError
+
+Result = TypeVar("Result")
 
 
 @contextlib.contextmanager
@@ -38,3 +45,69 @@ def is_function(name: str) -> bool:
 def source_file(name: str) -> str | None:
     """The file that `module:function` was imported from; None where it has not been, or has no file."""
     return getattr(sys.modules.get(name.partition(":")[0]), "__file__", None)
+
+
+def user_object(name: str, folder: Path, what: str) -> Any:
+    """Return the function or class that `module:function` names, imported inside `importable_from(folder)`.
+
+    Args:
+        what: what it is used as, for the messages ("schedule").
+
+    Raises:
+        UsageError: there is no such module or name, the name is nothing that can be called, or importing raised, with the
+            file and line of the user's code.
+    """
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = run_user_code(name, what, lambda: importlib.import_module(module_name))
+    except UsageError as error:
+        if isinstance(error.__cause__, ModuleNotFoundError) and error.__cause__.name == module_name:
+            raise UsageError(f"{error} among what is installed, nor in {folder.absolute()}") from None
+        raise
+    try:
+        found = getattr(module, attribute)
+    except AttributeError as error:
+        raise UsageError(f"{what} {name!r:.200}: {error}") from None
+    if not callable(found):
+        raise UsageError(f"{what} {name!r:.200} is not a {'class' if what == 'class' else 'function'}")
+    return found
+
+
+def run_user_code(name: str, what: str, run: Callable[[], Result]) -> Result:
+    """The result of `run`, which executes code of the user's module that `name` is from.
+
+    Raises UsageError (ScheduleError where the user's code raised one) that names the file and line for any exception.
+    """
+    try:
+        return run()
+    except Exception as error:
+        where, raised = _origin(error, name), f"{type(error).__name__}: {error}".rstrip(": ")
+        if isinstance(error, SyntaxError):
+            raised = f"{type(error).__name__}: {error.msg}"
+        if where is None:  # not a line of the user's: no such module, or a call that the function does not take
+            raise UsageError(f"{what} {name!r:.200}: {error}") from error
+        kind = ScheduleError if isinstance(error, ScheduleError) else UsageError
+        text = str(error) if isinstance(error, PipeloomError) else f"{what} {name!r:.200} raised {raised}"
+        raise kind(f"{where}: {text}") from error
+
+
+def _origin(error: Exception, name: str) -> str | None:
+    """`file:line` of the user's code that raised the error: its innermost line in the module of `name`.
+
+    Where no line of that module ran, the innermost line of any file outside Pipeloom and the import system; else None.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{_short_path(error.filename)}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    here = str(Path(__file__).parents[1])
+    outside = [f for f in frames if not f.filename.startswith((here, "<frozen ")) and f.filename != importlib.__file__]
+    spec = sys.modules.get(name.partition(":")[0])
+    file = getattr(spec, "__file__", None)
+    own = [frame for frame in outside if frame.filename == file] or outside
+    return f"{_short_path(own[-1].filename)}:{own[-1].lineno}" if own else None
+
+
+def _short_path(file: str) -> str:
+    """`file` relative to the working directory where it lies below it."""
+    path, here = Path(file), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else file

@@ -15,9 +15,12 @@ from torch import Tensor
 
 from pipeloom.config import Config
 from pipeloom.config.adapter import ADAPTER_CONFIG
+from pipeloom.config.hub import is_directory
 from pipeloom.errors import CheckpointError, ConfigError
 from pipeloom.models.adapters import LoraOptions, adapter_name, is_adapter
-from pipeloom.models.hf.weights import Folder
+from pipeloom.models.hf.library import causal_model, read_config
+from pipeloom.models.hf.weights import Folder, PretrainedWeights
+from pipeloom.models.names import hub_name
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime import Pipeline
 from pipeloom.train.checkpoint.boxes import Box
@@ -41,7 +44,10 @@ def base_weights(config: Config) -> BaseWeights | None:
     if config.model.source:
         path = Path(config.model.source).expanduser()
         return BaseWeights("hugging face", str(path), directory_digest(path))
-    path = newest_checkpoint(Path(config.model.weights).expanduser().absolute())
+    weights = Path(config.model.weights).expanduser().absolute()
+    if is_directory(str(weights)):
+        return BaseWeights("hugging face", str(weights), directory_digest(weights))
+    path = newest_checkpoint(weights)
     return BaseWeights("checkpoint", str(path), checkpoint_digest(path))
 
 
@@ -77,11 +83,41 @@ def begin_weights(config: Config, pipeline: Pipeline, resumed: bool = False) -> 
     Raises CheckpointError and ConfigError where they are not there or are others', or where no layer has an adapter.
     """
     if config.model.weights and (config.lora.r or not resumed):
-        _read_checkpoint(Path(config.model.weights).expanduser().absolute(), pipeline)
+        weights = Path(config.model.weights).expanduser().absolute()
+        (read_directory if is_directory(str(weights)) else _read_checkpoint)(weights, pipeline)
     if config.lora.r:
         _require_adapters(config, pipeline)
     if config.lora.adapter and not resumed:
         read_adapter(Path(config.lora.adapter).expanduser(), pipeline)
+
+
+@torch.no_grad()
+def read_directory(path: Path, pipeline: Pipeline) -> int:
+    """Put the weights of a Hugging Face directory into our own decoder, of each this rank's part.
+
+    Experts' gate and up matrices, which `transformers` has as one in memory, are read from where the files have them.
+
+    Returns:
+        the bytes of tensors that this rank has read.
+
+    Raises ConfigError for a weight that the directory lacks, or that has another shape.
+    """
+    weights = PretrainedWeights(path, causal_model(read_config(path), None))
+    for held in holders(pipeline):
+        if is_adapter(held.name) or not held.parameter:
+            continue
+        target = held.tensor if held.tensor.is_contiguous() else held.tensor.contiguous()
+        name, offset, shape = hub_name(held.name), list(held.offset), list(held.shape)
+        stem, _, matrix = name.removesuffix(".weight").rpartition("experts.")
+        if matrix in ("gate_proj", "up_proj") and len(shape) == 3:
+            offset[1] += shape[1] * (matrix == "up_proj")
+            name, shape[1] = f"{stem}experts.gate_up_proj", 2 * shape[1]
+        elif matrix == "down_proj" and len(shape) == 3:
+            name = f"{stem}experts.down_proj"
+        weights.load_part(name, target, offset, shape)
+        if target is not held.tensor:
+            held.tensor.copy_(target)
+    return weights.folder.bytes_read
 
 
 @torch.no_grad()

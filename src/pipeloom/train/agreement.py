@@ -13,6 +13,7 @@ from pipeloom.config import Layout
 from pipeloom.errors import DistributedError
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime.health.handshake import differences, source_facts
+from pipeloom.schedule.functions import source_file
 
 if TYPE_CHECKING:
     from pipeloom.train.context import WorkerContext
@@ -69,4 +70,8 @@ def _settings(layout: Layout) -> dict[str, Any]:
     settings = {key: value for key, value in settings.items() if key not in MAY_DIFFER}
     if layout.code is not None:
         settings["code of the schedule"] = fingerprint(Path(layout.code).read_bytes())
+    for key in layout.classes:
+        file = source_file(getattr(layout.config.model, key))
+        if file is not None:
+            settings[f"code of model.{key}"] = fingerprint(Path(file).read_bytes())
     return settings

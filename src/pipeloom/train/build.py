@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeloom.config import Config, Layout
 from pipeloom.config.keys import naming_keys
-from pipeloom.models import cross_entropy, hf, layers, names, tied, token_loss
+from pipeloom.models import MoeClasses, cross_entropy, hf, layers, names, tied, token_loss
 from pipeloom.models.adapters import LoraOptions, with_adapters
 from pipeloom.ops.layer import Layer
 from pipeloom.parallel.mesh import Mesh, PipelineMesh
@@ -60,7 +60,7 @@ def build_pipeline(
     )
     with naming_keys():
         return Pipeline(
-            model_layers(config, kind, device, tensor, mesh),
+            model_layers(config, kind, device, tensor, mesh, moe_classes(layout)),
             layout.schedule,
             loss=_loss(config, tensor),
             mesh=mesh,
@@ -76,14 +76,24 @@ def model_layers(
     device: torch.device,
     tensor: TensorParallel | None = None,
     mesh: Mesh | PipelineMesh | None = None,
+    classes: MoeClasses = MoeClasses(),
 ) -> list[Layer]:
     """The layers of a configuration's model, with its adapters."""
     options = lora_options(config)
     if config.model.source:
         chosen: list[Layer] = foreign(config.model.source, dtype)
     else:
-        chosen = layers(config.model.shape(), config.train.seed, dtype, device, tensor, spread_of(config, mesh))
+        spread = spread_of(config, mesh)
+        chosen = layers(config.model.shape(), config.train.seed, dtype, device, tensor, spread, classes)
     return chosen if options is None else with_adapters(chosen, options, config.train.seed)
+
+
+def moe_classes(layout: Layout) -> MoeClasses:
+    """Return the classes of a layout's experts and routers."""
+    usual = MoeClasses()
+    return MoeClasses(
+        layout.classes.get("experts_class", usual.experts), layout.classes.get("router_class", usual.router)
+    )
 
 
 def lora_options(config: Config) -> LoraOptions | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ import torch
 
 from pipeloom.config import Layout, load_layout
 from pipeloom.config.adapter import ADAPTER_CONFIG, read_adapter_config
+from pipeloom.config.expert_checks import CLASS_KEYS
+from pipeloom.config.hub import is_directory
 from pipeloom.errors import CheckpointError, ConfigError, UsageError
 from pipeloom.models.hf.library import read_config
 from pipeloom.runtime import Pipeline
@@ -47,11 +50,12 @@ class Text:
     ends: tuple[int, ...]
 
 
-def open_model(path: Path, prompts: int, flags: Mapping[str, Any]) -> OpenedModel:
+def open_model(path: Path, prompts: int, flags: Mapping[str, Any], trust_code: bool = False) -> OpenedModel:
     """Find what is at `path`, and lay it out for `prompts` sequences at a time.
 
     Args:
         flags: keys of the configuration that the layout has beside the model's, such as "parallel.pp".
+        trust_code: import the classes that a checkpoint's model names as `module:class`.
 
     Raises CheckpointError for a path that is no model; ConfigError for a layout that does not fit it.
     """
@@ -76,7 +80,14 @@ def open_model(path: Path, prompts: int, flags: Mapping[str, Any]) -> OpenedMode
     if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
         raise CheckpointError(f"{checkpoint}: it does not say which model it is of; no trainer has written it")
     model = config["model"]
-    source = model.get("source")
+    source, weights = model.get("source"), model.get("weights")
+    hub = source or (weights if isinstance(weights, str) and weights and is_directory(weights) else None)
+    for key in CLASS_KEYS:
+        if model.get(key) and not trust_code:
+            raise ConfigError(
+                f"{checkpoint}: its model is code, model.{key} = {json.dumps(str(model[key])[:200])}, which would be imported "
+                "and run; --trust-code allows it"
+            )
     values = {"source": source} if source else {key: value for key, value in model.items() if value is not None}
     if not config.get("lora", {}).get("r"):
         values.pop("weights", None)  # those that the run began with; the checkpoint has its own
@@ -85,7 +96,7 @@ def open_model(path: Path, prompts: int, flags: Mapping[str, Any]) -> OpenedMode
     for section, key in (("train", "dtype"), ("data", "tokenizer"), ("data", "bos"), ("data", "eos")):
         if key in config.get(section, {}):
             keys[f"{section}.{key}"] = config[section][key]
-    return OpenedModel(load_layout(None, {**keys, **layout, **flags}), checkpoint, Path(source) if source else None)
+    return OpenedModel(load_layout(None, {**keys, **layout, **flags}), checkpoint, Path(hub) if hub else None)
 
 
 def open_pipeline(opened: OpenedModel, device: torch.device, watchdog: Any = None) -> Pipeline:

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pipeloom.config import ModelSection, load
-from pipeloom.config.hub import expert_blocks
+from pipeloom.config.expert_checks import CLASS_KEYS
+from pipeloom.config.hub import own_values
 from pipeloom.config.sections import LoraSection
 from pipeloom.decoder_shape import DecoderShape
 from pipeloom.errors import CheckpointError, ConfigError
@@ -96,6 +97,11 @@ def _layers_of(reader: Reader, section: ModelSection) -> Iterator[dict[str, Tens
 
 def _write(out: Path, section: ModelSection, dtype: torch.dtype, layers_of: Iterator[dict[str, Tensor]]) -> None:
     """Write a model's weights, its configuration, and the tokenizer's files of the directory that it comes from."""
+    for key in CLASS_KEYS:
+        if getattr(section, key):
+            raise ConfigError(
+                f'model.{key} = "{getattr(section, key)}": no model of transformers computes what your class does'
+            )
     config = read_config(section.source) if section.source else hub_config(section.shape())
     config.dtype = dtype
     model = causal_model(config, dtype)
@@ -135,6 +141,9 @@ def _export_adapters(reader: Reader, base: BaseWeights, out: Path, merge: bool) 
         )
     if base.kind == "hugging face":
         foreign = hf.layers(path)
+        section = section.model_copy(
+            update={"source": base.path}
+        )  # of our own decoder, too: the file names are the directory's
         _refuse_tied(foreign.tied, adapters)
         dtype = next(foreign.cut.model.parameters()).dtype
         _write(out, section, dtype, _merged_layers(foreign, adapters, options.scale))
@@ -195,7 +204,7 @@ def import_directory(source: Path, out: Path) -> tuple[Path, bool]:
         (the checkpoint, whether it is of our own decoder).
     """
     config = read_config(source)
-    values = own_values(config)
+    values = own_values(config.to_dict())
     foreign = hf.layers(source, dtype=None)
     section = load(
         None, {f"model.{key}": value for key, value in (values or {"source": str(source.absolute())}).items()}
@@ -288,60 +297,6 @@ def hub_config(shape: DecoderShape) -> Any:
         decoder_sparse_step=1,
         mlp_only_layers=dense,
     )
-
-
-def own_values(config: Any) -> dict[str, Any] | None:
-    """Keys of `[model]` with which our own decoder computes the model of a configuration; None: none do."""
-    kind, rope = config.model_type, getattr(config, "rope_parameters", None) or {}
-    plain = (
-        getattr(config, "hidden_act", "silu") == "silu"
-        and rope.get("rope_type", "default") == "default"
-        and rope.get("partial_rotary_factor", 1.0) == 1.0
-        and not getattr(config, "mlp_bias", False)
-        and (kind == "qwen2" or kind == "qwen2_moe" or not getattr(config, "sliding_window", None))
-        and not getattr(config, "use_sliding_window", False)
-    )
-    if not plain or kind not in ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe"):
-        return None
-    values = {
-        "num_hidden_layers": config.num_hidden_layers,
-        "hidden_size": config.hidden_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads or config.num_attention_heads,
-        "intermediate_size": config.intermediate_size,
-        "vocab_size": config.vocab_size,
-        "tie_word_embeddings": bool(config.tie_word_embeddings),
-        "rope_theta": float(rope.get("rope_theta", 10000.0)),
-        "rms_norm_eps": float(config.rms_norm_eps),
-        "attention_bias": bool(kind in ("llama", "qwen3", "qwen3_moe") and config.attention_bias),
-        "qkv_bias": bool(kind == "qwen2" or (kind == "qwen2_moe" and config.qkv_bias)),
-    }
-    values["qk_norm"] = kind in ("qwen3", "qwen3_moe")
-    if getattr(config, "head_dim", None):
-        values["head_dim"] = config.head_dim
-    if kind == "mixtral":
-        values |= {"num_experts": config.num_local_experts, "num_experts_per_tok": config.num_experts_per_tok}
-        values |= {"moe_intermediate_size": config.intermediate_size, "norm_topk_prob": True, "num_shared_experts": 0}
-    if kind == "qwen3_moe":
-        sparse = expert_blocks(config.to_dict(), config.num_hidden_layers)
-        if not any(sparse):
-            return None
-        values |= {"num_experts": config.num_experts, "num_experts_per_tok": config.num_experts_per_tok}
-        values |= {"moe_intermediate_size": config.moe_intermediate_size, "norm_topk_prob": bool(config.norm_topk_prob)}
-        values["num_shared_experts"] = 0
-        if not all(sparse):
-            values["moe_layer_freq"] = [int(experts) for experts in sparse]
-    if kind == "qwen2_moe":
-        shared, odd = divmod(config.shared_expert_intermediate_size, config.moe_intermediate_size)
-        sparse = expert_blocks(config.to_dict(), config.num_hidden_layers)
-        if odd or not shared or not any(sparse):
-            return None
-        if not all(sparse):
-            values["moe_layer_freq"] = [int(experts) for experts in sparse]
-        values |= {"num_experts": config.num_experts, "num_experts_per_tok": config.num_experts_per_tok}
-        values |= {"moe_intermediate_size": config.moe_intermediate_size, "norm_topk_prob": bool(config.norm_topk_prob)}
-        values["num_shared_experts"] = shared
-    return values
 
 
 def to_hub(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

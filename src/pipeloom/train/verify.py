@@ -38,7 +38,7 @@ from pipeloom.runtime.layer_names import LayerNames
 from pipeloom.runtime.stage_modules import LayerSource, layer_name
 from pipeloom.schedule.model import Schedule
 from pipeloom.train.agreement import require_agreement
-from pipeloom.train.build import build_pipeline, model_layers, ties
+from pipeloom.train.build import build_pipeline, model_layers, moe_classes, ties
 from pipeloom.train.data.batches import Batch
 from pipeloom.train.rank_tensors import RankTensors, whole
 from pipeloom.train.schedule_search import estimated
@@ -208,7 +208,9 @@ def pipeline_step(layout: Layout, device: torch.device, mesh: Mesh, watchdog: Wa
 def serial_step(layout: Layout, device: torch.device) -> Step:
     """The same step in one process: the whole model, one micro-batch after the other, replica after replica."""
     config = layout.config
-    built = [(layer.name, layer()) for layer in model_layers(config, _dtype(layout), device)]
+    built = [
+        (layer.name, layer()) for layer in model_layers(config, _dtype(layout), device, classes=moe_classes(layout))
+    ]
     modules = [module for _, module in built]
     grad_context = WeightGradContext()
     for module in modules:

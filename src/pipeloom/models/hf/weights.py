@@ -136,33 +136,44 @@ class _Group:
 
         Then no tensor is in memory twice, as it would be in the conversion's own way.
         """
+        tiles = self.tiles(folder, tuple(target.shape)) if target.is_contiguous() else None
+        if tiles is None:
+            return False
+        for key, place in tiles:
+            if len(place) == target.ndim:
+                folder.read_into(key, target)
+            else:
+                expert, row = place
+                folder.read_into(key, target[expert, row : row + folder.entries[key].shape[0]])
+        return True
+
+    def tiles(self, folder: Folder, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]] | None:
+        """Return the tensors that a weight of `shape` is put together from, where the conversion does nothing else.
+
+        Each with its place: zeros for a whole weight, and (expert, first row) for a matrix of experts in three dimensions.
+        """
         kinds = [type(each).__name__ for each in self.conversion.operations] if self._converts else []
         patterns = list(self.conversion.source_patterns)
         if not self._converts and len(self.sources) == 1:
-            shape = folder.entries[self.sources[0][0]].shape
-            if type(self.conversion).__name__ == "WeightRenaming" and shape == tuple(target.shape):
-                folder.read_into(self.sources[0][0], target)
-                return True
-            return False
-        if kinds not in (["MergeModulelist"], ["MergeModulelist", "Concatenate"]) or not target.is_contiguous():
-            return False
+            key = self.sources[0][0]
+            if type(self.conversion).__name__ == "WeightRenaming" and folder.entries[key].shape == shape:
+                return [(key, (0,) * len(shape))]
+            return None
+        if kinds not in (["MergeModulelist"], ["MergeModulelist", "Concatenate"]):
+            return None
         dims = [each.dim for each in self.conversion.operations]
         if dims not in ([0], [0, 1]) or (len(dims) == 1 and len(patterns) > 1):
-            return False
+            return None
         keys = [[key for key, pattern in self.sources if pattern == each] for each in patterns]
         shapes = [{folder.entries[key].shape for key in group} for group in keys]
         if any(len(each) != 1 for each in shapes) or len({len(group) for group in keys}) != 1:
-            return False
+            return None
         heights = [next(iter(each))[0] for each in shapes]
         rest = next(iter(shapes[0]))[1:]
-        if (len(keys[0]), sum(heights), *rest) != tuple(target.shape):
-            return False
-        row = 0
-        for group, height in zip(keys, heights, strict=True):
-            for expert, key in enumerate(group):
-                folder.read_into(key, target[expert, row : row + height])
-            row += height
-        return True
+        if (len(keys[0]), sum(heights), *rest) != shape:
+            return None
+        rows = [sum(heights[:at]) for at in range(len(heights))]
+        return [(key, (expert, row)) for group, row in zip(keys, rows, strict=True) for expert, key in enumerate(group)]
 
     @property
     def _converts(self) -> bool:
@@ -205,6 +216,37 @@ class PretrainedWeights:
                     break
         if missing:
             raise ConfigError(f"{self.folder.path} has no weights for {prefix}{min(missing)}")
+
+    @torch.no_grad()
+    def load_part(self, name: str, target: Tensor, offset: Sequence[int], shape: Sequence[int]) -> None:
+        """Fill a contiguous tensor with the part, beginning at `offset`, of the model's weight `name` of `shape`.
+
+        Nothing else is read where the directory's tensors are only put together, as those of experts; else the weight is made
+        whole. Raises ConfigError for a weight that the directory lacks, or that has another shape.
+        """
+        full = next((each for each in [name, *_twins(self._model).get(name, ())] if each in self._groups), None)
+        if full is None:
+            raise ConfigError(f"{self.folder.path} has no weights for {name}")
+        known, group = self._groups[full]
+        tiles = group.tiles(self.folder, tuple(shape))
+        if tiles is None:
+            value = group.convert(known, self.folder, self._model)[full]
+            value = value[0] if isinstance(value, list) else value
+            if tuple(value.shape) != tuple(shape):
+                raise ConfigError(
+                    f"{self.folder.path}: {full} is {list(value.shape)}, and the configuration says {list(shape)}"
+                )
+            target.copy_(value[tuple(slice(a, a + n) for a, n in zip(offset, target.shape, strict=True))])
+            return
+        for key, place in tiles:
+            if len(place) == target.ndim:
+                self.folder.read_into(key, target, offset)
+                continue
+            (expert, row), height = place, self.folder.entries[key].shape[0]
+            first, stop = max(row, offset[1]), min(row + height, offset[1] + target.shape[1])
+            if offset[0] <= expert < offset[0] + target.shape[0] and first < stop:
+                part = target[expert - offset[0], first - offset[1] : stop - offset[1]]
+                self.folder.read_into(key, part, (first - row, *offset[2:]))
 
     def _fill(self, full: str, prefix: str, name: str, places: Mapping[str, Tensor]) -> set[str]:
         """Read what the weight `full` is made of; the names in the module of all that this fills."""

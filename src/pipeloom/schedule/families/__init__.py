@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import importlib
 import inspect
 import re
-import sys
-import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from pipeloom.errors import PipeloomError, ScheduleError, UsageError, did_you_mean
+from pipeloom.errors import UsageError, did_you_mean
 from pipeloom.schedule.costs import Costs
 from pipeloom.schedule.families.chimera import chimera
 from pipeloom.schedule.families.dualpipe import dualpipe
@@ -32,12 +29,11 @@ from pipeloom.schedule.families.zb_auto import zb_auto
 from pipeloom.schedule.families.zb_h1 import zb_h1
 from pipeloom.schedule.families.zb_h2 import zb_h2
 from pipeloom.schedule.families.zbv import zbv
-from pipeloom.schedule.functions import importable_from
+from pipeloom.schedule.functions import importable_from, run_user_code, user_object
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.transforms import split_cooldown
 
 Family = Callable[..., Schedule]
-BuildResult = TypeVar("BuildResult")
 
 COOLDOWNS = ("whole", "split")
 
@@ -178,7 +174,7 @@ def _build(
             raise UsageError(f"schedule {name} has no option {key!r:.200}{did_you_mean(key, known)}")
     if costs is not None and "costs" in parameters:
         arguments["costs"] = costs
-    made = family(**arguments) if name in FAMILIES else _from_user(name, lambda: family(**arguments))
+    made = family(**arguments) if name in FAMILIES else run_user_code(name, "schedule", lambda: family(**arguments))
     if not isinstance(made, Schedule):
         raise UsageError(f"{name} returned {type(made).__name__}, not a Schedule")
     if chunks is not None and made.chunks != chunks:
@@ -192,58 +188,5 @@ def _find(name: str, folder: Path) -> Family:
     if name in FAMILIES:
         return FAMILIES[name]
     if ":" in name:
-        module_name, _, function = name.partition(":")
-        try:
-            module = _from_user(name, lambda: importlib.import_module(module_name))
-        except UsageError as error:
-            if isinstance(error.__cause__, ModuleNotFoundError) and error.__cause__.name == module_name:
-                raise UsageError(f"{error} among what is installed, nor in {folder.absolute()}") from None
-            raise
-        try:
-            found = getattr(module, function)
-        except AttributeError as error:
-            raise UsageError(f"schedule {name!r:.200}: {error}") from None
-        if not callable(found):
-            raise UsageError(f"schedule {name!r:.200} is not a function")
-        return found  # type: ignore[no-any-return]
+        return user_object(name, folder, "schedule")  # type: ignore[no-any-return]
     raise unknown_name(name)
-
-
-def _from_user(name: str, run: Callable[[], BuildResult]) -> BuildResult:
-    """The result of `run`, which executes code of the user's module of the schedule `name`.
-
-    Raises UsageError (ScheduleError where the user's code raised one) that names the file and line for any exception.
-    """
-    try:
-        return run()
-    except Exception as error:
-        where, what = _origin(error, name), f"{type(error).__name__}: {error}".rstrip(": ")
-        if isinstance(error, SyntaxError):
-            what = f"{type(error).__name__}: {error.msg}"
-        if where is None:  # not a line of the user's: no such module, or a call that the function does not take
-            raise UsageError(f"schedule {name!r:.200}: {error}") from error
-        kind = ScheduleError if isinstance(error, ScheduleError) else UsageError
-        text = str(error) if isinstance(error, PipeloomError) else f"schedule {name!r:.200} raised {what}"
-        raise kind(f"{where}: {text}") from error
-
-
-def _origin(error: Exception, name: str) -> str | None:
-    """`file:line` of the user's code that raised the error: its innermost line in the module of `name`.
-
-    Where no line of that module ran, the innermost line of any file outside Pipeloom and the import system; else None.
-    """
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{_short_path(error.filename)}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    here = str(Path(__file__).parents[2])
-    outside = [f for f in frames if not f.filename.startswith((here, "<frozen ")) and f.filename != importlib.__file__]
-    spec = sys.modules.get(name.partition(":")[0])
-    file = getattr(spec, "__file__", None)
-    own = [frame for frame in outside if frame.filename == file] or outside
-    return f"{_short_path(own[-1].filename)}:{own[-1].lineno}" if own else None
-
-
-def _short_path(file: str) -> str:
-    """`file` relative to the working directory where it lies below it."""
-    path, here = Path(file), Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else file

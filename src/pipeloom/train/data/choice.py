@@ -13,12 +13,12 @@ BYTES, AUTO, NONE = "bytes", "auto", "none"
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")  # one of which a tokenizer's directory has
 
 
-def tokenizer_name(tokenizer: str, model_source: str) -> str:
+def tokenizer_name(tokenizer: str, model: str) -> str:
     """Return what `data.tokenizer` means: "bytes", or a path; "auto" is that of the model's directory where it has one."""
     if tokenizer != AUTO:
         return tokenizer
-    folder = Path(model_source).expanduser()
-    return model_source if model_source and any((folder / name).is_file() for name in FILES) else BYTES
+    folder = Path(model).expanduser()
+    return model if model and any((folder / name).is_file() for name in FILES) else BYTES
 
 
 def is_plain_text(config: Config) -> bool:
@@ -27,7 +27,7 @@ def is_plain_text(config: Config) -> bool:
     Raises ConfigError where the kind of the source is not clear.
     """
     data = config.data
-    tokenizer = tokenizer_name(data.tokenizer, config.model.source)
+    tokenizer = tokenizer_name(data.tokenizer, config.model.source or config.model.weights)
     if tokenizer != BYTES or len(data.source) > 1 or data.validation or data.documents == "pack" or data.eos == "none":
         return False
     if data.format not in ("auto", "text") or not (

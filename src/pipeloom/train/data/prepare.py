@@ -161,7 +161,9 @@ def opened(config: Config, plan: Plan) -> Data:
 def tokenizer_of(config: Config) -> Tokenizer:
     """The run's tokenizer. Raises ConfigError for one that cannot be read, or that has more tokens than the model."""
     data = config.data
-    found = load_tokenizer(tokenizer_name(data.tokenizer, config.model.source), data.bos, data.eos)
+    found = load_tokenizer(
+        tokenizer_name(data.tokenizer, config.model.source or config.model.weights), data.bos, data.eos
+    )
     if found.vocab_size > config.model.vocab_size:
         raise ConfigError(
             f"model.vocab_size = {config.model.vocab_size}: the tokenizer {found.name} has {found.vocab_size:,} tokens; "
@@ -195,7 +197,7 @@ def _sources(config: Config) -> list[Source]:
 
 def _reading(config: Config) -> store.Reading:
     data = config.data
-    name = tokenizer_name(data.tokenizer, config.model.source)
+    name = tokenizer_name(data.tokenizer, config.model.source or config.model.weights)
     folder = Path(name).expanduser()
     return store.Reading(
         data.field,
