@@ -153,7 +153,7 @@ def wait_for_counts(rank: int) -> dict[int, dict[str, tuple[float, float]]]:
     stood = 0.0
 
     @contextmanager
-    def watch(name: str) -> Iterator[None]:
+    def watch(name: str, kind: str) -> Iterator[None]:
         nonlocal stood
         start = time.perf_counter()
         yield
