@@ -137,7 +137,9 @@ def test_a_command_says_the_flag(costs: dict[str, float], words: str) -> None:
 
 
 def test_a_shape_has_the_configurations_attributes() -> None:
-    assert set(DecoderShape.__dataclass_fields__) == set(ModelSection.model_fields) - {"source", "weights"}
+    assert set(DecoderShape.__dataclass_fields__) == set(ModelSection.model_fields) - {
+        *("source", "weights", "experts_class", "router_class")
+    }
 
 
 @pytest.mark.parametrize(
