@@ -22,9 +22,20 @@ Loss = Callable[[Any, Any], Tensor]
 """`loss(output, targets)` of one micro-batch: the mean over its targets, 0-dim."""
 
 _LOSS_TAG = 16
-# by process group: (work, tensor) of each loss that may still be under way. gloo forgets a send whose work is gone, while the
-# other rank still waits for it; so they stay for as long as the group does, also when their pipeline is dropped
-_SENDS: WeakKeyDictionary[Any, list[tuple[Any, Tensor]]] = WeakKeyDictionary()
+
+
+@dataclass
+class _Transfers:
+    """Transfers of losses of one process group that may still be under way: (work, tensor) each."""
+
+    sends: list[tuple[Any, Tensor]] = field(default_factory=list)
+    receives: list[tuple[Any, Tensor]] = field(default_factory=list)
+
+
+# They stay for as long as the group does, also when their pipeline is dropped. gloo forgets a send whose work is gone, while
+# the other rank still waits for it; and a receive: the loss then reaches the next receive, or, if it is arriving at that
+# moment, stays in the connection, which carries nothing any more.
+_TRANSFERS: WeakKeyDictionary[Any, _Transfers] = WeakKeyDictionary()
 
 
 def share_of_loss(loss: Callable[[Any, Any], Tensor], output: Any, targets: Any, share: float) -> Tensor:
@@ -146,7 +157,7 @@ class LossBroadcast:
         self._device = device
         self._alarm = alarm
         group = mesh.pipeline.group
-        self._sends: list[tuple[Any, Tensor]] = [] if group is None else _SENDS.setdefault(group, [])
+        self._transfers = _Transfers() if group is None else _TRANSFERS.setdefault(group, _Transfers())
         self._pending = PendingLoss(lambda: torch.zeros(1 + len(terms)), terms)
         one_pipeline = mesh.everyone.size == len(mesh.pipeline.ranks)
         self._source = schedule.placement[schedule.routes[0][-1]]
@@ -178,8 +189,9 @@ class LossBroadcast:
             return PendingLoss(lambda: self._await(reduction, total, None), self._terms)
         if line.rank != self._source:
             with self._telling(self._source, "it never sent the loss"):
-                receipt = line.group.recv([total], self._source, _LOSS_TAG)
-            return PendingLoss(lambda: self._await(receipt, total, self._source))
+                receipt = line.group.recv([total], self._source, _LOSS_TAG), total
+            self._transfers.receives.append(receipt)
+            return PendingLoss(lambda: self._take(receipt))
         self._send(total)
         own = total.clone()
         return PendingLoss(lambda: own)
@@ -190,12 +202,18 @@ class LossBroadcast:
         for rank in range(len(self._line.ranks)):
             if rank != self._source:
                 with self._telling(rank, "it did not take the loss"):
-                    self._sends.append((self._line.group.send([total], rank, _LOSS_TAG), total))
+                    self._transfers.sends.append((self._line.group.send([total], rank, _LOSS_TAG), total))
 
     def _wait_for_sends(self) -> None:
-        while self._sends:
-            work, _ = self._sends.pop()
+        sends = self._transfers.sends
+        while sends:
+            work, _ = sends.pop()
             work.wait()
+
+    def _take(self, receipt: tuple[Any, Tensor]) -> Tensor:
+        loss = self._await(*receipt, self._source)
+        self._transfers.receives.remove(receipt)
+        return loss
 
     def _await(self, work: Any, loss: Tensor, source: int | None) -> Tensor:
         with self._telling(source, "it never sent the loss"):
@@ -219,4 +237,4 @@ class LossBroadcast:
         """Waits for what was sent; a peer that is gone does not matter."""
         with contextlib.suppress(RuntimeError):
             self._wait_for_sends()
-        self._sends.clear()
+        self._transfers.sends.clear()
