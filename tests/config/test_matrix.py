@@ -87,3 +87,11 @@ def test_refused_combinations_are_an_error_unless_told_to_skip(tmp_path: Path) -
 def test_files_that_are_no_matrix(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_matrix(write(tmp_path / "m.toml", text), "tiny", {})
+
+
+def test_a_file_of_too_many_combinations_is_refused_before_any_is_resolved(tmp_path: Path) -> None:
+    path = tmp_path / "m.toml"
+    table = f"[[layout]]\ntrain.seed = {list(range(600))}\n"
+    path.write_text(table * 2)
+    with pytest.raises(ConfigError, match=r"m\.toml: the \[\[layout\]\] tables stand for more than 1,000 combinations"):
+        load_matrix(path, "tiny", {"model.no_such_key": 1})

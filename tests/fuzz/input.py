@@ -18,6 +18,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -425,7 +426,8 @@ def _is_large(case: Case, found: Answer) -> bool:
 
     Such a schedule takes time and memory in proportion to its size; the limits on sizes bound both.
     """
-    sizes = [int(word) for word in case.words if word.isdigit() and len(word) < 9]
+    texts = (*case.words, *(number for _, text in case.files for number in re.findall(r"\b[0-9_]{4,8}\b", text)))
+    sizes = [int(text) for text in texts if text.replace("_", "").isdigit() and len(text) < 9]
     return found.code in (0, 3) and max(sizes, default=0) >= LARGE
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 import json
 import os
 import signal
@@ -89,6 +91,17 @@ def test_a_line_without_an_end_closes_the_link() -> None:
     link = Link(0, 1, one, b"key")
     threading.Thread(target=_pour, args=(two, 1 << 19), daemon=True).start()
     with pytest.raises(LinkClosed, match="without an end"):
+        wait_for(link.receive)
+
+
+@pytest.mark.parametrize("body", [b"{", b"7", b"[" * 5000, b'"\xff"'])
+def test_a_message_that_makes_no_sense_closes_the_link(body: bytes) -> None:
+    """Without a secret, anybody who reaches the port can sign one."""
+    one, two = socket.socketpair()
+    link = Link(0, 1, one, b"")
+    mac = hmac.new(b"", b"1>0 0 " + body, hashlib.sha256).hexdigest()[:32].encode()
+    two.sendall(mac + b" " + body + b"\n")
+    with pytest.raises(LinkClosed, match="makes no sense"):
         wait_for(link.receive)
 
 
@@ -376,6 +389,45 @@ def test_a_failure_reaches_everyone() -> None:
     assert all("stopped, because rank 2 failed: \\x1b[2J" in words for words, _ in run.ends.values())
     assert {failure.blames for failure in run.failures.values()} == {(2,)}
     assert run.dogs[2].failed("again").text.startswith("rank 2 failed")  # the first one stands
+
+
+@pytest.mark.parametrize("character", ["x", "\U0001f9f5"])
+def test_a_failure_of_many_characters_reaches_everyone(character: str) -> None:
+    run = Run(3)
+    run.start()
+    run.dogs[2].failed(f"rank 2 failed: {character * 1_000_000} at last", (2,), f"first {character * 1_000_000} last")
+    assert wait_for(lambda: len(run.ends) == 2)
+    for words, _ in run.ends.values():
+        assert "stopped, because rank 2 failed: " in words
+        assert " at last" in words
+        assert len(words) < 25_000
+
+
+def test_a_message_of_another_kind_ends_the_run_and_not_the_thread() -> None:
+    run = Run(2)
+    run.start(0)
+    run.links[1][0].send({"kind": "call"})
+    assert wait_for(lambda: 0 in run.ends)
+    assert "rank 1 is gone: its connection brought a message that makes no sense" in run.ends[0][0]
+
+
+def test_a_rank_inside_a_collective_waits_and_one_in_code_of_its_own_does_not(tmp_path: Path) -> None:
+    """As the main thread's innermost frame says: tensor parallelism waits inside an action."""
+    run = Run(2)
+    run.dogs[0].status.enter(Action("F", 1, 2))
+    main, states = threading.main_thread().ident or 0, []
+    for place in ("torch/distributed/distributed_c10d.py", "user.py"):
+        file, done = str(tmp_path / place), threading.Lock()
+
+        def look(file: str = file, done: threading.Lock = done) -> None:
+            assert wait_for(lambda: sys._current_frames()[main].f_code.co_filename == file)
+            states.append(run.dogs[0].state())
+            done.release()
+
+        done.acquire()
+        threading.Thread(target=look).start()
+        exec(compile("acquire()", file, "exec"), {"acquire": done.acquire})  # a lock of C's: no frame is inside
+    assert [state.waits for state in states] == [True, False]
 
 
 def test_a_closed_link_is_a_death_and_one_after_bye_is_not() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeloom.train.failures import WorkerFailure, first_failure, read_failures, record_failure
+from pipeloom.train.failures import WorkerFailure, first_failure, read_failures, record_failure, write_exit
 from pipeloom.train.launch import Patience, launch
 
 QUICK = Patience(reports=1.0, term=1.0)
@@ -215,6 +217,20 @@ def test_who_failed_first() -> None:
     assert first_failure({3: -6, 0: 6}, dict([note(0, 2.0, 6, 3)])) == 3  # abort
     assert first_failure({0: 6, 1: 1}, dict([note(0, 1.0, 6, 2), note(1, 2.0, 1, 1)])) == 1  # its own error
     assert first_failure({0: -6, 1: -11}, {}) == 1  # an abort may be because of others
+
+
+def test_a_full_disc_leaves_no_empty_exit_file(tmp_path: Path) -> None:
+    """Python ignores SIGXFSZ, so that a write beyond the limit fails as one on a full disc does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        write_exit(str(tmp_path), 6, "a reason", (1,))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
+    for code in (6, 0):  # the first to say how a run ended decides
+        write_exit(str(tmp_path), code, "a reason", (1,))
+    assert json.loads((tmp_path / "exit.json").read_text()) == {"exit_code": 6, "reason": "a reason", "ranks": [1]}
 
 
 def test_notes_are_left_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

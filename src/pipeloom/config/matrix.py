@@ -24,7 +24,7 @@ from pipeloom.config.search import NAME as SEARCH
 from pipeloom.config.sections import SECTIONS
 from pipeloom.errors import ConfigError, PipeloomError, ScheduleError, UsageError, did_you_mean
 
-MOST_LAYOUTS = 10_000  # each is resolved before the first one runs, which takes some milliseconds
+MOST_LAYOUTS = 1_000  # each is resolved before the first one runs, which takes some milliseconds
 _KEYS = ("base", "layout", "skip_invalid")
 
 
@@ -62,6 +62,14 @@ def load_matrix(path: str | Path, config: str | Path | None, overrides: Mapping[
         raise ConfigError(problems)
     base, here = flat(tables.get("base", {})), Path(path).absolute().parent
     layouts, names, refused = [], [], []
+    combinations = 0
+    for row in rows or []:
+        combinations += _count(row)
+        if combinations > MOST_LAYOUTS:
+            raise ConfigError(
+                f"{path}: the [[layout]] tables stand for more than {MOST_LAYOUTS:,} combinations; use shorter lists, or "
+                "several files"
+            )
     for row in rows or []:
         for combination in expand(row):
             try:
@@ -79,13 +87,12 @@ def load_matrix(path: str | Path, config: str | Path | None, overrides: Mapping[
 def expand(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Every combination of the lists in a `[[layout]]` table, as dotted key -> value."""
     keys = flat(row)
-    if (
-        math.prod(len(value) for key, value in keys.items() if isinstance(value, list) and not _holds_list(key))
-        > MOST_LAYOUTS
-    ):
-        raise ConfigError(f"a [[layout]] table stands for more than {MOST_LAYOUTS:,} combinations; use shorter lists")
     choices = [value if isinstance(value, list) and not _holds_list(key) else [value] for key, value in keys.items()]
     return [dict(zip(keys, values, strict=True)) for values in product(*choices)]
+
+
+def _count(row: Mapping[str, Any]) -> int:
+    return math.prod(len(value) for key, value in flat(row).items() if isinstance(value, list) and not _holds_list(key))
 
 
 def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

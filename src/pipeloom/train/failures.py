@@ -88,8 +88,14 @@ def write_exit(folder: str | None, exit_code: int, reason: str = "", blames: Seq
     if folder is None or not Path(folder).is_dir():
         return
     facts = {"exit_code": exit_code, "reason": reason, "ranks": list(blames)}
-    with contextlib.suppress(OSError), (Path(folder) / EXIT_FILE).open("x", encoding="utf-8") as file:
-        file.write(json.dumps(facts) + "\n")
+    path = Path(folder) / EXIT_FILE
+    with contextlib.suppress(OSError):
+        file = path.open("xb")
+        try:
+            with file:
+                file.write(json.dumps(facts).encode() + b"\n")
+        except OSError:  # a disc that is full: an empty file would say less than none
+            path.unlink()
 
 
 def first_to_say(text: str) -> bool:

@@ -114,9 +114,16 @@ class Link:
             if not hmac.compare_digest(mac, self._mac(self._names[1], self._received, body)):
                 self._closed = "its connection brought a message that it did not write"
                 break
+            try:
+                message = json.loads(body)
+            except (ValueError, RecursionError):
+                message = None
+            if not isinstance(message, dict):
+                self._closed = "its connection brought a message that makes no sense"
+                break
             self._received += 1
             self.heard = time.monotonic()
-            messages.append(json.loads(body))
+            messages.append(message)
         if len(self._incoming) > _LONGEST_FRAME:
             self._closed = "its connection brought a message without an end"
         if self._closed is not None and not messages:

@@ -6,9 +6,9 @@ import contextlib
 import re
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 
 from pipeloom.errors import DistributedError
+from pipeloom.runtime.health.places import communicates
 from pipeloom.runtime.health.status import Status
 from pipeloom.runtime.health.watchdog import Watchdog
 from pipeloom.schedule.channels import Message
@@ -17,25 +17,6 @@ _PATIENCE_SECONDS = 1.5
 _TIMED_OUT = re.compile(r"timed out|time-?out", re.IGNORECASE)
 _CPP_PLACE = re.compile(r"\[[^\]\s]+\.(?:cc|cpp|h|hpp):\d+\]\s*")
 _ADVICE = re.compile(r"\.?\s*This is typically caused by a remote worker crashing\..*", re.DOTALL)
-# where an error comes from that says that another rank is gone, and nothing that a user wrote runs
-_COMMUNICATES = (
-    "parallel/collectives.py",
-    "parallel/data.py",
-    "parallel/dispatch.py",
-    "parallel/exchange.py",
-    "parallel/reduction.py",
-    "parallel/shared_memory_sum.py",
-    "parallel/dispatch_plan.py",
-    "runtime/loss.py",
-    "runtime/p2p/shared_memory.py",
-    "runtime/tied_weights.py",
-    "runtime/p2p/torch_p2p.py",
-    "runtime/measured_timeline.py",
-    "runtime/batch.py",
-    "train/collect.py",
-    "train/gather_numbers.py",
-)
-_PACKAGE = Path(__file__).parents[2]
 
 
 class PeerGone(RuntimeError):
@@ -63,10 +44,7 @@ def lost_peer(error: BaseException) -> bool:
         trace = trace.tb_next
     if trace is None:
         return False
-    file = Path(trace.tb_frame.f_code.co_filename)
-    if "torch/distributed/" in file.as_posix():
-        return True
-    return file.is_relative_to(_PACKAGE) and file.relative_to(_PACKAGE).as_posix() in _COMMUNICATES
+    return communicates(trace.tb_frame.f_code.co_filename)
 
 
 def timed_out(error: BaseException) -> bool:

@@ -23,6 +23,7 @@ from typing import Any
 
 from pipeloom.errors import printable
 from pipeloom.runtime.health.links import Link, LinkClosed, meet, read_secret
+from pipeloom.runtime.health.places import main_thread_communicates
 from pipeloom.runtime.health.process_identity import identity, is_stopped, machine
 from pipeloom.runtime.health.status import Limits, Status
 from pipeloom.runtime.health.store import RunStore
@@ -34,6 +35,8 @@ NOTICE_SECONDS = 10.0
 LAST_WORDS_SECONDS = 0.5
 OWN_WORDS_SECONDS = 0.75
 EXIT_CODE = 6
+# characters of a failure's: 12 bytes each in a message at most, and a link reads 256 KiB
+_LONGEST_TEXT, _LONGEST_TRACE = 4096, 16384
 _TOLD = {signal.SIGTERM: 75, signal.SIGINT: 130}  # to end -> with which exit code
 NOTICE = "pipeloom: "  # how a line begins that the launcher shows at once, whichever rank wrote it
 
@@ -99,6 +102,15 @@ def judge(ranks: Sequence[int], states: Mapping[int, RankState], left: Sequence[
         return tuple(left)
     busy = [rank for rank in states if not states[rank].waits]
     return (max(busy, key=lambda rank: states[rank].seconds),) if busy else ()
+
+
+def _cut(text: str, most: int) -> str:
+    """Return a text of more than `most` characters without its middle."""
+    if len(text) <= most:
+        return text
+    words = f" [… {len(text) - most:,} characters …] "
+    half = (most - len(words)) // 2
+    return f"{text[:half]}{words}{text[-half:]}"
 
 
 def output_identity() -> str:
@@ -284,6 +296,7 @@ class Watchdog:
                 link.send(message)
 
     def _fail(self, text: str, blames: tuple[int, ...], trace: str = "", wait: bool = False) -> Failure:
+        text, trace = _cut(text, _LONGEST_TEXT), _cut(trace, _LONGEST_TRACE)
         with self._lock:
             first = self._failure is None
             if self._failure is None:
@@ -351,7 +364,8 @@ class Watchdog:
                     if (message["from"], message["id"]) not in self._seen:
                         self._flood(message, but=link.peer)
                         self._take(message)
-        except LinkClosed as why:
+        except (LinkClosed, KeyError, TypeError, ValueError) as error:
+            why = error if isinstance(error, LinkClosed) else "its connection brought a message that makes no sense"
             self._selector.unregister(link)
             self._gone[link.peer] = str(why)
             if link.peer not in self._left:
@@ -385,7 +399,7 @@ class Watchdog:
     def state(self) -> RankState:
         """Return what this rank answers to a roll call."""
         status = self.status
-        waits = status.waiting is not None
+        waits = status.waiting is not None or main_thread_communicates()
         return RankState(status.words, waits, self._elapsed(), not waits and status.action is None)
 
     def _elapsed(self) -> float:
