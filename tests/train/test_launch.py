@@ -228,9 +228,17 @@ def test_a_full_disc_leaves_no_empty_exit_file(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not list(tmp_path.iterdir())
-    for code in (6, 0):  # the first to say how a run ended decides
-        write_exit(str(tmp_path), code, "a reason", (1,))
-    assert json.loads((tmp_path / "exit.json").read_text()) == {"exit_code": 6, "reason": "a reason", "ranks": [1]}
+
+
+@pytest.mark.parametrize("codes", [(6, 0, 75), (6, 1, 6), (1, 6), (1, 2)])
+def test_the_first_to_say_how_a_run_ended_decides_unless_it_stopped_because_of_another(
+    codes: tuple[int, ...], tmp_path: Path
+) -> None:
+    for rank, code in enumerate(codes):
+        write_exit(str(tmp_path), code, "a reason", (rank,))
+    rank = 1 if 1 in codes[1:] else 0
+    expected = {"exit_code": codes[rank], "reason": "a reason", "ranks": [rank]}
+    assert json.loads((tmp_path / "exit.json").read_text()) == expected
 
 
 def test_notes_are_left_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

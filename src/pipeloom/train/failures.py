@@ -84,18 +84,30 @@ def first_failure(codes: Mapping[int, int], failures: Mapping[int, WorkerFailure
 
 
 def write_exit(folder: str | None, exit_code: int, reason: str = "", blames: Sequence[int] = ()) -> None:
-    """Writes how a run ended into its folder, where that is on this machine; the first of its ranks to do so decides."""
+    """Write how a run ended into its folder, where that is on this machine; the first of its ranks to do so decides.
+
+    A rank that stops because of another does so as a DistributedError, and may be the first to write: what that other one
+    writes takes its place.
+    """
     if folder is None or not Path(folder).is_dir():
         return
     facts = {"exit_code": exit_code, "reason": reason, "ranks": list(blames)}
     path = Path(folder) / EXIT_FILE
+    is_cause = exit_code not in (0, DistributedError.exit_code, *OBEYED)
     with contextlib.suppress(OSError):
-        file = path.open("xb")
+        file = path.open("wb" if is_cause and _written_code(path) == DistributedError.exit_code else "xb")
         try:
             with file:
                 file.write(json.dumps(facts).encode() + b"\n")
         except OSError:  # a disc that is full: an empty file would say less than none
             path.unlink()
+
+
+def _written_code(path: Path) -> object:
+    try:
+        return json.loads(path.read_bytes())["exit_code"]
+    except (OSError, ValueError):
+        return None
 
 
 def first_to_say(text: str) -> bool:
