@@ -214,6 +214,27 @@ class ReadAverage(Average):
         return out - self.mean.clone() * x
 
 
+class InputHook(Linear):
+    """Halves the gradient of its input by a hook on that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient * 0.5)
+        return self.linear(x)
+
+
+class Remember(Linear):
+    """Depends on a number and a generator that it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.generator = 0, torch.Generator().manual_seed(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x) * (1 + self.calls % 3) + torch.rand(WIDTH, generator=self.generator) * x
+
+
 class Checkpointed(nn.Module):
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -680,6 +701,8 @@ KINDS: dict[str, Kind] = {
     "old spectral norm": Kind(in_cell(old_spectral), 0.5),
     "weight norm": Kind(in_cell(lambda: parametrizations.weight_norm(linear())), 0.5),
     "pruned": Kind(in_cell(pruned), 0.5),
+    "input hook": Kind(in_cell(InputHook)),
+    "remember": Kind(in_cell(Remember), 0.5),
     "checkpoint": Kind(in_cell(partial(Checkpointed, False))),
     "reentrant checkpoint": Kind(in_cell(partial(Checkpointed, True))),
     "compiled": Kind(in_cell(Compiled), 0.05),
@@ -732,6 +755,7 @@ STATEFUL = (
     "spectral norm",
     "old spectral norm",
 )  # their buffers depend on the order of the micro-batches
+ORDERED = ("remember",)  # their attributes do, which nobody checks
 
 
 # -- a layer from its text ---------------------------------------------------------------------------------------------

@@ -298,3 +298,40 @@ def test_a_gradient_that_comes_and_goes_asks_for_shapes_each() -> None:
     book.keep_promise(second, (0,))
     with pytest.raises(UsageError, match=r'input of stage 1 has a gradient for micro-batch 1.*set shapes = "each"'):
         book.keep_promise(second, ())
+
+
+class DetachLater(Block):
+    """A block that no gradient passes in every second step."""
+
+    steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.detach() if self.steps % 2 else x)
+
+
+def _detaching_later(rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for shapes in ("each", "once"):
+        options = RuntimeOptions(transport="individual", shapes=shapes, monitor=False)  # type: ignore[arg-type]
+        middle = Layer("middle", lambda: DetachLater(7))
+        pipeline = Pipeline([*blocks(1), middle], S.one_f_one_b(2, 4), loss=mse, options=options)
+        try:
+            for step in range(2):
+                pipeline.zero_grad()
+                for module in pipeline.modules.values():
+                    module.steps = step  # type: ignore[assignment]
+                pipeline.forward_backward(*batch(8))
+        except UsageError as error:
+            found[shapes] = str(error)
+        else:
+            found[shapes] = {name: p.grad is None for name, p in pipeline.named_parameters()}
+    return found
+
+
+@pytest.mark.dist
+def test_a_gradient_that_is_absent_in_a_later_step_is_none_or_refused() -> None:
+    """Receives are posted before anybody knows that no gradient comes: zeros would stand where one process has None."""
+    first, second = run_ranks(_detaching_later, 2)
+    assert all(first["each"].values())
+    assert not any(second["each"].values())
+    assert "the input of stage 1 has no gradient for any micro-batch of this step" in second["once"]

@@ -293,3 +293,45 @@ def test_a_forward_that_changes_its_input_is_refused() -> None:
     x = torch.ones(2, WIDTH, requires_grad=True) * 2
     with pytest.raises(UsageError, match="Adding is recomputed, and its forward changes its input in place"):
         recomputed(Adding(), (x,), Adding())
+
+
+class Remembering(Block):
+    """Its output depends on a number and on a generator that it keeps, and its gradient on a hook on its input."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.calls = 0
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient * 0.5)
+        return super().forward(x) * (1 + self.calls % 3) + torch.rand(WIDTH, generator=self.generator) * x
+
+
+@pytest.mark.parametrize("schedule", [S.zb_h1(2, 4), S.zbv(2, 4)], ids=repr)
+def test_numbers_generators_and_input_hooks_are_as_in_the_first_run(schedule: pl.Schedule) -> None:
+    found = []
+    for recompute in ("none", "full"):
+        layers = [Layer(f"layer{n}", lambda n=n: Remembering(n)) for n in range(schedule.positions)]
+        pipeline = LocalPipeline(layers, schedule, loss=mse, options=RuntimeOptions(recompute=recompute))  # type: ignore[arg-type]
+        losses = [float(pipeline.step(*batch(8))) for _ in range(2)]
+        state = [(m.calls, m.generator.get_state().tolist()) for m in pipeline.modules.values()]
+        found.append((losses, state, gradients(pipeline)))
+    assert found[0][:2] == found[1][:2]
+    assert worst(found[1][2], found[0][2]) <= 1e-6
+
+
+class Jacobian(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        out, pull = torch.func.vjp(torch.sin, x)
+        return super().forward(out) + pull(out)[0]
+
+
+def test_the_layer_is_named_that_torch_cannot_recompute() -> None:
+    layers = [Layer(f"layer{n}", lambda n=n: Jacobian(n)) for n in range(2)]
+    pipeline = LocalPipeline(layers, S.gpipe(2, 2), loss=mse, options=RuntimeOptions(recompute="full"))
+    with pytest.raises(RuntimeError, match="saved tensor hooks") as caught:
+        pipeline.step(*batch(4))
+    assert "(Jacobian is recomputed: leave the layer out of `recompute`)" in caught.value.__notes__

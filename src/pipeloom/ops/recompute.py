@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipeloom.errors import UsageError
+from pipeloom.ops.attribute_state import AttributeState
 from pipeloom.ops.buffer_state import BufferState
 
 
@@ -17,7 +18,9 @@ def recomputed(run: Callable[..., Any], values: tuple[Any, ...], module: nn.Modu
     """`run(*values)`, whose results know their gradient without what was computed on the way being kept.
 
     The second run draws the same random numbers as the first, starts from the buffers of `module` that the first one read,
-    and leaves no trace in them: what counts, averages or iterates in a forward does so once.
+    and leaves no trace in them: what counts, averages or iterates in a forward does so once. The same holds for plain
+    attributes of the module and those inside it (numbers, strings, generators). A hook that `run` registers on an input is
+    called once.
 
     Raises UsageError when `run` changes an input in place: the second run would get another one. (Where something else does
     so, torch finds out in the backward.)
@@ -25,7 +28,21 @@ def recomputed(run: Callable[..., Any], values: tuple[Any, ...], module: nn.Modu
     if not torch.is_grad_enabled():
         return run(*values)
     first = _First(values, module)
-    return checkpoint(run, *values, use_reentrant=False, context_fn=lambda: (first, _Again(first)))
+    try:
+        return checkpoint(_on_aliases, run, *values, use_reentrant=False, context_fn=lambda: (first, _Again(first)))
+    except RuntimeError as error:
+        if "saved tensor hooks" in str(error) or "Inference tensors" in str(error):
+            error.add_note(f"({type(module).__name__} is recomputed: leave the layer out of `recompute`)")
+        raise
+
+
+def _on_aliases(run: Callable[..., Any], *values: Any) -> Any:
+    """`run` on aliases of its inputs, each run's own: a hook of the second run is on no tensor of the first one's graph."""
+    return run(*(v.view_as(v) if _takes_hooks(v) else v for v in values))
+
+
+def _takes_hooks(value: Any) -> bool:
+    return type(value) is Tensor and value.requires_grad and value.layout is torch.strided
 
 
 class _First:
@@ -35,6 +52,7 @@ class _First:
         self._module = module
         self._inputs = [(value, value._version) for value in values if _counts_changes(value)]
         self.buffers = BufferState(module)
+        self.attributes = AttributeState(module)
 
     def __enter__(self) -> None:
         pass
@@ -47,6 +65,7 @@ class _First:
                     "there (inplace=False), or leave the layer out of `recompute`"
                 )
             self.buffers.keep_what_changed()
+            self.attributes.keep_what_changed()
 
 
 def _counts_changes(value: Any) -> bool:
@@ -61,6 +80,8 @@ class _Again:
 
     def __enter__(self) -> None:
         self._first.buffers.swap_in()
+        self._first.attributes.swap_in()
 
     def __exit__(self, *_: Any) -> None:  # by an exception too: torch ends the run once it has all that is needed
+        self._first.attributes.swap_out()
         self._first.buffers.swap_out()

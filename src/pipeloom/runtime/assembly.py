@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -75,6 +75,16 @@ class Assembly:
         """Global name -> buffer, as they are now: a forward may replace one."""
         return {f"{name}.{inner}": b for name, module in self.modules.items() for inner, b in module.named_buffers()}
 
+    @property
+    def transient_buffers(self) -> frozenset[str]:
+        """The names of buffers that a module's own `state_dict` leaves out (`persistent=False`)."""
+        return frozenset(
+            f"{name}.{path}.{inner}" if path else f"{name}.{inner}"
+            for name, module in self.modules.items()
+            for path, part in module.named_modules()
+            for inner in part._non_persistent_buffers_set
+        )
+
 
 class SharedBuild:
     """State that the ranks of one process share while their layers are built: the modules, and the context of their gradients.
@@ -123,6 +133,7 @@ def assemble(
     ranges = split_layers(len(layers), schedule.positions, sizes)
     build = shared_build or SharedBuild(SharedParameters(layers, names), schedule, summed)
     communications = CommStream(device, options.trace, status)
+    copies_on = None if shared_build is not None else _replicated_over(schedule, tied, summed)
     stages: dict[int, Stage] = {}
     failure: Exception | None = None
     try:
@@ -136,7 +147,9 @@ def assemble(
                 schedule.splits_backward or summed is not None or products.uses_onednn(),
                 communications,
                 shared_build is not None,
+                copies_on,
             )
+            _refuse_renorming(stages[s].layers.names, stages[s].modules, copies_on)
     except Exception as error:
         failure = error  # the other ranks must not wait for this one
     modules = {n: m for stage in stages.values() for n, m in zip(stage.layers.names, stage.modules, strict=True)}
@@ -168,6 +181,24 @@ def assemble(
         held=_held(parameters, modules, stages, across),
         grad_context=build.grad_context,
     )
+
+
+def _replicated_over(schedule: Schedule, tied: Sequence[Sequence[str]], summed: str | None) -> str | None:
+    """Return what holds copies of parameters that must stay equal, in words."""
+    over = "replicas of two routes" if len(schedule.routes) > 1 else "ranks of tied weights" if tied else None
+    return summed if summed is not None and "main gradients" not in summed else over
+
+
+def _refuse_renorming(names: Sequence[str], modules: Sequence[nn.Module], replicated: str | None) -> None:
+    """Raise ConfigError for embeddings that rescale rows of their weight as they are used, where copies use other rows."""
+    for layer, module in zip(names, modules, strict=True) if replicated else ():
+        for path, part in module.named_modules():
+            if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
+                name = f"{layer}.{path}.weight" if path else f"{layer}.weight"
+                raise ConfigError(
+                    f"{name!r} has max_norm={part.max_norm:g}, which changes the rows that a forward uses, and the copies on the "
+                    f"{replicated} use others: build the embedding without max_norm"
+                )
 
 
 def _check_names(names: Sequence[str], recompute: Literal["none", "full"] | frozenset[str]) -> None:
@@ -305,10 +336,29 @@ def unique_parameters(modules: Mapping[str, nn.Module]) -> dict[str, nn.Paramete
     return parameters
 
 
-def copy_state(into: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """Copy values by global name into parameters and buffers. Raises UsageError for a name that is missing."""
+def copy_state(into: Mapping[str, Tensor], state: Mapping[str, Tensor], optional: Container[str] = ()) -> None:
+    """Copy values by global name into parameters and buffers: all of them, or none where it raises.
+
+    Args:
+        optional: names that the state need not hold.
+
+    Raises UsageError for a name that is missing, a value of another shape, and a complex value for a real one.
+    """
     for name, value in into.items():
         if name not in state:
+            if name in optional:
+                continue
             raise UsageError(f"the state holds no {name!r}")
-        with torch.no_grad():
-            value.copy_(state[name])
+        given = state[name]
+        if not isinstance(given, Tensor):
+            raise UsageError(f"the state holds a {type(given).__name__} for {name!r}, which is a tensor")
+        if given.shape != value.shape:
+            raise UsageError(
+                f"the state's {name!r} has shape {list(given.shape)}, and the pipeline's {list(value.shape)}"
+            )
+        if given.is_complex() and not value.is_complex():
+            raise UsageError(f"the state's {name!r} is complex, and the pipeline's is not")
+    with torch.no_grad():
+        for name, value in into.items():
+            if name in state:
+                value.copy_(state[name])

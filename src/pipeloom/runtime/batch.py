@@ -203,6 +203,15 @@ def _context(step: int, index: int, share: float, first: int, samples: int) -> M
     return MicrobatchContext(step, index, share, first, samples)
 
 
+def require_gradients(method: str) -> None:
+    """Raise UsageError where a step is called with gradients turned off: it would have no backward."""
+    if not torch.is_grad_enabled():
+        raise UsageError(
+            f"{method} is called where gradients are turned off (torch.no_grad or torch.inference_mode); evaluate(inputs, "
+            "targets) computes the loss alone"
+        )
+
+
 def require_targets(method: str, targets: Any) -> None:
     """Raise UsageError where a method that computes a loss got no targets; `predict` computes none."""
     if method == "predict":
@@ -269,12 +278,25 @@ def _cut_tree(value: Any, sizes: Sequence[int], rows: int) -> list[Any]:
 
 
 def join(outputs: Sequence[Any]) -> Any:
-    """Micro-batches' outputs as one: tensors concatenated along dimension 0, tuples element by element."""
+    """Micro-batches' outputs as one: tensors concatenated along dimension 0, tuples and dicts element by element.
+
+    Raises UsageError for outputs that differ from micro-batch to micro-batch and are none of these.
+    """
     first = outputs[0]
+    if isinstance(first, Mapping):
+        if any(not isinstance(each, Mapping) or each.keys() != first.keys() for each in outputs):
+            raise UsageError("the last layer returns dicts whose keys differ from micro-batch to micro-batch")
+        return {key: join([each[key] for each in outputs]) for key in first}
     if isinstance(first, Tensor):
         return torch.cat(list(outputs)) if first.ndim else torch.stack(list(outputs))
     if isinstance(first, (tuple, list)):
         return tuple(join(items) for items in zip(*outputs, strict=True))
+    other = next((each for each in outputs if not (each is first or each == first)), first)
+    if other is not first:
+        raise UsageError(
+            f"the last layer returns a {type(first).__name__} that differs from micro-batch to micro-batch ({first!r}, "
+            f"{other!r}), so the outputs cannot be put together; return a tensor"
+        )
     return first
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipeloom.errors import DistributedError
+from pipeloom.errors import DistributedError, UsageError
 from pipeloom.ops.checksum import message_checksum
 from pipeloom.ops.segments import report_standstills_to
 from pipeloom.runtime.batch import Microbatches
@@ -147,6 +147,7 @@ class Executor:
         self.result = StepResult()
         self._next = 0
         self._alive = 0
+        self._has_loss, self._unreached = False, self.training  # whether no loss so far carries a gradient
         # Between stages of this rank: (kind of message, what it crosses, micro-batch) -> what the other end will take.
         self._local: dict[tuple[str, Edge, int], Delivery] = {}
         # (stage, micro-batch) -> what a forward has received, to be given back after its backward.
@@ -207,6 +208,11 @@ class Executor:
         self.transport.finish()
         self.hooks.status.leave()
         report_standstills_to(None)
+        if self._has_loss and self._unreached:
+            raise UsageError(
+                "the loss carries no gradient for any micro-batch, and the outputs that it is computed from do: nothing would "
+                "train; compute it from them without detach(), .item() or torch.no_grad()"
+            )
         self.result.exposed = self.communications.exposed()
         return self.result
 
@@ -371,6 +377,8 @@ class Executor:
                 self.transport.recycle(delivery.values)
         if outputs.loss is not None:
             self.result.loss.add(outputs.loss)
+            self._unreached = self._unreached and outputs.unreached and not outputs.terms
+            self._has_loss = True
         for key, share, weight in outputs.terms:
             self.result.loss.add_term(key, share, weight)
         program = self.program.stages[action.stage]

@@ -23,15 +23,17 @@ from pipeloom.runtime.batch import (
     chosen_sizes,
     forward_count,
     join,
+    require_gradients,
     require_targets,
     split_batch,
 )
+from pipeloom.runtime.built_parameters import BuiltParameters
 from pipeloom.runtime.executor import Executor, StepHooks, StepResult
 from pipeloom.runtime.grad_sync import checked_max_norm
 from pipeloom.runtime.health.fault_injection import Faults
 from pipeloom.runtime.health.status import Status
 from pipeloom.runtime.layer_names import carrying
-from pipeloom.runtime.loss import Loss, PendingLoss
+from pipeloom.runtime.loss import Loss, PendingLoss, require_weighing
 from pipeloom.runtime.measured_timeline import measured_rank, timeline_of
 from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.runtime.p2p.base import Communicator, InProcessBatches, InProcessTransport, Mailroom
@@ -83,6 +85,7 @@ class LocalPipeline:
         check_first: bool = True,
     ) -> None:
         require_arguments(layers, schedule, loss)
+        require_weighing(loss, weight, ignore_index)
         declared = model_names(layers, schedule.positions, stages)
         schedule = carrying(schedule, declared.tensors)
         if check_first:
@@ -126,6 +129,7 @@ class LocalPipeline:
         )
         self._parameters = unique_parameters(modules)
         self._modules = modules
+        self._built = BuiltParameters(modules, None)
         self.layouts: dict[str, ParameterSharding] = {
             each.name: each.sharding for a in self._assemblies for each in a.held
         }
@@ -151,12 +155,15 @@ class LocalPipeline:
 
     def step(self, inputs: Any, targets: Any = None, **keywords: Any) -> Tensor:
         """Forward and backward of the whole schedule; returns the mean loss."""
+        require_gradients("step")
         self._keywords.require("step", keywords)
         require_targets("step", targets)
         return self.forward_backward(inputs, targets, **keywords).wait()
 
     def forward_backward(self, inputs: Any, targets: Any = None, **keywords: Any) -> PendingLoss:
         """As `step`; the loss is there when it returns."""
+        require_gradients("forward_backward")
+        self._built.require_same()
         batch = self._split("forward_backward", inputs, targets, keywords, self.schedule.microbatches)
         self._results = self._run([programs.step for programs in self._programs], batch)
         self.next_step += 1
@@ -311,8 +318,9 @@ class LocalPipeline:
         return {**dict(self.named_parameters()), **buffers}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Copy values by global name. Raises UsageError for a name that is missing."""
-        copy_state(self.state_dict(), state)
+        """Copy values by global name; errors as of `Pipeline.load_state_dict`."""
+        transient = frozenset[str]().union(*(assembly.transient_buffers for assembly in self._assemblies))
+        copy_state(self.state_dict(), state, transient)
 
     def train(self, mode: bool = True) -> None:
         for module in self._modules.values():

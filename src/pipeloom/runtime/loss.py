@@ -6,13 +6,15 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from pipeloom.errors import UsageError
+from pipeloom.errors import ConfigError, UsageError
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime.health.report import FailureReporter
 from pipeloom.runtime.p2p.base import PeerGone
@@ -52,6 +54,10 @@ def share_of_loss(loss: Callable[[Any, Any], Tensor], output: Any, targets: Any,
     value = loss(output, targets)
     if not isinstance(value, Tensor):
         raise UsageError(f"the loss returned {type(value).__name__}; it must return a tensor with one number, a mean")
+    if not value.is_floating_point():
+        raise UsageError(
+            f"the loss returned a tensor of {str(value.dtype).removeprefix('torch.')}; it must return a real number, a mean"
+        )
     if value.ndim:
         if value.numel() != 1:
             raise UsageError(
@@ -62,8 +68,36 @@ def share_of_loss(loss: Callable[[Any, Any], Tensor], output: Any, targets: Any,
     return value * share
 
 
-def _zero(output: Any) -> Tensor:
-    """Return 0, connected to every tensor of `output` (in tuples, lists, dicts) that a gradient comes back for."""
+def require_weighing(loss: object, weight: object, ignore_index: int | None) -> None:
+    """Raise ConfigError where torch's own cross entropy is a mean over something else than what the default weight counts.
+
+    Args:
+        loss: `nn.CrossEntropyLoss`, `nn.NLLLoss`, or a `functools.partial` of their functions; others are not looked at.
+        weight, ignore_index: as given to the pipeline.
+    """
+    if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
+        class_weights, skipped, reduction = loss.weight, loss.ignore_index, loss.reduction
+    elif isinstance(loss, partial) and loss.func in (F.cross_entropy, F.nll_loss):
+        class_weights, skipped = loss.keywords.get("weight"), loss.keywords.get("ignore_index", -100)
+        reduction = loss.keywords.get("reduction", "mean")
+    else:
+        return
+    if weight is not None or reduction != "mean":
+        return
+    if class_weights is not None:
+        raise ConfigError(
+            "the loss weighs its classes, so its mean is over the weights of a micro-batch's targets, and the pipeline would "
+            "count the targets; pass weight=lambda targets: class_weights[targets].sum()"
+        )
+    if skipped != ignore_index and (ignore_index is not None or skipped != -100):
+        raise ConfigError(
+            f"the loss skips targets of {skipped}, and the pipeline's ignore_index is {ignore_index}; pass "
+            f"ignore_index={skipped} to the pipeline"
+        )
+
+
+def tensors_in(output: Any) -> list[Tensor]:
+    """The tensors of an output, in tuples, lists and dicts."""
     tensors: list[Tensor] = []
     waiting = [output]
     while waiting:
@@ -74,6 +108,12 @@ def _zero(output: Any) -> Tensor:
             waiting += value.values()
         elif isinstance(value, (tuple, list)):
             waiting += value
+    return tensors
+
+
+def _zero(output: Any) -> Tensor:
+    """Return 0, connected to every tensor of `output` that a gradient comes back for."""
+    tensors = tensors_in(output)
     if not tensors:
         return torch.zeros(())
     return _ZeroLoss.apply(*tensors)  # type: ignore[no-any-return, no-untyped-call]

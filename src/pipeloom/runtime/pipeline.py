@@ -28,10 +28,12 @@ from pipeloom.runtime.batch import (
     chosen_sizes,
     forward_count,
     join,
+    require_gradients,
     require_targets,
     split_batch,
     sum_over_replicas,
 )
+from pipeloom.runtime.built_parameters import BuiltParameters
 from pipeloom.runtime.executor import Executor, StepHooks, StepResult
 from pipeloom.runtime.grad_sync import StepGradients, checked_max_norm, summed_over
 from pipeloom.runtime.health import handshake
@@ -42,7 +44,7 @@ from pipeloom.runtime.health.status import Limits, Status
 from pipeloom.runtime.health.store import RunStore, run_store
 from pipeloom.runtime.health.watchdog import Watchdog, start_watchdog
 from pipeloom.runtime.layer_names import carrying
-from pipeloom.runtime.loss import Loss, LossBroadcast, PendingLoss
+from pipeloom.runtime.loss import Loss, LossBroadcast, PendingLoss, require_weighing
 from pipeloom.runtime.measured_timeline import clock_offset, gather_timeline
 from pipeloom.runtime.options import RuntimeOptions, device_of
 from pipeloom.runtime.p2p.connect import P2PConnections
@@ -103,6 +105,7 @@ class Pipeline:
         options: RuntimeOptions = RuntimeOptions(),
     ) -> None:
         require_arguments(layers, schedule, loss)
+        require_weighing(loss, weight, ignore_index)
         declared = model_names(layers, schedule.positions, stages)
         schedule = carrying(schedule, declared.tensors)
         check(schedule, transport="batched" if options.transport == "batched" else "individual")
@@ -151,6 +154,7 @@ class Pipeline:
             summed_over(self.mesh, options),
         )
         self._assembly = assembled
+        self._built = BuiltParameters(assembled.modules, summed_over(self.mesh, options))
         self._compared = False  # whether replicas are known to hold the same values
         self.layouts: dict[str, ParameterSharding] = {each.name: each.sharding for each in assembled.held}
         self._loss = loss
@@ -226,12 +230,15 @@ class Pipeline:
             UsageError: a keyword argument that no layer of any rank takes; inputs, targets or weights that cannot be split; a
                 tensor among them that requires a gradient.
         """
+        require_gradients("step")
         self._keywords.require("step", keywords)
         require_targets("step", targets)
         return self.forward_backward(inputs, targets, **keywords).wait()
 
     def forward_backward(self, inputs: Any, targets: Any = None, **keywords: Any) -> PendingLoss:
         """As `step`, but returns when this rank is done: the loss is still on its way from a rank that may not be."""
+        require_gradients("forward_backward")
+        self._built.require_same()
         status, begun = self._status, time.monotonic()
         status.step = self.next_step
         self._hooks.faults.at_step(self.next_step)
@@ -530,11 +537,11 @@ class Pipeline:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Copies values by global name; every rank of the run calls it.
 
-        Before the next step replicas are compared as `RuntimeOptions.init` says. Raises UsageError when a name of this rank's is
-        missing.
+        Before the next step replicas are compared as `RuntimeOptions.init` says. Buffers that are not persistent may be missing.
+        Raises UsageError, and copies nothing, when a name of this rank's is missing or a value has another shape.
         """
         self._compared = False
-        copy_state(self.state_dict(), state)
+        copy_state(self.state_dict(), state, self._assembly.transient_buffers)
 
     def train(self, mode: bool = True) -> None:
         for stage in self._assembly.stages.values():

@@ -23,10 +23,12 @@ from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weig
 from pipeloom.ops.layer import LossTerm
 from pipeloom.ops.recompute import recomputed
 from pipeloom.ops.segments import Communication, carries, is_segmented, saved_of
+from pipeloom.runtime.built_parameters import ReplicatedParameters
+from pipeloom.runtime.loss import tensors_in
 from pipeloom.runtime.overlap import CommStream, ComputeGroup, Coroutine, run_to_end, split_at_communications
 from pipeloom.runtime.program import StageProgram
 from pipeloom.runtime.stage_modules import StageModules
-from pipeloom.runtime.tensor_spec import Boundary, BoundaryValues, as_values
+from pipeloom.runtime.tensor_spec import Boundary, BoundaryValues, as_values, require_dense
 
 _PROBES = 64  # forwards of a stage; a layer that changes its input in place does so in the first
 
@@ -45,12 +47,14 @@ class StageOutputs(NamedTuple):
         tensors: what later stages read by name, attached too.
         loss: the share of the step's loss, detached; of a route's last stage only.
         terms: (key, share of its mean, weight) of each of the layers' losses, detached.
+        unreached: whether the loss carries no gradient, and every number of the output that it is computed from does.
     """
 
     values: BoundaryValues
     tensors: Mapping[str, Tensor | None]
     loss: Tensor | None = None
     terms: tuple[tuple[str, Tensor, float], ...] = ()
+    unreached: bool = False
 
 
 class InputGradients(NamedTuple):
@@ -93,12 +97,14 @@ class InFlight:
         groups: those whose backward is to come, in order; one, where the stage is not segmented.
         outputs: kept where the options do not deallocate them.
         read: how many of the stage's inputs, the last ones, it reads by name.
+        versions: of the stage's parameters before the forward, where it may not change them.
     """
 
     queue: WeightGradQueue | None
     groups: list[SavedGroup] = field(default_factory=list)
     outputs: BoundaryValues = ()
     read: int = 0
+    versions: list[int] | None = None
 
 
 class Stage:
@@ -112,6 +118,7 @@ class Stage:
             a main gradient receives them, or their products do not go through torch.
         communications: the rank's.
         shared: whether the replicas of a layer are one module.
+        replicated: what holds copies of these layers' parameters, in words; None: nothing does.
     """
 
     def __init__(
@@ -123,6 +130,7 @@ class Stage:
         writes_weight_gradients: bool,
         communications: CommStream,
         shared: bool = False,
+        replicated: str | None = None,
     ) -> None:
         self.index = index
         self.layers = layers
@@ -136,6 +144,8 @@ class Stage:
         self._alive: dict[int, InFlight] = {}
         self._awaiting_w: dict[int, WeightGradQueue] = {}
         self._probes: float = _PROBES
+        named = dict(zip(layers.names, layers.modules, strict=True))
+        self._replicated = None if replicated is None else ReplicatedParameters(named, replicated)
         if writes_weight_gradients or self.segmented:  # else plain layers stay as they are
             for module in layers.modules:
                 defer_weight_gradients(module, grad_context)
@@ -172,6 +182,8 @@ class Stage:
             return run_to_end(self.forward_in_segments(microbatch, values, specs, keywords, program, loss))
         layers = self.layers
         flight, inputs, buffers = self._begin_forward(values, specs, program, microbatch in program.split)
+        if before_layer is not None:
+            flight.versions = None  # it writes weights that arrive meanwhile
         self._grad_context.queue = flight.queue
         by_position = inputs[: len(inputs) - flight.read]
         names = NamedInForward(layers, program, inputs[len(by_position) :], term)
@@ -247,8 +259,13 @@ class Stage:
         if not torch.is_grad_enabled():
             return InFlight(None, read=len(program.reads)), values, []
         self._probes -= 1
+        watched = self._replicated if self._probes >= 0 else None
         return (
-            InFlight(WeightGradQueue() if queues else None, read=len(program.reads)),
+            InFlight(
+                WeightGradQueue() if queues else None,
+                read=len(program.reads),
+                versions=None if watched is None else watched.versions(),
+            ),
             _leaves(values, specs),
             [] if program.in_order else self._buffers(),
         )
@@ -299,16 +316,22 @@ class Stage:
         share: Tensor | None = None
         if loss is None:
             outputs = as_values(result, f"stage {self.index}")
+            require_dense(outputs, f"stage {self.index}")
         else:
             share = loss(result)
         if torch.is_grad_enabled():
             losses = [weight * each for _, each, weight in terms] + ([] if share is None else [share])
             roots = _roots((*outputs, *tensors.values()))
+            if self._replicated is not None and self._probes >= 0:
+                if flight.versions is not None:
+                    self._replicated.require_unchanged(flight.versions)
+                self._replicated.require_known(roots, [each for each in losses if each.requires_grad])
             flight.groups.append(SavedGroup(inputs, roots, tuple(each for each in losses if each.requires_grad)))
             flight.outputs = () if self._deallocate else (*outputs, *tensors.values())
             self._alive[microbatch] = flight
         detached = tuple((key, each.detach(), weight) for key, each, weight in terms)
-        return StageOutputs(outputs, tensors, None if share is None else share.detach(), detached)
+        unreached = share is not None and not share.requires_grad and _all_carry(result)
+        return StageOutputs(outputs, tensors, None if share is None else share.detach(), detached, unreached)
 
     # -- inputs that layers change in place ------------------------------------------------------------------------------
 
@@ -530,6 +553,12 @@ class _Given(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return gradients[0]
+
+
+def _all_carry(output: Any) -> bool:
+    """Return whether the tensors of an output that can carry a gradient, at least one, all do."""
+    able = [value for value in tensors_in(output) if value.is_floating_point() or value.is_complex()]
+    return bool(able) and all(value.requires_grad for value in able)
 
 
 def _roots(outputs: tuple[Any, ...]) -> tuple[GradientEdge, ...]:

@@ -56,6 +56,14 @@ def as_values(result: Any, where: str) -> BoundaryValues:
     return values
 
 
+def require_dense(values: BoundaryValues, where: str) -> None:
+    """Raise UsageError that names `where` for a nested or sparse tensor, which has no one block of memory to be sent."""
+    for value in values:
+        if value is not None and (value.is_nested or value.layout is not torch.strided):
+            kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+            raise UsageError(f"{where} returned a {kind} tensor; a boundary carries dense ones: return its parts")
+
+
 def boundary_of(values: BoundaryValues) -> Boundary:
     """The specs of these values."""
     return tuple(
@@ -111,6 +119,12 @@ def from_numbers(each: Iterable[int]) -> Boundary:
             carries, ndim = bool(next(numbers)), next(numbers)
             specs.append(TensorSpec(_BOUNDARY_DTYPES[kind], tuple(next(numbers) for _ in range(ndim)), carries))
     return tuple(specs)
+
+
+def input_of(edge: Edge) -> str:
+    """The input that an edge brings to a stage, for a message to a person."""
+    what = "the input" if edge.name == OUTPUT else f"tensor {edge.name!r} as an input"
+    return f"{what} of stage {edge.consumer}"
 
 
 def words(boundary: Boundary) -> str:
@@ -181,9 +195,8 @@ class ShapeCache:
         """Raises UsageError for a gradient where the first such message had none: its reader would drop it."""
         promised = self.without(message)
         if promised and not set(promised) <= set(without):
-            what = "the input" if message.edge.name == OUTPUT else f"tensor {message.name!r} as an input"
             raise UsageError(
-                f"{what} of stage {message.producer} has a gradient for micro-batch {message.microbatch}; for inputs of the "
+                f"{input_of(message.edge)} has a gradient for micro-batch {message.microbatch}; for inputs of the "
                 f'same shape it had none before: it depends on the data, so set shapes = "each"'
             )
 

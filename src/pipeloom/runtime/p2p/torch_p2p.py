@@ -5,7 +5,7 @@ Ranks whose tensors are on a GPU and whose group has no NCCL (several processes 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeloom.errors import DistributedError
+from pipeloom.errors import DistributedError, UsageError
 from pipeloom.parallel.mesh import PipelineMesh, group_of_members
 from pipeloom.parallel.through_host import goes_through_host
 from pipeloom.runtime.p2p.base import BatchQueue, Outgoing, Received, tensors
@@ -27,9 +27,10 @@ from pipeloom.runtime.tensor_spec import (
     boundary_of,
     decode,
     encode,
+    input_of,
 )
 from pipeloom.schedule.batched_p2p import MessageBatch
-from pipeloom.schedule.channels import Channel, Message
+from pipeloom.schedule.channels import Channel, Edge, Message
 
 _TAGS = {"activation": 11, "gradient": 12}
 _HEADER_TAGS = {"activation": 13, "gradient": 16}
@@ -123,6 +124,10 @@ class TorchTransport:
         self._opened: dict[Message, Opened] = {}
         self._sending: dict[Message, tuple[list[Any], list[Tensor]]] = {}
         self._headers: dict[Message, tuple[Any, Tensor]] = {}  # of gradients, on their way
+        self._filled_in: dict[
+            tuple[Edge, int], int
+        ] = {}  # place in an edge's gradients -> messages sent with zeros there
+        self._answered: Counter[Edge] = Counter()  # edge -> gradient messages sent
 
     def exchange(self, sends: Sequence[Outgoing], posts: Sequence[Message]) -> None:
         if self._batches is not None:
@@ -179,6 +184,12 @@ class TorchTransport:
     def finish(self) -> None:
         for message in list(self._sending):
             self._release(message)
+        for (edge, _), count in self._filled_in.items():
+            if count == self._answered[edge]:
+                raise UsageError(
+                    f"{input_of(edge)} has no gradient for any micro-batch of this step; for inputs of the same shape it had one "
+                    'before: the layers before it would get zeros in place of None, so set shapes = "each"'
+                )
         if self._opened or any(inbox.queue for inbox in self._inboxes.values()):
             raise DistributedError(
                 "receives were left open at the end of the step"
@@ -216,6 +227,9 @@ class TorchTransport:
             self._book.expect(message, without)
         else:
             self._book.keep_promise(message, without)
+        self._answered[message.edge] += 1
+        for place in set(without).difference(self._book.without(message) or ()):
+            self._filled_in[message.edge, place] = self._filled_in.get((message.edge, place), 0) + 1
         if not without:
             return values
         specs = self._book.answering(message)

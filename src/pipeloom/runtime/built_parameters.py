@@ -1,0 +1,135 @@
+"""Parameters as a pipeline was built with them, and what happens where a layer trains or changes others.
+
+A pipeline knows its parameters by object: their gradients are summed over replicas, counted in norms and dropped by
+`zero_grad`. A parameter that comes later, or that no layer holds, would be left out of all that without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from pipeloom.errors import UsageError
+
+
+class BuiltParameters:
+    """The parameters and parts of a rank's layers when its pipeline was built.
+
+    Args:
+        modules: layer name -> module.
+        summed: what every gradient is summed over, in words; None: nothing.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], summed: str | None) -> None:
+        self._parts = [
+            (
+                f"{layer}.{path}" if path else layer,
+                part,
+                tuple(part._parameters.values()),
+                tuple(part._modules.values()),
+            )
+            for layer, module in modules.items()
+            for path, part in module.named_modules()
+            if not isinstance(part, torch.jit.ScriptModule)
+        ]
+        self._summed = summed
+        named = [(f"{layer}.{name}", p) for layer, m in modules.items() for name, p in m.named_parameters()]
+        self._dtypes = [(name, p, p.dtype) for name, p in named] if summed else []
+        self._frozen = [(name, p) for name, p in named if not p.requires_grad] if summed else []
+
+    def require_same(self) -> None:
+        """Raise UsageError for a parameter or part that was added, replaced or taken away since, or has another dtype, and for
+        one that was frozen and trains now where gradients are summed.
+        """
+        for name, part, parameters, children in self._parts:
+            if not _same(part._parameters.values(), parameters) or not _same(part._modules.values(), children):
+                raise UsageError(
+                    f"the parameters of {name!r} are not those that the pipeline was built with: some were added, replaced or "
+                    "taken away; do so before the pipeline is built, or build it anew"
+                )
+        for name, parameter, dtype in self._dtypes:
+            if parameter.dtype != dtype:
+                raise UsageError(
+                    f"parameter {name!r} was {_short(dtype)} when the pipeline was built, and is {_short(parameter.dtype)}; "
+                    "convert it before, or build the pipeline anew"
+                )
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise UsageError(
+                    f"parameter {name!r} was frozen when the pipeline was built and trains now, so its gradient would not be "
+                    f"summed over {self._summed}; build the pipeline anew"
+                )
+
+
+def _same(now: Collection[Any], before: tuple[Any, ...]) -> bool:
+    return len(now) == len(before) and all(map(is_, now, before))
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class ReplicatedParameters:
+    """The parameters of one stage, of which other ranks have copies that must stay equal.
+
+    Args:
+        modules: layer name -> module.
+        over: what the copies are, in words ("data-parallel replicas").
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], over: str) -> None:
+        self._over = over
+        self._modules = modules
+
+    @cached_property
+    def _named(self) -> dict[str, nn.Parameter]:
+        # At the first forward: tied weights are made one after the stages are built.
+        return {
+            f"{layer}.{name}": p for layer, module in self._modules.items() for name, p in module.named_parameters()
+        }
+
+    @cached_property
+    def _known(self) -> set[nn.Parameter]:
+        return set(self._named.values())
+
+    def versions(self) -> list[int]:
+        """Return the number of times that each parameter has been written to."""
+        return [0 if parameter.is_inference() else parameter._version for parameter in self._named.values()]
+
+    def require_unchanged(self, versions: list[int]) -> None:
+        """Raise UsageError for a parameter that has been written to since it had these `versions`."""
+        for name, before, after in zip(self._named, versions, self.versions(), strict=True):
+            if before != after:
+                raise UsageError(
+                    f"a forward changes its weight {name!r} in place, which the copies on the {self._over} do not do alike, so "
+                    "they would train on different; change it between steps, on all of them"
+                )
+
+    def require_known(self, roots: Sequence[GradientEdge], losses: Sequence[Tensor]) -> None:
+        """Raise UsageError for a parameter that a graph reaches and no layer of the stage holds."""
+        for parameter in _leaves([*(root.node for root in roots), *(loss.grad_fn for loss in losses)]):
+            if isinstance(parameter, nn.Parameter) and parameter not in self._known:
+                raise UsageError(
+                    f"the loss or a layer uses a parameter of shape {list(parameter.shape)} that no layer of its stage holds, so "
+                    f"its gradient would not be summed over the {self._over}; make it a parameter of the layer that uses it, "
+                    "or, if the loss does, of the last layer"
+                )
+
+
+def _leaves(nodes: Sequence[Any]) -> Iterator[Tensor]:
+    """The tensors in which a backward pass from these nodes accumulates gradients."""
+    waiting, seen = [node for node in nodes if node is not None], set()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            yield node.variable
+        waiting += [after for after, _ in node.next_functions if after is not None]
