@@ -223,7 +223,7 @@ class Executor:
         mb = action.microbatch
         stage, program = self.stages[action.stage], self.program.stages[action.stage]
         values, specs = self._forward_inputs(action, received)
-        if self.keep_outputs and program.after is None:
+        if self.keep_outputs and program.gives is None:
             self.result.outputs[mb] = stage.compute(values, self.batch.keywords[mb], program, self.hooks.before_layer)
             outputs = StageOutputs((), {})
         else:
@@ -337,13 +337,13 @@ class Executor:
         if self.training:
             self._alive += 1
             self.result.peak_alive = max(self.result.peak_alive, self._alive)
-        if program.before is None:
+        if program.takes is None:
             return self.batch.inputs[self.hooks.faults.input_of(mb)], None
         if self.training:
             self._buffers[stage, mb] = tuple(value for delivery in received.values() for value in delivery.values)
         values: BoundaryValues = ()
         specs: Boundary = ()
-        for edge in program.inputs(stage):
+        for edge in program.inputs:
             delivery = self._arrived("activation", edge, mb, received)
             if edge in received:
                 self.specs.learn(edge, mb, delivery.specs)
@@ -358,14 +358,14 @@ class Executor:
         """Return the micro-batch's share of the loss, from the output of a route's last stage. The loss is scaled here and
         in `_share_of_term`, nowhere else.
         """
-        if self.program.stages[action.stage].after is not None:
+        if self.program.stages[action.stage].gives is not None:
             return None
         targets, share = self.batch.targets[action.microbatch], self.batch.shares[action.microbatch]
         return partial(share_of_loss, self.loss, targets=targets, share=share)
 
     def _share_of_term(self, action: Action) -> GiveToTerm | None:
         """Return what becomes of the values that a stage's layers give to losses of their own; None: nothing."""
-        if self.keep_outputs:
+        if self.keep_outputs or self.stages[action.stage].silent:
             return None
         targets, share = self.batch.targets[action.microbatch], self.batch.shares[action.microbatch]
         return lambda term, value: share_of_loss(term.loss, value, targets, share)
@@ -382,10 +382,9 @@ class Executor:
         for key, share, weight in outputs.terms:
             self.result.loss.add_term(key, share, weight)
         program = self.program.stages[action.stage]
-        made: dict[Edge, BoundaryValues] = {}
-        if program.after is not None:
-            made[Edge(action.stage, program.after, OUTPUT)] = outputs.values
-        made |= {edge: (outputs.tensors[name],) for name, edges in program.writes.items() for edge in edges}
+        made: dict[Edge, BoundaryValues] = {} if program.gives is None else {program.gives: outputs.values}
+        for name, edges in program.writes.items():
+            made |= {edge: (outputs.tensors[name],) for edge in edges}
         deliveries = {}
         for edge, values in made.items():
             specs = boundary_of(values)
@@ -402,8 +401,8 @@ class Executor:
         """
         program, mb = self.program.stages[action.stage], action.microbatch
         gradients: BoundaryValues = ()
-        if program.after is not None:
-            gradients = self._arrived("gradient", Edge(action.stage, program.after, OUTPUT), mb, received).values
+        if program.gives is not None:
+            gradients = self._arrived("gradient", program.gives, mb, received).values
         for edges in program.writes.values():
             # One gradient each, None where the reader has none; none at all of a tensor that carries no gradient.
             parts = [value for edge in edges for value in self._arrived("gradient", edge, mb, received).values]
@@ -419,9 +418,9 @@ class Executor:
         self.transport.recycle(self._buffers.pop((stage, mb), ()))
         for delivery in received.values():
             self.transport.recycle(delivery.values)
-        parts = inputs.tensors if program.before is None else (inputs.values, *inputs.tensors)
+        parts = inputs.tensors if program.takes is None else (inputs.values, *inputs.tensors)
         deliveries = {}
-        for edge, values in zip(program.inputs(stage), parts, strict=True):
+        for edge, values in zip(program.inputs, parts, strict=True):
             if edge.producer in self.stages:
                 self._local["gradient", edge, mb] = Delivery(values, ())
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from pipeloom.errors import ConfigError
 from pipeloom.runtime.options import RuntimeOptions
@@ -50,23 +51,25 @@ class StageProgram:
     """One stage of the schedule.
 
     Attributes:
-        before, after: the neighbouring stages of its route; None: it is the first, the last.
+        takes, gives: what it gets from the stage before it in its route, and hands to the one after; None: it is the first,
+            the last.
         split: the micro-batches whose backward is I and W.
         in_order: whether every micro-batch comes through it, in order.
         reads: the tensors that it gets by name, from stages further before.
         writes: name of a tensor -> the later stages that get it.
     """
 
-    before: int | None
-    after: int | None
+    takes: Edge | None
+    gives: Edge | None
     split: frozenset[int]
     in_order: bool
     reads: tuple[Edge, ...] = ()
     writes: Mapping[str, tuple[Edge, ...]] = field(default_factory=dict)
 
-    def inputs(self, stage: int) -> tuple[Edge, ...]:
-        """Return what brings the inputs of this stage: of the stage before it, if there is one, then those by name."""
-        return self.reads if self.before is None else (Edge(self.before, stage, OUTPUT), *self.reads)
+    @cached_property
+    def inputs(self) -> tuple[Edge, ...]:
+        """Edges that bring its inputs: of the stage before it, if there is one, then those by name."""
+        return self.reads if self.takes is None else (self.takes, *self.reads)
 
 
 @dataclass(frozen=True)
@@ -182,14 +185,14 @@ def lower(schedule: Schedule, rank: int, options: RuntimeOptions) -> RankProgram
 
 
 def _stage_programs(schedule: Schedule, rank: int) -> dict[int, StageProgram]:
-    before, after = neighbours(schedule)
     named = NamedEdges.of(schedule)
+    takes, gives = _neighbour_edges(schedule)
     actions = [action for cell in schedule.programs[rank] for action in parts(cell)]
     everything = list(range(schedule.microbatches))
     return {
         stage: StageProgram(
-            before[stage],
-            after[stage],
+            takes[stage],
+            gives[stage],
             frozenset(mb for kind, at, mb in actions if at == stage and kind_of(kind).produces == (INPUT_GRADIENT,)),
             [mb for kind, at, mb in actions if at == stage and kind_of(kind).is_forward] == everything,
             named.reads[stage],
@@ -197,6 +200,14 @@ def _stage_programs(schedule: Schedule, rank: int) -> dict[int, StageProgram]:
         )
         for stage in schedule.stages_of[rank]
     }
+
+
+def _neighbour_edges(schedule: Schedule) -> tuple[list[Edge | None], list[Edge | None]]:
+    """stage -> what it takes from the stage before it in its route, and what it gives to the one after."""
+    before, after = neighbours(schedule)
+    takes = [None if other is None else Edge(other, stage, OUTPUT) for stage, other in enumerate(before)]
+    gives = [None if other is None else Edge(stage, other, OUTPUT) for stage, other in enumerate(after)]
+    return takes, gives
 
 
 def _messages_to(action: Action, messages: tuple[Message, ...]) -> tuple[Message, ...]:

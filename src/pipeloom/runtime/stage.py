@@ -135,7 +135,8 @@ class Stage:
         self.index = index
         self.layers = layers
         # A segment computes on the values of its layer's inputs alone, so a stage that names tensors or losses runs whole.
-        self.segmented = any(map(is_segmented, layers.modules)) and all(each.silent for each in layers.declared)
+        self.silent = all(each.silent for each in layers.declared)
+        self.segmented = any(map(is_segmented, layers.modules)) and self.silent
         self.writes_weight_gradients = writes_weight_gradients
         self._deallocate = deallocate
         self._grad_context = grad_context
@@ -186,13 +187,13 @@ class Stage:
             flight.versions = None  # it writes weights that arrive meanwhile
         self._grad_context.queue = flight.queue
         by_position = inputs[: len(inputs) - flight.read]
-        names = NamedInForward(layers, program, inputs[len(by_position) :], term)
+        names = None if self.silent else NamedInForward(layers, program, inputs[len(by_position) :], term)
         result: Any
         result, versions = self._changeable(by_position)
         try:
             for at, module in enumerate(layers.modules):
                 arguments = as_values(result, f"layer {layers.names[at - 1]!r}") if at else result
-                accepted, read = layers.accepted(at, keywords), names.read(at)
+                accepted, read = layers.accepted(at, keywords), {} if names is None else names.read(at)
                 if before_layer is not None:
                     before_layer(layers.names[at])
                 if layers.names[at] in layers.recomputed:
@@ -202,7 +203,8 @@ class Stage:
                 else:
                     result = module(*arguments, **accepted, **read)
                 del arguments, read  # a layer's output lives no longer than autograd needs it
-                result = names.written(at, result)
+                if names is not None:
+                    result = names.written(at, result)
         except RuntimeError as error:
             self._explain(error, by_position)
             raise
