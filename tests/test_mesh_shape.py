@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.errors import ArgumentError, UsageError
-from pipeloom.mesh_shape import MeshShape
+from pipeloom.mesh_shape import ORDER, MeshShape
 
 
 def test_16_ranks_tp_2_pp_4() -> None:
@@ -28,6 +30,39 @@ def test_experts_sit_next_to_each_other_inside_dp() -> None:
     assert tuple(shape.place(13)) == (1, 2, 1, 0, 1)
 
 
+def test_another_order_of_the_axes() -> None:
+    shape = MeshShape(pp=2, dp=2, tp=2, order="pp, DP tp-ep")
+    assert shape == MeshShape(pp=2, dp=2, tp=2, order="pp-dp-tp-ep")
+    assert shape != MeshShape(pp=2, dp=2, tp=2)
+    assert shape.groups("pp") == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert shape.groups("dp") == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert shape.groups("tp") == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert shape.place(3)[:3] == (1, 1, 0)
+
+
+def test_replicas_of_an_expert_next_to_each_other() -> None:
+    """The index along dp follows the ranks in every order, so that part i of a batch goes to the i-th rank of the group."""
+    shape = MeshShape(dp=4, tp=2, ep=2, order="dp-tp-ep-pp")
+    assert shape.groups("edp") == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert shape.groups("ep") == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert shape.groups("dp") == ((0, 1, 4, 5), (2, 3, 6, 7))
+    assert [shape.place(rank).dp for rank in (0, 1, 4, 5)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("order", "near"),
+    [
+        ("tp-cp-ep-dp-pp", "tp-ep-dp-pp"),
+        ("dp pp tpx", "dp-pp-tp-ep"),
+        ("pp-pp-dp-tp", "pp-dp-tp-ep"),
+        ("", "tp-ep-dp-pp"),
+    ],
+)
+def test_an_order_that_is_none_names_the_nearest(order: str, near: str) -> None:
+    with pytest.raises(ArgumentError, match=f"once each; nearest: {near}$"):
+        MeshShape(order=order)
+
+
 def test_ten_thousand_ranks() -> None:
     shape = MeshShape(pp=10, dp=125, tp=8, ep=25)
     assert shape.world == 10_000
@@ -41,7 +76,10 @@ def test_ten_thousand_ranks() -> None:
 
 def shapes() -> st.SearchStrategy[MeshShape]:
     size = st.integers(1, 6)
-    return st.builds(lambda pp, edp, ep, tp: MeshShape(pp, edp * ep, tp, ep), size, size, size, size)
+    orders = st.permutations(ORDER.split("-")).map("-".join)
+    return st.builds(
+        lambda pp, edp, ep, tp, order: MeshShape(pp, edp * ep, tp, ep, order=order), size, size, size, size, orders
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -64,8 +102,9 @@ def test_groups_partition_the_world(shape: MeshShape, axes: str) -> None:
 def test_places_and_ranks_are_inverse(shape: MeshShape, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, shape.world - 1))
     place = shape.place(rank)
-    assert (place.pp * shape.dp + place.dp) * shape.tp + place.tp == rank
-    assert place.dp == place.edp * shape.ep + place.ep
+    indices = [place.edp if axis == "dp" else getattr(place, axis) for axis in shape.order.split("-")]
+    sizes = [shape.edp if axis == "dp" else getattr(shape, axis) for axis in shape.order.split("-")]
+    assert sum(index * math.prod(sizes[:at]) for at, index in enumerate(indices)) == rank
     for axis in ("pp", "dp", "tp", "ep", "edp"):
         assert shape.group_of(rank, axis)[getattr(place, axis)] == rank
 

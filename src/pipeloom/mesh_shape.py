@@ -6,19 +6,22 @@ torch nor a configuration.
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipeloom.errors import ArgumentError, UsageError, divisors, nearest
+from pipeloom.errors import ArgumentError, UsageError, divisors, echo, nearest
 from pipeloom.limits import MOST_WORKERS
 
-AXES = ("pp", "edp", "ep", "tp")  # outermost first
+AXES = ("pp", "edp", "ep", "tp")
+ORDER = "tp-ep-dp-pp"  # Megatron-LM's spelling: the axis whose index changes from one rank to the next comes first
 _PARTS = {"pp": ("pp",), "dp": ("edp", "ep"), "edp": ("edp",), "ep": ("ep",), "tp": ("tp",)}
 
 
 class Place(NamedTuple):
-    """Position of a rank: its index on each axis; dp = edp · (size of ep) + ep."""
+    """Position of a rank: its index on each axis. dp counts edp and ep together, in the order of the ranks."""
 
     pp: int
     dp: int
@@ -29,12 +32,16 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class MeshShape:
-    """The sizes of the axes. Rank = ((pp · dp/ep + edp) · ep + ep_index) · tp + tp_index: tp fastest, pp outermost.
+    """The sizes of the axes, and the order in which ranks are numbered along them.
 
     Experts are spread over `ep` of the dp ranks; the dp/ep ranks that hold the same experts form the axis `edp`. The ranks
     of an ep group stand on `ep_nodes` machines, each machine's ranks next to each other.
 
-    Raises ArgumentError for a size below 1, an ep that does not divide dp, or ep_nodes that do not divide ep.
+    `order` names tp, ep, dp (without ep: the axis edp) and pp, joined by hyphens, the one whose index changes fastest first.
+    With the default, rank = ((pp · dp/ep + edp) · ep + ep_index) · tp + tp_index.
+
+    Raises ArgumentError for a size below 1, an ep that does not divide dp, ep_nodes that do not divide ep, or an order that
+    does not name each axis once.
     """
 
     pp: int = 1
@@ -42,8 +49,10 @@ class MeshShape:
     tp: int = 1
     ep: int = 1
     ep_nodes: int = 1
+    order: str = ORDER
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "order", parse_order(self.order))
         for axis in ("pp", "dp", "tp", "ep", "ep_nodes"):
             if getattr(self, axis) < 1:
                 raise ArgumentError(axis, f"={getattr(self, axis)} is below 1; nearest: 1")
@@ -71,14 +80,24 @@ class MeshShape:
         """Of pp, edp, ep, tp."""
         return self.pp, self.edp, self.ep, self.tp
 
+    @property
+    def outermost_first(self) -> tuple[tuple[str, int], ...]:
+        """The axes pp, edp, ep and tp with their sizes, the one whose index changes slowest first."""
+        sizes = dict(zip(AXES, self.sizes, strict=True))
+        axes = ["edp" if name == "dp" else name for name in reversed(self.order.split("-"))]
+        return tuple((axis, sizes[axis]) for axis in axes)
+
     def place(self, rank: int) -> Place:
         """Return where `rank` sits. Raises UsageError for a rank outside the mesh."""
         if not 0 <= rank < self.world:
             raise UsageError(f"rank {rank} is not in a mesh of {self.world} ranks")
-        rest, tp = divmod(rank, self.tp)
-        rest, ep = divmod(rest, self.ep)
-        pp, edp = divmod(rest, self.edp)
-        return Place(pp, edp * self.ep + ep, tp, ep, edp)
+        at, dp, stride = {}, 0, self.world
+        for axis, size in self.outermost_first:
+            stride //= size
+            at[axis] = rank // stride % size
+            if axis in _PARTS["dp"]:
+                dp = dp * size + at[axis]
+        return Place(at["pp"], dp, at["tp"], at["ep"], at["edp"])
 
     def groups(self, axes: str) -> tuple[tuple[int, ...], ...]:
         """The ranks that differ only along `axes`; each group in rank order, groups by their first rank.
@@ -89,7 +108,7 @@ class MeshShape:
         inside = {part for axis in axes.split("_") for part in _parts(axis)}
         offsets, starts = [0], [0]
         stride = self.world
-        for axis, size in zip(AXES, self.sizes, strict=True):
+        for axis, size in self.outermost_first:
             stride //= size
             line = offsets if axis in inside else starts
             line[:] = [at + index * stride for at in line for index in range(size)]
@@ -100,7 +119,7 @@ class MeshShape:
         self.place(rank)
         inside = {part for axis in axes.split("_") for part in _parts(axis)}
         offsets, start, stride = [0], 0, self.world
-        for axis, size in zip(AXES, self.sizes, strict=True):
+        for axis, size in self.outermost_first:
             stride //= size
             if axis in inside:
                 offsets = [at + index * stride for at in offsets for index in range(size)]
@@ -118,6 +137,20 @@ class MeshShape:
     def __str__(self) -> str:
         named = [f"{axis} {getattr(self, axis)}" for axis in ("pp", "dp", "tp", "ep") if getattr(self, axis) > 1]
         return " · ".join(named) or "one rank"
+
+
+def parse_order(text: str) -> str:
+    """An order of the axes as `MeshShape` holds it; commas and spaces may stand in the place of hyphens.
+
+    Raises ArgumentError, with the nearest order, where the text does not name tp, ep, dp and pp once each.
+    """
+    names = ORDER.split("-")
+    given = [word for word in re.split(r"[-,\s]+", text.lower()) if word]
+    if sorted(given) == sorted(names):
+        return "-".join(given)
+    close = [match for word in given[: len(names)] for match in difflib.get_close_matches(word, names, 1, 0.4)]
+    near = "-".join(dict.fromkeys((*close, *names)))
+    raise ArgumentError("order", f"={echo(text)} must name {', '.join(names[:-1])} and {names[-1]} once each; nearest: {near}")
 
 
 def _parts(axis: str) -> Sequence[str]:

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from pipeloom.cli import train
-from pipeloom.cli.dry_run import expected_timeline, rank_parameters
+from pipeloom.cli.dry_run import expected_timeline, rank_parameters, rank_table
 from pipeloom.config import load_layout, parameter_count
 from pipeloom.errors import ConfigError
+from pipeloom.mesh_shape import MeshShape
 
 
 def run(folder: Path, *flags: str) -> int:
@@ -37,6 +38,21 @@ def test_it_prints_the_run_and_starts_nothing(
 def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"train\.seq_len"):
         run(tmp_path, "--train.device", "cpu", "--train.seq_len", "1000000")
+
+
+def test_the_table_of_workers_follows_the_order() -> None:
+    lines = rank_table(MeshShape(pp=2, dp=4, tp=1, ep=2, order="dp-pp-ep-tp"))
+    assert lines[0] == "workers in the order dp-pp-ep-tp, the fastest axis first:"
+    assert [line.split() for line in lines[1:]] == [
+        ["dp", "0", "dp", "1", "dp", "2", "dp", "3"],
+        ["ep", "0", "ep", "0", "ep", "1", "ep", "1"],
+        ["pp", "0", "0", "1", "4", "5"],
+        ["pp", "1", "2", "3", "6", "7"],
+    ]
+    assert rank_table(MeshShape(pp=4)) == []
+    many = rank_table(MeshShape(pp=20, dp=4, tp=4))
+    assert len(many) == 3 + 16 + 1
+    assert max(map(len, many)) <= 85
 
 
 @pytest.mark.parametrize(

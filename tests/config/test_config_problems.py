@@ -70,6 +70,9 @@ def test_three_errors_at_once_with_where_they_were_set(tmp_path: Path) -> None:
         ("parallel.tp", 16, "nearest: 4"),
         ("parallel.sp", 2, "true or false"),
         ("parallel.sp", True, "set parallel.tp to 2 or more"),
+        ("parallel.order", "dp-tp-xp-ep", "it must name tp, ep, dp and pp once each; nearest: dp-tp-ep-pp"),
+        ("schedule.receive_depth", 0, "at least 1"),
+        ("schedule.shapes", "every", "'once' or 'each'"),
         ("parallel.ep", 2, "must divide parallel.dp 1; nearest: 1"),
         (
             "schedule.transforms",

@@ -130,7 +130,7 @@ def worst(found: Gradients, want: Gradients) -> float:
     return max(float((found[name] - want[name]).abs().max() / want[name].abs().max().clamp_min(1e-12)) for name in want)
 
 
-def mesh_of(**shape: int) -> Mesh:
+def mesh_of(**shape: Any) -> Mesh:
     mesh = Mesh.of(MeshShape(**shape))
     assert mesh is not None
     return mesh

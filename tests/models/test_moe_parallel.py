@@ -68,8 +68,8 @@ def over_four(rank: int) -> None:
         compare(shape, way, mesh, want)
         compare(shape, Way(chunks=way.chunks, split=True), two_nodes, want)
         compare(shape, way, four_nodes, want)
-    mesh = mesh_of(dp=4, ep=2)
-    compare(shapes[0], Way(), mesh, wants[0])
+    for order in ("tp-ep-dp-pp", "dp-tp-ep-pp"):  # replicas of an expert two ranks apart, and next to each other
+        compare(shapes[0], Way(), mesh_of(dp=4, ep=2, order=order), wants[0])
 
 
 def over_tensor_parallel(rank: int) -> None:

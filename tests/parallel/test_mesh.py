@@ -17,7 +17,12 @@ NAMES = ("tp", "ep", "edp", "dp", "everyone")
 def sums(rank: int) -> list[dict[str, object]]:
     found: list[dict[str, object]] = []
     # a whole world twice, and between them a mesh of some of the processes, in an order of its own
-    cases = [(MeshShape(dp=4, ep=2), None), (MeshShape(pp=2, tp=2), (6, 7, 2, 3)), (MeshShape(2, 2, 2), None)]
+    cases = [
+        (MeshShape(dp=4, ep=2), None),
+        (MeshShape(pp=2, tp=2), (6, 7, 2, 3)),
+        (MeshShape(2, 2, 2), None),
+        (MeshShape(dp=4, ep=2, tp=2, order="dp-tp-ep-pp"), None),
+    ]
     for shape, ranks in cases:
         world = tuple(range(8)) if ranks is None and shape.world == 8 else ranks or tuple(range(4))
         mesh = Mesh.of(shape, world)
@@ -50,7 +55,12 @@ def sums(rank: int) -> list[dict[str, object]]:
 @pytest.mark.dist
 def test_groups_reduce_over_the_ranks_of_the_arithmetic() -> None:
     results = run_ranks(sums, 8)
-    for rank, (experts, some, whole) in enumerate(results):
+    for rank, (experts, some, whole, reordered) in enumerate(results):
+        other = MeshShape(dp=4, ep=2, tp=2, order="dp-tp-ep-pp")
+        assert reordered == {
+            **{name: other.group_of(rank, name) for name in ("dp", "tp", "ep", "edp")},
+            "everyone": tuple(range(8)),
+        }
         shape = MeshShape(2, 2, 2)
         assert whole == {
             **{name: shape.group_of(rank, name) for name in ("pp", "dp", "tp", "edp")},

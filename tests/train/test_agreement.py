@@ -40,6 +40,7 @@ OTHERS: list[tuple[str, Any, str]] = [
     ("model.dropout", 0.0625, "0.0625"),
     ("data.sampling", "split-then-shuffle", "split-then-shuffle"),
     ("log.every", 33, "33"),
+    ("parallel.order", "dp-tp-ep-pp", "dp-tp-ep-pp"),
 ]
 
 

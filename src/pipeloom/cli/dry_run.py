@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from pipeloom.config import Config, Layout
 from pipeloom.config.layout import stage_costs
 from pipeloom.config.sizes import layer_sizes
+from pipeloom.mesh_shape import MeshShape
 from pipeloom.schedule import Costs, Timeline, simulate
 
+_ROWS, _COLUMNS = 16, 10  # the most of the table of workers, which then fits a screen
 # Bytes of state for each stepped element, beside its value: two averages, or one.
 _STATE_BYTES = {"adamw": 8, "sgd": 4, "muon": 8}
 
@@ -19,6 +21,7 @@ def report_lines(layout: Layout) -> list[str]:
     timeline = expected_timeline(layout)
     steps = config.train.steps
     return [
+        *rank_table(layout.mesh),
         *_rank_lines(layout, timeline),
         f"bubble rate, Σ idle / (p · makespan): {timeline.bubble_rate:.4f}, simulated from the stages' operations, messages free",
         "time of a step: not known before the first ones are measured",
@@ -54,6 +57,32 @@ def rank_parameters(layout: Layout) -> list[int]:
         for position, stage in enumerate(route):
             held[schedule.placement[stage]] += of_position[position]
     return held
+
+
+def rank_table(mesh: MeshShape) -> list[str]:
+    """Return which worker stands where: a row for each pipeline rank, a column for each replica and tensor-parallel rank.
+
+    At most 16 rows and 10 columns; no line where all workers are one pipeline.
+    """
+    if mesh.world == mesh.pp:
+        return []
+    numbers = {}
+    for worker in range(mesh.world):
+        place = mesh.place(worker)
+        numbers[place.pp, place.dp, place.tp] = (worker, place.ep)
+    columns = [(dp, tp) for dp in range(mesh.dp) for tp in range(mesh.tp)]
+    clipped = len(columns) > _COLUMNS
+    heads = [("dp", mesh.dp, [dp for dp, _ in columns]), ("tp", mesh.tp, [tp for _, tp in columns])]
+    heads.insert(1, ("ep", mesh.ep, [numbers[0, dp, tp][1] for dp, tp in columns]))
+
+    def row(name: str, cells: Sequence[object]) -> str:
+        return f"{name:<8}" + "".join(f"{cell:>7}" for cell in cells[:_COLUMNS]) + "      …" * clipped
+
+    lines = [f"workers in the order {mesh.order}, the fastest axis first:"]
+    lines += [row("", [f"{axis} {at}" for at in indices]) for axis, size, indices in heads if size > 1]
+    for pp in range(min(mesh.pp, _ROWS)):
+        lines.append(row(f"pp {pp}", [numbers[pp, dp, tp][0] for dp, tp in columns]))
+    return lines + ["…"] * (mesh.pp > _ROWS)
 
 
 def _rank_lines(layout: Layout, timeline: Timeline) -> list[str]:

@@ -219,6 +219,16 @@ def _shared_memory_posts_no_receives(config: Config) -> Iterator[str]:
         )
 
 
+@_reads("schedule.receive_depth", "schedule.transport")
+def _only_the_individual_transport_has_a_depth(config: Config) -> Iterator[str]:
+    depth, transport = config.schedule.receive_depth, config.schedule.transport
+    if depth is not None and transport in ("batched", "shared"):
+        yield (
+            f"schedule.receive_depth = {depth}: the {transport} transport does not keep receives open for each channel; set "
+            'schedule.transport = "individual", or leave the key out'
+        )
+
+
 @_reads("schedule.transforms", "schedule.name")
 def _a_searched_schedule_is_not_transformed(config: Config) -> Iterator[str]:
     if config.schedule.transforms and config.schedule.name == "search":

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from pipeloom.config.fault import parse_fault
 from pipeloom.decoder_shape import DecoderShape, expert_blocks
-from pipeloom.errors import UsageError
+from pipeloom.errors import ArgumentError, UsageError, echo
 from pipeloom.limits import (
     MOST_CELLS,
     MOST_CHUNKS,
@@ -21,6 +21,7 @@ from pipeloom.limits import (
     MOST_WIDTH,
     MOST_WORKERS,
 )
+from pipeloom.mesh_shape import parse_order
 from pipeloom.schedule.check import TransportName
 from pipeloom.schedule.families import canonical_name
 from pipeloom.schedule.transforms import parsed_transform
@@ -40,6 +41,7 @@ DtypeName = Literal["float32", "bfloat16", "float64"]
 NormsName = Literal["none", "layer", "parameter"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 RouterName = Literal["softmax", "noisy", "switch", "gshard", "sigmoid"]
+ShapesName = Literal["once", "each"]
 RateSchedule = Literal["cosine", "linear", "wsd", "constant"]
 OptimizerName = Literal["adamw", "sgd", "muon"]
 MuonScale = Literal["match_rms_adamw", "original"]
@@ -62,6 +64,13 @@ def _is_degree(degree: int) -> int:
     if degree != COMPUTED and degree < 1:
         raise ValueError("it must be at least 1, or -1 to be computed from the number of workers; nearest: 1")
     return degree
+
+
+def _is_order(text: str) -> str:
+    try:
+        return parse_order(text)
+    except ArgumentError as error:
+        raise ValueError(f"it {error.words.removeprefix(f'={echo(text)} ')}") from None
 
 
 def _is_recompute(value: Any) -> Any:
@@ -276,6 +285,9 @@ class ParallelSection(Section):
     ep_nodes: Workers = Field(description="machines that ep spans; above 1 a token crosses to each of them once")
     ep_chunks: Count = Field(description="parts of a micro-batch whose all-to-all and experts overlap each other")
     ep_blocks: Count = Field(description="parts of each sequence whose all-to-all overlaps the next part's attention")
+    order: Annotated[str, AfterValidator(_is_order)] = Field(
+        description="axes in the numbering of the workers, the fastest first; dp without ep; tp fastest keeps layers on a host"
+    )
     stages: str = Field(description='layers of each stage, as "Et*3|(tt|)*2tL"; empty: balanced from costs')
 
 
@@ -295,6 +307,15 @@ class ScheduleSection(Section):
     )
     transport: TransportName = Field(
         description="auto (shared memory where all ranks can), individual (a call a message), batched, shared"
+    )
+    receive_depth: Annotated[int, Field(ge=1, le=MOST_CELLS)] | None = Field(
+        default=None,
+        description="receives that each channel of the individual transport keeps open, more where the schedule needs more; "
+        "not given: 2",
+    )
+    shapes: ShapesName = Field(
+        description="once: a boundary's shapes are sent with its first message; each: with every one, for outputs whose shape "
+        "depends on the data"
     )
     transforms: Transforms = Field(
         description='applied to the schedule in order, as in ["unpair", "defer-last-stage-weights=2"]'

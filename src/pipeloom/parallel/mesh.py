@@ -106,7 +106,7 @@ class Mesh:
     """This process's place among dp · tp pipelines that stand side by side.
 
     Attributes:
-        shape: the sizes of the axes.
+        shape: the sizes of the axes, and the order of the ranks.
         place: this process's index on each.
         pipeline: the pipeline that this process belongs to.
         dp, tp, ep, edp: the processes along these axes; dp is edp and ep together.
@@ -198,8 +198,10 @@ def _alone(rank: int) -> Mesh:
 
 def _torch_mesh(shape: MeshShape, members: Sequence[int]) -> DeviceMesh:
     """Torch's mesh of the axes longer than 1: it makes their groups, in the same order on every process."""
-    kept = [(axis, size) for axis, size in zip(AXES, shape.sizes, strict=True) if size > 1]
-    layout = torch.tensor(members, dtype=torch.int).view([size for _, size in kept])
+    by_stride = [(axis, size) for axis, size in shape.outermost_first if size > 1]
+    kept = sorted(by_stride, key=lambda each: AXES.index(each[0]))
+    numbered = torch.tensor(members, dtype=torch.int).view([size for _, size in by_stride])
+    layout = numbered.permute([by_stride.index(each) for each in kept]).contiguous()
     kind = "cuda" if "nccl" in str(dist.get_backend_config()) and torch.cuda.is_available() else "cpu"
     return DeviceMesh(kind, layout, mesh_dim_names=tuple(axis for axis, _ in kept))
 

@@ -62,7 +62,7 @@ def table(ranks: Sequence[RankSummary]) -> list[str]:
 
     Of many ranks, those of the first pipeline: the others hold as much.
     """
-    axes = [axis for axis in ("pp", "dp", "tp") if len({getattr(held.place, axis) for held in ranks}) > 1]
+    axes = [axis for axis in ("pp", "dp", "tp", "ep") if len({getattr(held.place, axis) for held in ranks}) > 1]
     shown = [(number, held) for number, held in enumerate(ranks)]
     if len(ranks) > MOST_ROWS:
         shown = [(number, held) for number, held in shown if held.place.dp == held.place.tp == 0]
@@ -75,9 +75,8 @@ def table(ranks: Sequence[RankSummary]) -> list[str]:
         figures = f"{_short(held.parameters):>10}  {_bytes(held.optimizer_bytes):>9}  {held.in_flight:>9}"
         lines.append(f"{number:>4}  {at}{figures}  {_clip(layer_words(held.layers), width)}")
     if len(shown) < len(ranks):
-        lines.append(
-            f"and {len(ranks) - len(shown)} more ranks beside these, at other places of {' and '.join(axes[1:])}"
-        )
+        others = " and ".join(axis for axis in axes if axis in ("dp", "tp"))
+        lines.append(f"and {len(ranks) - len(shown)} more ranks beside these, at other places of {others}")
     return lines
 
 

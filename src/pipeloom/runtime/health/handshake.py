@@ -43,7 +43,7 @@ def facts(
     replica = f" of replica {mesh.place.dp}" if mesh.shape.dp > 1 else ""
     return {
         **source_facts(),
-        "mesh": f"pp {mesh.shape.pp}, dp {mesh.shape.dp}, tp {mesh.shape.tp}, ep {mesh.shape.ep}",
+        "mesh": f"pp {mesh.shape.pp}, dp {mesh.shape.dp}, tp {mesh.shape.tp}, ep {mesh.shape.ep}, order {mesh.shape.order}",
         "ranks of the schedule": schedule.ranks,
         "micro-batches": schedule.microbatches,
         "placement": list(schedule.placement),
