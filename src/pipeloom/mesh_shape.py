@@ -150,7 +150,9 @@ def parse_order(text: str) -> str:
         return "-".join(given)
     close = [match for word in given[: len(names)] for match in difflib.get_close_matches(word, names, 1, 0.4)]
     near = "-".join(dict.fromkeys((*close, *names)))
-    raise ArgumentError("order", f"={echo(text)} must name {', '.join(names[:-1])} and {names[-1]} once each; nearest: {near}")
+    raise ArgumentError(
+        "order", f"={echo(text)} must name {', '.join(names[:-1])} and {names[-1]} once each; nearest: {near}"
+    )
 
 
 def _parts(axis: str) -> Sequence[str]:

@@ -132,7 +132,9 @@ def _read_in_parts(rank: int, folder: str, flags: dict[str, Any]) -> tuple[int, 
     layout = load_layout(None, {**flags, "model.weights": folder, "train.device": "cpu"})
     pipeline = build_pipeline(layout, torch.device("cpu"))
     count = read_directory(Path(folder), pipeline)
-    held = {f"{one.name} {one.offset}": one.tensor.numpy() for one in holders(pipeline)}
+    held = {
+        f"{one.name} {box.offset}": part.numpy() for one in holders(pipeline) for box, part in one.parts(one.tensor)
+    }
     pipeline.close()
     return count, sum(tensor.nbytes for tensor in held.values()), held
 

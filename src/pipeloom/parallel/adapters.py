@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pipeloom.ops.deferred import WeightGradContext, apply_linear, defer_weight_gradients
 from pipeloom.parallel.expert import PartialSumLinear
 from pipeloom.parallel.sharding import WHOLE, HasSharding, ParameterSharding, Shard, shard_of
-from pipeloom.parallel.tensor import ColumnLinear, RowLinear, TensorParallel, enter, sum_over_ranks
+from pipeloom.parallel.tensor import ColumnLinear, RowLinear, TensorParallel, enter, project, sum_over_ranks
 
 
 class LowRankFactor(nn.Module):
@@ -76,10 +76,15 @@ class AdaptedLinear(nn.Module):
         defer_weight_gradients(self.base, grad_context)  # for its products: a frozen weight has no gradient to put off
 
     def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.base, ColumnLinear):
+            (whole,) = project(x, self)
+            return whole
         return self.add(x, self.base(x))
 
     def add(self, x: Tensor, out: Tensor) -> Tensor:
         """`out`, which the base has made of x, and the adapter's part."""
+        if isinstance(self.base, RowLinear):
+            x = self.base.own_inputs(x)
         low: Tensor = self.lora_A(self.dropout(x))
         if isinstance(self.base, ColumnLinear):
             low = enter(low, self.tensor)
@@ -94,7 +99,7 @@ def _shardings(base: nn.Module) -> tuple[TensorParallel | None, ParameterShardin
     if isinstance(base, ColumnLinear):
         # A sees this rank's tokens, and the gradient of all outputs by way of `enter`
         down = ParameterSharding(partial=base.tensor.sequence)
-        return base.tensor, down, ParameterSharding((Shard("tp", 0, base.parts),))
+        return base.tensor, down, ParameterSharding((base.shard,))
     if isinstance(base, RowLinear):
         up = ParameterSharding(partial=base.tensor.sequence)
         return base.tensor, ParameterSharding((Shard("tp", 1, base.parts),)), up

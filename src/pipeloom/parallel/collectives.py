@@ -5,13 +5,15 @@ The tokens of [..., tokens, width] are the dimension that all-gather and reduce-
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from pipeloom.errors import UsageError
 from pipeloom.ops.segments import standstill
@@ -50,6 +52,23 @@ class PendingCollective:
         return self.finish()
 
 
+@dataclass(frozen=True)
+class PendingParts:
+    """A collective under way whose result are parts, one of each rank.
+
+    Attributes:
+        finish: waits for the work, and makes the parts.
+        read: what other threads still read; it stays alive as long as this does.
+    """
+
+    finish: Callable[[], list[Tensor]]
+    read: Tensor | None = None
+
+    def wait(self) -> list[Tensor]:
+        """The parts, in the order of the axis."""
+        return self.finish()
+
+
 def start_all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> PendingCollective:
     """The sum (or another `op`) over the axis, written into `x` itself, which must be contiguous."""
     return PendingCollective(start(dist.all_reduce, x, None, op, group=axis.group), lambda: x, x)
@@ -76,18 +95,68 @@ def start_gather_slices(flat: Tensor, axis: Axis) -> PendingCollective:
     return PendingCollective(work, lambda: flat, own, "dp")
 
 
-def start_reduce_scatter(x: Tensor, axis: Axis) -> PendingCollective:
-    """The sum over the axis of `x` [..., tokens, width], of which each rank gets its own tokens / size.
+def start_gather_columns(x: Tensor, axis: Axis, sizes: Sequence[int]) -> PendingParts:
+    """[..., own columns] of each rank, `sizes` of them -> every rank's, in the order of the axis."""
+    widest = max(sizes)
+    filled = F.pad(x, (0, widest - x.shape[-1])).unsqueeze(-1)
+    pending = start_all_gather(filled, axis)
+
+    def finish() -> list[Tensor]:
+        columns = torch.split(pending.wait().squeeze(-1), widest, -1)
+        return [column[..., :size] for column, size in zip(columns, sizes, strict=True)]
+
+    return PendingParts(finish)
+
+
+def start_tokens_for_columns(x: Tensor, axis: Axis, sizes: Sequence[int]) -> PendingParts:
+    """[..., tokens, own columns] -> every rank's columns, `sizes` of them, of this rank's tokens / size; one all-to-all.
 
     Raises UsageError when the axis does not divide the tokens.
     """
+    parts = _token_parts(x, axis)
+    lead = parts.shape[1:-1]
+    shapes = [(*lead, size) for size in sizes]
+    return _exchange(list(parts), shapes, axis)
+
+
+def start_columns_for_tokens(parts: Sequence[Tensor], axis: Axis) -> PendingParts:
+    """Each rank's columns of this rank's tokens -> own columns of every rank's tokens: the inverse."""
+    own = parts[axis.index].shape
+    return _exchange(parts, [tuple(own)] * axis.size, axis)
+
+
+def _exchange(parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], axis: Axis) -> PendingParts:
+    """Sends part r to rank r; what comes from rank r has shape r."""
+    sending = torch.cat([part.reshape(-1) for part in parts])
+    counts = [prod(shape) for shape in shapes]
+    received = sending.new_empty(sum(counts))
+    lengths = [part.numel() for part in parts]
+    work = start(dist.all_to_all_single, received, sending, counts, lengths, group=axis.group)
+
+    def finish() -> list[Tensor]:
+        work.wait()
+        return [piece.view(shape) for piece, shape in zip(torch.split(received, counts), shapes, strict=True)]
+
+    return PendingParts(finish, sending)
+
+
+def _token_parts(x: Tensor, axis: Axis) -> Tensor:
+    """[..., tokens, width] -> [size, ..., tokens / size, width]. Raises UsageError when the axis does not divide the tokens."""
     tokens = x.shape[-2]
     if tokens % axis.size:
         raise UsageError(
             f"sequence parallelism: {axis.size} tensor-parallel ranks must divide the {tokens} tokens of a sequence; "
             f"nearest: {' or '.join(str(n) for n in _multiples(tokens, axis.size))}"
         )
-    parts = x.view(*x.shape[:-2], axis.size, tokens // axis.size, x.shape[-1]).movedim(-3, 0).contiguous()
+    return x.reshape(*x.shape[:-2], axis.size, tokens // axis.size, x.shape[-1]).movedim(-3, 0)
+
+
+def start_reduce_scatter(x: Tensor, axis: Axis) -> PendingCollective:
+    """The sum over the axis of `x` [..., tokens, width], of which each rank gets its own tokens / size.
+
+    Raises UsageError when the axis does not divide the tokens.
+    """
+    parts = _token_parts(x, axis).contiguous()
     if parts.device.type == "cpu" or goes_through_host(parts.device, axis.group):
         return _exchange_and_sum(parts, axis)
     own = torch.empty_like(parts[0])

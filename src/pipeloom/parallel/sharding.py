@@ -22,11 +22,30 @@ class Shard:
         axis: of the mesh.
         dim: the dimension of the parameter.
         sizes: of the parts, in order of the axis; they need not be equal.
+        fused: sizes of the projections that lie one after the other along the dimension, such as queries, keys and values.
+            Each is cut into equal parts, and a rank holds its part of every one, in their order. Empty: there is one.
+
+    Raises UsageError for projections that the axis does not divide, or that do not add up to `sizes`.
     """
 
     axis: ShardAxis
     dim: int
     sizes: tuple[int, ...]
+    fused: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        ranks = len(self.sizes)
+        if self.fused and (
+            any(size % ranks for size in self.fused) or any(sum(self.fused) != ranks * size for size in self.sizes)
+        ):
+            raise UsageError(f"projections of {list(self.fused)} cannot be cut into parts of {list(self.sizes)}")
+
+    def stretches(self, index: int) -> tuple[tuple[int, int], ...]:
+        """(first element, length) of each stretch of the whole dimension that the rank at `index` holds, in order."""
+        if not self.fused:
+            return ((sum(self.sizes[:index]), self.sizes[index]),)
+        parts = [size // len(self.sizes) for size in self.fused]
+        return tuple((sum(self.fused[:at]) + index * part, part) for at, part in enumerate(parts))
 
 
 @dataclass(frozen=True)
@@ -68,15 +87,14 @@ def to_plain(sharding: ParameterSharding) -> dict[str, Any]:
     """Return the layout as JSON can hold it."""
     return {
         "partial": sharding.partial,
-        "shards": [[shard.axis, shard.dim, list(shard.sizes)] for shard in sharding.shards],
+        "shards": [[shard.axis, shard.dim, list(shard.sizes), list(shard.fused)] for shard in sharding.shards],
     }
 
 
 def from_plain(plain: Mapping[str, Any]) -> ParameterSharding:
     """The inverse of `to_plain`."""
-    return ParameterSharding(
-        tuple(Shard(axis, dim, tuple(sizes)) for axis, dim, sizes in plain["shards"]), plain["partial"]
-    )
+    shards = (Shard(axis, dim, tuple(sizes), tuple(fused)) for axis, dim, sizes, fused in plain["shards"])
+    return ParameterSharding(tuple(shards), plain["partial"])
 
 
 @runtime_checkable
@@ -112,12 +130,12 @@ def shardings_of(module: nn.Module) -> dict[str, ParameterSharding]:
 
 
 def shard_of(full: Tensor, sharding: ParameterSharding, index: Mapping[str, int]) -> Tensor:
-    """The part of `full` that the rank at `index` (axis -> index) holds: a view."""
+    """The part of `full` that the rank at `index` (axis -> index) holds: a view, or of fused projections a copy."""
     for shard in sharding.shards:
-        at = index[shard.axis]
         if full.shape[shard.dim] != sum(shard.sizes):
             raise UsageError(f"dimension {shard.dim} is {full.shape[shard.dim]}, not the sum of parts {shard.sizes}")
-        full = full.narrow(shard.dim, sum(shard.sizes[:at]), shard.sizes[at])
+        pieces = [full.narrow(shard.dim, first, length) for first, length in shard.stretches(index[shard.axis])]
+        full = pieces[0] if len(pieces) == 1 else torch.cat(pieces, shard.dim)
     return full
 
 
@@ -136,4 +154,8 @@ def join(parts: Mapping[tuple[int, ...], Tensor], sharding: ParameterSharding) -
     lines = [
         join({key[1:]: value for key, value in parts.items() if key[0] == at}, rest) for at in range(len(first.sizes))
     ]
+    if first.fused:
+        lengths = [length for _, length in first.stretches(0)]
+        split = [torch.split(line, lengths, first.dim) for line in lines]
+        lines = [part for projection in zip(*split, strict=True) for part in projection]
     return torch.cat(lines, first.dim)

@@ -8,7 +8,7 @@ reduce-scatter after the row layer (arXiv 2205.05198, section 4.2).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -19,9 +19,17 @@ from pipeloom.errors import ArgumentError, UsageError, divisors, nearest
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, add_weight_gradient, apply_linear, as_autocast
 from pipeloom.ops.main_gradient import MainGradients
 from pipeloom.ops.products import add_product, adjoint, as_rows, linear, multiply, plain_operations_only
-from pipeloom.parallel.collectives import PendingCollective, start_all_gather, start_all_reduce, start_reduce_scatter
+from pipeloom.parallel.collectives import (
+    PendingCollective,
+    start_all_gather,
+    start_all_reduce,
+    start_columns_for_tokens,
+    start_gather_columns,
+    start_reduce_scatter,
+    start_tokens_for_columns,
+)
 from pipeloom.parallel.mesh import Axis
-from pipeloom.parallel.sharding import ParameterSharding, Shard
+from pipeloom.parallel.sharding import ParameterSharding, Shard, join, shard_of
 from pipeloom.parallel.shared_memory_sum import SharedMemoryAllReduce, SharedSum
 
 
@@ -75,29 +83,48 @@ class ColumnLinear(nn.Module):
 
     Args:
         parts: outputs of each rank.
+        fused: outputs of each of the projections that the weight holds one after the other (queries, keys and values): a
+            rank has its part of every one, in their order (`split_projections`). Empty: it is one projection.
+        gather_output: all outputs come out on every rank, as of one process: [batch, tokens, outputs], with sequence
+            parallelism [batch, tokens / size, outputs].
 
     Its parameters start empty: fill them with parts of whole ones (`sharding.shard_of`).
     """
 
-    def __init__(self, inputs: int, parts: Sequence[int], tensor: TensorParallel, *, bias: bool = False) -> None:
+    def __init__(
+        self,
+        inputs: int,
+        parts: Sequence[int],
+        tensor: TensorParallel,
+        *,
+        bias: bool = False,
+        fused: Sequence[int] = (),
+        gather_output: bool = False,
+    ) -> None:
         super().__init__()
         self.tensor = tensor
         self.parts = tuple(parts)
+        self.shard = Shard("tp", 0, self.parts, tuple(fused))
+        self.gather_output = gather_output
         own = self.parts[tensor.index]
         self.weight = nn.Parameter(torch.empty(own, inputs))
         self.bias = nn.Parameter(torch.empty(own)) if bias else None
         self.grad_context: WeightGradContext | None = None
 
     def sharding(self) -> Mapping[str, ParameterSharding]:
-        sharding = ParameterSharding((Shard("tp", 0, self.parts),))
+        sharding = ParameterSharding((self.shard,))
         return {"weight": sharding} if self.bias is None else {"weight": sharding, "bias": sharding}
 
     def set_weight_grad_context(self, grad_context: WeightGradContext) -> None:
         self.grad_context = grad_context
 
     def forward(self, x: Tensor) -> Tensor:
-        (out,) = _column(x, (self,))
+        (out,) = project(x, self)
         return out
+
+    def finish(self, out: Tensor) -> Tensor:
+        """Own outputs of all tokens as the layer puts them out: gathered, where it is asked to."""
+        return gather_columns(out, self.tensor, self.shard) if self.gather_output else out
 
 
 class RowLinear(nn.Module):
@@ -105,12 +132,26 @@ class RowLinear(nn.Module):
 
     [batch, tokens, own inputs] -> [batch, tokens, outputs]; with sequence parallelism [batch, tokens / size, outputs] comes
     out. Its parameters start empty. A deferred weight gradient holds the gradient of all tokens' outputs.
+
+    Args:
+        parts: inputs of each rank.
+        input_is_parallel: own inputs go in; False: all of them do, on every rank, as into a plain layer: [batch, tokens,
+            inputs], with sequence parallelism [batch, tokens / size, inputs].
     """
 
-    def __init__(self, parts: Sequence[int], outputs: int, tensor: TensorParallel, *, bias: bool = False) -> None:
+    def __init__(
+        self,
+        parts: Sequence[int],
+        outputs: int,
+        tensor: TensorParallel,
+        *,
+        bias: bool = False,
+        input_is_parallel: bool = True,
+    ) -> None:
         super().__init__()
         self.tensor = tensor
         self.parts = tuple(parts)
+        self.input_is_parallel = input_is_parallel
         self.weight = nn.Parameter(torch.empty(outputs, self.parts[tensor.index]))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
         self.grad_context: WeightGradContext | None = None
@@ -123,8 +164,13 @@ class RowLinear(nn.Module):
     def set_weight_grad_context(self, grad_context: WeightGradContext) -> None:
         self.grad_context = grad_context
 
+    def own_inputs(self, x: Tensor) -> Tensor:
+        """The layer's input as its product takes it: own inputs of all tokens."""
+        return x if self.input_is_parallel else own_columns(x, self.tensor, Shard("tp", 1, self.parts))
+
     def forward(self, x: Tensor) -> Tensor:
-        out = sum_over_ranks(apply_linear(x, self.weight, None, self.grad_context), self.tensor)
+        own = self.own_inputs(x)
+        out = sum_over_ranks(apply_linear(own, self.weight, None, self.grad_context), self.tensor)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
@@ -135,7 +181,7 @@ class Adapted(Protocol):
     base: nn.Module
 
     def add(self, x: Tensor, out: Tensor) -> Tensor:
-        """`out`, which the base has made of x, and what this layer adds."""
+        """`out`, which the base has made of x, and what this layer adds; of a column layer before it is gathered."""
 
 
 def project(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
@@ -143,28 +189,81 @@ def project(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
     bases = [layer.base if isinstance(layer, Adapted) else layer for layer in linears]
     if not all(isinstance(base, ColumnLinear) for base in bases):
         return tuple(layer(x) for layer in linears)
-    outputs = _column(x, bases)  # type: ignore[arg-type]
+    columns = [base for base in bases if isinstance(base, ColumnLinear)]
     return tuple(
-        layer.add(x, out) if isinstance(layer, Adapted) else out for layer, out in zip(linears, outputs, strict=True)
+        base.finish(layer.add(x, out) if isinstance(layer, Adapted) else out)
+        for layer, base, out in zip(linears, columns, _column(x, columns), strict=True)
     )
 
 
+def split_projections(out: Tensor, outputs: Sequence[int]) -> tuple[Tensor, ...]:
+    """The projections in what a fused layer puts out, cut or not: `outputs` are those of each projection as a whole."""
+    own = out.shape[-1]
+    return torch.split(out, [size * own // sum(outputs) for size in outputs], -1)
+
+
 def column_linear(
-    inputs: int, outputs: int, tensor: TensorParallel | None, what: str = "outputs", *, bias: bool = False
+    inputs: int,
+    outputs: int,
+    tensor: TensorParallel | None,
+    what: str = "outputs",
+    *,
+    bias: bool = False,
+    gather_output: bool = False,
 ) -> nn.Module:
     """A linear layer, cut by columns; plain where `tensor` is None. `what` is the outputs' name in errors."""
     if tensor is None:
         return nn.Linear(inputs, outputs, bias=bias)
-    return ColumnLinear(inputs, tensor.split(outputs, what), tensor, bias=bias)
+    return ColumnLinear(inputs, tensor.split(outputs, what), tensor, bias=bias, gather_output=gather_output)
+
+
+def fused_column_linear(
+    inputs: int,
+    outputs: Sequence[int],
+    tensor: TensorParallel | None,
+    what: str = "outputs",
+    *,
+    unit: int = 1,
+    bias: bool = False,
+    gather_output: bool = False,
+) -> nn.Module:
+    """Several projections of one input in one weight [sum of outputs, inputs], cut by columns; plain where `tensor` is None.
+
+    Each rank puts out its part of every projection, in their order: `split_projections` separates them. So the weight of one
+    process, queries before keys before values, or gate before up, is that of every layout.
+
+    Args:
+        outputs: of each projection, such as heads · width, key and value heads · width, the same again.
+        what: name of the units in errors ("heads").
+        unit: outputs that stay together, such as the width of a head.
+
+    Raises ArgumentError where the ranks do not divide a projection's units, or the unit does not divide its outputs.
+    """
+    for at, size in enumerate(outputs):
+        if size < 1 or size % unit:
+            raise ArgumentError("outputs", f"={list(outputs)}: projection {at} is no whole number of units of {unit}")
+    if tensor is None:
+        return nn.Linear(inputs, sum(outputs), bias=bias)
+    for at, size in enumerate(outputs):
+        tensor.split(size // unit, f"{what} of projection {at}")
+    parts = (sum(outputs) // tensor.size,) * tensor.size
+    return ColumnLinear(inputs, parts, tensor, bias=bias, fused=outputs, gather_output=gather_output)
 
 
 def row_linear(
-    inputs: int, outputs: int, tensor: TensorParallel | None, what: str = "inputs", *, bias: bool = False
+    inputs: int,
+    outputs: int,
+    tensor: TensorParallel | None,
+    what: str = "inputs",
+    *,
+    bias: bool = False,
+    input_is_parallel: bool = True,
 ) -> nn.Module:
     """A linear layer, cut by rows; plain where `tensor` is None. `what` is the inputs' name in errors."""
     if tensor is None:
         return nn.Linear(inputs, outputs, bias=bias)
-    return RowLinear(tensor.split(inputs, what), outputs, tensor, bias=bias)
+    parts = tensor.split(inputs, what)
+    return RowLinear(parts, outputs, tensor, bias=bias, input_is_parallel=input_is_parallel)
 
 
 def sum_over_ranks(x: Tensor, tensor: TensorParallel) -> Tensor:
@@ -198,6 +297,58 @@ class _Enter(torch.autograd.Function):
         if not tensor.sequence:  # summed in place, and another function may hold the gradient that came
             gradient = gradient.clone(memory_format=torch.contiguous_format)
         return sum_over_ranks(gradient, tensor), None
+
+
+def gather_columns(x: Tensor, tensor: TensorParallel, shard: Shard) -> Tensor:
+    """[batch, tokens, own columns] -> [batch, tokens, columns] on every rank; with sequence parallelism this rank's tokens.
+
+    What is computed of it is the same on every rank (or that of its tokens), and so is the gradient that comes. The
+    counterpart of `own_columns`: each is the other's backward, any number of times.
+    """
+    return _GatherColumns.apply(x, tensor, shard)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def own_columns(x: Tensor, tensor: TensorParallel, shard: Shard) -> Tensor:
+    """[batch, tokens, columns], the same on every rank -> [batch, tokens, own columns].
+
+    With sequence parallelism x is [batch, tokens / size, columns], this rank's tokens.
+    """
+    return _OwnColumns.apply(x, tensor, shard)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _GatherColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tensor: TensorParallel, shard: Shard) -> Tensor:
+        ctx.tensor, ctx.shard = tensor, shard
+        start = start_tokens_for_columns if tensor.sequence else start_gather_columns
+        parts = start(x, tensor.axis, shard.sizes).wait()
+        return join({(at,): part for at, part in enumerate(parts)}, _over_columns(shard))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return own_columns(gradients[0], ctx.tensor, ctx.shard), None, None
+
+
+class _OwnColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tensor: TensorParallel, shard: Shard) -> Tensor:
+        ctx.tensor, ctx.shard = tensor, shard
+        if not tensor.sequence:  # a copy, so that what was not taken is freed
+            return _columns_of(x, tensor.index, shard).clone(memory_format=torch.contiguous_format)
+        parts = [_columns_of(x, at, shard) for at in range(tensor.size)]
+        return torch.cat(start_columns_for_tokens(parts, tensor.axis).wait(), -2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gather_columns(gradients[0], ctx.tensor, ctx.shard), None, None
+
+
+def _over_columns(shard: Shard) -> ParameterSharding:
+    return ParameterSharding((replace(shard, dim=-1),))
+
+
+def _columns_of(x: Tensor, index: int, shard: Shard) -> Tensor:
+    return shard_of(x, _over_columns(shard), {shard.axis: index})
 
 
 class _AllReduce(torch.autograd.Function):

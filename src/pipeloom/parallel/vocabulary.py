@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from pipeloom.errors import UsageError
-from pipeloom.parallel.collectives import start_all_gather, start_all_reduce
+from pipeloom.parallel.collectives import start_all_reduce, start_gather_columns
 from pipeloom.parallel.mesh import Axis
 from pipeloom.parallel.sharding import ParameterSharding, Shard
 from pipeloom.parallel.tensor import ColumnLinear, TensorParallel, sum_over_ranks
@@ -82,10 +82,7 @@ def cross_entropy(
 @torch.no_grad()
 def whole_logits(logits: Tensor, tensor: TensorParallel, vocabulary: int) -> Tensor:
     """[..., own part] of each rank -> [..., vocabulary] on all: for a few positions, to choose a token by."""
-    parts = tensor.split_unevenly(vocabulary)
-    filled = F.pad(logits, (0, max(parts) - logits.shape[-1])).unsqueeze(-1)
-    columns = torch.split(start_all_gather(filled, tensor.axis).wait().squeeze(-1), max(parts), -1)
-    return torch.cat([column[..., :size] for column, size in zip(columns, parts, strict=True)], -1)
+    return torch.cat(start_gather_columns(logits, tensor.axis, tensor.split_unevenly(vocabulary)).wait(), -1)
 
 
 @dataclass(frozen=True)

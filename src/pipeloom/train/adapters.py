@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,17 +107,18 @@ def read_directory(path: Path, pipeline: Pipeline) -> int:
     for held in holders(pipeline):
         if is_adapter(held.name) or not held.parameter:
             continue
-        target = held.tensor if held.tensor.is_contiguous() else held.tensor.contiguous()
-        name, offset, shape = hub_name(held.name), list(held.offset), list(held.shape)
-        stem, _, matrix = name.removesuffix(".weight").rpartition("experts.")
-        if matrix in ("gate_proj", "up_proj") and len(shape) == 3:
-            offset[1] += shape[1] * (matrix == "up_proj")
-            name, shape[1] = f"{stem}experts.gate_up_proj", 2 * shape[1]
-        elif matrix == "down_proj" and len(shape) == 3:
-            name = f"{stem}experts.down_proj"
-        weights.load_part(name, target, offset, shape)
-        if target is not held.tensor:
-            held.tensor.copy_(target)
+        for box, values in held.parts(held.tensor):
+            target = values if values.is_contiguous() else values.contiguous()
+            name, offset, shape = hub_name(held.name), list(box.offset), list(held.shape)
+            stem, _, matrix = name.removesuffix(".weight").rpartition("experts.")
+            if matrix in ("gate_proj", "up_proj") and len(shape) == 3:
+                offset[1] += shape[1] * (matrix == "up_proj")
+                name, shape[1] = f"{stem}experts.gate_up_proj", 2 * shape[1]
+            elif matrix == "down_proj" and len(shape) == 3:
+                name = f"{stem}experts.down_proj"
+            weights.load_part(name, target, offset, shape)
+            if target is not values:
+                values.copy_(target)
     return weights.folder.bytes_read
 
 
@@ -136,7 +138,7 @@ def _read_checkpoint(path: Path, pipeline: Pipeline) -> None:
         here = [held for held in holders(pipeline) if not is_adapter(held.name)]
         require_shapes(reader, {held.name: held.shape for held in here})
         for held in here:
-            held.tensor.copy_(reader.region(f"model.{held.name}", held.box))
+            held.tensor.copy_(held.read(partial(reader.region, f"model.{held.name}")))
 
 
 def _require_adapters(config: Config, pipeline: Pipeline) -> None:
@@ -223,7 +225,9 @@ def _read_parts(path: Path, here: Iterable[Holder]) -> list[str]:
                 stored = file.get_slice(f"{_PREFIX}{name}")
                 if tuple(stored.get_shape()) != held.shape:
                     raise ConfigError(f"{path}: {name} is {stored.get_shape()}, and the model's is {list(held.shape)}")
-                held.tensor.copy_(stored[held.box.slices_in(Box((0,) * len(held.shape), held.shape))])
+                whole = Box((0,) * len(held.shape), held.shape)
+                for box, values in held.parts(held.tensor):
+                    values.copy_(stored[box.slices_in(whole)])
             return keys
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path} cannot be read: {str(error)[:200]}") from error

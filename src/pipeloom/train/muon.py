@@ -20,7 +20,7 @@ from pipeloom.parallel.buckets import Bucket
 from pipeloom.parallel.collectives import start_all_gather, start_gather_slices
 from pipeloom.parallel.data import GradientSync
 from pipeloom.parallel.mesh import Axis
-from pipeloom.parallel.sharding import WHOLE, ParameterSharding, shard_of
+from pipeloom.parallel.sharding import WHOLE, ParameterSharding, join, shard_of
 from pipeloom.train.masters import MasterPiece
 from pipeloom.train.roles import Fused
 
@@ -157,7 +157,8 @@ class WholeMatrices:
         for each, *_, parts in zip(cut, torch.split(rows, [each.shape.numel() for each in cut], dim=1), strict=True):
             shard = each.layout.over("tp")
             assert shard is not None
-            whole[each.name] = torch.cat([part.view(each.shape) for part in parts], shard.dim)
+            by_rank: dict[tuple[int, ...], Tensor] = {(at,): part.view(each.shape) for at, part in enumerate(parts)}
+            whole[each.name] = join(by_rank, ParameterSharding((shard,)))
         return whole
 
     def _own(self, matrix: MuonWeight, whole: Tensor, piece: MasterPiece) -> Tensor:

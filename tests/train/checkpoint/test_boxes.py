@@ -6,7 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeloom.mesh_shape import MeshShape
+from pipeloom.parallel.sharding import ParameterSharding, Shard, shard_of
 from pipeloom.train.checkpoint.boxes import Box, boxes_of_run, tiling_problem
+from pipeloom.train.checkpoint.state import Holder, pieces_of
 
 shapes = st.lists(st.integers(1, 4), max_size=4)
 
@@ -51,3 +54,27 @@ def test_parts_that_do_not_make_up_a_tensor_are_described() -> None:
     assert "outside" in tiling_problem((4, 3), [whole[0], Box((3, 0), (2, 3))])
     assert "dimensions" in tiling_problem((4, 3), [Box((0,), (12,))])
     assert tiling_problem((), [Box((), ())]) == ""
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 3), st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(0, 1), st.data())
+def test_runs_of_a_part_with_fused_projections_are_where_the_whole_has_them(
+    rows: int, units: list[int], dim: int, data: st.DataObject
+) -> None:
+    """A slice of the elements that a rank holds of a cut weight, as an optimizer with ZeRO-1 has it."""
+    fused = tuple(2 * unit for unit in units)
+    sharding = ParameterSharding((Shard("tp", dim, (sum(units),) * 2, fused),))
+    shape = (sum(fused), rows) if dim == 0 else (rows, sum(fused))
+    whole = torch.arange(rows * sum(fused)).view(shape)
+    index = data.draw(st.integers(0, 1))
+    part = shard_of(whole, sharding, {"tp": index})
+    held = Holder("w", part, shape, pieces_of(sharding, MeshShape(tp=2).place(index), tuple(part.shape)), True)
+    assert torch.equal(held.read(lambda box: whole[box.slices_in(Box((0, 0), shape))]), part)
+    start = data.draw(st.integers(0, part.numel()))
+    stop = data.draw(st.integers(start, part.numel()))
+    flat, seen = part.reshape(-1)[start:stop], 0
+    for run, (first, last), piece in held.parts_of_run(start, stop):
+        view = flat[first:last].view(run.shape)[piece.local.slices_in(Box((0, 0), run.shape))]
+        assert torch.equal(view, whole[piece.box.slices_in(Box((0, 0), shape))])
+        seen += piece.box.elements
+    assert seen == stop - start

@@ -6,14 +6,17 @@ Keys: `model.NAME` for parameters and persistent buffers, `optimizer.NAME.STATE`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from functools import partial
+from itertools import accumulate, product
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import CheckpointError, UsageError
+from pipeloom.mesh_shape import Place
 from pipeloom.parallel.sharding import ParameterSharding
 from pipeloom.runtime import Pipeline
 from pipeloom.train.checkpoint.boxes import Box, boxes_of_run
@@ -65,23 +68,63 @@ class Part:
             raise UsageError(f"{self.key}: a checkpoint cannot hold dtype {self.tensor.dtype}")
 
 
+class HeldBox(NamedTuple):
+    """A box of a whole tensor that is here: `local` in the tensor of this process, `box` in the whole one."""
+
+    local: Box
+    box: Box
+
+
 @dataclass(frozen=True)
 class Holder:
-    """A parameter or buffer here: its tensor, and where that is in the whole one.
+    """A parameter or buffer here.
 
-    `frozen`: it is a parameter that does not train.
+    Attributes:
+        name: stored name.
+        tensor: of this process.
+        shape: of the whole tensor.
+        pieces: of which the tensor consists: one, or of projections that share a weight one of each.
+        parameter: it is no buffer.
+        frozen: it is a parameter that does not train.
     """
 
     name: str
     tensor: Tensor
     shape: tuple[int, ...]
-    offset: tuple[int, ...]
+    pieces: tuple[HeldBox, ...]
     parameter: bool
     frozen: bool = False
 
-    @property
-    def box(self) -> Box:
-        return Box(self.offset, tuple(self.tensor.shape))
+    def parts(self, values: Tensor) -> list[tuple[Box, Tensor]]:
+        """(box in the whole, its values) for values of the tensor's shape; views."""
+        return [(piece.box, values[piece.local.slices_in(_all_of(values))]) for piece in self.pieces]
+
+    def read(self, region: Callable[[Box], Tensor]) -> Tensor:
+        """The values of the tensor here, put together from boxes of the whole one."""
+        regions = [region(piece.box) for piece in self.pieces]
+        if len(regions) == 1:
+            return regions[0]
+        values = torch.empty(self.tensor.shape, dtype=regions[0].dtype)
+        for (_, part), found in zip(self.parts(values), regions, strict=True):
+            part.copy_(found)
+        return values
+
+    def parts_of_run(self, start: int, stop: int) -> list[tuple[Box, tuple[int, int], HeldBox]]:
+        """The elements `start` to `stop` of the tensor, counted row by row, as boxes of it in that order.
+
+        Returns (box in the tensor, where its elements are in the run, the piece) for what each box has of each piece: the
+        piece's `local` is counted from the box.
+        """
+        found, position = [], 0
+        for run in boxes_of_run(self.tensor.shape, start, stop):
+            for piece in self.pieces:
+                common = run.intersection(piece.local)
+                if common is not None:
+                    inside = common.moved([-n for n in run.offset])
+                    shift = [b - a for a, b in zip(piece.local.offset, piece.box.offset, strict=True)]
+                    found.append((run, (position, position + run.elements), HeldBox(inside, common.moved(shift))))
+            position += run.elements
+        return found
 
 
 def holders(pipeline: Pipeline) -> list[Holder]:
@@ -91,34 +134,45 @@ def holders(pipeline: Pipeline) -> list[Holder]:
     parameters = dict(pipeline.named_parameters())
     for name, parameter in parameters.items():
         sharding = pipeline.layouts[name]
-        offset = _offset(
-            sharding, {shard.axis: getattr(place, shard.axis) for shard in sharding.shards}, parameter.ndim
-        )
+        pieces = pieces_of(sharding, place, tuple(parameter.shape))
         shape = tuple(sharding.full_shape(parameter.shape))
         frozen = not parameter.requires_grad
-        found.append(Holder(pipeline.stored_name(name), parameter.detach(), shape, offset, True, frozen))
+        found.append(Holder(pipeline.stored_name(name), parameter.detach(), shape, pieces, True, frozen))
     for layer, module in pipeline.modules.items():
         persistent = module.state_dict()
         for inner, buffer in module.named_buffers():
             if inner in persistent:
-                shape = tuple(buffer.shape)
-                found.append(Holder(f"{layer}.{inner}", buffer.detach(), shape, (0,) * buffer.ndim, False))
+                shape, box = tuple(buffer.shape), _all_of(buffer)
+                found.append(Holder(f"{layer}.{inner}", buffer.detach(), shape, (HeldBox(box, box),), False))
     return found
 
 
-def _offset(sharding: ParameterSharding, index: Mapping[str, int], ndim: int) -> tuple[int, ...]:
-    offset = [0] * ndim
+def _all_of(tensor: Tensor) -> Box:
+    return Box((0,) * tensor.ndim, tuple(tensor.shape))
+
+
+def pieces_of(sharding: ParameterSharding, place: Place, shape: tuple[int, ...]) -> tuple[HeldBox, ...]:
+    """The boxes of a parameter's part of this shape: a product of stretches, one choice for each dimension."""
+    stretches: list[tuple[tuple[int, int], ...]] = [((0, size),) for size in shape]
     for shard in sharding.shards:
-        offset[shard.dim] = sum(shard.sizes[: index[shard.axis]])
-    return tuple(offset)
+        stretches[shard.dim] = shard.stretches(getattr(place, shard.axis))
+    starts = [list(accumulate((length for _, length in each), initial=0)) for each in stretches]
+    pieces = []
+    for chosen in product(*(range(len(each)) for each in stretches)):
+        spans = [each[at] for each, at in zip(stretches, chosen, strict=True)]
+        size = tuple(length for _, length in spans)
+        local = tuple(start[at] for start, at in zip(starts, chosen, strict=True))
+        pieces.append(HeldBox(Box(local, size), Box(tuple(first for first, _ in spans), size)))
+    return tuple(pieces)
 
 
 def model_parts(pipeline: Pipeline, trained_only: bool = False) -> list[Part]:
     """Weights and buffers here; `trained_only`: no frozen weights."""
     return [
-        Part(f"model.{held.name}", held.shape, held.box, held.tensor, first=not held.parameter)
+        Part(f"model.{held.name}", held.shape, box, values, first=not held.parameter)
         for held in holders(pipeline)
         if not (trained_only and held.frozen)
+        for box, values in held.parts(held.tensor)
     ]
 
 
@@ -133,20 +187,17 @@ def optimizer_parts(pipeline: Pipeline, optimizer: AnyOptimizer) -> tuple[list[P
         state = states.get(by_name.get(held.name, ""))
         if not held.parameter or state is None:
             continue
-        boxes = [
-            (b.moved(held.offset), b.elements) for b in boxes_of_run(held.tensor.shape, state["start"], state["stop"])
-        ]
+        runs = held.parts_of_run(state["start"], state["stop"])
         if state["step"]:
             step = torch.tensor(float(state["step"]), dtype=torch.float64)
             parts.append(Part(f"optimizer.{held.name}.step", (), Box((), ()), step))
         for kind, values in state.items():
             if not isinstance(values, Tensor) or (kind == "master" and _same_memory(values, held.tensor)):
                 continue
-            position = 0
-            for box, count in boxes:
-                view = values[position : position + count].view(box.shape)
-                parts.append(Part(f"optimizer.{held.name}.{kind}", held.shape, box, view))
-                position += count
+            for run, (first, last), piece in runs:
+                view = values[first:last].view(run.shape)
+                view = view[piece.local.slices_in(_all_of(view))]
+                parts.append(Part(f"optimizer.{held.name}.{kind}", held.shape, piece.box, view))
     return parts, {}
 
 
@@ -161,9 +212,9 @@ def _torch_parts(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> tuple[
         for kind, value in optimizer.state.get(parameter, {}).items():
             key = f"optimizer.{name}.{kind}"
             if isinstance(value, Tensor) and value.shape == parameter.shape:
-                parts.append(Part(key, held.shape, held.box, value.detach()))
+                parts += [Part(key, held.shape, box, values) for box, values in held.parts(value.detach())]
             elif isinstance(value, Tensor) and (value.ndim == 0 or held.shape == tuple(parameter.shape)):
-                parts.append(Part(key, tuple(value.shape), Box((0,) * value.ndim, tuple(value.shape)), value.detach()))
+                parts.append(Part(key, tuple(value.shape), _all_of(value), value.detach()))
             elif isinstance(value, bool | int | float):
                 numbers[key] = value
             elif value is not None:
@@ -238,7 +289,7 @@ def load_model(stored: Stored, pipeline: Pipeline, trained_only: bool = False) -
         key = f"optimizer.{held.name}.master"
         if not held.parameter or key not in stored.tensors:
             key = f"model.{held.name}"
-        values = stored.region(key, held.box)
+        values = held.read(partial(stored.region, key))
         if _kind(values) != _kind(held.tensor):
             raise CheckpointError(
                 f"{held.name!r}: expected {held.tensor.dtype}, found {values.dtype} in the checkpoint"
@@ -276,16 +327,27 @@ def load_optimizer(stored: Stored, pipeline: Pipeline, optimizer: AnyOptimizer) 
             raise CheckpointError(
                 f"the optimizer's state of {held.name!r}: expected {expected}, or none of them; found {found}"
             )
-        boxes = [b.moved(held.offset) for b in boxes_of_run(held.tensor.shape, own["start"], own["stop"])]
+        runs = held.parts_of_run(own["start"], own["stop"])
         state: dict[str, Any] = {"start": own["start"], "stop": own["stop"], "step": 0.0}
         if "step" in present:
             state["step"] = float(stored.region(f"optimizer.{held.name}.step", Box((), ())))
         for kind in ("master", *(moments if state["step"] else ())):
             key = f"optimizer.{held.name}.{kind}"
             key = key if key in stored.tensors else f"model.{held.name}"
-            state[kind] = torch.cat([stored.region(key, box).reshape(-1) for box in boxes])
+            state[kind] = _read_run(stored, key, runs, own["stop"] - own["start"])
         states[by_name[held.name]] = state
     optimizer.load_state_dict(states)
+
+
+def _read_run(stored: Stored, key: str, runs: Sequence[tuple[Box, tuple[int, int], HeldBox]], elements: int) -> Tensor:
+    """The flat elements of a run, from the boxes that it has of a stored tensor."""
+    values: Tensor | None = None
+    for run, (first, last), piece in runs:
+        found = stored.region(key, piece.box)
+        values = torch.empty(elements, dtype=found.dtype) if values is None else values
+        view = values[first:last].view(run.shape)
+        view[piece.local.slices_in(_all_of(view))] = found
+    return torch.empty(0) if values is None else values
 
 
 def _kinds(stored: Stored) -> dict[str, set[str]]:
@@ -311,7 +373,7 @@ def _load_torch(stored: Stored, pipeline: Pipeline, optimizer: torch.optim.Optim
                 continue
             shape = stored.tensors[key]
             if shape == held.shape and shape:
-                value = stored.region(key, held.box).to(parameter.device)
+                value = held.read(partial(stored.region, key)).to(parameter.device)
             else:
                 value = stored.region(key, Box((0,) * len(shape), shape))
                 value = value if value.ndim == 0 else value.to(parameter.device)
