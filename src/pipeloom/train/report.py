@@ -23,6 +23,7 @@ from pipeloom.schedule import Timeline, timeline_form
 from pipeloom.train.checkpoint.resume import DIGESTS_FILE
 from pipeloom.train.environment import environment_lines
 from pipeloom.train.failures import EXIT_FILE
+from pipeloom.train.lock import locked
 from pipeloom.train.metrics import StepMetrics, simulated
 from pipeloom.train.writers import figure_writers, numbers_of
 
@@ -79,14 +80,13 @@ def make_folder(config: Config, origins: Mapping[str, str] | None = None) -> Run
     raise ConfigError(f'log.dir = "{config.log.dir}": {stem} and 998 more exist already')
 
 
-def reopen(root: Path, config: Config, origins: Mapping[str, str] | None = None) -> RunFolder:
-    """The folder of a run that goes on; what said how it ended is gone. Raises ConfigError where it cannot be written."""
+def reopen(folder: RunFolder, config: Config, origins: Mapping[str, str] | None = None) -> None:
+    """Prepare the folder of a run that goes on; what said how it ended is gone. Raises ConfigError where it cannot be written."""
     try:
-        (root / EXIT_FILE).unlink(missing_ok=True)
-        (root / "config.toml").write_text(_resolved(config, origins), encoding="utf-8")
+        (folder.root / EXIT_FILE).unlink(missing_ok=True)
+        (folder.root / "config.toml").write_text(_resolved(config, origins), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot write into {root}: {error.strerror}") from None
-    return RunFolder(root)
+        raise ConfigError(f"cannot write into {folder.root}: {error.strerror}") from None
 
 
 class Report:
@@ -109,7 +109,7 @@ class Report:
             facts: for `run.json` of a new one.
             origins: where the values of the configuration are from, for comments in `config.toml`.
         """
-        self.folder = make_folder(config, origins) if folder is None else reopen(folder, config, origins)
+        self.folder = make_folder(config, origins) if folder is None else RunFolder(folder)
         if folder is None and facts is not None:
             with contextlib.suppress(OSError):
                 text = json.dumps({**facts, "started": time.time()})
@@ -122,6 +122,14 @@ class Report:
             raise ConfigError(
                 f'log.dir = "{config.log.dir}": cannot write {self.folder.log}: {error.strerror}'
             ) from None
+        if not locked(self._log):
+            os.close(self._log)
+            raise ConfigError(
+                f"{self.folder.root} is the folder of a run that is still going on; end that one first, or set "
+                "checkpoint.resume to another checkpoint"
+            )
+        if folder is not None:
+            reopen(self.folder, config, origins)
         self._writers = figure_writers(config, self.folder.root)
         self._torn = False  # whether the last line was written in part
         self._unwritten: set[Path] = set()

@@ -41,6 +41,7 @@ from pipeloom.train.checkpoint.manifest import (
     to_bytes,
 )
 from pipeloom.train.checkpoint.state import AnyOptimizer, Number, Part, model_parts, optimizer_parts
+from pipeloom.train.lock import locked
 
 # A rank whose part has not appeared by then is not writing into the same directory, or is gone.
 PATIENCE_SECONDS = 900.0
@@ -108,6 +109,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._problem = ""  # of the last save, as far as this rank knows
         self._path: Path | None = None
+        self._held: int | None = None  # the folder, locked, on the first rank while it saves
 
     def save(self, step: int, extra: Mapping[str, Any] | None = None) -> Path:
         """Saves the state after `step` steps; collective.
@@ -132,7 +134,11 @@ class Saver:
         if self._optimizer is not None:
             more, numbers = optimizer_parts(self._pipeline, self._optimizer)
             parts += more
-        self._agree(parts, numbers, prepared, partial)
+        try:
+            self._agree(parts, numbers, prepared, partial)
+        except BaseException:
+            self.release()
+            raise
         assert self._plan is not None
         tensors = self._snapshot([parts[at].tensor for at, _ in self._plan.mine])
         named = {name: tensor for (_, name), tensor in zip(self._plan.mine, tensors, strict=True)}
@@ -163,6 +169,12 @@ class Saver:
         """Return whether a thread of this rank is writing."""
         return self._thread is not None and self._thread.is_alive()
 
+    def waiting_for_parts(self) -> contextlib.AbstractContextManager[None]:
+        """For a wait for what the other ranks write: the watchdog sees it, unless a thread of the saver's own waits."""
+        if self._world == 1 or self._asynchronous:
+            return contextlib.nullcontext()
+        return self._pipeline.waiting("the other ranks to write their parts of a checkpoint", "save")
+
     # -- together --------------------------------------------------------------------------------------------------------
 
     def _exchange(self, value: Any, what: str) -> list[Any]:
@@ -185,11 +197,20 @@ class Saver:
         """Makes an empty directory to write into; why that cannot be, or ""."""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._held = os.open(self.folder, os.O_RDONLY | os.O_CLOEXEC)
+            if not locked(self._held):  # else each would remove what the other is writing
+                return f"{self.folder}: another run is saving there; give each run a folder of its own"
             remove_leftovers(self.folder)
             partial.mkdir(mode=0o700)
         except OSError as error:
             return f"{partial}: cannot be made: {error.strerror or error}"
         return ""
+
+    def release(self) -> None:
+        """Let other runs save into the folder."""
+        held, self._held = self._held, None
+        if held is not None:
+            os.close(held)
 
     def _agree(self, parts: Sequence[Part], numbers: Mapping[str, Number], prepared: str, partial: Path) -> None:
         """Makes the plan, or finds that the last one holds: where no rank's boxes have changed."""
@@ -271,16 +292,25 @@ class _Job:
             problem = problem or (words if isinstance(error, CheckpointError) else f"{self.partial}: {words}")
             if rank == 0:
                 shutil.rmtree(self.partial, ignore_errors=True)
+        saver.release()
         saver._problem = problem
 
     def _leave(self, rank: int, note: Mapping[str, Any]) -> None:
-        path = self.partial / f"rank-{rank:05d}.json"
+        path = self._note_path(rank)
         fresh = path.with_suffix(".part")
         fresh.write_text(json.dumps(note), encoding="utf-8")
         fresh.rename(path)
 
     def _publish(self, note: Mapping[str, Any]) -> None:
-        notes = {0: note, **{rank: self._note_of(rank) for rank in range(1, self.saver._world)}}
+        with self.saver.waiting_for_parts():
+            others = {rank: self._note_of(rank) for rank in range(1, self.saver._world)}
+        notes = {0: note}
+        for rank, found in others.items():
+            if found is None:
+                raise CheckpointError(
+                    f"{self._note_path(rank)}: expected the part of rank {rank} within {PATIENCE_SECONDS:g} s, found nothing"
+                )
+            notes[rank] = found
         for found in notes.values():
             if "problem" in found:
                 raise CheckpointError(str(found["problem"]))
@@ -300,18 +330,22 @@ class _Job:
         manifest = Manifest(self.step, tuple(held), self.plan.entries, self.numbers, files, writer, self.saver.base)
         write_bytes(self.partial / MANIFEST, to_bytes(manifest))
         for rank in range(1, self.saver._world):
-            (self.partial / f"rank-{rank:05d}.json").unlink()
+            self._note_path(rank).unlink()
         publish(self.partial, self.final)
         prune(self.saver.folder, self.step, self.saver._keep, self.saver._keep_every)
 
-    def _note_of(self, rank: int) -> dict[str, Any]:
-        path, until = self.partial / f"rank-{rank:05d}.json", time.monotonic() + PATIENCE_SECONDS
+    def _note_path(self, rank: int) -> Path:
+        return self.partial / f"rank-{rank:05d}.json"
+
+    def _note_of(self, rank: int) -> Mapping[str, Any] | None:
+        """Return the note of a rank, as soon as it is there; None where it does not come."""
+        until = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < until:
             with contextlib.suppress(FileNotFoundError):
-                found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+                found: dict[str, Any] = json.loads(self._note_path(rank).read_text(encoding="utf-8"))
                 return found
             time.sleep(_POLL_SECONDS)
-        raise CheckpointError(f"{path}: expected the part of rank {rank} within {PATIENCE_SECONDS:g} s, found nothing")
+        return None
 
 
 def save(
