@@ -154,7 +154,7 @@ def test_a_shape_has_the_configurations_attributes() -> None:
             "num_attention_heads=4 does not cut hidden_size 31 into heads of one even width; make hidden_size even",
         ),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide 4 attention heads; nearest: 2 or 4"),
-        ({"head_dim": 5}, "head_dim=5 is no even width, which rotary positions need; nearest: 4 or 6"),
+        ({"head_dim": 5}, "head_dim=5 is not an even width, which rotary position embeddings need; nearest: 4 or 6"),
         ({"vocab_size": 0}, "vocab_size=0 is below 1; nearest: 1"),
     ],
 )

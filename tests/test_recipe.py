@@ -35,7 +35,7 @@ def test_the_recipe_from_a_corpus_to_text_runs_as_it_is_printed(tmp_path: Path) 
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         printed[line] = done.stdout
     trained = next(text for line, text in printed.items() if line.startswith("pipeloom train"))
-    losses = re.search(r"held-out loss: ([\d.]+) nats a token \(before training ([\d.]+);", trained)
+    losses = re.search(r"held-out loss: ([\d.]+) nats per token \(before training ([\d.]+);", trained)
     assert losses is not None, trained
     assert float(losses[1]) < float(losses[2])
     texts = [text for line, text in printed.items() if line.startswith("pipeloom generate")]

@@ -89,7 +89,9 @@ class DecoderShape:
                 )
         elif width < 1 or width % 2:
             near = nearest(width, {max(2, width - 1), max(2, width + 1)})
-            raise ArgumentError("head_dim", f"={width} is no even width, which rotary positions need; {near}")
+            raise ArgumentError(
+                "head_dim", f"={width} is not an even width, which rotary position embeddings need; {near}"
+            )
         if heads % groups:
             raise ArgumentError(
                 "num_key_value_heads",

@@ -37,7 +37,7 @@ def test_a_good_file_is_one_line(pipeloom: Run) -> None:
         ("0F0,0F1,0B0,0B1,1B1\n1F0,1F1,1B0", 3, "1B1 is on the wrong rank; stage 1 is placed on rank 1"),
         ("0F0,0B0\n1F0garbage,1B0", 3, "{path}:2:1: '1F0garbage' is not an action"),
         ("0B0,0F0\n1F0,1B0", 3, "the schedule deadlocks; the shortest cycle:"),
-        ("hello world\n", 2, "{path} is no schedule: none of its cells is an action"),
+        ("hello world\n", 2, "{path} is not a schedule: none of its cells is an action"),
         ("", 2, "{path}: the file contains no actions"),
         ("{", 2, "{path}:1:2: this is not JSON"),
         ('{"format": "pipeloom.schedule/9"}', 2, "this version reads 'pipeloom.schedule/1'"),

@@ -29,7 +29,7 @@ def test_it_prints_the_run_and_starts_nothing(
         "bubble rate",
         "learning rate (wsd): step 1 ",
         "every 5 steps and at the end",
-        "nothing was started: 2 workers would be",
+        "dry run: 2 workers would start",
     ):
         assert words in shown, words
     assert not (tmp_path / "runs").exists()

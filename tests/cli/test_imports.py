@@ -75,7 +75,7 @@ def test_workers_import_nothing_from_the_working_directory(trapped: Path, tmp_pa
     head = done.stdout.splitlines()[1]
     assert (
         head
-        == f"  the schedule is code: schedule_of_the_workers:mine of {tmp_path / 'there'}/schedule_of_the_workers.py"
+        == f"  the schedule is code: schedule_of_the_workers:mine from {tmp_path / 'there'}/schedule_of_the_workers.py"
     )
     worker = run(trapped, "-m", "pipeloom", *words, "--parallel.pp", "1", RANK="0", WORLD_SIZE="1")
     assert worker.returncode == 0, worker.stdout + worker.stderr

@@ -153,7 +153,7 @@ def test_a_run_goes_on_when_its_disc_is_full(
         log = run.folder.log.read_text()
     assert log == '{"event": \n{"event": "step", "step": 3}\n'  # a torn line ends before the next begins
     said = capsys.readouterr().out
-    assert said.count("No space left on device; training goes on without it") == 1
+    assert said.count("No space left on device; training continues without it") == 1
 
 
 def test_half_a_drawing_is_not_left(

@@ -117,7 +117,7 @@ def test_a_function_of_ones_own(pipeloom: Run, tmp_path: Path, monkeypatch: pyte
         ("schedule 1f1b", "schedule 1f1b needs --ranks and --microbatches"),
         ("schedule 1f1b --ranks 0 --microbatches 2", "ranks is 0; it must be a whole number of at least 1"),
         ("schedule 1f1b --ranks 2 --microbatches -1", "microbatches is -1; it must be a whole number of at least 1"),
-        ("schedule 1f1b --ranks 2 --microbatches 2 --chunks 2", "schedule 1f1b holds 1 chunk a rank, not 2"),
+        ("schedule 1f1b --ranks 2 --microbatches 2 --chunks 2", "schedule 1f1b holds 1 chunk per rank, not 2"),
         (
             "schedule 1f1b --ranks 2 --microbatches 2 --forward -1",
             "--forward is -1.0; a cost is a finite number of at least 0",

@@ -108,7 +108,7 @@ def test_what_is_not_there_is_named(folder: Path, tmp_path: Path) -> None:
     ("change", "words"),
     [
         (lambda form: form.update(format="x"), "format is 'x'"),
-        (lambda form: form.update(timelines=[]), "holds no step"),
+        (lambda form: form.update(timelines=[]), "contains no steps"),
         (lambda form: form["timelines"][0].pop("costs"), "not as a run writes it: KeyError"),
         (lambda form: form["timelines"][0]["starts"][1].pop(), "starts do not give each action"),
         (lambda form: form["timelines"][0].update(source="dreamt"), "source is 'dreamt'"),
@@ -146,7 +146,7 @@ def test_a_dump_of_another_program_is_shown_and_searched(tmp_path: Path) -> None
     folder = dump(tmp_path / "dump", slow, labels=True)
     text = _run(str(folder), "--search", "2")
     assert "micro-batches and chunks as labelled" in text
-    assert "memory of a rank: 10 GB and 2.5 GB for each stage-micro-batch" in text
+    assert "memory per rank: 10 GB, plus 2.5 GB for each stage-micro-batch" in text
     found = json.loads(_run(str(folder), "--search", "2", "--json"))
     assert found["memory_law"] == pytest.approx([10, 2.5])
     assert found["search"]["makespan"] <= timeline.makespan + 1e-9 < slow.makespan

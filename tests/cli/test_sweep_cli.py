@@ -41,9 +41,9 @@ def test_values_of_a_sweep(text: str, values: tuple[int, ...]) -> None:
         ("8..64", "give a size and its values"),
         ("microbatch=8..64", "did you mean 'microbatches'"),
         ("ranks=9..2", "write ranks=2..9"),
-        ("ranks=2..9:0", "step is at least 1"),
-        ("ranks=two", "a range as 8..64"),
-        ("ranks=1..999:1", "999 values; at most 64"),
+        ("ranks=2..9:0", "step must be at least 1"),
+        ("ranks=two", "a range such as 8..64"),
+        ("ranks=1..999:1", "999 values; the most is 64"),
     ],
 )
 def test_a_sweep_that_cannot_be_is_refused(text: str, words: str) -> None:
@@ -83,7 +83,7 @@ def test_what_a_schedule_refuses_is_a_gap_with_its_reason() -> None:
 
 
 def test_options_that_contradict_a_sweep() -> None:
-    with pytest.raises(UsageError, match="--microbatches is 8, and --sweep varies it"):
+    with pytest.raises(UsageError, match="--microbatches is 8, but --sweep varies it"):
         _run("1f1b", "--ranks", "4", "--microbatches", "8", "--sweep", "microbatches=8..9")
     with pytest.raises(UsageError, match="--html draws timelines"):
         _run("1f1b", "--ranks", "4", "--sweep", "microbatches=8..9", "--html", "x.html")

@@ -46,7 +46,7 @@ def test_memory_and_the_first_schedule(overrides: dict[str, Any], first: str, me
     assert request.family.name == first
     kinds = {cell.kind for program in request.first.programs for cell in program}
     assert kinds == {"F", "B", "I", "W"}
-    assert f"{memory:g} stage-micro-batches a rank" in made.notes[-1]
+    assert f"{memory:g} stage-micro-batches per rank" in made.notes[-1]
     assert request.placement == request.first.placement
 
 

@@ -85,7 +85,7 @@ def batch(case: Case, replica: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 class Built:
-    """The layers of a case in one process, built where and when somebody asks for them."""
+    """The layers of a case in one process, built where and when someone asks for them."""
 
     def __init__(self, case: Case) -> None:
         self.case = case

@@ -327,7 +327,7 @@ def test_what_is_wrong_with_a_directory_is_said(tmp_path: Path) -> None:
     shard = tmp_path / sorted(set(index["weight_map"].values()))[0]
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-10])
-    with pytest.raises(ConfigError, match="is no complete safetensors file"):
+    with pytest.raises(ConfigError, match="is not a complete safetensors file"):
         hf.layers(tmp_path)[1]()
     shard.write_bytes(whole)
     config = json.loads((tmp_path / "config.json").read_text())

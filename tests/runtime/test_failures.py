@@ -232,7 +232,7 @@ def test_the_handshake_names_every_difference_on_every_rank() -> None:
         for case, words in wanted.items():
             assert (words in found[case]) if words else not found[case], (rank, case, found[case])
             if words and case != "too few processes":
-                assert found[case].startswith("DistributedError: the ranks do not agree"), found[case]
+                assert found[case].startswith("DistributedError: the ranks disagree"), found[case]
 
 
 def absent(rank: int) -> str:

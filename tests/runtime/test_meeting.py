@@ -190,7 +190,7 @@ def test_a_folder_that_others_may_enter_is_refused() -> None:
     def forge(folder: Path) -> None:
         os.chmod(folder, 0o711)
 
-    with pytest.raises(DistributedError, match="no folder of this user alone"):
+    with pytest.raises(DistributedError, match="not a private folder of this user"):
         meet_among(forge, timeout=1.0)
 
 
@@ -199,7 +199,7 @@ def test_a_folder_of_another_user_is_refused() -> None:
     def forge(folder: Path) -> None:
         os.chown(folder, 65534, 65534)
 
-    with pytest.raises(DistributedError, match="no folder of this user alone"):
+    with pytest.raises(DistributedError, match="not a private folder of this user"):
         meet_among(forge, timeout=1.0)
 
 

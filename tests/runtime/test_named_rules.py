@@ -91,7 +91,7 @@ class Writes(nn.Module):
         (lambda y: y, "layer 'down' declares ['skip'] in writes and losses, and returned Tensor"),
         (lambda y: (y, y), "layer 'down' declares ['skip'] in writes and losses, and returned Tensor"),
         (lambda y: (y, {"skap": y}), "layer 'down' declares ['skip'] in writes and losses, and returned ['skap']"),
-        (lambda y: (y, {"skip": 1.0}), "layer 'down' wrote float as 'skip'; a name stands for a tensor or None"),
+        (lambda y: (y, {"skip": 1.0}), "layer 'down' wrote float as 'skip'; a name must stand for a tensor or None"),
         (lambda y: (y, {"skip": y, "b": y}), "and returned ['b', 'skip']"),
     ],
 )

@@ -224,7 +224,7 @@ def test_buffers_are_those_of_one_process_and_are_read_as_the_first_time(schedul
             torch.testing.assert_close(value, state(modules)[name], msg=name)
 
 
-def test_a_buffer_that_somebody_else_changes_before_the_backward_is_refused() -> None:
+def test_a_buffer_that_someone_else_changes_before_the_backward_is_refused() -> None:
     class Watched(nn.Module):
         def __init__(self) -> None:
             super().__init__()

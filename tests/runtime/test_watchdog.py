@@ -227,7 +227,7 @@ def test_the_secret_comes_from_the_environment_or_a_file_of_the_users_alone(
     (tmp_path / "long").chmod(0o600)
     for name in ("pipe", "long"):
         monkeypatch.setenv("PIPELOOM_SECRET_FILE", str(tmp_path / name))
-        with pytest.raises(DistributedError, match="no regular file of at most 4096 bytes"):
+        with pytest.raises(DistributedError, match="not a regular file of at most 4096 bytes"):
             read_secret()
 
 

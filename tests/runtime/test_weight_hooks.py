@@ -1,4 +1,4 @@
-"""Weights that somebody else looks at, complex weights, and compiled layers: as in one process, in every kind of backward."""
+"""Weights that someone else looks at, complex weights, and compiled layers: as in one process, in every kind of backward."""
 
 from __future__ import annotations
 

@@ -110,10 +110,10 @@ def test_refusals_say_where(text: str, reason: str) -> None:
         (",,\n,", "^x: the file contains no actions"),
         (
             "hello world",
-            r"^x is no schedule: none of its cells is an action, such as 0F0, .*the first cell is 'hello world'",
+            r"^x is not a schedule: none of its cells is an action, such as 0F0, .*the first cell is 'hello world'",
         ),
-        ("date,price\n2024-01-01,3.5\n", "^x is no schedule: .*the first cell is 'date'"),
-        ("0REDUCE_GRAD", "^x is no schedule"),
+        ("date,price\n2024-01-01,3.5\n", "^x is not a schedule: .*the first cell is 'date'"),
+        ("0REDUCE_GRAD", "^x is not a schedule"),
     ],
 )
 def test_a_text_without_a_single_action_is_no_schedule(text: str, reason: str) -> None:

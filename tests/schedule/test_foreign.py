@@ -146,7 +146,7 @@ def test_chrome_traces_of_ours_and_of_torch(tmp_path: Path) -> None:
         ("pp_rank_1.json", {"fwd_start": ["a", "b"]}, "fwd 0 runs from 'a'"),
         ("pp_rank_0.json", {"fwd_minibatch": ["a", -1]}, "fwd_minibatch holds other than whole numbers"),
         ("pp_rank_0.json", {"fwd_chunk": [0]}, "2 fwd_start and 1 fwd_chunk"),
-        ("pp_rank_1.json", {"bwd_start": [0.0, 5.0], "bwd_end": [0.5, 6.0]}, "no schedule"),
+        ("pp_rank_1.json", {"bwd_start": [0.0, 5.0], "bwd_end": [0.5, 6.0]}, "do not form a schedule"),
     ],
 )
 def test_a_damaged_dump_is_refused(file: str, change: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -161,12 +161,12 @@ def test_a_damaged_dump_is_refused(file: str, change: dict[str, Any], words: str
 @pytest.mark.parametrize(
     ("trace", "words"),
     [
-        ({"traceEvents": 5}, "traceEvents is no list"),
-        ({"traceEvents": [{"ph": "X", "name": "aten::mm", "ts": 1, "dur": 1}]}, "no event is called as an action"),
+        ({"traceEvents": 5}, "traceEvents is not a list"),
+        ({"traceEvents": [{"ph": "X", "name": "aten::mm", "ts": 1, "dur": 1}]}, "no event has the name of an action"),
         ({"traceEvents": [{"ph": "X", "name": "0F0", "ts": "x", "dur": 1}]}, "has no ts and dur"),
         (
             {"traceEvents": [{"ph": "X", "name": "99999999F0", "ts": 1, "dur": 1}]},
-            "cannot name stage or micro-batch 99999999",
+            "do not name a valid stage or micro-batch 99999999",
         ),
         ({"traceEvents": [{"ph": "X", "name": "0F0", "ts": 1, "dur": 1}]}, "has no backward"),
     ],
@@ -273,7 +273,7 @@ def test_a_missing_rank_of_a_folder_is_named_by_its_stage(tmp_path: Path) -> Non
         load_foreign(folder_of(tmp_path / "half", {"rank1.json": kineto(1, SECOND)}))
     with pytest.raises(PipeloomError, match="two files are of rank 1"):
         load_foreign(folder_of(tmp_path / "twice", {"a.json": kineto(1, SECOND), "b.json": kineto(1, SECOND)}))
-    with pytest.raises(PipeloomError, match="no event is called as an action"):
+    with pytest.raises(PipeloomError, match="no event has the name of an action"):
         load_foreign(folder_of(tmp_path / "none", {"a.json": kineto(0, [])}))
     overlapping = [*FIRST[:1], ("PP:0F1", 5, 10), *FIRST[2:]]
     with pytest.raises(PipeloomError, match=r"rank 0 begins 0F1 0\.005 ms before 0F0 ends"):
@@ -347,10 +347,14 @@ ODD: dict[str, Any] = {
         "total says 12 ms, and the events of rank 1 span 6000",
     ),
     "overlap": (0, lambda it: {"7": it | {"fwd_end": [1.5, 2.0]}}, "rank 0 begins 0F1 0.5 ms before 0F0 ends"),
-    "no event": (0, lambda it: {"7": {}}, "rank 0 .*F|no schedule"),
-    "not an object": (0, lambda it: {"7": [it]}, "an iteration is an object"),
+    "no event": (0, lambda it: {"7": {}}, "rank 0 .*F|do not form a schedule"),
+    "not an object": (0, lambda it: {"7": [it]}, "an iteration must be an object"),
     "a list": (0, lambda it: [it], "no iteration in common|not"),
-    "too few": (1, lambda it: {"7": it | {"fwd_start": [1.0], "fwd_end": [2.0]}}, "1F1|micro-batch 1|no schedule"),
+    "too few": (
+        1,
+        lambda it: {"7": it | {"fwd_start": [1.0], "fwd_end": [2.0]}},
+        "1F1|micro-batch 1|do not form a schedule",
+    ),
 }
 
 

@@ -216,7 +216,7 @@ def test_by_name() -> None:
         ("unpair=2", "transform unpair takes no number, and is given '2'"),
         ("cut-stages", "transform cut-stages needs a number (pieces of a stage), such as cut-stages=2"),
         ("cut-stages=0", "cut_stages: pieces is 0; use 1 or more"),
-        ("half-split=x", "transform half-split: 'x' is no whole number of at least 0 (the first micro-batch"),
+        ("half-split=x", "transform half-split: 'x' is not a whole number of at least 0 (the first micro-batch"),
         ("defer-last-stage-weights=9", "last is 9; a step has 8 micro-batches: use 1 to 8, or 0 for all"),
     ],
 )

@@ -208,9 +208,9 @@ def test_adapters_of_our_decoder_trained_on_four_ranks_are_those_of_one(tmp_path
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"lora.r": 4}, "there are no weights to adapt"),
+        ({"lora.r": 4}, "there are no pretrained weights to adapt"),
         ({"lora.r": 4, "model.weights": "absent"}, "there is no such directory"),
-        ({"lora.target_modules": "("}, "it is no regular expression"),
+        ({"lora.target_modules": "("}, "it is not a regular expression"),
         ({"lora.adapter": "absent"}, "adapter_config.json cannot be read"),
         (
             {"lora.r": 4, "lora.lora_dropout": 0.1, "parallel.tp": 2, "model.weights": "."},

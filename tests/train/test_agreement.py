@@ -88,7 +88,7 @@ def test_what_differs_is_named_by_key_rank_and_value() -> None:
     assert zero == one
     for key, _, shown in OTHERS:
         (head, line) = zero[key].splitlines()
-        assert head == "the ranks do not agree:"
+        assert head == "the ranks disagree:"
         assert line.startswith(f"  {key}: ")
         assert line.endswith(f"on rank 0, {shown} on rank 1"), line
     assert zero["may differ"] == ""
@@ -167,6 +167,6 @@ def test_workers_that_differ_do_not_train(what: str, tmp_path: Path) -> None:
     wanted = {"lr": ", 0.25 on rank 1", "source": "source of pipeloom/parallel: ", "data": "data, to train on: "}
     for worker, (out, err) in zip(workers, ends, strict=True):
         assert worker.returncode == 6, out + err
-        assert err.count("the ranks do not agree:") == 1
+        assert err.count("the ranks disagree:") == 1
         assert wanted[what] in err
         assert "step:" not in out

@@ -163,7 +163,7 @@ def test_a_directory_that_our_own_decoder_does_not_compute_is_refused(tmp_path: 
     with pytest.raises(ConfigError, match=r"our own decoder does not compute this gpt2; nearest: model\.source"):
         load_layout(None, {"model.weights": str(tmp_path / "hub")})
     written("mixtral", tmp_path / "own")
-    with pytest.raises(ConfigError, match=r"model\.num_experts = 2: the model of model\.weights = .* has its own"):
+    with pytest.raises(ConfigError, match=r"model\.num_experts = 2: the model of model\.weights = .* sets it"):
         load_layout(None, {"model.weights": str(tmp_path / "own"), "model.num_experts": 2})
 
 
@@ -267,8 +267,11 @@ def test_only_what_our_decoder_computes_becomes_it(changes: dict[str, Any], own:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"parallel.tp": 2}, r"parallel\.tp = 2: it is for our own decoder"),
-        ({"parallel.dp": 2, "parallel.ep": 2}, r"parallel\.ep = 2: it is for our own decoder"),
+        (
+            {"parallel.tp": 2},
+            r"parallel\.tp = 2: .* own decoder only, and model\.source names another model; nearest: 1",
+        ),
+        ({"parallel.dp": 2, "parallel.ep": 2}, r"parallel\.ep = 2: it applies to Pipeloom's own decoder only"),
         ({"model.hidden_size": 64}, r"model\.hidden_size = 64: the model of model\.source"),
         ({"model.source": "/nowhere"}, r"config\.json cannot be read"),
     ],

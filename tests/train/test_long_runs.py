@@ -109,7 +109,7 @@ def test_fp16_is_refused_in_one_sentence() -> None:
     with pytest.raises(ConfigError) as error:
         load_layout("tiny", {"train.dtype": "float16"})
     assert len(error.value.problems) == 1
-    assert 'train.dtype = "float16": fp16 needs its loss scaled' in str(error.value)
+    assert 'train.dtype = "float16": fp16 needs loss scaling' in str(error.value)
     assert "nearest: bfloat16" in str(error.value)
 
 
@@ -239,7 +239,7 @@ def test_wandb_is_offline_and_has_the_figures(
     assert (keys["project"], keys["mode"], keys["name"], keys["dir"]) == ("loom", "offline", folder.name, str(folder))
     assert keys["config"]["optimizer"]["name"] == "adamw"
     assert rest == [("log", (3, {"loss": 2.0, "bubble_measured": 0.25}))]
-    assert "WandbFigures: RuntimeError: no room; training goes on without it" in capsys.readouterr().out
+    assert "WandbFigures: RuntimeError: no room; training continues without it" in capsys.readouterr().out
 
 
 def test_a_finished_run_of_wandb_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

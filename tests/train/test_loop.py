@@ -69,7 +69,7 @@ def test_two_runs_are_equal_bit_by_bit_and_tell_what_they_did(tmp_path: Path) ->
     held_out = events(first, "held-out")[0]
     assert abs(held_out["before"] - math.log(256)) < 0.5
     assert held_out["after"] < held_out["before"]
-    shown = re.search(r"^held-out loss: ([\d.]+) nats a byte", done.stdout, re.MULTILINE)
+    shown = re.search(r"^held-out loss: ([\d.]+) nats per byte", done.stdout, re.MULTILINE)
     assert shown is not None
     assert float(shown[1]) == pytest.approx(held_out["after"], abs=1e-4)
     for words in ("bubble rate, Σ idle / (p · makespan): measured 0.", "simulated with the measured stage costs 0."):

@@ -147,7 +147,7 @@ def test_a_measured_search_trains_as_its_schedule_does_from_the_start(tmp_path: 
     assert again["codes"] == first["codes"]
     assert str(tmp_path / "run" / FILE) in again["said"][0]
     assert not any(line.startswith("searching") for line in again["said"])
-    assert any(line.startswith("searching a schedule for the measured costs") for line in first["said"])
+    assert any(line.startswith("searching for a schedule for the measured costs") for line in first["said"])
     assert again["losses"] == pytest.approx(first["losses"], rel=1e-6)
 
 
@@ -310,7 +310,7 @@ def test_the_command(tmp_path: Path) -> None:
         command, capture_output=True, text=True, timeout=100, env={**environment, "OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stderr
-    assert "search, which begins with 1f1b" in done.stdout
+    assert "search, starting with 1f1b" in done.stdout
     assert "costs measured in steps 2 to 3;" in done.stdout
     (kept,) = (tmp_path / "runs").glob(f"*/{FILE}")
     assert subprocess.run([sys.executable, "-m", "pipeloom", "check", str(kept)], capture_output=True).returncode == 0

@@ -33,7 +33,7 @@ CHUNKS: dict[str, Any] = {
 
 
 class LateGathers:
-    """All-gathers that move nothing before somebody waits for them; notes when they start and when they are waited for."""
+    """All-gathers that move nothing before someone waits for them; notes when they start and when they are waited for."""
 
     def __init__(self) -> None:
         self.events: list[str] = []

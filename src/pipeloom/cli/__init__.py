@@ -15,6 +15,7 @@ _OWN_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,  # a table of four columns would cut option names off in 80 columns
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -22,7 +23,7 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def _pipeloom(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
-    """Pipeline-parallel training in which every schedule is data: made, proved, simulated, drawn, run as one object."""
+    """Pipeline-parallel training in which every schedule is data: created, checked, simulated, drawn and run as one object."""
     if version:
         from pipeloom import __version__
 
@@ -43,7 +44,7 @@ app.command("generate")(generate.command)
 
 @app.command("train", context_settings=_OWN_OPTIONS)
 def _train(context: typer.Context) -> None:
-    """Train a language model: [CONFIG] [--section.key value …]."""
+    """Train a language model."""
     from pipeloom.cli.train import command
 
     raise typer.Exit(command(context.args) or 0)
@@ -51,7 +52,7 @@ def _train(context: typer.Context) -> None:
 
 @app.command("verify", context_settings=_OWN_OPTIONS)
 def _verify(context: typer.Context) -> None:
-    """Compare loss and gradients with one process: [CONFIG] [--matrix FILE] [--section.key value …]."""
+    """Compare loss and gradients with one process."""
     from pipeloom.cli.verify import command
 
     raise typer.Exit(command(context.args) or 0)

@@ -12,18 +12,18 @@ from pipeloom.errors import UsageError
 
 
 def command(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A schedule as CSV or JSON.")],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A schedule in CSV or JSON format.")],
     receive_depth: Annotated[
-        int | None, typer.Option(metavar="N", help="Prove it for N receives open on each channel.")
+        int | None, typer.Option(metavar="N", help="Check that N open receives per channel suffice.")
     ] = None,
     transport: Annotated[
-        Literal["individual", "batched"], typer.Option(help="Also prove the message order of this transport.")
+        Literal["individual", "batched"], typer.Option(help="Also check the message order of this transport.")
     ] = "individual",
     as_json: JsonOption = False,
 ) -> None:
-    """Prove that every rank can run FILE to its end: complete, in order, on its ranks, free of deadlock.
+    """Check that a schedule is complete and free of deadlock.
 
-    Exit code 0, or 3 with the reason in words, or 2 for a file that cannot be read.
+    The exit code is 0 if every rank can run FILE to its end, 3 (with the reason) if not, and 2 if FILE cannot be read.
     """
     if receive_depth is not None and receive_depth < 1:
         raise UsageError(f"--receive-depth is {receive_depth}; it must be a whole number of at least 1")

@@ -45,7 +45,7 @@ class Row(NamedTuple):
 
 def command(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME[:key=value,…] …", help="Schedules, with options; or: all.")
+        list[str] | None, typer.Argument(metavar="NAME[:key=value,…] …", help="Schedules, with options; or all.")
     ] = None,
     ranks: requests.RanksOption = None,
     microbatches: requests.MicrobatchesOption = None,
@@ -70,20 +70,24 @@ def command(
         typer.Option(
             "--sweep",
             metavar="SIZE=A..B",
-            help="Makespan and memory against ranks, microbatches or chunks; --svg draws it.",
+            help="Tabulate makespan and memory over a range of ranks, microbatches or chunks; --svg draws them.",
         ),
     ] = None,
     volume: Annotated[
         str | None,
         typer.Option(
-            "--volume", metavar="CONFIG", help="What a step of this configuration sends: pipeline, or tensor parallel."
+            "--volume",
+            metavar="CONFIG",
+            help="Compare the bytes that a step of this configuration sends, as a pipeline and as tensor parallelism.",
         ),
     ] = None,
     paper: Annotated[
-        str | None, typer.Option("--paper", metavar="NAME", help="Recompute a paper's table: zero-bubble.")
+        str | None, typer.Option("--paper", metavar="NAME", help="Recompute a paper's table; available: zero-bubble.")
     ] = None,
 ) -> None:
-    """Compare schedules that do the same work: costs are those of 1/p of the model, divided by the chunks.
+    """Compare schedules that do the same work.
+
+    Costs are those of 1/p of the model; a stage of a schedule with v chunks per rank costs 1/v of them.
 
     pipeloom compare 1f1b interleaved:chunks=4 gpipe --ranks 4 --microbatches 8
 
@@ -106,7 +110,7 @@ def command(
         print(json.dumps(volumes.as_dict(compared)) if as_json else volumes.table(compared))
         return
     if not names:
-        raise UsageError("name the schedules to compare, or: all")
+        raise UsageError("name the schedules to compare, or give all")
     from pipeloom.schedule.families import FAMILIES
 
     costs = requests.costs_of(
@@ -115,9 +119,7 @@ def command(
     sizes = (ranks, microbatches, chunks)
     if sweep is not None:
         if html is not None:
-            raise UsageError(
-                "--html draws timelines, and --sweep compares figures: leave one of them out, or take --svg"
-            )
+            raise UsageError("--html draws timelines and --sweep compares figures; leave one of them out, or use --svg")
         _sweep(Sweep.of(sweep), names, sizes, (costs, overlap_p2p), as_json, (svg, png, width))
         return
     rows: list[Row] = []
@@ -154,13 +156,13 @@ def _sweep(
 
     given = sizes[SIZES.index(sweep.size)]
     if given is not None:
-        raise UsageError(f"--{sweep.size} is {given}, and --sweep varies it: leave one of them out")
+        raise UsageError(f"--{sweep.size} is {given}, but --sweep varies it; leave one of them out")
 
     def simulated(name: str, value: int) -> Timeline:
         at = SIZES.index(sweep.size)
         chosen: Any = (*sizes[:at], value, *sizes[at + 1 :])
         if sweep.size == "chunks" and not requests.takes_chunks(parse_spec(name)[0]):
-            raise UsageError(f"{name} has no chunks to choose")
+            raise UsageError(f"the number of chunks of {name} is fixed")
         return _row(name, chosen, *simulation).timeline
 
     every = [one for spec in names for one in (FAMILIES if spec == "all" else (spec,))]
@@ -216,7 +218,7 @@ def share(costs: Costs, schedule: Schedule) -> Costs:
         if isinstance(values, tuple):
             if len(values) != schedule.ranks:
                 raise UsageError(
-                    f"{flags.COSTS[name]} has {len(values)} values; here costs are those of 1/p of the model: give one number, "
+                    f"{flags.COSTS[name]} has {len(values)} values; compare takes costs of 1/p of the model: give one number, "
                     f"or {schedule.ranks}"
                 )
             spread[name] = tuple(values[at * schedule.ranks // schedule.positions] for at in schedule.position_of)
@@ -240,7 +242,7 @@ def _as_dict(rows: Sequence[Row], refused: Sequence[tuple[str, str]], costs: Cos
 
 
 def table(rows: Sequence[Row], refused: Sequence[tuple[str, str]], costs: Costs, width: int) -> str:
-    """The comparison as text: a line a schedule, what the figures mean, and who was refused and why."""
+    """Return the comparison as text: one line per schedule, the meaning of the figures, and what was refused, and why."""
     from pipeloom.draw.figures import BUBBLE_WORDS, cost_numbers
 
     found = [_cells(row.timeline) for row in rows]
@@ -265,9 +267,9 @@ def table(rows: Sequence[Row], refused: Sequence[tuple[str, str]], costs: Costs,
     notes = [
         "",
         f"costs of 1/p of the model: {cost_numbers(costs)}",
-        "  (a stage of a schedule with v chunks costs 1/v of them)",
+        "  (a stage of a schedule with v chunks per rank costs 1/v of them)",
         *(f"{key.replace('_', ' ')}: {words}" for key, words in BUBBLE_WORDS.items()),
-        "mes.: messages between ranks in a step" + (", and their size" if costs.message else ""),
+        "mes.: number of messages between ranks in a step" + (", and their size in all" if costs.message else ""),
         "act.: peak activations in full-rank units (micro-batches of 1/p of the model),",
         "  the maximum and the mean over the ranks",
     ]

@@ -23,12 +23,13 @@ def report_lines(layout: Layout) -> list[str]:
     return [
         *rank_table(layout.mesh),
         *_rank_lines(layout, timeline),
-        f"bubble rate, Σ idle / (p · makespan): {timeline.bubble_rate:.4f}, simulated from the stages' operations, messages free",
-        "time of a step: not known before the first ones are measured",
+        f"bubble rate, Σ idle / (p · makespan): {timeline.bubble_rate:.4f}, simulated with times proportional to each "
+        "stage's FLOPs, and free messages",
+        "time of a step: unknown until a step is measured",
         f"learning rate ({config.optimizer.lr_schedule}): "
         + ", ".join(f"step {step + 1} {rate:.3g}" for step, rate in _rates(config, steps, layout.mesh.dp)),
         f"checkpoints: {_checkpoints(config)}; log: a new folder in {config.log.dir}",
-        f"nothing was started: {layout.world_size} worker{'s' * (layout.world_size > 1)} would be",
+        f"dry run: {layout.world_size} worker{'s' * (layout.world_size > 1)} would start",
     ]
 
 
@@ -89,13 +90,13 @@ def _rank_lines(layout: Layout, timeline: Timeline) -> list[str]:
     config, schedule = layout.config, layout.schedule
     layers = _layers(layout)
     peaks = timeline.peak_activations
-    lines = ["rank  parameters   weights, gradients, optimizer   stage-micro-batches in flight   layers"]
+    lines = ["rank  parameters   weights, gradients, optimizer   peak stage-micro-batches alive   layers"]
     for rank, count in enumerate(rank_parameters(layout)):
         words = " | ".join(layers[stage] for stage in schedule.stages_of[rank])
-        lines.append(f"{rank:>4}  {count:>10,}   {_state(config, count):>29}   {peaks[rank]:>29}   {words}")
+        lines.append(f"{rank:>4}  {count:>10,}   {_state(config, count):>29}   {peaks[rank]:>30}   {words}")
     divided = [f"{axis} {size}" for axis, size in (("tp", layout.mesh.tp), ("ep", layout.mesh.ep)) if size > 1]
     if divided:
-        lines.append(f"      of which each of {' and '.join(divided)} ranks holds its part")
+        lines.append(f"      in all; each of the {' and '.join(divided)} ranks holds a part of it")
     return lines
 
 

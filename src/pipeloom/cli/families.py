@@ -98,6 +98,6 @@ def summarise(verdicts: Sequence[dict[str, Any]], as_json: bool) -> int:
         families = len({verdict["family"] for verdict in verdicts})
         print(
             f"{len(verdicts) - len(failed)} of {len(verdicts)} pass at {TOLERANCE:g}: {families} families, fp32, eager "
-            "attention, ||a-b|| / ||b|| of each gradient; W: share of the parameters whose gradient can wait"
+            "attention, ||a-b|| / ||b|| of each gradient; W: share of the parameters whose weight gradient can be computed in W"
         )
     return int(bool(failed))

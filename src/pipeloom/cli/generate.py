@@ -14,21 +14,25 @@ from pipeloom.cli.workers import be_worker, require_torch, start_workers
 
 def command(
     path: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint, a run, or a Hugging Face directory.")],
-    prompt: Annotated[list[str], typer.Option(help="Text to go on from; may be given several times.")],
-    tokens: Annotated[int, typer.Option(min=1, help="The most new tokens of each prompt.")] = 64,
-    temperature: Annotated[float, typer.Option(help="Divides the logits; 0: always the likeliest token.")] = 0.8,
+    prompt: Annotated[list[str], typer.Option(help="Text to continue; repeatable.")],
+    tokens: Annotated[int, typer.Option(min=1, help="New tokens per prompt at most.")] = 64,
+    temperature: Annotated[float, typer.Option(help="Divisor of the logits; 0: always the most likely token.")] = 0.8,
     greedy: Annotated[bool, typer.Option("--greedy", help="The same as --temperature 0.")] = False,
-    top_k: Annotated[int, typer.Option(help="Only the k likeliest tokens; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Only the likeliest tokens that sum to p; 1: all.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of the draws.")] = 0,
+    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0: all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the most likely tokens whose probabilities sum to p; 1: all.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
     pp: Annotated[int, typer.Option(min=1, help="Pipeline-parallel processes.")] = 1,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel processes, for our own decoder.")] = 1,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel processes (Pipeloom's own decoder only).")] = 1,
     trust_code: Annotated[
         bool, typer.Option("--trust-code", help="Import the classes that a checkpoint names as module:class.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Generate text, with the tokenizer of the model's directory, or bytes where it has none.
+    """Generate text from a checkpoint or a model.
+
+    The tokenizer is that of the model's directory; without one, tokens are bytes.
 
     pipeloom generate my-model --prompt "Once upon a time" --tokens 100 --top-p 0.9
     """

@@ -13,18 +13,25 @@ from pipeloom.cli.workers import require_torch
 
 def export(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="RUN_OR_CHECKPOINT_DIR", help="A checkpoint, or the newest of a run.")
+        Path,
+        typer.Argument(
+            metavar="RUN_OR_CHECKPOINT_DIR", help="A checkpoint, or a run, whose newest checkpoint is taken."
+        ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT_DIR", help="A new directory.")],
     merge: Annotated[
-        bool, typer.Option("--merge", help="Add adapters to the weights that they were trained with.")
+        bool, typer.Option("--merge", help="Merge adapters into the weights that they were trained with.")
     ] = False,
     form: Annotated[
         str,
-        typer.Option("--format", metavar="FORMAT", help="hf; or dcp: for torch.distributed.checkpoint, whole state."),
+        typer.Option(
+            "--format", metavar="FORMAT", help="hf, or dcp: the whole state for torch.distributed.checkpoint."
+        ),
     ] = "hf",
 ) -> None:
-    """Write a checkpoint's weights as a directory that `transformers` loads; adapters as one that `peft` loads.
+    """Write a checkpoint as a Hugging Face directory.
+
+    `transformers` loads the weights; adapters are written for `peft`.
 
     pipeloom export runs/20260101-120000-1f1b my-model
     """
@@ -35,9 +42,10 @@ def export(
         from pipeloom.train.dcp import export_dcp
 
         if merge:
-            raise UsageError("--merge is for --format hf: dcp holds the checkpoint as it is")
+            raise UsageError("--merge requires --format hf; dcp writes the checkpoint as it is")
         print(
-            f"{export_dcp(checkpoint, out)} is now {out}: torch.distributed.checkpoint.load(state, checkpoint_id={str(out)!r})"
+            f"exported {export_dcp(checkpoint, out)} to {out}: torch.distributed.checkpoint.load(state, "
+            f"checkpoint_id={str(out)!r})"
         )
         return
     from pipeloom.config.adapter import ADAPTER_CONFIG
@@ -49,7 +57,7 @@ def export(
         if (out / ADAPTER_CONFIG).is_file()
         else "AutoModelForCausalLM.from_pretrained("
     )
-    print(f"{taken} is now {out}: {how}{str(out)!r})")
+    print(f"exported {taken} to {out}: {how}{str(out)!r})")
 
 
 def import_(
@@ -58,11 +66,15 @@ def import_(
     form: Annotated[
         str,
         typer.Option(
-            "--format", metavar="FORMAT", help="hf; or dcp, whose .metadata is unpickled: only if you trust it."
+            "--format",
+            metavar="FORMAT",
+            help="hf, or dcp, whose .metadata file is unpickled: use it only if you trust the source.",
         ),
     ] = "hf",
 ) -> None:
-    """Make a checkpoint of a Hugging Face directory: of our own decoder where it computes the same model.
+    """Make a checkpoint from a Hugging Face directory.
+
+    The checkpoint is for Pipeloom's own decoder if that computes the same model, else for the model in transformers.
 
     pipeloom import Llama-3.2-1B llama; pipeloom train llama/model.toml
     """
@@ -72,18 +84,21 @@ def import_(
         from pipeloom.train.dcp import import_dcp
 
         print(
-            f"{source / '.metadata'} is a pickle, which runs what it says: import only what you trust", file=sys.stderr
+            f"{source / '.metadata'} is a pickle file, which can run any code when it is read: import only from "
+            "sources that you trust",
+            file=sys.stderr,
         )
-        print(f"{source} is now {import_dcp(source, checkpoint)}")
+        print(f"imported {source} to {import_dcp(source, checkpoint)}")
         return
     from pipeloom.errors import ConfigError
     from pipeloom.train.hub import import_directory
 
     if checkpoint.exists() and (not checkpoint.is_dir() or any(checkpoint.iterdir())):
-        raise ConfigError(f"{checkpoint} exists, and is not empty: give a new directory")
+        raise ConfigError(f"{checkpoint} exists and is not empty; give a new directory")
     path, own = import_directory(source, checkpoint)
     print(
-        f"{path}: {'our own decoder, for any layout' if own else 'as transformers has it, for layouts without tp and ep'}"
+        f"{path}: "
+        f"{'of our own decoder, for any layout' if own else 'of the model in transformers, for layouts without tp and ep'}"
     )
     print(f"pipeloom train {checkpoint / 'model.toml'}")
 

@@ -10,7 +10,7 @@ PAPERS = ("zero-bubble",)
 
 
 def recompute(name: str) -> list[dict[str, Any]]:
-    """One entry a row of the paper's table: model, p, m, and for each column the figure here and the published one.
+    """One entry per row of the paper's table: model, p, m, and for each column the figure here and the published one.
 
     Raises UsageError for a paper that is not known.
     """

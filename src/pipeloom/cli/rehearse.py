@@ -48,7 +48,8 @@ class RehearseCommand(TyperCommand):
 def command(
     context: typer.Context,
     name: Annotated[
-        str, typer.Argument(metavar="NAME_OR_FILE", help="A family, module:function, or a schedule as CSV or JSON.")
+        str,
+        typer.Argument(metavar="NAME_OR_FILE", help="A family, module:function, or a schedule in CSV or JSON format."),
     ],
     ranks: requests.RanksOption = None,
     microbatches: requests.MicrobatchesOption = None,
@@ -63,13 +64,17 @@ def command(
     microbatch_costs: requests.MicrobatchCostsOption = None,
     unit: Annotated[
         float | None,
-        typer.Option("--unit", metavar="S", help="Seconds that a cost of 1 takes; default: as the machine needs."),
+        typer.Option(
+            "--unit", metavar="S", help="Seconds that a cost of 1 takes; default: chosen for this machine, and printed."
+        ),
     ] = None,
     message: requests.MessageOption = "64KiB",
     steps: Annotated[int, typer.Option("--steps", metavar="N", min=2, max=10_000, help="Steps to record.")] = 8,
     slow: Annotated[
         list[str] | None,
-        typer.Option("--slow", metavar="STAGE=X", help="Make a stage X times as slow, unannounced; repeatable."),
+        typer.Option(
+            "--slow", metavar="STAGE=X", help="Make a stage X times slower without changing the simulation; repeatable."
+        ),
     ] = None,
     transport: Annotated[
         TransportName,
@@ -77,7 +82,9 @@ def command(
     ] = "auto",
     device: Annotated[
         Literal["cpu", "cuda"],
-        typer.Option("--device", metavar="NAME", help="cpu: computation sleeps; cuda: it spins, a GPU for each rank."),
+        typer.Option(
+            "--device", metavar="NAME", help="cpu: emulated computation sleeps; cuda: it keeps one GPU per rank busy."
+        ),
     ] = "cpu",
     as_json: requests.JsonOption = False,
     svg: requests.SvgOption = None,
@@ -86,12 +93,12 @@ def command(
     trace: requests.TraceOption = None,
     width: requests.WidthOption = None,
 ) -> None:
-    """Run a schedule with real processes and messages, and computation that only takes its time.
+    """Run a schedule with real messages and emulated computation.
 
     pipeloom rehearse zbv --ranks 4 --microbatches 8 --forward 1 --input-grad 1.2 --message 4MiB
 
-    One process for each rank, on this machine (or torchrun's). Each action takes its cost times --unit, so that layouts larger
-    than the machine run slower instead of wrong. Shown: the step above its simulation, and how far the two differ.
+    Starts one process per rank on this machine, or runs in those that torchrun started. Each action takes its cost times --unit;
+    with more ranks than cores, a larger unit keeps the timing right. Prints the step and how far it is from its simulation.
     """
     require_torch("rehearse")
     transforms = requests.transforms_of(transform or ())
@@ -122,17 +129,17 @@ def _rehearsal(
     if unit is not None and not (math.isfinite(unit) and 0 < unit <= MOST_SECONDS):
         raise UsageError(f"--unit is {unit:g}; give seconds above 0 and up to {MOST_SECONDS:g}, such as 0.02")
     if schedule.ranks == 1 and device == "cuda":
-        raise UsageError("--device cuda needs ranks that exchange messages; use --device cpu, or --ranks 2")
+        raise UsageError("--device cuda needs at least 2 ranks; use --device cpu, or --ranks 2")
     rehearsal = Rehearsal(schedule, costs, unit or 1.0, steps, _slow(slow, schedule), transport)
     if rehearsal.communicates and device == "cuda":
-        raise UsageError("--all-to-all is emulated by timers of the host; leave it out, or use --device cpu")
+        raise UsageError("--device cuda does not emulate --all-to-all; leave it out, or use --device cpu")
     _require_one_cost(rehearsal)
     if unit is None:
         rehearsal = _with_usual_unit(rehearsal)
     makespan = rehearsal.simulated().makespan
     if makespan <= 0:
         raise UsageError(
-            "the costs are all 0: a rehearsal takes no time; give --forward, --input-grad or --weight-grad"
+            "all costs are 0, so there is nothing to rehearse; give --forward, --input-grad or --weight-grad"
         )
     if makespan * (steps + 1) > MOST_SECONDS:
         raise UsageError(
@@ -161,7 +168,7 @@ def _require_one_cost(rehearsal: Rehearsal) -> None:
             other = first.setdefault(schedule.position_of[stage], stage)
             if work[other] != work[stage]:
                 raise UsageError(
-                    f"stages {other} and {stage} are replicas on rank {rank}, and their costs differ; give them equal ones"
+                    f"stages {other} and {stage} are replicas on rank {rank}, but their costs differ; give them equal costs"
                 )
 
 
@@ -217,7 +224,7 @@ def _require_machine(rehearsal: Rehearsal, device: str) -> None:
     need = size * sum(rehearsal.simulated().peak_activations) * 2  # an input and an output of each
     if memory is not None and need > memory:
         raise CapacityError(
-            f"--message {size:,} bytes: the micro-batches in flight hold {need / 1e9:,.0f} GB, and this machine has "
+            f"--message {size:,} bytes: the micro-batches in flight take {need / 1e9:,.0f} GB, and this machine has "
             f"{memory / 1e9:,.0f} GB; at most {size * memory // need:,}"
         )
     if device == "cuda":

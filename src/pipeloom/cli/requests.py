@@ -19,68 +19,87 @@ RanksOption = Annotated[int | None, typer.Option("--ranks", metavar="P", help="N
 MicrobatchesOption = Annotated[
     int | None, typer.Option("--microbatches", metavar="M", help="Micro-batches of one step.")
 ]
-ChunksOption = Annotated[int | None, typer.Option("--chunks", metavar="V", help="Stages a rank, for looped schedules.")]
-ForwardOption = Annotated[str, typer.Option("--forward", metavar="F", help="Time of a forward.")]
-InputGradOption = Annotated[str, typer.Option("--input-grad", metavar="I", help="Time of an input gradient.")]
-WeightGradOption = Annotated[
-    str, typer.Option("--weight-grad", metavar="W", help="Time of a weight gradient (B = I + W).")
+ChunksOption = Annotated[
+    int | None, typer.Option("--chunks", metavar="V", help="Stages per rank, for families that take it.")
 ]
-P2pOption = Annotated[str, typer.Option("--p2p", metavar="C", help="Time of a hop between two ranks.")]
+ForwardOption = Annotated[str, typer.Option("--forward", metavar="F", help="Time of one forward (F).")]
+InputGradOption = Annotated[str, typer.Option("--input-grad", metavar="I", help="Time of one input gradient (I).")]
+WeightGradOption = Annotated[
+    str, typer.Option("--weight-grad", metavar="W", help="Time of one weight gradient (W); a backward B takes I + W.")
+]
+P2pOption = Annotated[str, typer.Option("--p2p", metavar="C", help="Time of one message between two ranks.")]
 HeldOption = Annotated[
     str,
     typer.Option(
         "--held-until-weight-grad",
         metavar="SHARE",
-        help="Share of a micro-batch's activation that stays from I until W, 0 to 1.",
+        help="Share of a micro-batch's activation memory that is kept from I until W, 0 to 1.",
     ),
 ]
 AllToAllOption = Annotated[
     str,
     typer.Option(
-        "--all-to-all", metavar="X", help="Share of F and of I that is expert all-to-all, 0 to 1; pairs hide it."
+        "--all-to-all",
+        metavar="X",
+        help="Share of F and of I spent in the experts' all-to-all, 0 to 1; overlapped pairs hide it.",
     ),
 ]
 PairOption = Annotated[
     str | None,
-    typer.Option("--pair", metavar="T", help="Time of an overlapped pair F|B; default: what --all-to-all gives."),
+    typer.Option("--pair", metavar="T", help="Time of an overlapped pair F|B; default: computed from --all-to-all."),
 ]
 MicrobatchCostsOption = Annotated[
     str | None,
-    typer.Option("--microbatch-costs", metavar="X,Y,…", help="A factor for each micro-batch (sequence lengths)."),
+    typer.Option(
+        "--microbatch-costs",
+        metavar="X,Y,…",
+        help="A factor on the costs of each micro-batch (sequences of different lengths).",
+    ),
 ]
 MessageOption = Annotated[
     str | None,
-    typer.Option("--message", metavar="BYTES", help="Size of a message between stages: 65536, 64KiB, 4MiB."),
+    typer.Option(
+        "--message", metavar="BYTES", help="Size of one message between stages, such as 65536, 64KiB or 4MiB."
+    ),
 ]
 OverlapP2pOption = Annotated[
     bool,
-    typer.Option("--overlap-p2p/--no-overlap-p2p", help="Whether messages travel while their receiver computes."),
+    typer.Option("--overlap-p2p/--no-overlap-p2p", help="Transfer messages while their receiver computes."),
 ]
 FamilyOption = Annotated[
-    list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="An option of the family; repeatable.")
+    list[str] | None,
+    typer.Option("--option", metavar="KEY=VALUE", help="An option of the family, such as rounds=tail; repeatable."),
 ]
 TransformsOption = Annotated[
     list[str] | None,
     typer.Option(
         "--transform",
         metavar="NAME",
-        help="A transform of the schedule, such as unpair or defer-last-stage-weights=2; repeatable, applied in order.",
+        help="Transform the schedule, for instance with unpair or defer-last-stage-weights=2; repeatable, applied in order.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 SvgOption = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write the drawing as SVG.")]
 PngOption = Annotated[
     Path | None,
-    typer.Option("--png", metavar="FILE", help="Write the drawing as PNG (extra png), two pixels for each."),
+    typer.Option(
+        "--png", metavar="FILE", help="Write the drawing as PNG, at twice its size in pixels (needs the extra png)."
+    ),
 ]
 HtmlOption = Annotated[
     Path | None,
-    typer.Option("--html", metavar="FILE", help="Write one page to look at, ask and edit in; it needs no network."),
+    typer.Option("--html", metavar="FILE", help="Write an interactive HTML page, which works offline."),
 ]
-TraceOption = Annotated[Path | None, typer.Option("--trace", metavar="FILE", help="Write a trace for Perfetto.")]
+TraceOption = Annotated[Path | None, typer.Option("--trace", metavar="FILE", help="Write a trace that Perfetto opens.")]
 WidthOption = Annotated[
     int | None,
-    typer.Option("--width", metavar="N", min=20, max=20000, help="Columns of the terminal drawing, pixels of the SVG."),
+    typer.Option(
+        "--width",
+        metavar="N",
+        min=20,
+        max=20000,
+        help="Width of the drawing: columns in the terminal, pixels in the SVG.",
+    ),
 ]
 
 
@@ -95,7 +114,7 @@ def costs_of(
     sizes: str | None,
     message: str | None = None,
 ) -> Costs:
-    """The costs that the options give; UsageError for a word that is no number, or a number that is no cost.
+    """The costs that the options give; UsageError for a value that is not a number or not a valid cost.
 
     `times`: F, I, W and a hop; `pairs`: the all-to-all share and a pair's time; `sizes`: the micro-batches' factors; `message`:
     the bytes of one between stages.
@@ -105,7 +124,7 @@ def costs_of(
     forward, input_grad, weight_grad, p2p = times
     hop = _numbers("--p2p", p2p)
     if isinstance(hop, tuple):
-        raise UsageError(f"--p2p is {p2p!r:.200}; give one number, the time of a hop")
+        raise UsageError(f"--p2p is {p2p!r:.200}; give one number, the time of a message between two ranks")
     return Costs(
         forward=_numbers("--forward", forward),
         input_grad=_numbers("--input-grad", input_grad),
@@ -126,7 +145,7 @@ def bytes_of(text: str) -> int:
         raise UsageError(f"--message is {text!r:.60}; give bytes, such as 65536, 64KiB or 4MiB")
     size = int(match[1]) * _UNITS[match[2].lower()]
     if not 1 <= size <= _MOST_MESSAGE:
-        raise UsageError(f"--message is {text!r:.60}; it is from 1 byte to 16GiB")
+        raise UsageError(f"--message is {text!r:.60}; it must be from 1 byte to 16GiB")
     return size
 
 

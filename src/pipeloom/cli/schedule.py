@@ -36,16 +36,18 @@ def command(
     message: requests.MessageOption = None,
     overlap_p2p: requests.OverlapP2pOption = True,
     as_json: requests.JsonOption = False,
-    csv: Annotated[bool, typer.Option("--csv", help="Print the schedule as torch's CSV.")] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Print the schedule in torch's CSV format.")] = False,
     svg: requests.SvgOption = None,
     png: requests.PngOption = None,
     html: requests.HtmlOption = None,
     trace: requests.TraceOption = None,
     width: requests.WidthOption = None,
 ) -> None:
-    """Draw a schedule. Costs are a stage's: a number, or a comma list with one value a stage.
+    """Draw a schedule, or write it in another format.
 
-    pipeloom schedule interleaved --ranks 4 --microbatches 9 --option rounds=tail --transform split-cooldown
+    Costs are those of one stage: one number, or one number per stage, separated by commas.
+
+    pipeloom schedule interleaved --ranks 4 --microbatches 9 --option rounds=tail
     """
     if as_json and csv:
         raise UsageError("--json and --csv both print on standard output; choose one")

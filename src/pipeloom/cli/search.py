@@ -20,14 +20,22 @@ if TYPE_CHECKING:
 
 Placement = Annotated[
     str | None,
-    typer.Option(metavar="PLACE", help="linear, loop, vee, or the rank of every stage, as in 0,1,1,0."),
+    typer.Option(metavar="PLACE", help="linear, loop, vee, or the rank of each stage, such as 0,1,1,0."),
 ]
 Memory = Annotated[
     float | None,
-    typer.Option("--memory", metavar="X", help="Stage-micro-batches that a rank can hold; default: no limit."),
+    typer.Option(
+        "--memory",
+        metavar="X",
+        help="Activations that fit on one rank, in units of one stage's of one micro-batch; default: no limit.",
+    ),
 ]
 ObjectiveOption = Annotated[
-    str, typer.Option(metavar="WHAT", help="makespan (steps end in a barrier) or span (they do not).")
+    str,
+    typer.Option(
+        metavar="WHAT",
+        help="Minimise the makespan (for steps that end in a barrier) or the largest span of a rank (for steps that do not).",
+    ),
 ]
 
 
@@ -47,20 +55,24 @@ def command(
     pair: requests.PairOption = None,
     microbatch_costs: requests.MicrobatchCostsOption = None,
     overlap_p2p: requests.OverlapP2pOption = True,
-    time_limit: Annotated[float | None, typer.Option(metavar="S", help="Seconds.")] = None,
-    iterations: Annotated[int | None, typer.Option(metavar="N", help="Moves of the local search.")] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of the random choices.")] = 0,
-    pairs: Annotated[bool, typer.Option("--pairs", help="Search over overlapped pairs, too.")] = False,
-    prove: Annotated[bool, typer.Option("--prove", help="Let OR-Tools look for a proof (extra opt).")] = False,
+    time_limit: Annotated[float | None, typer.Option(metavar="S", help="Seconds to search at most.")] = None,
+    iterations: Annotated[int | None, typer.Option(metavar="N", help="Moves of the local search at most.")] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the random choices.")] = 0,
+    pairs: Annotated[bool, typer.Option("--pairs", help="Search over overlapped pairs too.")] = False,
+    prove: Annotated[
+        bool, typer.Option("--prove", help="Try to prove optimality with OR-Tools (needs the extra opt).")
+    ] = False,
     as_json: requests.JsonOption = False,
-    csv: Annotated[bool, typer.Option("--csv", help="Print the schedule as torch's CSV.")] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Print the schedule in torch's CSV format.")] = False,
     svg: requests.SvgOption = None,
     png: requests.PngOption = None,
     html: requests.HtmlOption = None,
     trace: requests.TraceOption = None,
     width: requests.WidthOption = None,
 ) -> None:
-    """Search for a schedule. Costs are a stage's: a number, or a comma list with one value a stage.
+    """Search for a schedule within a memory limit.
+
+    Costs are those of one stage: one number, or one number per stage, separated by commas.
 
     pipeloom search --ranks 8 --microbatches 16 --memory 6
     """
@@ -107,7 +119,7 @@ def _placement(text: str | None) -> str | list[int] | None:
     try:
         return [int(word) for word in text.split(",")]
     except ValueError:
-        raise UsageError(f"--placement is {text!r:.200}; give linear, loop, vee, or the rank of every stage") from None
+        raise UsageError(f"--placement is {text!r:.200}; give linear, loop, vee, or the rank of each stage") from None
 
 
 def _as_dict(result: SearchResult, memory: float | None, seed: int) -> dict[str, object]:
@@ -160,7 +172,8 @@ def _display() -> Iterator[Callable[[Progress], None] | None]:
         def show(now: Progress) -> None:
             gap = f"{100 * (now.value / now.lower_bound - 1):.1f} %" if now.lower_bound else "unknown"
             status.update(
-                f"best {number(now.value)}, gap {gap}, {now.iterations} moves, {now.seconds:.0f} s; Ctrl-C keeps the best"
+                f"best {number(now.value)}, gap {gap}, {now.iterations} moves, {now.seconds:.0f} s; press Ctrl-C to "
+                "stop and keep the best"
             )
 
         yield show

@@ -28,23 +28,25 @@ def command(
         Path,
         typer.Argument(
             metavar="RUN_DIR_OR_TRACE",
-            help="The folder of a run, its timelines.json, a folder of timer dumps (pp_rank_N.json), a Chrome trace or a folder "
-            "of them, or a CSV with durations.",
+            help="The folder of a run, its timelines.json, a folder of pp_rank_N.json timer files, a Chrome trace or a folder of "
+            "such traces, or a CSV with durations.",
         ),
     ],
     predict: Annotated[
         list[Path] | None,
         typer.Option(
-            "--predict", metavar="RUN_DIR", help="Predict another run, of as many stages, from this one's costs."
+            "--predict",
+            metavar="RUN_DIR",
+            help="Predict another run with the same number of stages from the costs of this one; repeatable.",
         ),
     ] = None,
     search: Annotated[
         float | None,
         typer.Option(
-            "--search", metavar="S", min=0.1, help="Search S seconds for a better schedule at the same memory."
+            "--search", metavar="S", min=0.1, help="Search S seconds for a better schedule within the same memory."
         ),
     ] = None,
-    every: Annotated[bool, typer.Option("--every", help="Draw every traced step, one under another.")] = False,
+    every: Annotated[bool, typer.Option("--every", help="Draw every recorded step, one below the other.")] = False,
     as_json: requests.JsonOption = False,
     svg: requests.SvgOption = None,
     png: requests.PngOption = None,
@@ -52,7 +54,9 @@ def command(
     trace: requests.TraceOption = None,
     width: requests.WidthOption = None,
 ) -> None:
-    """Show what a run measured: the typical step, where its time went, and how well its costs predict it.
+    """Show the measured steps of a run.
+
+    Draws the typical step, and prints where its time went and how well the measured costs predict it.
 
     pipeloom show runs/20260101-120000-1f1b --html step.html
     """
@@ -96,7 +100,7 @@ def timelines_of(path: Path) -> tuple[Timeline, ...]:
     if not file.is_file():
         if path.is_dir():
             runs = sorted(name.parent.name for name in path.glob(f"*/{TIMELINES_FILE}"))
-            near = f"; nearest: {path / runs[-1]}" if runs else "; a run writes it at its end"
+            near = f"; nearest: {path / runs[-1]}" if runs else "; a run writes it when it ends"
             raise UsageError(f"{path} has no {TIMELINES_FILE}{near}")
         names = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
         raise UsageError(
@@ -104,7 +108,7 @@ def timelines_of(path: Path) -> tuple[Timeline, ...]:
         )
     found = timeline_form.load(file)
     if not found:
-        raise UsageError(f"{file} holds no step")
+        raise UsageError(f"{file} contains no steps")
     return found
 
 

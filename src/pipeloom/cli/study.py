@@ -122,7 +122,8 @@ class Study:
         ]
         for path, simulated, measured in self.predicted():
             lines.append(
-                f"they predict {number(simulated * factor)} {unit} for {path}, which took {number(measured * factor)} {unit}: "
+                f"the same costs predict {number(simulated * factor)} {unit} for {path}, which took "
+                f"{number(measured * factor)} {unit}: "
                 f"error {100 * (simulated / measured - 1):+.1f} %"
             )
         if prediction.by_kind:
@@ -137,21 +138,23 @@ class Study:
             for rank, row in enumerate(spent)
         ]
         wide = [max(len(row[at]) for row in table) for at in range(len(table[0]))]
-        lines += ["", f"where the time went, {unit} of a step, the mean over the steps"]
+        lines += ["", f"where the time went, {unit} per step, mean over the steps"]
         lines += ["  ".join(f"{cell:>{w}}" for cell, w in zip(row, wide, strict=True)) for row in table]
         law = self.memory_law()
         if law is not None:
             lines.append(
-                f"memory of a rank: {number(law[0], 3)} GB and {number(law[1], 3)} GB for each stage-micro-batch it holds"
+                f"memory per rank: {number(law[0], 3)} GB, plus {number(law[1], 3)} GB for each stage-micro-batch alive"
             )
         if self.better is not None:
             gain = 1 - self.better.value / prediction.simulated
             lines.append(
-                f"search at the same memory: {number(self.better.value * factor)} {unit}, {100 * gain:.1f} % less than these "
-                f"costs give this schedule; no schedule takes less than {number(self.better.lower_bound * factor)} {unit}"
+                f"search within the same memory: {number(self.better.value * factor)} {unit}, {100 * gain:.1f} % less than this "
+                f"schedule takes with these costs; no schedule takes less than {number(self.better.lower_bound * factor)} {unit}"
             )
         for slow in slow_stages(self.steps, self.layers):
-            lines.append(f"stage {slow.stage} on rank {slow.rank} takes {100 * slow.excess:.0f} % longer than its like")
+            lines.append(
+                f"stage {slow.stage} on rank {slow.rank} takes {100 * slow.excess:.0f} % longer than comparable stages"
+            )
         change = drift(self.steps)
         if abs(change) >= 0.02:
             lines.append(

@@ -18,16 +18,18 @@ if TYPE_CHECKING:
 
 TRAIN_USAGE = """Usage: pipeloom train [CONFIG] [--section.key VALUE …] [--dry-run]
 
-Trains a language model through a pipeline of worker processes on this machine.
+Trains a language model. Starts the worker processes on this machine, or runs as
+one of them under torchrun.
 
-CONFIG is a TOML file, or the name of one that comes with the package (default, tiny, moe).
-It may say extends = "other.toml"; what it does not set is as in default.
-Each key has a flag. A value is read as TOML, else taken as text:
+CONFIG is a TOML file, or the name of one that comes with the package: default,
+tiny or moe. It may contain extends = "other.toml"; keys that it does not set have
+their values in default. Every key has a flag. Values are parsed as TOML, and taken
+as text if they are not valid TOML:
 
   pipeloom train --parallel.pp 2 --schedule.name 1f1b --train.steps 20
   torchrun --nproc-per-node 4 -m pipeloom train run.toml
 
---dry-run checks everything, prints what would run, and starts no worker.
+--dry-run checks the configuration, prints what would run, and starts nothing.
 
 Keys (with their defaults):
 """
@@ -115,7 +117,7 @@ def announce(layout: Layout) -> None:
 
     config, schedule = layout.config, layout.schedule
     options = "".join(f", {key} {value}" for key, value in schedule.options if key != "chunks")
-    first = "search, which begins with " if layout.search is not None else ""
+    first = "search, starting with " if layout.search is not None else ""
     chunks = f" of {schedule.chunks} stages" if schedule.chunks > 1 else ""
     train = config.train
     print(
@@ -124,14 +126,14 @@ def announce(layout: Layout) -> None:
         f"{train.steps} steps of {train.global_batch_size} x {train.seq_len} tokens, {train.dtype}"
     )
     if layout.code is not None:
-        print(f"  the schedule is code: {config.schedule.name} of {printable(layout.code)}")
+        print(f"  the schedule is code: {config.schedule.name} from {printable(layout.code)}")
     for key in layout.classes:
         name = getattr(config.model, key)
-        print(f"  model.{key} is code: {name} of {printable(source_file(name) or 'no file')}")
+        print(f"  model.{key} is code: {name} from {printable(source_file(name) or 'no file')}")
     if volume_words(layout):
         print(f"  {volume_words(layout)}")
     if config.lora.r:
-        print(f"  adapters of rank {config.lora.r} train; all other weights are frozen")
+        print(f"  only adapters of rank {config.lora.r} are trained; all other weights are frozen")
     for note in layout.notes:
         print(f"  {printable(note)}")
     if config.model.source:
@@ -139,8 +141,8 @@ def announce(layout: Layout) -> None:
 
         alien = tokenizer_name(config.data.tokenizer, config.model.source) == BYTES
         print(
-            f"  the model of {printable(config.model.source)}"
-            + ("; its tokens are bytes here (data.tokenizer), not those of its own" * alien)
+            f"  the model is that of {printable(config.model.source)}"
+            + ("; the tokens are bytes (data.tokenizer), not those of its own tokenizer" * alien)
         )
     print(end="", flush=True)
 

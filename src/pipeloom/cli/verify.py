@@ -21,19 +21,22 @@ if TYPE_CHECKING:
     from pipeloom.config import Layout
 
 _NAME_WIDTH = 44
-VERIFY_USAGE = """Usage: pipeloom verify [CONFIG] [--matrix FILE] [--tolerance 1e-5] [--json] [--section.key VALUE …]
+VERIFY_USAGE = """Usage: pipeloom verify [CONFIG] [--matrix FILE] [--tolerance 1e-5] [--json]
+                       [--section.key VALUE …]
        pipeloom verify --hf-families [FAMILY …] [--json]
 
-Runs one step of a layout through the pipeline and in one process, with the same micro-batches in fp32, and compares the
-loss and every gradient: largest |a - b| over largest |b| of each parameter. Exit code 0, or 1 when one differs by more
-than the tolerance.
+Runs one step of a layout in the pipeline and in one process, in fp32 with the same
+micro-batches, and compares the loss and every gradient. The error of a gradient is
+max |a - b| / max |b|. The exit code is 0, or 1 if an error exceeds the tolerance.
 
-CONFIG and the flags are those of `pipeloom train`. A matrix is a TOML file with optional [base] tables and any number
-of [[layout]] tables, in which lists stand for every value in turn; one pool of workers runs them all. With
-skip_invalid = true, combinations that are refused are left out and counted.
+CONFIG and the flags are those of `pipeloom train`. FILE is a TOML file with
+[[layout]] tables, and optional [base] tables for the keys that all layouts share.
+A list in a layout stands for each of its values in turn. One pool of workers runs
+all layouts. With skip_invalid = true, invalid combinations are skipped and counted.
 
---hf-families verifies tiny models of Hugging Face families (all, or those named) on two ranks under 1F1B, interleaved and
-ZBV: loss, and for each parameter ||a - b|| at most 1e-5 of ||b||.
+--hf-families verifies tiny models of Hugging Face families (all, or those named) on
+two ranks under 1F1B, interleaved and ZBV. The error of a gradient is
+||a - b|| / ||b||, and the tolerance 1e-5.
 """
 
 
@@ -82,7 +85,7 @@ def command(arguments: Sequence[str]) -> int:
     for layout in request.layouts:
         require_cuda(layout.config.train.device, request.largest.world_size)
     for file in sorted({layout.code for layout in request.layouts if layout.code is not None}):
-        print(f"a schedule is code: {file}", file=sys.stderr)
+        print(f"a schedule is code from {file}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="pipeloom-") as folder:
         verdicts = Path(folder) / "verdicts.json"
         os.environ[VERDICTS] = str(verdicts)
@@ -203,9 +206,11 @@ def summarise(request: Request, verdicts: list[dict[str, Any]]) -> int:
         for name, error in sorted(verdict["failing"].items(), key=lambda item: -item[1]):
             print(f"  {error:.1e}  {name}")
     if request.skipped:
-        print(f"left out as refused: {len(request.skipped)}, such as {request.skipped[0]}")
+        print(f"skipped as invalid: {len(request.skipped)}, such as {request.skipped[0]}")
     passed = len(verdicts) - len(failed)
-    print(f"{passed} of {len(verdicts)} layouts pass at {request.tolerance:g} (fp32, max |a-b| / max |b| a parameter)")
+    print(
+        f"{passed} of {len(verdicts)} layouts pass at {request.tolerance:g} (fp32, max |a-b| / max |b| per parameter)"
+    )
     return int(bool(failed))
 
 

@@ -40,7 +40,7 @@ def of(config: str, ranks: int | None, microbatches: int | None) -> list[LayoutV
     for label, axes in (
         (f"pipeline, {own.schedule.name}", line),
         ("tensor parallel", alone | {"parallel.sp": False}),
-        ("tensor parallel, sequences spread", alone | {"parallel.sp": True}),
+        ("tensor and sequence parallel", alone | {"parallel.sp": True}),
     ):
         try:
             layout = load_layout(config, {"schedule.microbatches": m, **axes})
@@ -81,5 +81,5 @@ def table(rows: Sequence[LayoutVolume]) -> str:
         "  ".join([f"{line[0]:<{wide[0]}}", *(f"{c:>{w}}" for c, w in zip(line[1:], wide[1:], strict=True))])
         for line in lines
     ]
-    text += ["", "bytes that all workers send in a step, and messages or collective operations"]
-    return "\n".join([*text, *(f"no {row.label}: {row.refused}" for row in rows if row.refused)])
+    text += ["", "bytes that all workers send in a step, and the number of messages or collective operations"]
+    return "\n".join([*text, *(f"skipped: {row.label}: {row.refused}" for row in rows if row.refused)])

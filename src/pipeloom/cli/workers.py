@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,17 +52,20 @@ def be_worker(layout: Layout, body: Callable[[Any], None]) -> int:
 
 
 def describe_keys() -> str:
-    """Every key of the configuration with its default and a phrase, one a line, by section."""
+    """Every key of the configuration with its description and default, by section, as wide as the terminal."""
     from pipeloom.config import SECTIONS, load
 
     default = load().model_dump()
     lines = []
+    width = max(60, min(120, shutil.get_terminal_size().columns))
     for section, model in SECTIONS.items():
         lines.append(f"\n[{section}]")
         for key, field in model.model_fields.items():
             value = default[section][key]
             shown = "" if value is None or value == "" else f" ({_shown(value)})"
-            lines.append(f"  --{section}.{key:<{29 - len(section)}} {field.description}{shown}")
+            flag = f"  --{section}.{key:<{29 - len(section)}} "
+            text = textwrap.wrap(f"{field.description}{shown}", width - len(flag), break_on_hyphens=False)
+            lines += [(flag if at == 0 else " " * len(flag)) + words for at, words in enumerate(text)]
     return "\n".join(lines)
 
 

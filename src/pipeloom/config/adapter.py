@@ -55,7 +55,7 @@ def read_adapter_config(folder: Path, where: str) -> dict[str, Any]:
     try:
         content = json.loads(read_file(path, _MOST_ADAPTER_BYTES, "an adapter's configuration"))
         if not isinstance(content, dict):
-            raise ValueError("it holds no table")
+            raise ValueError("it contains no table")
     except (OSError, ValueError, RecursionError, PipeloomError) as error:
         raise ConfigError(f"{where}: {path} cannot be read: {error}") from error
     return content

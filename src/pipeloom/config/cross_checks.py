@@ -57,7 +57,7 @@ def _heads_divide(config: Config) -> Iterator[str]:
     if width is not None:
         if width % 2:
             near = f"{width - 1} or {width + 1}" if width > 1 else "2"
-            yield f"model.head_dim = {width}: rotary positions cannot turn heads of odd width; nearest: {near}"
+            yield f"model.head_dim = {width}: rotary position embeddings cannot use heads of odd width; nearest: {near}"
         return
     valid = [n for n in divisors(hidden) if hidden // n % 2 == 0]
     if heads not in valid:
@@ -143,7 +143,10 @@ def _foreign_models_are_cut_by_layers_only(config: Config) -> Iterator[str]:
     parallel = config.parallel
     for axis, size in (("tp", parallel.tp), ("ep", parallel.ep)):
         if config.model.source and size > 1:
-            yield f"parallel.{axis} = {size}: it is for our own decoder, and model.source is another's; nearest: 1"
+            yield (
+                f"parallel.{axis} = {size}: it applies to Pipeloom's own decoder only, and model.source names another model; "
+                "nearest: 1"
+            )
 
 
 @_reads("model.source", "model.weights")
@@ -160,8 +163,8 @@ def _adapters_have_weights(config: Config) -> Iterator[str]:
     lora, tp = config.lora, config.parallel.tp
     if lora.r and not config.model.source and not config.model.weights:
         yield (
-            f"lora.r = {lora.r}: there are no weights to adapt; set model.source to a Hugging Face directory, or model.weights "
-            "to a checkpoint or such a directory"
+            f"lora.r = {lora.r}: there are no pretrained weights to adapt; set model.source to a Hugging "
+            "Face directory, or model.weights to a checkpoint or such a directory"
         )
     if lora.r and lora.lora_dropout and tp > 1:
         yield (
@@ -311,7 +314,7 @@ def _source_exists(config: Config) -> Iterator[str]:
         if not glob.has_magic(path):
             yield f'data.{key} = "{name}": there is no such file or folder; "stdlib" is Python\'s own source'
         elif not glob.glob(path, recursive=True):
-            yield f'data.{key} = "{name}": no file fits the pattern'
+            yield f'data.{key} = "{name}": no file matches the pattern'
 
 
 @_reads("checkpoint.dir")

@@ -97,9 +97,7 @@ def read_toml(path: Path, text: str | None = None) -> dict[str, Any]:
             line, column = str(len((text or "").splitlines()) or 1), "1"
         raise ConfigError(f"{shown}:{line}:{column}: {message or error}") from None
     except RecursionError:
-        raise ConfigError(
-            f"{shown}: tables and lists lie too deep in each other; at most {MOST_NESTED} levels"
-        ) from None
+        raise ConfigError(f"{shown}: tables and lists are nested too deeply; at most {MOST_NESTED} levels") from None
     except ValueError as error:  # a zero byte in the name, a number of thousands of digits
         raise ConfigError(f"{shown} cannot be read: {error}") from None
     require_small(tables, shown)
@@ -109,7 +107,7 @@ def read_toml(path: Path, text: str | None = None) -> dict[str, Any]:
 def require_small(tables: Mapping[str, Any], where: str) -> None:
     """Raise ConfigError for tables too deep in each other, a list too long, or a whole number of more than 64 bits."""
     if depth(tables) > MOST_NESTED:
-        raise ConfigError(f"{where}: tables and lists lie too deep in each other; at most {MOST_NESTED} levels")
+        raise ConfigError(f"{where}: tables and lists are nested too deeply; at most {MOST_NESTED} levels")
     rest: list[tuple[str, Any]] = list(tables.items())
     while rest:
         key, value = rest.pop()
@@ -149,7 +147,7 @@ def lay_file(merged: Merged, path: str | Path) -> None:
         resolved = here.resolve()
         if resolved in seen:
             names = " -> ".join(p.name for p in [*seen[seen.index(resolved) :], resolved])
-            raise ConfigError(f"{path}: extends goes in a circle: {names}")
+            raise ConfigError(f"{path}: extends forms a cycle: {names}")
         seen.append(resolved)
         tables = read_toml(here)
         parent = tables.pop("extends", None)

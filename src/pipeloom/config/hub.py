@@ -125,7 +125,7 @@ def _content(source: str, key: str) -> dict[str, Any]:
     try:
         content = json.loads(read_file(path, _MOST_BYTES, "a model's configuration"))
         if not isinstance(content, dict):
-            raise ValueError("it holds no table")
+            raise ValueError("it contains no table")
     except (OSError, ValueError, RecursionError, PipeloomError) as error:
         raise ConfigError(f'model.{key} = "{source}": {path} cannot be read: {error}') from error
     return content

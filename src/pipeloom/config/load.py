@@ -46,7 +46,7 @@ def load_layout(
 ) -> Layout:
     """`resolve(load(path, *overrides))` with the problems of both in one ConfigError.
 
-    `world_size` is the number of workers that somebody else started (torchrun); another number than the layout's is a
+    `world_size` is the number of workers that someone else started (torchrun); another number than the layout's is a
     problem too. Code that a key names as `module:function` is imported from the folder of the file that names it; where
     `overrides` name it, from `folder` (None: the working directory). Raises ScheduleError when all keys are fine and the
     schedule cannot run.
@@ -150,7 +150,7 @@ def _take_sizes(merged: Merged, model: dict[str, Any], which: str, directory: st
             continue  # how our own decoder trains, such as dropout
         if model[name] != own.get(name):
             raise ConfigError(
-                f'{key} = {model[name]}: the model of model.{which} = "{directory}" has its own; leave it out'
+                f'{key} = {model[name]}: the model of model.{which} = "{directory}" sets it; leave it out'
             )
     merged.origins.update(dict.fromkeys((f"model.{key}" for key in own), f"{directory}/config.json"))
     model.update(own)
@@ -166,9 +166,7 @@ def _adopt_adapter(merged: Merged) -> None:
     for name in ("r", "lora_alpha", "target_modules"):
         given = section.get(name)
         if f"lora.{name}" in merged.given and (list(given) if isinstance(given, tuple) else given) != own[name]:
-            raise ConfigError(
-                f'lora.{name} = {given}: the adapter of lora.adapter = "{adapter}" has its own; leave it out'
-            )
+            raise ConfigError(f'lora.{name} = {given}: the adapter of lora.adapter = "{adapter}" sets it; leave it out')
     kept = {name: value for name, value in own.items() if f"lora.{name}" not in merged.given}
     section.update(kept, adapter=str(Path(adapter).expanduser().absolute()))
 

@@ -72,7 +72,7 @@ class SearchRequest:
     @property
     def note(self) -> str:
         """Describe the search in words."""
-        room = f"{self.memory:g} stage-micro-batches a rank" + (f", as {self.memory_of} needs" * bool(self.memory_of))
+        room = f"{self.memory:g} stage-micro-batches per rank" + (f", as {self.memory_of} needs" * bool(self.memory_of))
         if self.costs is not None:
             return f"the schedule is searched before the first step, for the costs given and {room}"
         return (
@@ -163,7 +163,7 @@ def search_request(config: Config) -> SearchRequest:
     patience = config.train.seconds or _SEARCH_SECONDS
     if options.time_limit is not None and options.time_limit >= patience:
         problems.append(
-            f"schedule.options.time_limit = {options.time_limit:g}: the other ranks wait for the search, and train.timeout is "
+            f"schedule.options.time_limit = {options.time_limit:g}: the other ranks wait for the search, but train.timeout is "
             f"{patience:g}; use less"
         )
     if problems:

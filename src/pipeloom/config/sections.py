@@ -84,8 +84,8 @@ def _is_recompute(value: Any) -> Any:
 def _is_dtype(value: Any) -> Any:
     if value in ("float16", "fp16", "half"):
         raise ValueError(
-            "fp16 needs its loss scaled against gradients too small for it, which Pipeloom does not do; nearest: bfloat16, as "
-            "fast and with the range of float32"
+            "fp16 needs loss scaling, which Pipeloom does not do; nearest: bfloat16, which is as fast and has the "
+            "range of float32"
         )
     return value
 
@@ -133,7 +133,7 @@ def _is_resume(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
         raise ValueError("it must be 'none', 'auto', the directory of a checkpoint, or a step; nearest: 'auto'")
     if isinstance(value, int) and not 0 <= value <= MOST_STEPS:
-        raise ValueError(f"a step is from 0 to {MOST_STEPS}; nearest: {0 if value < 0 else MOST_STEPS}")
+        raise ValueError(f"a step must be from 0 to {MOST_STEPS}; nearest: {0 if value < 0 else MOST_STEPS}")
     return value
 
 
@@ -168,7 +168,7 @@ def _are_targets(value: Any) -> Any:
         try:
             re.compile(value)
         except re.error as error:
-            raise ValueError(f"it is no regular expression: {error}") from None
+            raise ValueError(f"it is not a regular expression: {error}") from None
         return value
     return tuple(value)
 
@@ -195,50 +195,57 @@ class ModelSection(Section):
     """`[model]`: the shape of the decoder, in Hugging Face's names."""
 
     source: str = Field(
-        description="a Hugging Face directory: its model is trained, and the other keys are its sizes; empty: our own decoder"
+        description="a Hugging Face directory, whose model is trained and sets the other keys of this section; empty: "
+        "Pipeloom's own decoder"
     )
     weights: str = Field(
         description="a checkpoint or a Hugging Face directory (Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen-MoE) whose weights "
-        "our own decoder begins with; empty: drawn from train.seed"
+        "Pipeloom's own decoder starts from; empty: random weights from train.seed"
     )
     num_hidden_layers: Blocks = Field(description="transformer blocks")
-    hidden_size: Count = Field(description="width of a token")
+    hidden_size: Count = Field(description="width of a token's vector (hidden dimension)")
     num_attention_heads: Count = Field(description="query heads")
     num_key_value_heads: Count = Field(description="key and value heads; fewer than query heads is grouped attention")
     head_dim: Count | None = Field(
-        default=None, description="width of a head, an even number; not given: hidden_size / num_attention_heads"
+        default=None, description="width of a head, an even number; if not given, hidden_size / num_attention_heads"
     )
     attention_bias: bool = Field(
-        description="queries, keys, values and attention's output have a bias (Llama's option)"
+        description="biases in the query, key, value and output projections of attention (Llama's option)"
     )
-    qkv_bias: bool = Field(description="queries, keys and values have a bias (Qwen2)")
-    qk_norm: bool = Field(description="queries and keys are normed, head by head (Qwen3)")
-    intermediate_size: Count = Field(description="width inside the feed-forward part")
-    vocab_size: Count = Field(description="tokens known; not given: as many as data.tokenizer has")
-    tie_word_embeddings: bool = Field(description="the output layer uses the embedding's weight")
-    rope_theta: Positive = Field(description="base of the rotary position frequencies")
-    rms_norm_eps: Positive = Field(description="added to the mean square in every norm")
-    dropout: Fraction = Field(description="share of each block's two outputs that training drops")
-    num_experts: Whole = Field(description="experts of a block's feed-forward part; 0: every block is dense")
-    num_experts_per_tok: Count = Field(description="experts that a token goes to")
+    qkv_bias: bool = Field(description="biases in the query, key and value projections (as in Qwen2)")
+    qk_norm: bool = Field(description="normalise queries and keys, head by head (as in Qwen3)")
+    intermediate_size: Count = Field(description="inner width of the feed-forward part")
+    vocab_size: Count = Field(description="vocabulary size; if not given, that of data.tokenizer")
+    tie_word_embeddings: bool = Field(description="share the embedding's weight with the output layer")
+    rope_theta: Positive = Field(description="base of the frequencies of rotary position embeddings")
+    rms_norm_eps: Positive = Field(description="epsilon added to the mean square in every norm")
+    dropout: Fraction = Field(description="dropout probability at each block's two outputs")
+    num_experts: Whole = Field(description="experts per block; 0: every block is dense")
+    num_experts_per_tok: Count = Field(description="experts that each token is sent to")
     moe_layer_freq: MoeFrequency = Field(
-        default=1, description="n: blocks 0, n, 2n, … have experts, the others are dense; or a list, 1 or 0 per block"
+        default=1,
+        description="n: blocks 0, n, 2n, … have experts and the others are dense; or a list with 1 (experts) or 0 "
+        "(dense) per block",
     )
     norm_topk_prob: bool = Field(
-        description="the weights of a token's experts are divided by their sum (switch: never, it keeps its probability)"
+        description="divide the weights of a token's experts by their sum (router switch never does)"
     )
-    moe_intermediate_size: Whole = Field(description="width inside an expert; 0: intermediate_size")
-    num_shared_experts: Whole = Field(description="experts' worth of width that every token goes through, gated")
+    moe_intermediate_size: Whole = Field(description="inner width of an expert; 0: intermediate_size")
+    num_shared_experts: Whole = Field(description="width, in experts, of a gated expert that every token uses")
     router: RouterName = Field(
         description="softmax, noisy, switch (1 expert), gshard (2), sigmoid (balanced by a bias)"
     )
     experts_class: ClassName = Field(description="your own class of experts, as module:class; empty: SwiGLU")
     router_class: ClassName = Field(description="your own subclass of TopKGate, as module:class; empty: router alone")
     capacity_factor: NotNegative = Field(
-        description="rows an expert takes, over an even share; 0: all, nothing is dropped"
+        description="most tokens per expert, as a multiple of an even share; the others are dropped; 0: no limit"
     )
-    aux_loss_coef: NotNegative = Field(description="of the load-balance loss, which is 1 when experts are used evenly")
-    z_loss_coef: NotNegative = Field(description="of the mean squared logsumexp of the router's logits")
+    aux_loss_coef: NotNegative = Field(
+        description="coefficient of the load-balance loss, which is 1 when experts are used evenly"
+    )
+    z_loss_coef: NotNegative = Field(
+        description="coefficient of the router's z-loss, the mean squared logsumexp of its logits"
+    )
 
     def shape(self) -> DecoderShape:
         """These values as the library takes them. Raises ArgumentError for sizes that contradict each other."""
@@ -263,50 +270,67 @@ class ModelSection(Section):
 class LoraSection(Section):
     """`[lora]`: low-rank adapters of linear layers, in peft's names; all other weights are frozen."""
 
-    r: Whole = Field(description="the adapters' rank; 0: no adapters, every weight trains")
-    lora_alpha: Positive = Field(description="what they add is multiplied by lora_alpha / r")
-    lora_dropout: Fraction = Field(description="share of their input that training drops")
+    r: Whole = Field(description="rank of the adapters; 0: no adapters, all weights are trained")
+    lora_alpha: Positive = Field(description="scale of the adapters: their output is multiplied by lora_alpha / r")
+    lora_dropout: Fraction = Field(description="dropout probability at the adapters' input")
     target_modules: Targets = Field(
-        description='all-linear (but the output layer), a list of names such as ["q_proj"], or a regular expression'
+        description='layers with adapters: all-linear (all but the output layer), a list of names such as ["q_proj"], '
+        "or a regular expression"
     )
-    adapter: str = Field(description="a directory in peft's format that the adapters begin with; empty: new ones")
+    adapter: str = Field(description="a directory in peft's format with the initial adapters; empty: new adapters")
 
 
 class ParallelSection(Section):
-    """`[parallel]`: over how many ranks each axis spreads. The workers are pp x dp x tp; one of these may be -1."""
+    """`[parallel]`: the size of each axis of parallelism. There are pp x dp x tp workers; one of these sizes may be -1."""
 
     pp: Annotated[int, Field(le=MOST_RANKS), AfterValidator(_is_degree)] = Field(
         description="pipeline-parallel size; -1 infers it from the number of workers"
     )
-    dp: Degree = Field(description="data-parallel replicas; or -1")
-    tp: Degree = Field(description="tensor-parallel ranks; or -1")
-    sp: bool = Field(description="norms and dropout on 1/tp of each sequence")
-    ep: Workers = Field(description="expert-parallel ranks, of the data-parallel ones")
-    ep_nodes: Workers = Field(description="machines that ep spans; above 1 a token crosses to each of them once")
-    ep_chunks: Count = Field(description="parts of a micro-batch whose all-to-all and experts overlap each other")
-    ep_blocks: Count = Field(description="parts of each sequence whose all-to-all overlaps the next part's attention")
-    order: Annotated[str, AfterValidator(_is_order)] = Field(
-        description="axes in the numbering of the workers, the fastest first; dp without ep; tp fastest keeps layers on a host"
+    dp: Degree = Field(description="data-parallel replicas, or -1")
+    tp: Degree = Field(description="tensor-parallel ranks, or -1")
+    sp: bool = Field(
+        description="sequence parallelism: each tensor-parallel rank computes norms and dropout on 1/tp of each sequence"
     )
-    stages: str = Field(description='layers of each stage, as "Et*3|(tt|)*2tL"; empty: balanced from costs')
+    ep: Workers = Field(
+        description="expert-parallel ranks; experts are spread over groups of ep data-parallel replicas"
+    )
+    ep_nodes: Workers = Field(
+        description="machines that each expert-parallel group spans; above 1, a token is sent to each machine once"
+    )
+    ep_chunks: Count = Field(
+        description="parts of a micro-batch, the all-to-all of one overlapping the experts of another"
+    )
+    ep_blocks: Count = Field(
+        description="parts of each sequence, the all-to-all of one overlapping the attention of the next"
+    )
+    order: Annotated[str, AfterValidator(_is_order)] = Field(
+        description="axes in the order in which workers are numbered, fastest first; dp counts the replicas outside ep; tp "
+        "first keeps each layer on one host"
+    )
+    stages: str = Field(
+        description='layers of each stage, such as "Et*3|(tt|)*2tL" (E embedding, t block, L output layer); empty: '
+        "balanced by cost"
+    )
 
 
 class ScheduleSection(Section):
     """`[schedule]`: a family, a CSV or JSON file, or module:function."""
 
     name: ScheduleName = Field(description="a family, a CSV or JSON file, or module:function")
-    microbatches: Annotated[int, Field(ge=1, le=MOST_CELLS)] = Field(description="micro-batches of a step; any number")
-    chunks: Chunks | None = Field(
-        default=None, description="stages a rank holds; not given: the schedule's own default"
+    microbatches: Annotated[int, Field(ge=1, le=MOST_CELLS)] = Field(
+        description="micro-batches per step and replica; most schedules accept any number"
     )
-    options: dict[str, Any] = Field(description="the schedule's own options, such as rounds")
+    chunks: Chunks | None = Field(default=None, description="stages per rank; if not given, the schedule's default")
+    options: dict[str, Any] = Field(description="options of the schedule, such as rounds")
     overlap_p2p: bool | None = Field(
         default=None,
-        description="post receives before the present action computes; not given: yes, except over shared memory, which "
-        "has none to post",
+        description="post the receives of the next actions before computing the current one; if not given, true "
+        "(shared memory posts no "
+        "receives)",
     )
     transport: TransportName = Field(
-        description="auto (shared memory where all ranks can), individual (a call a message), batched, shared"
+        description="auto (shared memory where all ranks can use it, else individual), individual (one call per "
+        "message), batched, shared"
     )
     receive_depth: Annotated[int, Field(ge=1, le=MOST_CELLS)] | None = Field(
         default=None,
@@ -318,7 +342,7 @@ class ScheduleSection(Section):
         "depends on the data"
     )
     transforms: Transforms = Field(
-        description='applied to the schedule in order, as in ["unpair", "defer-last-stage-weights=2"]'
+        description='transforms applied to the schedule in order, such as ["unpair", "defer-last-stage-weights=2"]'
     )
 
 
@@ -326,32 +350,40 @@ class TrainSection(Section):
     """`[train]`: how long, on what, in which arithmetic."""
 
     steps: Steps = Field(description="optimizer steps")
-    seq_len: Count = Field(description="tokens of a sequence")
-    global_batch_size: Count = Field(description="sequences of a step, over all data-parallel replicas")
-    seed: Seed = Field(description="of the weights and of the order of the data")
-    dtype: Dtype = Field(description="of computation; bfloat16 keeps gradients, weights and averages in float32 too")
-    label_smoothing: Fraction = Field(description="share of the target that is spread over the vocabulary")
+    seq_len: Count = Field(description="tokens per sequence")
+    global_batch_size: Count = Field(description="sequences per step, over all data-parallel replicas")
+    seed: Seed = Field(description="seed of the initial weights and of the order of the data")
+    dtype: Dtype = Field(
+        description="dtype of computation; with bfloat16, gradients, master weights and the optimizer's state are in float32"
+    )
+    label_smoothing: Fraction = Field(description="share of the target probability that is spread over the vocabulary")
     recompute: Recompute = Field(
-        description="none, full, or the blocks (from 0) whose forward runs again in the backward: [0, 3]"
+        description="blocks whose forward is recomputed in the backward: none, full, or a list counted from 0, such as [0, 3]"
     )
-    device: DeviceName = Field(description="auto: CUDA if there is a device for each worker, else the CPU")
+    device: DeviceName = Field(description="auto (CUDA if there is a device for each worker, else the CPU), cpu, cuda")
     tune_cpu: bool = Field(
-        description="on CPUs: workers keep freed memory, and multiply through oneDNN where that is faster"
+        description="on CPUs: keep freed memory in the process, and multiply matrices with oneDNN where that is faster"
     )
-    deterministic: bool = Field(description="refuse operations that differ from run to run")
+    deterministic: bool = Field(description="refuse operations whose results differ from run to run")
     on_nan: OnNan = Field(
-        description="a step whose gradient is not finite: stop, skip it, or rollback (to the last checkpoint, past its batch)"
+        description="what to do when a gradient is not finite: stop, skip the step, or rollback (load the last "
+        "checkpoint and skip the batch)"
     )
-    on_spike: OnSpike = Field(description="the same for a norm above 10 times the running median; ignore: nothing")
-    rollbacks: Whole = Field(description="the most rollbacks of a run; then it stops")
-    restarts: Whole = Field(description="times that a run that failed is started again from its newest checkpoint")
+    on_spike: OnSpike = Field(
+        description="what to do when the gradient norm exceeds 10 times its running median: ignore, stop, skip or rollback"
+    )
+    rollbacks: Whole = Field(description="most rollbacks of a run; the next one stops it")
+    restarts: Whole = Field(description="times that a failed run is restarted from its newest checkpoint")
     eval_every: StepsOrNone = Field(
-        description="steps between losses on the held-out text; 0: before and after training only"
+        description="steps between evaluations on the held-out text; 0: only before and after training"
     )
-    eval_batches: Count = Field(description="most batches of such a loss, spread evenly over the held-out text")
-    check_every: StepsOrNone = Field(description="steps between comparisons of what several ranks hold alike; 0: none")
+    eval_batches: Count = Field(description="most batches per evaluation, spread evenly over the held-out text")
+    check_every: StepsOrNone = Field(
+        description="steps between comparisons of the weights that several ranks replicate; 0: none"
+    )
     timeout: Timeout = Field(
-        description="seconds that a rank may make no progress; auto: 20 times the slowest step, at least 30, at most 300"
+        description="seconds without progress after which a rank counts as stuck; auto: 20 times the slowest step, at "
+        "least 30 and at most 300"
     )
 
     @property
@@ -361,115 +393,131 @@ class TrainSection(Section):
 
 
 class OptimizerSection(Section):
-    """`[optimizer]`: the optimizer, its rate and its decay."""
+    """`[optimizer]`: the optimizer, its learning rate and its weight decay."""
 
     name: OptimizerName = Field(
-        description="adamw, sgd, or muon: the matrices of blocks, each orthogonalised whole; AdamW for the rest"
+        description="adamw, sgd, or muon (orthogonalised momentum for the matrices of blocks, AdamW for the rest)"
     )
     lr: Positive = Field(description="learning rate after warm-up")
     lr_schedule: RateSchedule = Field(
-        description="after warm-up: cosine or linear, down to min_lr; wsd: constant, then linear over decay_steps; constant"
+        description="after warm-up: cosine or linear (down to min_lr), wsd (constant, then linear over decay_steps), or constant"
     )
     min_lr: NotNegative = Field(description="learning rate at the last step")
-    warmup_steps: StepsOrNone = Field(description="steps of linear warm-up")
-    decay_steps: StepsOrNone = Field(description="last steps, in which wsd decays; 0: a tenth of all")
+    warmup_steps: StepsOrNone = Field(description="steps of linear warm-up of the learning rate")
+    decay_steps: StepsOrNone = Field(description="last steps, in which wsd decays; 0: a tenth of all steps")
     weight_decay: NotNegative = Field(description="weight decay of matrices")
     embedding_decay: NotNegative | None = Field(
-        default=None, description="that of embeddings and the output layer; not given: weight_decay"
+        default=None, description="weight decay of embeddings and the output layer; if not given, weight_decay"
     )
-    vector_decay: NotNegative = Field(description="that of norms and biases")
-    betas: tuple[Fraction, Fraction] = Field(strict=False, description="AdamW's two averages")
-    momentum: Fraction = Field(description="of SGD and Muon")
-    nesterov: bool = Field(description="Nesterov's momentum, for SGD and Muon")
+    vector_decay: NotNegative = Field(description="weight decay of norms and biases")
+    betas: tuple[Fraction, Fraction] = Field(strict=False, description="decay rates of AdamW's two averages")
+    momentum: Fraction = Field(description="momentum of SGD and Muon")
+    nesterov: bool = Field(description="use Nesterov momentum, for SGD and Muon")
     adjust_lr_fn: MuonScale = Field(
-        description="Muon's rate: match_rms_adamw (steps as large as AdamW's, so that one lr serves both) or original"
+        description="scale of Muon's steps: match_rms_adamw (as large as AdamW's, so that one lr suits both) or original"
     )
     clip_norm: NotNegative = Field(description="largest global gradient norm; 0: no clipping")
     lr_rule: RateRule = Field(
-        description="lr and min_lr are for one replica's batch: times dp (linear, as for SGD) or its root (sqrt, AdamW)"
+        description="multiply lr and min_lr by dp (linear, for SGD) or its square root (sqrt, for AdamW); none: use "
+        "them as they are"
     )
-    zero1: bool = Field(description="each data-parallel replica keeps its share of the optimizer's state only")
+    zero1: bool = Field(
+        description="ZeRO stage 1: each data-parallel replica holds only its share of the optimizer's state"
+    )
     barrier: bool = Field(
-        description="wait for the global norm in each step; false: step first, take it back if need be"
+        description="wait for the global gradient norm in each step; false: step before it is known, and roll the "
+        "step back if needed"
     )
 
 
 class DataSection(Section):
-    """`[data]`: what is read."""
+    """`[data]`: sources, tokenizer and sampling."""
 
     source: Sources = Field(
-        description="stdlib, a file, a folder, a pattern such as texts/*.txt, or a directory of datasets; or a list of them"
+        description="a file, a folder, a pattern such as texts/*.txt, a directory saved by datasets, stdlib (Python's "
+        "own source), or a list of these"
     )
     format: Literal["auto", "text", "jsonl", "parquet", "tokens", "dataset"] = Field(
-        description="what the files hold; auto: by their names"
+        description="format of the files; auto: by their names"
     )
-    field: str = Field(description='of records, what to train on; empty: "messages" or "text", whichever there is')
-    weights: Weights = Field(description="share of each source in the rows, as in [3, 1]; empty: by their sizes")
-    validation: str = Field(description="a source to measure on; empty: a part of data.source")
+    field: str = Field(description='field of a record to train on; empty: "messages" or "text", whichever exists')
+    weights: Weights = Field(
+        description="weight of each source in the training data, such as [3, 1]; empty: in proportion to their sizes"
+    )
+    validation: str = Field(description="source for the held-out loss; empty: a part of data.source")
     held_out: Annotated[float, Field(gt=0, le=0.5)] = Field(
-        description="that part: of the documents, or of few ones of their tokens"
+        description="held-out share of the documents of data.source, or of the tokens where there are few documents"
     )
     tokenizer: Annotated[str, Field(min_length=1)] = Field(
-        description="bytes, a tokenizer's JSON file, a directory; auto: that of model.source where it has one, else bytes"
+        description="bytes, a tokenizer's JSON file, or a directory; auto: the tokenizer of model.source if it has "
+        "one, else bytes"
     )
     bos: Annotated[str, Field(min_length=1)] = Field(
-        description="token before each document: auto (as the tokenizer does), none, or its text"
+        description="token before each document: auto (the tokenizer's default), none, or its text"
     )
     eos: Annotated[str, Field(min_length=1)] = Field(
-        description="token behind each document: auto (the tokenizer's own), none, or its text"
+        description="token after each document: auto (the tokenizer's), none, or its text"
     )
     token_type: Literal["auto", "uint16", "uint32"] = Field(
-        description="of .bin files; auto: the smallest that holds model.vocab_size"
+        description="integer type of .bin files; auto: the smallest that can hold model.vocab_size"
     )
     documents: Literal["auto", "concatenate", "pack"] = Field(
-        description="windows cut anywhere, or rows of whole documents that do not see each other; auto: pack for chats"
+        description="concatenate (windows cut anywhere) or pack (rows of whole documents that do not attend to each "
+        "other); auto: pack for chats"
     )
     template: Literal["auto", "tokenizer", "simple"] = Field(
-        description="how chats are written; auto: the tokenizer's template where it has one"
+        description="template for chats; auto: the tokenizer's if it has one, else simple"
     )
-    loss_on: Literal["answers", "all"] = Field(description="of chats, what is learned")
-    on_error: Literal["stop", "skip"] = Field(description="a document that cannot be read, by file and line")
-    cache: str = Field(description="folder of tokenized data; empty: pipeloom in the user's own cache")
+    loss_on: Literal["answers", "all"] = Field(description="parts of a chat that count in the loss")
+    on_error: Literal["stop", "skip"] = Field(
+        description="what to do with a document that cannot be read, which is reported with file and line"
+    )
+    cache: str = Field(description="folder of tokenized data; empty: pipeloom in the user's cache folder")
     sampling: SamplingName = Field(
-        description="windows from anywhere in the text, or each once an epoch: shuffle-then-split, split-then-shuffle; auto: "
-        "anywhere, and for packed rows or several sources shuffle-then-split"
+        description="anywhere (random windows), shuffle-then-split or split-then-shuffle (each window once per "
+        "epoch); auto: anywhere, or "
+        "shuffle-then-split for packed rows or several sources"
     )
-    remainder: Literal["pad", "drop"] = Field(description="the last batch of an epoch: pad repeats windows")
+    remainder: Literal["pad", "drop"] = Field(description="last batch of an epoch: pad (repeat windows) or drop")
 
 
 class CheckpointSection(Section):
-    """`[checkpoint]`: what is saved, and what a run begins with."""
+    """`[checkpoint]`: saving and resuming."""
 
-    dir: str = Field(description="folder of the checkpoints, shared by all hosts; empty: the run's own")
-    every: StepsOrNone = Field(description="steps between checkpoints; 0: only at the end, and when asked to stop")
-    keep: Whole = Field(description="newest checkpoints that stay; 0: all")
-    keep_every: StepsOrNone = Field(description="checkpoints of every n-th step stay too; 0: none for that reason")
-    asynchronous: bool = Field(description="training goes on while a copy of the state is written")
+    dir: str = Field(description="folder of the checkpoints, shared by all hosts; empty: the run's folder")
+    every: StepsOrNone = Field(
+        description="steps between checkpoints; 0: only at the end, and when the run is told to stop"
+    )
+    keep: Whole = Field(description="newest checkpoints that are kept; 0: all")
+    keep_every: StepsOrNone = Field(description="also keep the checkpoint of every n-th step; 0: none")
+    asynchronous: bool = Field(description="continue training while a copy of the state is written")
     resume: Resume = Field(
-        description="none, auto (the newest checkpoint, in the same folder), a checkpoint's directory, or a step"
+        description="where to start: none (from scratch), auto (the newest checkpoint in the folder), a checkpoint's "
+        "directory, or a step"
     )
 
 
 class LogSection(Section):
-    """`[log]`: what is written."""
+    """`[log]`: logs and figures."""
 
-    dir: Annotated[str, Field(min_length=1)] = Field(description="folder in which each run makes its own")
+    dir: Annotated[str, Field(min_length=1)] = Field(description="folder in which each run creates its own folder")
     every: Steps = Field(description="steps between log lines")
-    html: str = Field(description="file of the page; empty: timeline.html in the run's folder")
+    html: str = Field(description="file of the HTML page; empty: timeline.html in the run's folder")
     norms: NormsName = Field(
-        description="of gradients and parameters, by layer or by parameter, with each log line; none: the global norm only"
+        description="norms of gradients and parameters with each log line: by layer, by parameter, or none (the "
+        "global gradient norm only)"
     )
-    tensorboard: bool = Field(description="figures for TensorBoard in the run's folder, too")
-    wandb: str = Field(description="project of Weights & Biases that gets the figures, too; empty: none")
+    tensorboard: bool = Field(description="write the figures for TensorBoard too, in the run's folder")
+    wandb: str = Field(description="Weights & Biases project to send the figures to; empty: none")
 
 
 class DebugSection(Section):
-    """`[debug]`: failures made on purpose."""
+    """`[debug]`: faults on purpose, and checks that find faults."""
 
     fault: Annotated[str, AfterValidator(_is_fault)] = Field(
-        description="swap-microbatches:A,B and others; empty: none"
+        description="fault to inject, such as swap-microbatches:A,B (docs/failures.md); empty: none"
     )
-    checksum: bool = Field(description="messages between pipeline ranks carry a checksum, and each is verified")
+    checksum: bool = Field(description="send a checksum with each message between pipeline ranks, and verify it")
 
 
 class Config(Section):

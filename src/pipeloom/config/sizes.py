@@ -27,7 +27,7 @@ class LayerSize:
 def layer_sizes(model: ModelSection, seq_len: int) -> list[LayerSize]:
     """[embedding, block, …, block, output layer]: num_hidden_layers + 2 entries.
 
-    A matrix of n weights takes 2n operations a token forward and 4n backward (a product for each of two gradients).
+    A matrix of n weights takes 2n operations per token forward and 4n backward (a product for each of two gradients).
     Causal attention with a queries' width of q takes 2 s q forward for a token: two products of 2 s q, of which the mask
     leaves half. Biases count as parameters, and not as operations.
     The embedding is a look-up forward, and one addition a weight of the row backward.

@@ -2,7 +2,7 @@
 
 A ring all-reduce of V bytes over N ranks sends 2 (N - 1) / N V from each of them, an all-gather or a reduce-scatter of V
 bytes in all (N - 1) / N V (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009). Statistics of the loss, gradient
-norms and the router's counts are left out: they are a few numbers a token.
+norms and the router's counts are left out: they are a few numbers per token.
 """
 
 from __future__ import annotations

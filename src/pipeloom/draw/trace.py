@@ -13,7 +13,7 @@ from pipeloom.schedule.channels import Message, traffic
 
 
 def trace(timeline: Timeline, unit_microseconds: float | None = None) -> dict[str, Any]:
-    """The events of `timeline`, ready for `json.dumps`: a process a rank, a slice for each action or pair, a memory
+    """The events of `timeline`, ready for `json.dumps`: a process per rank, a slice for each action or pair, a memory
     counter, an arrow for each message between ranks.
 
     A slice's args are stage, chunk, micro-batch and phase (a pair's: those of its forward, then `backward_…`).

@@ -55,7 +55,7 @@ class LoraOptions:
                 re.compile(self.target_modules)
             except re.error as error:
                 raise ArgumentError(
-                    "target_modules", f"={self.target_modules!r} is no regular expression: {error}"
+                    "target_modules", f"={self.target_modules!r} is not a regular expression: {error}"
                 ) from error
 
     @property

@@ -211,7 +211,7 @@ class DefersWeightGrads(Protocol):
 def defer_weight_gradients(module: nn.Module, grad_context: WeightGradContext) -> None:
     """From now on the plain linear layers inside `module`, and those that are `DefersWeightGrads`, do as the context says.
 
-    A subclass of `nn.Linear`, or one that somebody gave another forward, keeps that and its gradient in I. So does a weight
+    A subclass of `nn.Linear`, or one that someone gave another forward, keeps that and its gradient in I. So does a weight
     with a hook on it (`register_hook`, `register_post_accumulate_grad_hook`).
     """
     for part in module.modules():

@@ -67,7 +67,7 @@ class MainGradients:
                 self._empty.discard(parameter)
 
     def watched(self, parameter: Tensor) -> bool:
-        """Return whether somebody else waits, by a hook, for the parameter's gradient to be accumulated.
+        """Return whether someone else waits, by a hook, for the parameter's gradient to be accumulated.
 
         Its gradients then add up in `.grad` until `complete`, so that the hook sees them as it does in one process.
         """

@@ -56,7 +56,7 @@ class GradientSync:
         stage_backward: the pass whose gradients say that a bucket is full; None: any pass.
 
     Attributes:
-        changed: called when somebody else than the optimizer has written to the parameters (fp32 copies of them are read anew).
+        changed: called when someone else than the optimizer has written to the parameters (fp32 copies of them are read anew).
         absent: after a step, the parameters without a gradient: no micro-batch of any replica used them.
         weights: the slices of sharded parameters on their way to this rank; whoever reads parameters waits for them.
     """
@@ -95,7 +95,7 @@ class GradientSync:
         self._awaited: dict[int, set[nn.Parameter]] = {}  # bucket -> parameters that the last backward has not reached
         self._lock = threading.Lock()
         self._stream = StepStream(self.buckets[0].flat.device if self.buckets else torch.device("cpu"))
-        self._hooks: list[Any] = []  # autograd's nodes live only as long as somebody holds them
+        self._hooks: list[Any] = []  # autograd's nodes live only as long as something holds them
         for at, bucket in enumerate(self.buckets):
             for slot, view in bucket.views(bucket.flat):
                 self._parameters[slot.held.name] = slot.held.parameter
@@ -211,7 +211,7 @@ class GradientSync:
         return whole
 
     def put_back(self, absent: set[nn.Parameter]) -> None:
-        """Declares that the buckets' parts hold a step's reduced gradients again, after somebody has copied them in.
+        """Declares that the buckets' parts hold a step's reduced gradients again, after someone has copied them in.
 
         Args:
             absent: as it was after that step.
@@ -236,7 +236,7 @@ class GradientSync:
             self.main.restart(bucket.parameters)
 
     def _read_grads(self, bucket: Bucket) -> None:
-        """Learns from `.grad` what was dropped, or put there by somebody else, since the last step."""
+        """Learns from `.grad` what was dropped, or put there by someone else, since the last step."""
         if all(parameter.grad is None for parameter in bucket.parameters):
             bucket.content, bucket.before = "empty", None
             return

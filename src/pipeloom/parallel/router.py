@@ -40,7 +40,7 @@ class Gate:
         renormalise: the weights of a token's choices are divided by their sum; without, they are the router's probabilities (of
             sigmoid: its scores). Switch never divides.
         jitter: switch: inputs are multiplied by uniform numbers in [1 - jitter, 1 + jitter].
-        bias_rate: sigmoid: how far the bias of an expert moves a step.
+        bias_rate: sigmoid: how far the bias of an expert moves per step.
     """
 
     router: str

@@ -97,7 +97,7 @@ class SharedBuffers:
         begin = time.monotonic()
         for look in itertools.count():
             self._advance()
-            filling = at in self._pending  # somebody has still to fill this buffer, or one before it
+            filling = at in self._pending  # someone has still to fill this buffer, or one before it
             late = self._behind(self._filled, self._pending[0]) if filling else self._behind(self._summed, at)
             if not late and not filling:
                 break

@@ -205,7 +205,9 @@ def _check_names(names: Sequence[str], recompute: Literal["none", "full"] | froz
     """Raise ConfigError for a layer's name that cannot be printed or is there twice, or one that `recompute` names and is not."""
     for name in names:
         if not name.isprintable():
-            raise ConfigError(f"a layer cannot be called {name[:200]!a}: names are printed, and it cannot be")
+            raise ConfigError(
+                f"a layer cannot be called {name[:200]!a}: names are printed, and this one is not printable"
+            )
     if len(set(names)) != len(names):
         raise ConfigError(f"two layers are called {next(n for n in names if names.count(n) > 1)!r}; names must differ")
     _check_recompute(recompute, names)

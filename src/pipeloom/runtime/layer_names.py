@@ -82,7 +82,7 @@ class LayerNames:
         for key, name in self.writes.items():
             if written[key] is not None and not isinstance(written[key], Tensor):
                 raise UsageError(
-                    f"layer {self.layer!r} wrote {type(written[key]).__name__} as {key!r}; a name stands for a tensor or None"
+                    f"layer {self.layer!r} wrote {type(written[key]).__name__} as {key!r}; a name must stand for a tensor or None"
                 )
             tensors[name] = written[key]
         handed = None if rest is None else rest[0] if len(rest) == 1 else tuple(rest)

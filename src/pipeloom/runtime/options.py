@@ -27,7 +27,7 @@ class RuntimeOptions:
     """Options of a `Pipeline`.
 
     Attributes:
-        transport: `"individual"`: torch.distributed, one message a call; `"batched"`: what falls between two actions is one or
+        transport: `"individual"`: torch.distributed, one message per call; `"batched"`: what falls between two actions is one or
             two calls, all on one communicator; `"shared"`: shared memory, for CPU ranks of one machine; `"auto"`: shared
             where all ranks can, else individual.
         overlap_p2p: post the receives of coming actions before the present one computes. None: yes (the batched transport

@@ -58,18 +58,18 @@ from pipeloom.schedule.timeline import Timeline
 
 
 class Pipeline:
-    """One process's part of a pipeline; every process of the mesh makes one, with the same arguments.
+    """One process's part of a pipeline; every process of the mesh creates one, with the same arguments.
 
     Args:
         layers: the model, in order: factories (with a `name`, their parameters' prefix), or modules on the meta device. A
             rank builds its own stages' layers only.
-        schedule: what to run; it is checked first.
+        schedule: the schedule to run; it is checked first.
         loss: `loss(output, targets)`, the mean over one micro-batch's targets, as cross entropy is with its default
             `reduction="mean"`. A step's loss is the mean of these, weighted by `weight`: of a loss with `reduction="sum"`
-            it is the mean of the micro-batches' sums (for m equal ones the batch's sum / m), not their sum.
+            it is the mean of the micro-batches' sums (for m equal micro-batches, the batch's sum / m), not their sum.
         mesh: a Mesh of pipelines side by side (data and tensor parallel); or one pipeline's processes: a PipelineMesh, a
             torch DeviceMesh with an axis `pp` (other axes are the caller's), or None for all processes.
-        weight: `weight(targets)` of a micro-batch in the step's mean, at least 0: over how much its loss is a mean. Default:
+        weight: `weight(targets)`, at least 0: the weight of a micro-batch's loss in the step's mean. Default:
             the number of targets (elements of their first tensor) other than `ignore_index`. A micro-batch of weight 0 is
             not given to the loss; its gradient is zero.
         ignore_index: the target that the loss skips, as in torch's cross entropy; None: every target counts. Only the
@@ -79,13 +79,13 @@ class Pipeline:
         options: see RuntimeOptions.
 
     Attributes:
-        schedule: the one that runs: with the pairs of stages without segments taken apart.
+        schedule: the executed schedule, in which pairs of stages without segments are replaced by a forward and a backward.
         options: as given.
         mesh: the processes of the run; a plain pipeline is a mesh too.
         device: where the stages are.
-        layouts: global name -> how the parameter is laid over the mesh.
-        next_step: the number of the next step, which layers that draw random numbers ask for; set it to resume, or to
-            repeat a step.
+        layouts: global name -> how the parameter is spread over the mesh.
+        next_step: the number of the next step, from which layers derive random numbers; set it to resume, or to repeat
+            a step.
 
     Raises:
         ScheduleError: a schedule that cannot run. ConfigError: sizes that do not fit. DistributedError: ranks that disagree.

@@ -367,7 +367,8 @@ class Stage:
             if norm is not None:
                 raise ConfigError(
                     f"layer {layer!r} has running statistics ({norm}), and under schedule {schedule_name!r} stage "
-                    f"{self.index} does not get every micro-batch in order, so they would not be those of one process; choose "
+                    f"{self.index} does not get every micro-batch in order, so they would differ from those of one "
+                    "process; choose "
                     "a schedule with one route, put the layer in eval mode, or build it with track_running_stats=False"
                 )
 
@@ -384,7 +385,7 @@ class Stage:
             for name in before.changed(integers=not self._shared):
                 raise UsageError(
                     f"the forward of layer {layer!r} changes its buffer {name!r}, and under this schedule stage {self.index} "
-                    "does not get every micro-batch in order, so the buffer would not be that of one process; choose a "
+                    "does not get every micro-batch in order, so the buffer would differ from that of one process; choose a "
                     "schedule with one route"
                 )
 

@@ -164,7 +164,7 @@ class ShapeCache:
         return edge, (microbatch if self.policy == "each" else self._signatures[microbatch])
 
     def introduces(self, message: Message) -> bool:
-        """Return whether `message` is the first of its key on its channel, so that a header comes with it. Ask once a message."""
+        """Return whether `message` is the first of its key on its channel, so that it has a header. Call it once per message."""
         key = (message.channel.kind, *self._key(message.edge, message.microbatch))
         first = key not in self._introduced
         self._introduced.add(key)
@@ -224,5 +224,5 @@ def _reason(known: Boundary, boundary: Boundary) -> str:
         return f"its dtype has changed, as it does when autocast is on in some steps only; use it in all of them, or {each}"
     return (
         "it now carries a gradient where it carried none, or none where it carried one, as when layers are frozen or "
-        f"unfrozen between steps; make the pipeline anew, or {each}"
+        f"unfrozen between steps; create a new pipeline, or {each}"
     )

@@ -104,7 +104,7 @@ def memory_bound(
     For each rank, with chain(s) the time from the start of F of stage s to the end of its I, through the last stage:
 
     * before the first backward: no I of stage s ends sooner than chain(s) after its F, and until the rank's first I
-      starts, only the forwards that fit the memory can run. With one stage a rank and k places:
+      starts, only the forwards that fit the memory can run. With one stage per rank and k places:
       span >= work + max(0, (p-1)(b+2c) + (p-k) f).
     * steady state: a micro-batch takes memory in stage s from its F until its I and, for the share held, until its W; the sum of
       these areas is at most memory * span.

@@ -83,7 +83,7 @@ def _of_file(path: Path) -> list[_Row]:
         if steps:
             rows.append(_Row(len(rows), steps))
     if not rows:
-        raise UsageError(f"{path}: no event is called as an action, such as 0F0, PP:3B2 or 0F5|3B1")
+        raise UsageError(f"{path}: no event has the name of an action, such as 0F0, PP:3B2 or 0F5|3B1")
     return rows
 
 
@@ -99,7 +99,7 @@ def _of_folder(folder: Path) -> tuple[list[_Row], list[str]]:
         if steps:
             rows[rank] = _Row(rank, steps)
     if not rows:
-        raise UsageError(f"{folder}: no event is called as an action, such as 0F0, PP:3B2 or 0F5|3B1")
+        raise UsageError(f"{folder}: no event has the name of an action, such as 0F0, PP:3B2 or 0F5|3B1")
     lines: dict[frozenset[int], _Row] = {}
     for rank in sorted(rows):
         held = frozenset(action.stage for event in rows[rank].steps[-1] for action in parts(event.cell))
@@ -139,7 +139,7 @@ def _read(path: Path) -> Any:
 def _events_of(trace: Any, path: Path) -> list[dict[str, Any]]:
     events = trace.get("traceEvents") if isinstance(trace, dict) else trace
     if not isinstance(events, list):
-        raise UsageError(f"{path}: traceEvents is no list")
+        raise UsageError(f"{path}: traceEvents is not a list")
     return [event for event in events if isinstance(event, dict) and event.get("ph") == "X"]
 
 
@@ -215,7 +215,7 @@ def _timelines(path: Path, rows: Sequence[_Row], notes: list[str]) -> tuple[tupl
     actions = [action for row in rows for step in row.steps for event in step for action in parts(event.cell)]
     largest = max(max(action.stage, action.microbatch) for action in actions)
     if largest >= len(actions):
-        raise ScheduleError(f"{path}: {len(actions)} actions cannot name stage or micro-batch {largest}")
+        raise ScheduleError(f"{path}: {len(actions)} actions do not name a valid stage or micro-batch {largest}")
     placement = [0] * (1 + max(action.stage for action in actions))
     for at, row in enumerate(rows):
         for event in row.steps[-1]:

@@ -22,7 +22,7 @@ PerPair = PerStage | tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of one micro-batch, in any one unit; a number for every stage, or a tuple with one value a stage.
+    """Times of one micro-batch, in any one unit; a number for every stage, or a tuple with one value per stage.
 
     Attributes:
         forward: F.
@@ -35,7 +35,7 @@ class Costs:
             segment while it allocates, and holds no more than before or after it (`PairTimes.overlaps`).
         held: the share of it that stays from I until W (B frees all of it).
         all_to_all: the share of F and of I that is communication (expert all-to-all); a pair overlaps it with computation.
-        pair: time of a pair F|B: a number, one a stage of the forward, or `pair[stage of forward][stage of backward]`; None: as
+        pair: time of a pair F|B: a number, one per stage of the forward, or `pair[stage of forward][stage of backward]`; None: as
             `PairTimes` has it from `all_to_all`.
         pair_split: the same of a pair F|I; None: F|B's less W.
         backward: time of a B alone; None: I + W (less where W hides I's all-to-all).
@@ -103,7 +103,7 @@ class Costs:
         )
 
     def per_stage(self, name: str, stages: int) -> tuple[float, ...]:
-        """The value called `name` as one number a stage; raises UsageError when there is not one for each."""
+        """The value called `name` as one number per stage; raises UsageError when there is not one for each."""
         value = getattr(self, name)
         if not isinstance(value, tuple):
             return (float(value),) * stages
@@ -125,7 +125,7 @@ class Costs:
         return tuple((one,) * stages for one in self.per_stage(name, stages))
 
     def factors(self, microbatches: int) -> tuple[float, ...]:
-        """`microbatch` with one number a micro-batch; raises UsageError when there is not one for each."""
+        """`microbatch` with one number per micro-batch; raises UsageError when there is not one for each."""
         if not self.microbatch:
             return (1.0,) * microbatches
         if len(self.microbatch) != microbatches:

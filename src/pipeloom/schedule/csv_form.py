@@ -1,4 +1,4 @@
-"""The CSV form: one row a rank, one action or pair a cell, as `torch.distributed.pipelining` reads and writes it.
+"""The CSV form: one row per rank, one action or pair a cell, as `torch.distributed.pipelining` reads and writes it.
 
 A row says nothing about the number of micro-batches or about where a stage belongs, so that both are derived: m is
 the number of micro-batches that most stages have, and a stage's rank is the one that holds most of its actions. What
@@ -29,7 +29,7 @@ class _Place(NamedTuple):
 
 
 def to_csv(schedule: Schedule) -> str:
-    """One line a rank, its cells in program order, without idle cells; `from_csv` and torch read it.
+    """One line per rank, its cells in program order, without idle cells; `from_csv` and torch read it.
 
     Raises ScheduleError for a schedule with two routes, which this form cannot say.
     """
@@ -98,7 +98,7 @@ def _require_actions(text: str, where: str) -> None:
         raise UsageError(f"{where}: the file contains no actions")
     if not any(_ACTION.match(word) or _COMMUNICATION_CELL.match(word) for word in words):
         raise UsageError(
-            f"{where} is no schedule: none of its cells is an action, such as 0F0, 3B2, 3I2, 3W2 or "
+            f"{where} is not a schedule: none of its cells is an action, such as 0F0, 3B2, 3I2, 3W2 or "
             f"(0F5;3B1)OVERLAP_F_B; the first cell is {words[0]!r:.60}"
         )
 

@@ -45,7 +45,7 @@ def save(schedule: Schedule, path: str | Path) -> None:
     forms = {".csv": to_csv, ".json": to_json}
     if where.suffix.lower() not in forms:
         raise UsageError(
-            f"{shortened(str(path))} has the ending {where.suffix!r:.200}; nearest: {where.with_suffix('.json').name} or "
+            f"{shortened(str(path))} has the extension {where.suffix!r:.200}; nearest: {where.with_suffix('.json').name} or "
             f"{where.with_suffix('.csv').name}"
         )
     text = forms[where.suffix.lower()](schedule)

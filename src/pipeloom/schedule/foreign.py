@@ -189,7 +189,7 @@ def _size(config: Any, keys: Sequence[str], folder: Path, default: int | None = 
 def _events(iteration: Any, where: str) -> list[_Event]:
     """One rank's events of an iteration, by start; F, B (I where the weight gradients are apart) and W."""
     if not isinstance(iteration, dict):
-        raise UsageError(f"{where}: an iteration is an object, not {iteration!r:.60}")
+        raise UsageError(f"{where}: an iteration must be an object, not {iteration!r:.60}")
     split = bool(iteration.get("wgrad_start"))
     events = []
     for name, kind in (("fwd", "F"), ("bwd", "I" if split else "B"), ("wgrad", "W")):
@@ -327,7 +327,7 @@ def _labelled(rows: _Ranks, sizes: tuple[int, int, int], folder: Path) -> Schedu
             continue
         found.append((_lateness(schedule, rows), schedule))
     if not found:
-        raise ScheduleError(f"{folder}: the events are no schedule; {'; '.join(reasons)}")
+        raise ScheduleError(f"{folder}: the events do not form a schedule; {'; '.join(reasons)}")
     return min(found, key=lambda one: one[0])[1]
 
 

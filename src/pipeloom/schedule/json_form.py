@@ -54,13 +54,11 @@ def from_json(text: str, source: str = "json") -> Schedule:
     except json.JSONDecodeError as error:
         raise UsageError(f"{source}:{error.lineno}:{error.colno}: this is not JSON: {error.msg}") from None
     except RecursionError:
-        raise UsageError(
-            f"{source}: lists and objects lie too deep in each other; at most {MOST_NESTED} levels"
-        ) from None
+        raise UsageError(f"{source}: lists and objects are nested too deeply; at most {MOST_NESTED} levels") from None
     except ValueError as error:
         raise UsageError(f"{source}: {error}") from None
     if depth(found) > MOST_NESTED:
-        raise UsageError(f"{source}: lists and objects lie too deep in each other; at most {MOST_NESTED} levels")
+        raise UsageError(f"{source}: lists and objects are nested too deeply; at most {MOST_NESTED} levels")
     if not isinstance(found, dict):
         raise UsageError(f"{source}: a schedule is a JSON object, and this is a {type(found).__name__}")
     if found.get("format") != SCHEDULE_FORMAT:

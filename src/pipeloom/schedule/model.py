@@ -90,11 +90,11 @@ class Schedule:
         routes: Sequence[Sequence[int]] | None = None,
         route_of: Sequence[int] | None = None,
     ) -> Schedule:
-        """A schedule from actions, pairs or their text, one program a rank.
+        """A schedule from actions, pairs or their text, one program per rank.
 
         One route through all stages in order unless `routes` and `route_of` say otherwise.
-        Raises ScheduleError for a stage, rank or micro-batch out of range. Whether the programs are complete and free of
-        cycles is `check`'s to say.
+        Raises ScheduleError for a stage, rank or micro-batch out of range. Does not check that the programs are complete and
+        free of deadlock; `check` does.
         """
         stages = len(placement)
         _check_sizes(len(programs), microbatches, placement)
@@ -275,7 +275,7 @@ class Schedule:
         )
 
     def __str__(self) -> str:
-        """The representation and one line a rank, cut at 20 actions."""
+        """The representation and one line per rank, cut at 20 actions."""
         lines = [repr(self)]
         for rank, codes in enumerate(self.codes):
             cells = " ".join(str(self.decode(code)) for code in codes[:20])

@@ -221,7 +221,7 @@ class SegmentCosts:
 
 
 def _spread(values: Sequence[Any]) -> Any:
-    """One value a stage; one stage's value as a number."""
+    """One value per stage; one stage's value as a number."""
     if len(values) > 1:
         return tuple(values)
     return values[0][0] if isinstance(values[0], tuple) else values[0]

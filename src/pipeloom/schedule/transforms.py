@@ -419,5 +419,5 @@ def parsed_transform(word: str) -> tuple[NamedTransform, int | None]:
     if transform.number is None:
         raise UsageError(f"transform {name} takes no number, and is given {text!r:.200}")
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        raise UsageError(f"transform {name}: {text!r:.200} is no whole number of at least 0 ({transform.number})")
+        raise UsageError(f"transform {name}: {text!r:.200} is not a whole number of at least 0 ({transform.number})")
     return transform, int(text)

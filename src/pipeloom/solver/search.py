@@ -99,7 +99,7 @@ def search(
         costs: of a stage; default 1, 1, 1, 0. Micro-batches of different lengths (`Costs.microbatch`) may come in another order.
         memory: the largest peak memory of a rank, in units of `Costs.activation` (1: stage-micro-batches); None: no limit.
         placement: `"linear"`, `"loop"`, `"vee"`, or the rank of every stage; None: all three for the given chunks.
-        chunks: stages a rank; default 1, or the placement's.
+        chunks: stages per rank; default 1, or the placement's.
         objective: `"makespan"`: a step that ends in a barrier; `"span"`: steps without one.
         time_limit: seconds.
         iterations: moves of the local search. With neither: a number that takes about ten seconds. Without a time limit
@@ -205,7 +205,7 @@ def _require_plain(costs: Costs, prove: bool, pairs: bool, overlap_p2p: bool) ->
             "prove", " is for equal micro-batches, and costs.microbatch has others: leave one of them out"
         )
     if pairs and prove:
-        raise ArgumentError("prove", " knows no pairs: leave out pairs or prove")
+        raise ArgumentError("prove", " does not support pairs; leave out pairs or prove")
     if pairs and (costs.uneven or not overlap_p2p):
         other = "costs.microbatch" if costs.uneven else "overlap_p2p=False"
         raise ArgumentError(

@@ -75,7 +75,7 @@ class TabuSearch:
         self.state = SequenceState(instance, sequences)
         evaluation = evaluate(instance, sequences)
         if evaluation is None:
-            raise ValueError("what the search starts from has a cycle")
+            raise ValueError("the initial schedule of the search has a cycle")
         self.evaluation = evaluation
         self.best, self.value = [list(sequence) for sequence in sequences], evaluation.value
         self.tabu: dict[tuple[int, ...], int] = {}

@@ -46,7 +46,7 @@ def require_agreement(layouts: Sequence[Layout], context: WorkerContext, data: M
     with context.waiting("what the other workers are about to train", "start-up"):
         found = differences(all_gather_json(mine, dist.group.WORLD))
     if found:
-        raise DistributedError("the ranks do not agree:\n" + "\n".join(f"  {line}" for line in found))
+        raise DistributedError("the ranks disagree:\n" + "\n".join(f"  {line}" for line in found))
 
 
 def fingerprint(data: bytes | memoryview) -> str:

@@ -1,7 +1,7 @@
 """Checkpoints in the format of `torch.distributed.checkpoint` (DCP), out and in, for programs that read nothing else.
 
 DCP describes its files in `.metadata`, a pickle: to read it is to run what it says, and nothing in it has a checksum. So a
-directory is imported only where somebody asks for it by name. Everything of ours goes in as tensors, what is no tensor as the
+directory is imported only where someone asks for it by name. Everything of ours goes in as tensors, what is no tensor as the
 bytes of a JSON text, so that `.metadata` is all that is unpickled.
 """
 
@@ -122,7 +122,7 @@ def _read(source: Path) -> dict[str, Tensor]:
             raise CheckpointError(f"{source}: expected the key {RECORD!r}, which `pipeloom export --format dcp` writes")
         others = [key for key, entry in described.items() if not isinstance(entry, TensorStorageMetadata)]
         if others:
-            raise CheckpointError(f"{source}: {others[0]!r} is no tensor, and would be unpickled")
+            raise CheckpointError(f"{source}: {others[0]!r} is not a tensor, and would be unpickled")
         state = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in described.items()}
         load(state, checkpoint_id=source, no_dist=True)
     except CheckpointError:
@@ -140,4 +140,4 @@ def _entry(key: str, tensor: Tensor) -> TensorEntry:
 
 def _require_new(path: Path) -> None:
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ConfigError(f"{path} exists, and is not empty: give a new directory")
+        raise ConfigError(f"{path} exists and is not empty; give a new directory")

@@ -65,7 +65,7 @@ def open_model(path: Path, prompts: int, flags: Mapping[str, Any], trust_code: b
         base = Path(str(read_adapter_config(path, str(path)).get("base_model_name_or_path")))
         if not (base / "config.json").is_file():
             raise ConfigError(
-                f"{path / ADAPTER_CONFIG}: the model that it adapts, {base}, is no Hugging Face directory"
+                f"{path / ADAPTER_CONFIG}: the model that it adapts, {base}, is not a Hugging Face directory"
             )
         return OpenedModel(
             load_layout(None, {"model.source": str(base), "lora.adapter": str(path), **layout, **flags}), None, base
@@ -78,7 +78,7 @@ def open_model(path: Path, prompts: int, flags: Mapping[str, Any], trust_code: b
     extra = read_extra(checkpoint)
     config = extra.get("config") if isinstance(extra, dict) else None
     if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
-        raise CheckpointError(f"{checkpoint}: it does not say which model it is of; no trainer has written it")
+        raise CheckpointError(f"{checkpoint}: it does not name its model, so it was not written by Pipeloom's trainer")
     model = config["model"]
     source, weights = model.get("source"), model.get("weights")
     hub = source or (weights if isinstance(weights, str) and weights and is_directory(weights) else None)

@@ -54,7 +54,7 @@ def export(path: Path, out: Path, merge: bool = False) -> Path:
     """
     directory = newest_checkpoint(path)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} exists, and is not empty: give a new directory")
+        raise ConfigError(f"{out} exists and is not empty; give a new directory")
     manifest, problem = verified(directory, None)
     if manifest is None:
         raise CheckpointError(problem)
@@ -73,7 +73,9 @@ def _section(reader: Reader) -> ModelSection:
     """The model that a checkpoint is of. Raises CheckpointError for one that no trainer has written."""
     described = _stored_config(reader).get("model")
     if not isinstance(described, dict):
-        raise CheckpointError(f"{reader.directory}: it does not say which model it is of; no trainer has written it")
+        raise CheckpointError(
+            f"{reader.directory}: it does not name its model, so it was not written by Pipeloom's trainer"
+        )
     return ModelSection.model_validate({**load().model.model_dump(), **described})
 
 

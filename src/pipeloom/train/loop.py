@@ -93,7 +93,7 @@ def run(layout: Layout, context: WorkerContext) -> None:
             trainer.held_out["before"] = trainer.held_out_loss(test)
         before = trainer.held_out["before"]
         if report is not None:
-            report.say(f"held-out loss before training: {before:.4f} nats a {data.unit}")
+            report.say(f"held-out loss before training: {before:.4f} nats per {data.unit}")
         trainer.train(data.train, test)
         after = trainer.held_out_loss(test)
         written = generate(pipeline, data.tokenizer, config.train.seq_len, config.train.seed)
@@ -269,7 +269,7 @@ class Trainer:
         return bool(options.eval_every) and made % options.eval_every == 0 and made < options.steps
 
     def _evaluate(self, made: int, held_out: Sequence[Batch]) -> None:
-        """Report the loss on the held-out text; training goes on as it would have without."""
+        """Report the loss on the held-out text; training continues as it would have without."""
         loss = self.held_out_loss(held_out)
         self.pipeline.train()
         if self._report is not None:
@@ -459,7 +459,7 @@ def _run_folder(report: Report | None, context: WorkerContext) -> Path:
     own = "" if report is None else str(report.folder.root.absolute())
     if context.world_size == 1:
         return Path(own)
-    with context.waiting("rank 0 to say where the run's folder is", "start-up"):
+    with context.waiting("rank 0 to report the run's folder", "start-up"):
         return Path(str(all_gather_json(own, dist.group.WORLD)[0]))
 
 
@@ -478,7 +478,7 @@ def _conclude(
     prediction = simulated(measured)
     report.draw(measured, traces)
     ranks = measured.schedule.ranks
-    report.say(f"\nheld-out loss: {after:.4f} nats a {unit} (before training {before:.4f}; {count:,} {unit}s)")
+    report.say(f"\nheld-out loss: {after:.4f} nats per {unit} (before training {before:.4f}; {count:,} {unit}s)")
     report.say(
         f"bubble rate, Σ idle / (p · makespan): measured {measured.bubble_rate:.4f}, simulated with the measured stage "
         f"costs {prediction.bubble_rate:.4f}"

@@ -13,7 +13,7 @@ from pipeloom.config import Config, training_flops
 from pipeloom.cores import usable_cores
 from pipeloom.schedule import Timeline, simulate
 
-# dense bf16 operations a second, from the makers' data sheets
+# dense bf16 operations per second, from the makers' data sheets
 _PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "MI300X": 1307e12}
 
 
@@ -27,7 +27,7 @@ class StepMetrics:
         grad_norm: global, before clipping.
         lr: learning rate.
         step_time: seconds, mean since the last line.
-        tps: tokens a second, over all ranks, since the last line.
+        tps: tokens per second, over all ranks, since the last line.
         memory: bytes, the largest over the ranks: what torch allocated on a GPU, the process's peak on a CPU.
         mfu: share of the devices' peak, None where the peak is not known.
         bubble_measured, bubble_simulated: bubble rate, Σ idle / (p · makespan), of this step and of its simulation with

@@ -103,7 +103,7 @@ class WholeMatrices:
             over = each.layout.over("tp")
             if over is not None and len(set(over.sizes)) > 1:
                 raise UsageError(
-                    f"Muon needs {each.name} in equal parts on the tensor-parallel ranks, not {over.sizes}"
+                    f"Muon needs {each.name} in equal parts on all tensor-parallel ranks, not {over.sizes}"
                 )
 
     def directions(self, updates: Mapping[str, tuple[MasterPiece, Tensor]]) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ from pipeloom.train.writers import figure_writers, numbers_of
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The files of one run: its configuration, a JSON line a step, and the step that was drawn."""
+    """The files of one run: its configuration, a JSON line per step, and the step that was drawn."""
 
     root: Path
 
@@ -77,7 +77,7 @@ def make_folder(config: Config, origins: Mapping[str, str] | None = None) -> Run
         except OSError as error:
             raise ConfigError(f'log.dir = "{config.log.dir}": cannot write into {root}: {error.strerror}') from None
         return RunFolder(root)
-    raise ConfigError(f'log.dir = "{config.log.dir}": {stem} and 998 more exist already')
+    raise ConfigError(f'log.dir = "{config.log.dir}": {stem} and 998 more already exist')
 
 
 def reopen(folder: RunFolder, config: Config, origins: Mapping[str, str] | None = None) -> None:
@@ -92,7 +92,7 @@ def reopen(folder: RunFolder, config: Config, origins: Mapping[str, str] | None 
 class Report:
     """The terminal and the folder of a run, for rank 0; use it in a `with` block.
 
-    Training goes on when a file cannot be written, because the disc is full or somebody has deleted the folder: one line says
+    Training goes on when a file cannot be written, because the disc is full or someone has deleted the folder: one line says
     so, once for each file, and the terminal has the figures.
     """
 
@@ -157,7 +157,7 @@ class Report:
                 writer.write(step, numbers_of(figures))
             except Exception as error:  # another package's, of any kind: it must not end a run
                 self._writers.remove(writer)
-                self.say(f"{type(writer).__name__}: {type(error).__name__}: {error}; training goes on without it")
+                self.say(f"{type(writer).__name__}: {type(error).__name__}: {error}; training continues without it")
 
     def say(self, text: str) -> None:
         self._console.print(printable(text))
@@ -178,7 +178,7 @@ class Report:
     def _cannot_write(self, path: Path, error: OSError) -> None:
         if path not in self._unwritten:
             self._unwritten.add(path)
-            self.say(f"cannot write {path}: {error.strerror or error}; training goes on without it")
+            self.say(f"cannot write {path}: {error.strerror or error}; training continues without it")
 
     def step(self, metrics: StepMetrics) -> None:
         self.say(metrics.line(self._steps))

@@ -50,7 +50,7 @@ _MEET_SECONDS = 300.0
 
 
 def is_worker() -> bool:
-    """Return whether somebody (torchrun, or `pipeloom train` itself) started this process as one of several workers."""
+    """Return whether someone (torchrun, or `pipeloom train` itself) started this process as one of several workers."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -126,7 +126,7 @@ def _explain(error: BaseException, watchdog: Watchdog | None, rank: int) -> tupl
 
 def describe_end(code: int) -> str:
     """Words for a worker that ended itself without any."""
-    return f"it ended with exit code {code}"
+    return f"it exited with code {code}"
 
 
 def leave(code: int) -> NoReturn:
@@ -205,11 +205,12 @@ def _inherited_watchdog(layout: Layout) -> list[Watchdog]:
 
 
 def _meeting_watchdog(layout: Layout, store: Store, rank: int, world: int, seconds: float) -> Watchdog:
-    """The same where somebody else started the workers."""
+    """The same where someone else started the workers."""
     secret = read_secret()
     if secret is None and rank == 0:
         print(
-            "no PIPELOOM_SECRET: whoever reaches the store of this run can pose as one of its ranks (docs/security.md)",
+            "no PIPELOOM_SECRET: any process that can reach the store of this run can impersonate one of its ranks "
+            "(docs/security.md)",
             flush=True,
         )
     patience = min(seconds, _MEET_SECONDS)
@@ -353,7 +354,7 @@ def _gather_at(store: Store, rank: int, world: int, seconds: float) -> Store:
     while not store.check(keys):
         if time.monotonic() > until:
             absent = next(other for other, key in enumerate(keys) if not store.check([key]))
-            raise DistributedError(f"rank {rank}: rank {absent} has not come to the start within {seconds:g} s")
+            raise DistributedError(f"rank {rank}: rank {absent} did not reach the start within {seconds:g} s")
         time.sleep(0.02)
     return store
 

@@ -55,7 +55,7 @@ def test_out_and_in_again_is_bit_equal(tmp_path: Path, capsys: pytest.CaptureFix
     assert any(key.startswith("optimizer.") for key in read)
     capsys.readouterr()
     assert command("import", "--format", "dcp", tmp_path / "out", tmp_path / "back") == 0
-    assert "only what you trust" in capsys.readouterr().err
+    assert "only from sources that you trust" in capsys.readouterr().err
     found = contents(tmp_path / "back" / path.name)
     assert found[1:] == wanted[1:]
     assert found[0].keys() == wanted[0].keys()
@@ -89,5 +89,5 @@ def test_what_is_not_ours_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_what_is_no_tensor_is_not_unpickled(tmp_path: Path) -> None:
     dcp.save({RECORD: torch.ones(2, dtype=torch.uint8), "other": {1, 2}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    with pytest.raises(CheckpointError, match="'other' is no tensor"):
+    with pytest.raises(CheckpointError, match="'other' is not a tensor"):
         import_dcp(tmp_path / "dcp", tmp_path / "new")

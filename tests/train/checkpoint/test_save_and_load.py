@@ -353,7 +353,7 @@ def test_a_manifest_that_leads_out_of_its_directory_is_refused(tmp_path: Path) -
     manifest = read_manifest(path)
     files = {"../x": manifest.files["rank-00000.safetensors"]}
     (path / MANIFEST).write_bytes(to_bytes(replace(manifest, files=files)))
-    with pytest.raises(CheckpointError, match="is no file of a checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a file of a checkpoint"):
         read_manifest(path)
 
 

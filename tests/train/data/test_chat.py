@@ -134,7 +134,7 @@ def test_special_tokens_of_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="bytes have no such token"):
         load_tokenizer("bytes", eos="</s>")
     (tmp_path / "no.json").write_text("{}")
-    with pytest.raises(ConfigError, match="it is no tokenizer"):
+    with pytest.raises(ConfigError, match="it is not a tokenizer"):
         load_tokenizer(str(tmp_path / "no.json"))
     json_lines(tmp_path / "a.jsonl", [{"text": "x"}])
     with pytest.raises(ConfigError, match=r"model\.vocab_size = 256: the tokenizer .* has 300 tokens; nearest: 300"):

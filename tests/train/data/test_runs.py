@@ -20,7 +20,7 @@ def train(folder: Path, *flags: str) -> dict[int, float]:
     assert done.returncode == 0, done.stderr
     assert 'field "text": 120 documents' in done.stdout
     assert "% full" in done.stdout
-    assert "nats a token" in done.stdout
+    assert "nats per token" in done.stdout
     newest = max((folder / "runs").iterdir(), key=lambda path: path.stat().st_mtime)
     records = [json.loads(line) for line in (newest / "log.jsonl").read_text().splitlines()]
     return {record["step"]: record["loss"] for record in records if record["event"] == "step"}

@@ -111,7 +111,7 @@ def test_tokens_that_the_model_does_not_know_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds the token 300, and the model knows 256 \(model.vocab_size\)"):
         data(folder, source=str(folder / "a.bin"))
     (folder / "odd.bin").write_bytes(b"123")
-    with pytest.raises(ConfigError, match="has 3 bytes, which are no row of uint16"):
+    with pytest.raises(ConfigError, match="has 3 bytes, which is not a whole number of uint16"):
         data(folder, source=str(folder / "odd.bin"))
 
 
@@ -181,7 +181,7 @@ def test_hostile_files_get_one_sentence(folder: Path, monkeypatch: pytest.Monkey
         "pipe.jsonl": "is a pipe, and a text is read from a file",
         "empty.jsonl": "it holds no text to train on",
         "blank.jsonl": "it holds no text to train on",
-        "bad.parquet": "is no Parquet",
+        "bad.parquet": "is not a Parquet file",
         "bad.jsonl.gz": "cannot read",
         "gone.jsonl": "cannot read .*No such file",
         "bad.npy": "cannot read",

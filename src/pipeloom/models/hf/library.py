@@ -34,7 +34,7 @@ def read_config(folder: str | Path) -> Any:
     """The configuration in a directory. Raises ConfigError where there is none, or of no causal language model."""
     path = Path(folder)
     if not (path / "config.json").is_file():
-        raise ConfigError(f"{path} is no model of Hugging Face: it has no config.json")
+        raise ConfigError(f"{path} is not a Hugging Face model: it has no config.json")
     try:
         return transformers().AutoConfig.from_pretrained(str(path), local_files_only=True)
     except (ValueError, OSError, KeyError, TypeError) as error:

@@ -177,12 +177,14 @@ class Replay:
             for name, value in _named(handed):
                 if isinstance(value, Tensor) and value.requires_grad:
                     raise ConfigError(
-                        f"its forward hands decoder layer {index} {name}, which depends on weights or on hidden states, and only "
+                        f"its forward passes decoder layer {index} {name}, which depends on weights or on hidden "
+                        "states, and only "
                         "the hidden states of the layer before travel between stages"
                     )
                 if isinstance(value, dict):
                     raise ConfigError(
-                        f"its forward hands decoder layer {index} {name}, a dictionary in which layers pass values to one another"
+                        f"its forward passes decoder layer {index} {name}, a dictionary in which layers pass values "
+                        "to one another"
                     )
         return self.tape.handed
 

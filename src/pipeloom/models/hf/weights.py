@@ -320,7 +320,7 @@ def _files(path: Path) -> list[Path]:
             index = json.loads((path / WEIGHTS_INDEX).read_text(encoding="utf-8"))
             names = sorted({str(name) for name in index["weight_map"].values()})
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-            raise ConfigError(f"{path / WEIGHTS_INDEX} is no index of safetensors: {error}") from error
+            raise ConfigError(f"{path / WEIGHTS_INDEX} is not a safetensors index: {error}") from error
         for name in names:
             if Path(name).name != name:
                 raise ConfigError(f"{path / WEIGHTS_INDEX} names a file outside of the directory: {name!r:.200}")
@@ -352,4 +352,4 @@ def _entries(file: Path) -> dict[str, StoredTensor]:
     except KeyError as error:
         raise ConfigError(f"{file} has tensors of a type that is not supported: {error}") from error
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{file} is no complete safetensors file: {error}") from error
+        raise ConfigError(f"{file} is not a complete safetensors file: {error}") from error

@@ -115,7 +115,7 @@ def compare(store: RunStore, prefix: str, rank: int, ranks: int, mine: Mapping[s
     everyone = exchange(store, f"{prefix}/facts", rank, ranks, mine, timeout)
     lines = differences(everyone)
     if lines:
-        raise DistributedError("the ranks do not agree:\n" + "\n".join(f"  {line}" for line in lines))
+        raise DistributedError("the ranks disagree:\n" + "\n".join(f"  {line}" for line in lines))
 
 
 def exchange(store: RunStore, prefix: str, rank: int, ranks: int, mine: Any, timeout: float) -> list[Any]:

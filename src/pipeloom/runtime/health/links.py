@@ -1,7 +1,7 @@
 """Connections between neighbouring ranks for the control plane, and the two ways to get them.
 
 `inherited`: the launcher of a run on one machine makes a socket pair for each two neighbours before it starts them, so
-that nothing listens and a death is seen from the first instruction on. `meet`: processes that somebody else started listen
+that nothing listens and a death is seen from the first instruction on. `meet`: processes that someone else started listen
 (a unix socket in a folder of mode 0700 where all are on one machine, else TCP) and prove to each other that they know the
 run's secret.
 """
@@ -255,7 +255,7 @@ class _Meeting:
             if not hmac.compare_digest(_exactly(connection, 32), _sign(key, b"connected")):
                 raise OSError(0, "its secret is another one")
             if peer not in self._wanted or peer < self._rank:
-                raise OSError(0, f"rank {peer} is no neighbour")
+                raise OSError(0, f"rank {peer} is not a neighbour")
             self._add(peer, connection, key)
         except OSError:
             connection.close()
@@ -316,7 +316,7 @@ def _own_address() -> str:
 def read_secret() -> bytes | None:
     """The secret of the user's runs: PIPELOOM_SECRET, or the file PIPELOOM_SECRET_FILE, or ~/.config/pipeloom/secret.
 
-    Raises DistributedError for a file that others can read, or that is no regular file of at most 4 KiB.
+    Raises DistributedError for a file that others can read, or that is not a regular file of at most 4 KiB.
     """
     text = os.environ.get("PIPELOOM_SECRET")
     if text:
@@ -328,7 +328,7 @@ def read_secret() -> bytes | None:
         mode = found.st_mode
         if not stat.S_ISREG(mode) or found.st_size > _LONGEST_SECRET:
             raise DistributedError(
-                f"{path} is no regular file of at most {_LONGEST_SECRET} bytes: no secret is read from it"
+                f"{path} is not a regular file of at most {_LONGEST_SECRET} bytes: no secret is read from it"
             )
         if mode & 0o077:
             raise DistributedError(f"{path} can be read by others (mode {mode & 0o777:o}): chmod 600 {path}")

@@ -1,7 +1,7 @@
 """torch's store, for text that the ranks of a run leave for each other at start-up.
 
 A call of torch's store has no deadline when the process that serves it is frozen: each one here runs on a thread that can be
-given up. Values carry a MAC with the run's secret, which is in no key and no value, so that what somebody else writes is
+given up. Values carry a MAC with the run's secret, which is in no key and no value, so that what someone else writes is
 refused.
 """
 

@@ -147,7 +147,9 @@ def _knock(folder: Path, rank: int, peer: int) -> socket.socket | None:
     try:
         status = os.lstat(folder)
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-            raise DistributedError(f"{where}, which is no folder of this user alone: somebody has written to the store")
+            raise DistributedError(
+                f"{where}, which is not a private folder of this user: another process has written to the store"
+            )
         token = (folder / "token").read_bytes()
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.setblocking(False)

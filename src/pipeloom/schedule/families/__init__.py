@@ -179,7 +179,7 @@ def _build(
         raise UsageError(f"{name} returned {type(made).__name__}, not a Schedule")
     if chunks is not None and made.chunks != chunks:
         looped = ", ".join(n for n, f in FAMILIES.items() if "chunks" in inspect.signature(f).parameters)
-        held = f"{made.chunks} chunk{'s' if made.chunks > 1 else ''} a rank"
+        held = f"{made.chunks} chunk{'s' if made.chunks > 1 else ''} per rank"
         raise UsageError(f"schedule {name} holds {held}, not {chunks}; {looped} take chunks")
     return split_cooldown(made, costs) if cooldown == "split" else made
 

@@ -1,6 +1,6 @@
 """One forward and one input gradient in turn on every rank, with the weight gradients where they cost least.
 
-The rule of the zero-bubble paper (arXiv 2401.10241, section 3.1), for one stage a rank: fill the time before the first
+The rule of the zero-bubble paper (arXiv 2401.10241, section 3.1), for one stage per rank: fill the time before the first
 backward with forwards; then, round by round, one F and one I on each rank. A weight gradient goes into a wait that is as long
 as it, into a shorter one if waiting would make this rank the one with the most idle time, and wherever memory is short.
 """

@@ -17,7 +17,7 @@ MOST_TASKS_WITH_CAPS = 4_000
 
 
 def hanayo(ranks: int, microbatches: int, waves: int = 1) -> Schedule:
-    """One route that runs down and up the ranks `waves` times: 2 waves chunks a rank, and no hop at the turns.
+    """One route that runs down and up the ranks `waves` times: 2 · waves chunks per rank, and no hop at the turns.
 
     Grown with B = 2f: a ready backward first, else the forward that has come furthest. For more than p micro-batches also
     with forwards and backwards in turn; the shortest is taken. Idle of the worst rank at B = 2f, one wave and p = m = 4: 12f

@@ -17,7 +17,7 @@ from pipeloom.schedule.simulate import simulate
 def zb_auto(ranks: int, microbatches: int, memory: float | None = None, costs: Costs | None = None) -> Schedule:
     """The best of their heuristic's variants (by the largest span, then the makespan) that fits `memory`.
 
-    One stage a rank. As many forwards as fit before the first backward, then one forward and one input gradient in turn;
+    One stage per rank. As many forwards as fit before the first backward, then one forward and one input gradient in turn;
     weight gradients fill gaps and make room. Below 1F1B's memory, where that rule collapses, plain list scheduling is tried
     too. Any m >= 1.
 

@@ -217,7 +217,7 @@ def _check(manifest: Manifest, path: Path) -> None:
     held = dict.fromkeys(manifest.files, 0)
     for name, stored in manifest.files.items():
         if not _FILE.fullmatch(name) or name == MANIFEST or not _SHA256.fullmatch(stored.sha256) or stored.size < 0:
-            raise CheckpointError(f"{path}: {echo(name)} is no file of a checkpoint")
+            raise CheckpointError(f"{path}: {echo(name)} is not a file of a checkpoint")
     if ("extra" in manifest.stored) != (EXTRA in manifest.files):
         raise CheckpointError(f"{path}: expected {EXTRA} among its files, found {sorted(manifest.files)[:5]}")
     for key, entry in manifest.tensors.items():

@@ -175,7 +175,7 @@ def _require_empty(own: Path | None, chosen: Path | None) -> None:
     if there and (chosen is None or there[0][1] != chosen):
         raise ConfigError(
             f'checkpoint.dir = "{own}": it has checkpoints up to step {there[0][0]}, which new ones would be mixed with; use '
-            'another folder, or checkpoint.resume = "auto" to go on from there'
+            'another folder, or checkpoint.resume = "auto" to continue from there'
         )
 
 
@@ -190,7 +190,7 @@ def _differences(config: Config, mine: Mapping[str, str], extra: Mapping[str, An
     """A sentence where data or settings are others than those of the checkpoint."""
     notes = []
     if extra.get("data") not in (None, mine["data"]):
-        notes.append("the data is not that of the checkpoint: its order begins anew from the present batch number")
+        notes.append("the data is not that of the checkpoint: its order restarts at the current batch number")
     dumped, before = config.model_dump(mode="json"), extra.get("config", {})
     changed = [
         f"{section}.{key} {before[section][key]!r} -> {value!r}"

@@ -102,11 +102,11 @@ class RunCheckpoints:
         return self._every > 0 and step % self._every == 0
 
     def save(self, step: int, batch: int) -> None:
-        """Saves, unless that has been done; a checkpoint that cannot be written is reported, and training goes on."""
+        """Saves, unless that has been done; a checkpoint that cannot be written is reported, and training continues."""
         try:
             self.require(step, batch)
         except CheckpointError as error:
-            self._say(f"{error}; training goes on, and the newest checkpoint is {self.path or 'none'}")
+            self._say(f"{error}; training continues, and the newest checkpoint is {self.path or 'none'}")
 
     def require(self, step: int, batch: int) -> None:
         """Saves, unless that has been done. Raises CheckpointError where it cannot be written."""
@@ -147,7 +147,7 @@ class RunCheckpoints:
         try:
             self.finish()
         except CheckpointError as error:
-            self._say(f"{error}; training goes on, and the newest checkpoint is {self.path or 'none'}")
+            self._say(f"{error}; training continues, and the newest checkpoint is {self.path or 'none'}")
 
     def _tell(self, step: int, path: Path) -> None:
         self._say(f"checkpoint of step {step}: {path}")

@@ -1,4 +1,4 @@
-"""Items of a data set for each step: every item once an epoch, in an order that a seed decides.
+"""Items of a data set for each step: every item once per epoch, in an order that a seed decides.
 
 Everything is a function of (seed, step) and the sizes, so a run that is resumed needs to know its step and nothing else.
 """

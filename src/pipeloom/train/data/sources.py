@@ -314,7 +314,7 @@ def _parquet(file: Path, source: Source, fields: _Fields) -> Iterator[Record | B
         except Exception as error:
             words = next(iter(str(error).splitlines()), type(error).__name__)
             raise ConfigError(
-                f'data.source = "{shortened(source.name)}": {file} is no Parquet: {shortened(words)}'
+                f'data.source = "{shortened(source.name)}": {file} is not a Parquet file: {shortened(words)}'
             ) from None
 
 

@@ -253,7 +253,9 @@ def _mapped(file: Path, vocabulary: int, kind: str, source: Source) -> Any:
         if len(head) == 1024 and int.from_bytes(head[:4], "little") == _LLM_C_MAGIC:
             start = 1024
         if (size - start) % number.itemsize:
-            raise ConfigError(f"{shown}: {file} has {size:,} bytes, which are no row of {number} (data.token_type)")
+            raise ConfigError(
+                f"{shown}: {file} has {size:,} bytes, which is not a whole number of {number} (data.token_type)"
+            )
         if size == start:
             return np.empty(0, dtype=number)
         return np.memmap(file, dtype=number, mode="r", offset=start)

@@ -135,7 +135,7 @@ def load_tokenizer(name: str, bos: str = AUTO, eos: str = AUTO) -> Tokenizer:
         raise ConfigError(f'data.tokenizer = "{shortened(name)}": cannot read it: {reason}') from None
     except Exception as error:
         words = shortened(next(iter(str(error).splitlines()), type(error).__name__))
-        raise ConfigError(f'data.tokenizer = "{shortened(name)}": it is no tokenizer: {words}') from None
+        raise ConfigError(f'data.tokenizer = "{shortened(name)}": it is not a tokenizer: {words}') from None
 
 
 _UNMARKED: dict[str, str | None] = {"bos_token": None, "eos_token": None}

@@ -48,7 +48,7 @@ class MeasureThenSearch:
         if self._report is not None:
             crowded = shared_cores(self._context.world_size, self._context.device)
             self._report.say(
-                "searching a schedule for the measured costs"
+                "searching for a schedule for the measured costs"
                 + (f" ({crowded}: CPU cores are oversubscribed, so these include waits for a core)" * bool(crowded))
             )
         outcome = outcome_of_rank_0(self._context, lambda: search_for(self._request, costs_of(steady), words))

@@ -38,7 +38,7 @@ def resolve_before_start(layout: Layout, context: WorkerContext, report: Report 
         if known is not None or request.costs is None:
             return known
         if report is not None:
-            report.say("searching a schedule for the costs given")
+            report.say("searching for a schedule for the costs given")
         return search_for(request, request.costs, "as given")
 
     outcome = outcome_of_rank_0(context, find)
