@@ -16,9 +16,10 @@ from pipeloom.models import cross_entropy, hf, layers, tied, token_loss
 from pipeloom.models.adapters import LoraOptions, adapter_name, is_adapter, linear_layers, with_adapters
 from pipeloom.models.hf.library import transformers
 from pipeloom.ops.random_state import stable_seed
-from pipeloom.parallel.mesh import Mesh
+from pipeloom.parallel.adapters import AdaptedLinear
+from pipeloom.parallel.mesh import Axis, Mesh
 from pipeloom.parallel.sharding import join, shard_of
-from pipeloom.parallel.tensor import TensorParallel
+from pipeloom.parallel.tensor import ColumnLinear, TensorParallel
 from pipeloom.runtime import LocalPipeline, Pipeline
 from pipeloom.train.families import MODEL_FAMILIES, make_batch
 from processes import run_ranks
@@ -265,6 +266,16 @@ def test_an_adapter_starts_as_nothing_and_its_first_values_depend_on_its_name_al
     downs = [p for name, p in first.items() if "lora_A" in name]
     assert all(0 < p.abs().max().item() <= p.shape[1] ** -0.5 for p in downs)
     assert len({p[0, 0].item() for p in downs}) == len(downs)
+
+
+def test_dropout_on_a_layer_that_is_cut_is_refused() -> None:
+    """Each rank would draw a mask of its own for the one input that all of them see."""
+    cut = ColumnLinear(8, (2, 2), TensorParallel(Axis((0, 1), 0, None)))
+    AdaptedLinear(cut, torch.zeros(2, 8), torch.zeros(4, 2), 1.0)
+    with pytest.raises(
+        ArgumentError, match=r"dropout=0.1 on a layer that is cut over tensor-parallel ranks; nearest: 0"
+    ):
+        AdaptedLinear(cut, torch.zeros(2, 8), torch.zeros(4, 2), 1.0, dropout=0.1)
 
 
 def test_dropout_is_of_the_adapter_alone_and_of_training_alone() -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from pipeloom.config import MeshShape
 from pipeloom.errors import ConfigError, DistributedError
-from pipeloom.parallel.mesh import Axis, Mesh
+from pipeloom.parallel.mesh import Axis, Mesh, PipelineMesh
 from processes import run_ranks
 
 NAMES = ("tp", "ep", "edp", "dp", "everyone")
@@ -16,10 +16,10 @@ NAMES = ("tp", "ep", "edp", "dp", "everyone")
 
 def sums(rank: int) -> list[dict[str, object]]:
     found: list[dict[str, object]] = []
-    # a whole world twice, and between them a mesh of some of the processes, in an order of its own
+    # a whole world twice, and between them a mesh of some of the processes
     cases = [
         (MeshShape(dp=4, ep=2), None),
-        (MeshShape(pp=2, tp=2), (6, 7, 2, 3)),
+        (MeshShape(pp=2, tp=2), (2, 3, 6, 7)),
         (MeshShape(2, 2, 2), None),
         (MeshShape(dp=4, ep=2, tp=2, order="dp-tp-ep-pp"), None),
     ]
@@ -66,9 +66,9 @@ def test_groups_reduce_over_the_ranks_of_the_arithmetic() -> None:
             **{name: shape.group_of(rank, name) for name in ("pp", "dp", "tp", "edp")},
             "everyone": tuple(range(8)),
         }
-        assert (some == {}) == (rank not in (6, 7, 2, 3))
+        assert (some == {}) == (rank not in (2, 3, 6, 7))
         assert (experts == {}) == (rank > 3)
-    assert results[2][1] == {"pp": (6, 2), "tp": (2, 3), "everyone": (6, 7, 2, 3)}
+    assert results[2][1] == {"pp": (2, 6), "tp": (2, 3), "everyone": (2, 3, 6, 7)}
     assert results[1][0] == {"ep": (0, 1), "edp": (1, 3), "dp": (0, 1, 2, 3), "everyone": (0, 1, 2, 3)}
 
 
@@ -79,6 +79,16 @@ def test_without_processes() -> None:
     assert mesh.pipeline.group is None
     with pytest.raises(DistributedError, match=r"needs 2 processes, and there are 1: start with torchrun"):
         Mesh.of(MeshShape(dp=2))
+
+
+def test_ranks_in_another_order_than_a_group_numbers_them_are_refused() -> None:
+    """Gathered parts come in the group's order, so an axis that counts otherwise would put them together wrongly."""
+    with pytest.raises(DistributedError, match=r"the mesh's ranks are \[1, 0\]; they must ascend"):
+        PipelineMesh((1, 0), 0, None)
+    with pytest.raises(DistributedError, match=r"ranks are \[0, 0\]; they must ascend"):
+        Mesh.of(MeshShape(tp=2), (0, 0))
+    with pytest.raises(DistributedError, match=r"ranks are \[2, 3, 1, 0\]; they must ascend.*MeshShape\(order=…\)"):
+        Mesh.of(MeshShape(pp=2, tp=2), (2, 3, 1, 0))
 
 
 def test_machines_of_expert_groups() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeloom.errors import ArgumentError
 from pipeloom.ops.deferred import WeightGradContext, apply_linear, defer_weight_gradients
 from pipeloom.parallel.expert import PartialSumLinear
 from pipeloom.parallel.sharding import WHOLE, HasSharding, ParameterSharding, Shard, shard_of
@@ -46,7 +47,9 @@ class AdaptedLinear(nn.Module):
         down: A as a whole, [rank, inputs].
         up: B as a whole, [outputs, rank].
         scale: s.
-        dropout: share of the inputs that A does not see in training.
+        dropout: share of the inputs that A does not see in training; 0 where the layer is cut over tensor-parallel ranks.
+
+    Raises ArgumentError for a dropout on a layer that is cut: each rank would draw a mask of its own for one input.
     """
 
     base: nn.Module
@@ -59,6 +62,10 @@ class AdaptedLinear(nn.Module):
             parameter.requires_grad_(False)
         self.scale = scale
         self.tensor, sharding_down, sharding_up = _shardings(base)
+        if dropout and self.tensor is not None:
+            raise ArgumentError(
+                "dropout", f"={dropout:g} on a layer that is cut over tensor-parallel ranks; nearest: 0"
+            )
         self.lora_A = LowRankFactor(down, sharding_down, self.tensor)
         self.lora_B = LowRankFactor(up, sharding_up, self.tensor)
         self.dropout = nn.Dropout(dropout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -40,11 +41,15 @@ class PipelineMesh:
     rank: int
     group: Any
 
+    def __post_init__(self) -> None:
+        _require_ascending(self.ranks)
+
     @classmethod
     def of(cls, ranks: Sequence[int]) -> PipelineMesh:
         """A mesh of these global ranks; every one of them must call this, others need not.
 
-        Raises DistributedError when this process is not among them, or torch.distributed has not been started.
+        Raises DistributedError when they do not ascend, this process is not among them, or torch.distributed has not been
+        started.
         """
         if not dist.is_initialized():
             if tuple(ranks) == (0,):
@@ -133,11 +138,13 @@ class Mesh:
         """The mesh of these global ranks, all of them by default. Every process of the default group must call this,
         in the same order as other makers of groups: also those outside `ranks`, which get None.
 
-        Raises DistributedError when the number of ranks is not the shape's, or torch.distributed has not been started.
+        Raises DistributedError when the ranks do not ascend or their number is not the shape's, or torch.distributed has not
+        been started.
         """
         started = dist.is_initialized()
         world = dist.get_world_size() if started else 1
         members = tuple(range(world) if ranks is None else ranks)
+        _require_ascending(members)
         if len(members) != shape.world:
             hint = "" if started else ": start with torchrun or `pipeloom train`"
             raise DistributedError(
@@ -190,6 +197,15 @@ class Mesh:
     def index(self) -> dict[str, int]:
         """Axis -> this process's index: what `sharding.shard_of` takes."""
         return self.place._asdict()
+
+
+def _require_ascending(ranks: Sequence[int]) -> None:
+    """Raise DistributedError for ranks in another order than that in which torch's process groups number their members."""
+    if any(first >= second for first, second in pairwise(ranks)):
+        raise DistributedError(
+            f"the mesh's ranks are {list(ranks)!r:.200}; they must ascend, as the members of a process group do: other orders "
+            "of the axes are MeshShape(order=…), and a schedule's placement says which rank holds which stage"
+        )
 
 
 def _alone(rank: int) -> Mesh:
