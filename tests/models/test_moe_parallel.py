@@ -166,10 +166,10 @@ def events(rank: int, way: Way, shared: int = 0, nodes: int = 1, world: int = 2)
 
     start = AllToAll.exchange
 
-    def starting(self: AllToAll, values: Any, plan: Any, back: bool) -> Any:
+    def starting(self: AllToAll, values: Any, plan: Any, back: bool, routes: Any = None) -> Any:
         name = f"{self.name}{' inside' if self.quick else ''}{'' if back == self.back else ' backward'}"
         log.append(f"start {name}")
-        pending = start(self, values, plan, back)
+        pending = start(self, values, plan, back, routes)
         return SimpleNamespace(wait=logged(pending.wait, f"end {name}"))
 
     AllToAll.exchange = starting  # type: ignore[method-assign]

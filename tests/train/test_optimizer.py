@@ -14,7 +14,7 @@ from torch import nn
 from pipeloom.config import load
 from pipeloom.config.sections import OptimizerSection
 from pipeloom.errors import CheckpointError
-from pipeloom.parallel.grad_norm import clip, global_norm, square_norm, squares
+from pipeloom.parallel.grad_norm import clip, exact_sum, global_norm, square_norm, squares
 from pipeloom.train.copies import OptimizerCopy
 from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.rate import learning_rate
@@ -83,6 +83,18 @@ def test_what_others_count_is_left_out_of_the_norm() -> None:
     for _, parameter in parameters:
         parameter.grad = torch.tensor([3.0, 4.0])
     assert Optimizer(parameters, options(), counts=lambda name: name == "a").square_norm() == 25.0
+
+
+def test_the_norm_has_the_same_bits_however_gradients_are_spread() -> None:
+    generator = torch.Generator().manual_seed(3)
+    gradients = [torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(60)]
+    whole = exact_sum(squares(gradients))
+    rounded = set()
+    for ranks in range(1, 9):
+        parts = [gradients[at::ranks] for at in range(ranks)]
+        assert exact_sum([number for part in parts for number in square_norm(part)]) == whole
+        rounded.add(exact_sum([square_norm(part)[0] for part in parts]))
+    assert len(rounded) > 1, "sums of one number per rank show how gradients are spread"
 
 
 def test_small_gradients_and_a_limit_of_0_are_not_clipped() -> None:

@@ -13,6 +13,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,13 +123,12 @@ def _rank_of(trace: Any, path: Path, default: int) -> int:
 
 def _read(path: Path) -> Any:
     try:
+        content = read_file(path, _MOST_BYTES, "a trace")
         if path.name.lower().endswith(".gz"):
-            with gzip.open(path) as file:
+            with gzip.GzipFile(fileobj=BytesIO(content)) as file:
                 content = file.read(_MOST_BYTES + 1)
             if len(content) > _MOST_BYTES:
                 raise UsageError(f"{path} has more than {_MOST_BYTES:,} bytes; trace fewer steps")
-        else:
-            content = read_file(path, _MOST_BYTES, "a trace")
         return json.loads(content)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not JSON: {error}") from None
