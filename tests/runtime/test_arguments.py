@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -199,7 +201,16 @@ def meshes(rank: int) -> list[str]:
         make(init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))),
         make(init_device_mesh("cpu", (2,))),
         make(None, 3),
+        warned(init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))),
+        warned(init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "pp"))),
     ]
+
+
+def warned(mesh: Any) -> str:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Pipeline(blocks(4), S.one_f_one_b(mesh["pp"].size(), 2), loss=mse, mesh=mesh, options=QUIET).close()
+    return "; ".join(f"{Path(each.filename).name}: {each.message}" for each in caught if each.category is UserWarning)
 
 
 @pytest.mark.dist
@@ -211,6 +222,10 @@ def test_a_device_mesh_needs_an_axis_pp() -> None:
     ):
         assert text.startswith(f"UsageError: the device mesh has no axis 'pp', {axes} call the pipeline's axis 'pp'")
     assert found[0][3:6] == ["no error"] * 3
+    assert found[0][7].startswith(
+        "test_arguments.py: the pipeline takes the axis 'pp' of the device mesh and leaves dp 2 to"
+    )
+    assert found[0][8] == ""
     assert found[0][6] == (
         "ConfigError: the schedule has 3 ranks, and the pipeline 2 processes: make a schedule of 2, or start 3 processes "
         "for each pipeline"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -71,7 +72,8 @@ class PipelineMesh:
     def of_device_mesh(cls, mesh: DeviceMesh, axis: str = "pp") -> PipelineMesh:
         """The pipeline that this process belongs to, along `axis` of a torch DeviceMesh.
 
-        A mesh of one axis without a name is taken as that axis. Raises UsageError where none is called `axis`.
+        A mesh of one axis without a name is taken as that axis. Other axes are the caller's: a warning says so of those longer
+        than 1, over which gradients are not summed. Raises UsageError where no axis is called `axis`.
         """
         names = mesh.mesh_dim_names
         if axis not in (names or ()) and not (names is None and mesh.ndim == 1):
@@ -79,6 +81,15 @@ class PipelineMesh:
             raise UsageError(
                 f"the device mesh has no axis {axis!r}, {has}; call the pipeline's axis {axis!r} in init_device_mesh's "
                 "mesh_dim_names, or give the mesh of that axis alone as PipelineMesh.of(ranks)"
+            )
+        others = [
+            f"{name} {size}" for name, size in zip(names or (), mesh.shape, strict=False) if name != axis and size > 1
+        ]
+        if others:
+            warnings.warn(
+                f"the pipeline takes the axis {axis!r} of the device mesh and leaves {', '.join(others)} to the caller: "
+                "gradients are not summed over them. Mesh.of(MeshShape(pp=…, dp=…, tp=…)) makes a mesh over which they are",
+                stacklevel=4,
             )
         line = mesh if mesh.ndim == 1 else mesh[axis]
         return cls(tuple(line.mesh.flatten().tolist()), line.get_local_rank(), line.get_group())
