@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,3 +73,9 @@ def test_a_docstring_that_begins_with_a_question_word_is_found() -> None:
         '"""Whatever."""\nclass A:\n    """What it is.\n\n    More."""\n    def f(self):\n        "Return it."'
     )
     assert not questions('"""Howitzers."""\ndef f():\n    """Return what it is."""')
+
+
+def test_no_two_test_files_share_a_name() -> None:
+    """pytest imports test files by their names alone, and refuses the second of a name only where it sees both."""
+    names = Counter(path.name for path in Path(__file__).parent.rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []

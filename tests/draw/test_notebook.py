@@ -66,7 +66,7 @@ def test_what_is_saved_is_loaded(ending: str, tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     schedule = pl.schedules.dualpipe(ranks=2, microbatches=4)
-    with pytest.raises(pl.PipeloomError, match=r"ending '.txt'; nearest: mine.json or mine.csv"):
+    with pytest.raises(pl.PipeloomError, match=r"has the extension '.txt'; nearest: mine.json or mine.csv"):
         schedule.save(tmp_path / "mine.txt")
     with pytest.raises(pl.ScheduleError, match="2 routes"):
         schedule.save(tmp_path / "mine.csv")
