@@ -1,8 +1,8 @@
 """Real tokens per second of packed rows against batches padded to their longest, in random order and sorted by length.
 
-Documents of 16 to 512 tokens, evenly. Each way makes the same step (forward and backward of the decoder in one process) on
-batches of about as many places, and counts the tokens that are targets. Ratios are of steps in turns, so that a busy machine
-slows all ways alike.
+Documents of 16 to 512 tokens, evenly; packed and sorted as the trainer does. Each way makes the same step (forward and
+backward of the decoder in one process) on batches of about as many places, and counts the tokens that are targets. Ratios are
+of steps in turns, so that a busy machine slows all ways alike.
 
     python benchmarks/data.py [--rounds N] [--hidden N] [--layers N]
 """
@@ -23,7 +23,7 @@ from pipeloom.config import load
 from pipeloom.models import layers, token_loss
 from pipeloom.runtime import LocalPipeline
 from pipeloom.runtime.batch import IGNORE_INDEX
-from pipeloom.train.data.batches import Batch, PackedRows
+from pipeloom.train.data.batches import Batch, PackedRows, SortedDocuments
 from pipeloom.train.data.packing import Spans, packed, pieces_of
 
 SHORTEST, LONGEST, ROWS, VOCABULARY, DOCUMENTS = 16, 512, 8, 2048, 4096
@@ -50,8 +50,8 @@ def main() -> None:
         )
     ways: dict[str, Iterator[Batch]] = {
         "packed": packed_batches(tokens, pieces, rows),
-        "padded, random order": padded(tokens, spans, np.arange(DOCUMENTS), shuffled=False),
-        "padded, sorted by length": padded(tokens, spans, np.argsort(sizes, kind="stable"), shuffled=True),
+        "padded, random order": padded(tokens, spans),
+        "sorted by length": sorted_batches(tokens, pieces),
     }
     rates: dict[str, list[float]] = {name: [] for name in ways}
     fills: dict[str, list[float]] = {name: [] for name in ways}
@@ -108,25 +108,28 @@ def packed_batches(tokens: np.ndarray, pieces: np.ndarray, rows: np.ndarray) -> 
         at += ROWS
 
 
-def padded(tokens: np.ndarray, spans: Spans, order: np.ndarray, shuffled: bool) -> Iterator[Batch]:
-    """Batches of whole documents, each padded to its longest, of at most ROWS * LONGEST places, in the given order.
+def sorted_batches(tokens: np.ndarray, pieces: np.ndarray) -> Iterator[Batch]:
+    """Batches sorted by length, in random order, as sorted ones must be."""
+    source = SortedDocuments([(tokens, None, pieces)], ROWS, LONGEST, 2)
+    while True:
+        for pick in np.random.default_rng(2).permutation(source.count).tolist():
+            yield source.batch(pick, 0)
 
-    Args:
-        shuffled: the batches come in random order, as sorted ones must.
-    """
+
+def padded(tokens: np.ndarray, spans: Spans) -> Iterator[Batch]:
+    """Batches of whole documents, each padded to its longest, of at most ROWS * LONGEST places, in the documents' order."""
     groups: list[list[int]] = [[]]
     longest = 0
-    for document in order.tolist():
+    for document in range(DOCUMENTS):
         size = int(spans.ends[document] - spans.starts[document]) - 1
         longest = max(longest, size)
         if (len(groups[-1]) + 1) * longest > ROWS * LONGEST:
             groups.append([])
             longest = size
         groups[-1].append(document)
-    picks = np.random.default_rng(2).permutation(len(groups)) if shuffled else np.arange(len(groups))
     while True:
-        for pick in picks.tolist():
-            parts = [torch.from_numpy(tokens[spans.starts[d] : spans.ends[d]]) for d in groups[pick]]
+        for group in groups:
+            parts = [torch.from_numpy(tokens[spans.starts[d] : spans.ends[d]]) for d in group]
             length = max(len(part) for part in parts) - 1
             inputs = torch.zeros(len(parts), length, dtype=torch.int64)
             targets = torch.full((len(parts), length), IGNORE_INDEX)

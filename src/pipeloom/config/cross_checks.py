@@ -108,6 +108,23 @@ def _weights_fit_sources(config: Config) -> Iterator[str]:
         )
 
 
+@_reads("data.documents", "data.weights", "data.sampling")
+def _sorted_documents_have_an_order(config: Config) -> Iterator[str]:
+    data = config.data
+    if data.documents != "sort":
+        return
+    if data.weights:
+        yield (
+            f"data.weights = {list(data.weights)}: batches sorted by length take each document of all sources once an "
+            'epoch; leave the weights out, or set data.documents = "pack"'
+        )
+    if data.sampling not in ("auto", "shuffle-then-split"):
+        yield (
+            f'data.sampling = "{data.sampling}": data.documents = "sort" has batches, not rows, in a shuffled order; '
+            'nearest: "shuffle-then-split"'
+        )
+
+
 @_reads("parallel")
 def _one_axis_is_computed(config: Config) -> Iterator[str]:
     """Refuse a second axis that is to be computed; one that could be is a number by now."""

@@ -461,9 +461,9 @@ class DataSection(Section):
     token_type: Literal["auto", "uint16", "uint32"] = Field(
         description="integer type of .bin files; auto: the smallest that can hold model.vocab_size"
     )
-    documents: Literal["auto", "concatenate", "pack"] = Field(
-        description="concatenate (windows cut anywhere) or pack (rows of whole documents that do not attend to each "
-        "other); auto: pack for chats"
+    documents: Literal["auto", "concatenate", "pack", "sort"] = Field(
+        description="concatenate (windows cut anywhere), pack (rows of whole documents that do not attend to each "
+        "other) or sort (batches of documents of about one length, padded); auto: pack for chats, else concatenate"
     )
     template: Literal["auto", "tokenizer", "simple"] = Field(
         description="template for chats; auto: the tokenizer's if it has one, else simple"
@@ -476,7 +476,7 @@ class DataSection(Section):
     sampling: SamplingName = Field(
         description="anywhere (random windows), shuffle-then-split or split-then-shuffle (each window once per "
         "epoch); auto: anywhere, or "
-        "shuffle-then-split for packed rows or several sources"
+        "shuffle-then-split for packed or sorted documents or several sources"
     )
     remainder: Literal["pad", "drop"] = Field(description="last batch of an epoch: pad (repeat windows) or drop")
 

@@ -8,11 +8,17 @@ import torch
 from torch import Tensor
 
 
-@lru_cache(maxsize=16)
 def rotary_table(
     length: int, width: int, theta: float, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of position t times theta^(-2 i / width): each [length, width / 2]; computed in fp32."""
+    # the beginning of a table of the next power of two: batches of many lengths share few tables
+    cos, sin = _table(1 << max(length - 1, 0).bit_length(), width, theta, dtype, device)
+    return cos[:length], sin[:length]
+
+
+@lru_cache(maxsize=16)
+def _table(length: int, width: int, theta: float, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False):
         frequencies = theta ** (-torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
         angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequencies)

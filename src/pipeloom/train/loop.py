@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeloom.config import Config, Layout
+from pipeloom.config import Config, Layout, training_flops
 from pipeloom.config.volume import boundary_bytes, volumes
 from pipeloom.errors import CheckpointError, Interrupted, PipeloomError, Preempted
 from pipeloom.parallel.exchange import all_gather_json
@@ -32,7 +32,7 @@ from pipeloom.train.checkpoint.load import Loaded, load
 from pipeloom.train.checkpoint.resume import Start, digests, find_start
 from pipeloom.train.checkpoint.run import RunCheckpoints
 from pipeloom.train.collect import gather, maxima
-from pipeloom.train.data.batches import Batch, Batches, Mixture, Rows
+from pipeloom.train.data.batches import Batch, Batches, Mixture, Rows, SortedDocuments
 from pipeloom.train.data.prepare import open_data, require_masks
 from pipeloom.train.experts import ExpertLoads, Loads, shows_all_to_all
 from pipeloom.train.garbage import StepGarbage
@@ -145,6 +145,7 @@ class Trainer:
         self._rollbacks = 0
         self._run_folder = Path()
         self._seconds, self._timed = 0.0, 0  # of the steps since the last log line
+        self._places, self._flops = 0, 0  # of their batches over all replicas
         self._experts = ExpertLoads(config, pipeline)
         self._speculative: SpeculativeOptimizer | None = None
         if not config.optimizer.barrier:
@@ -202,7 +203,7 @@ class Trainer:
             "schedule": to_dict(self.pipeline.schedule),
         }
 
-    def train(self, text: Tensor | Rows | Mixture, held_out: Sequence[Batch] = ()) -> None:
+    def train(self, text: Tensor | Rows | Mixture | SortedDocuments, held_out: Sequence[Batch] = ()) -> None:
         """Make all steps that are left, on batches of `text`.
 
         Raises Preempted or Interrupted after a step in which a worker was told to stop.
@@ -233,6 +234,7 @@ class Trainer:
                     outcomes = self.final_steps(batch, rate, settle)
                 self._seconds += time.perf_counter() - start
                 self._timed += 1
+                self._count(batch)
                 loads = self._experts.after_step(logs)
                 self.made, self.batch = made, self.batch + 1
                 for outcome in outcomes:
@@ -262,6 +264,13 @@ class Trainer:
         if self.checkpoints is not None:
             self.checkpoints.require(self.made, self.batch)
             self.checkpoints.finish()
+
+    def _count(self, batch: Batch) -> None:
+        """Add up the tokens of a step, whose batches may have other shapes than those before."""
+        rows, length = batch.tokens.shape
+        rows *= self.pipeline.mesh.shape.dp
+        self._places += rows * length
+        self._flops += training_flops(self.config.model, length, rows)
 
     def _evaluates(self, made: int) -> bool:
         """Return whether the loss on the held-out text is due after step `made`; that of the last step is everyone's."""
@@ -399,12 +408,13 @@ class Trainer:
 
     def _log(self, step: int, outcome: Outcome, loads: Loads | None) -> None:
         """The figures since the last line; measures the step's bubble, which takes all ranks."""
-        options, pipeline = self.config.train, self.pipeline
+        pipeline = self.pipeline
         measured = pipeline.timeline()
         self.traces.append(measured)
         memory, exposed = maxima(pipeline, [memory_in_use(pipeline.device), pipeline.exposed or 0.0])
-        seconds = self._seconds / self._timed
-        self._seconds, self._timed = 0.0, 0
+        seconds, tokens = self._seconds / self._timed, self._places / self._seconds
+        flops = self._flops / self._seconds
+        self._seconds, self._timed, self._places, self._flops = 0.0, 0, 0, 0
         if self._report is None:
             return
         if outcome.norms is not None:
@@ -419,9 +429,9 @@ class Trainer:
                 grad_norm=outcome.norm,
                 lr=outcome.rate,
                 step_time=seconds,
-                tps=options.global_batch_size * options.seq_len / seconds,
+                tps=tokens,
                 memory=memory,
-                mfu=model_flops_utilization(self.config, seconds, pipeline.device, pipeline.mesh.shape.world),
+                mfu=model_flops_utilization(self.config, flops, pipeline.device, pipeline.mesh.shape.world),
                 bubble_measured=measured.bubble_rate,
                 bubble_simulated=simulated(measured).bubble_rate,
                 expert_load=None if loads is None else loads.largest,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pipeloom.config import Config, training_flops
+from pipeloom.config import Config
 from pipeloom.cores import usable_cores
 from pipeloom.schedule import Timeline, simulate
 
@@ -89,15 +89,15 @@ def memory_in_use(device: torch.device) -> float:
     return float(peak if sys.platform == "darwin" else peak * 1024)
 
 
-def model_flops_utilization(config: Config, seconds: float, device: torch.device, devices: int) -> float | None:
-    """Operations that the model needs a second, over the devices' bf16 peak; None where that is not known."""
+def model_flops_utilization(config: Config, flops: float, device: torch.device, devices: int) -> float | None:
+    """Operations that the model needs a second (`flops`), over the devices' bf16 peak; None where that is not known."""
     if device.type != "cuda" or config.train.dtype != "bfloat16":
         return None
     name = torch.cuda.get_device_name(device)
     peak = next((value for key, value in _PEAKS.items() if key in name), None)
     if peak is None:
         return None
-    return training_flops(config.model, config.train.seq_len, config.train.global_batch_size) / seconds / peak / devices
+    return flops / peak / devices
 
 
 def shared_cores(ranks: int, device: torch.device) -> str:

@@ -15,7 +15,8 @@ from pipeloom.ops.random_state import stable_seed
 from pipeloom.runtime.batch import IGNORE_INDEX
 from pipeloom.train.data.corpus import require_length
 from pipeloom.train.data.packing import Spans, runs
-from pipeloom.train.data.sampler import Sampler
+from pipeloom.train.data.sampler import Remainder, Sampler
+from pipeloom.train.data.sorting import MULTIPLE, cut_sorted, rounded
 
 _GOLDEN = 0.6180339887498949  # multiples of it, without their whole parts, are spread evenly however many there are
 
@@ -157,15 +158,100 @@ class PackedRows:
         positions = np.empty(self._length, dtype=np.int64)
         at = 0
         for first, size in self._pieces[self._starts[number] : self._starts[number + 1]].tolist():
-            tokens[at : at + size] = self._tokens[first : first + size]
-            following = self._tokens[first + 1 : first + 1 + size].astype(np.int64)
-            if self._counts is not None:
-                following[~self._counts[first + 1 : first + 1 + size]] = IGNORE_INDEX
-            targets[at : at + size] = following
+            _write_piece(self._tokens, self._counts, first, size, tokens[at:], targets[at:])
             positions[at : at + size] = np.arange(size)
             at += size
         positions[at:] = np.arange(self._length - at)  # what is left is a document of its own, without targets
         return tokens, targets, positions
+
+
+class SortedDocuments:
+    """Documents in batches of about one length, each padded to its longest at the end, where causal attention does not see it.
+
+    All batches have about as many places, so that those of short documents have more rows. Which documents of one rounded
+    length are in which of its batches changes from epoch to epoch; the lengths of the batches do not.
+
+    Args:
+        stores: of each source the tokens, which of them are targets (None: all), and the pieces: [pieces, 2] first token
+            and places of each.
+        rows, length: of a batch of the longest documents.
+        multiple: of which a batch's length is one; `length` is.
+        remainder: `pad`: the last batch, that of the shortest documents, is filled up with documents that it has already; `drop`:
+            up to `rows - 1` of the shortest are left out.
+
+    Attributes:
+        fill: the share of the places that hold a token of a document.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[tuple[np.ndarray, np.ndarray | None, np.ndarray]],
+        rows: int,
+        length: int,
+        seed: int,
+        remainder: Remainder = "pad",
+        multiple: int = MULTIPLE,
+    ) -> None:
+        self._stores, self._multiple, self._length, self._rows, self._seed = stores, multiple, length, rows, seed
+        self._firsts = np.concatenate([[0], np.cumsum([len(pieces) for _, _, pieces in stores])])
+        sizes = np.concatenate([pieces[:, 1] for _, _, pieces in stores])
+        self._lengths = rounded(sizes, multiple, length)
+        self._sorted = -np.sort(-self._lengths)
+        self._batches = cut_sorted(self._sorted, rows, length, remainder)
+        places = sum(count * int(self._sorted[first]) for first, count in self._batches)
+        taken = sum(count for _, count in self._batches)
+        self.fill = float(np.sort(sizes)[::-1][:taken].sum()) / max(1, places)
+        self._known: tuple[int, np.ndarray] | None = None
+
+    @property
+    def documents(self) -> int:
+        """Return how many there are, the pieces of a long one counted one by one."""
+        return len(self._lengths)
+
+    @property
+    def count(self) -> int:
+        """Return how many batches an epoch has."""
+        return len(self._batches)
+
+    def batch(self, number: int, epoch: int) -> Batch:
+        """Batch `number` of an epoch, the longest documents first."""
+        return self._padded(*self._batches[number], self._order(epoch))
+
+    def spread(self, most: int) -> list[Batch]:
+        """Up to `most` batches, from the longest documents to the shortest; none is filled up, and none left out."""
+        batches = cut_sorted(self._sorted, self._rows, self._length, "keep")
+        count = min(most, len(batches))
+        return [self._padded(*batches[at * len(batches) // count], self._order(0)) for at in range(count)]
+
+    def _order(self, epoch: int) -> np.ndarray:
+        """All documents, the longest first, those of one rounded length in an order that (seed, epoch) decides."""
+        if self._known is None or self._known[0] != epoch:
+            generator = torch.Generator().manual_seed(stable_seed("sorted", self._seed, epoch))
+            shuffled = torch.randperm(self.documents, generator=generator).numpy()
+            self._known = epoch, shuffled[np.argsort(-self._lengths[shuffled], kind="stable")]
+        return self._known[1]
+
+    def _padded(self, first: int, rows: int, order: np.ndarray) -> Batch:
+        chosen = np.resize(order[first : first + rows], rows)  # again from its first where there are too few
+        length = int(self._lengths[chosen].max())
+        tokens = np.zeros((rows, length), dtype=np.int64)
+        targets = np.full((rows, length), IGNORE_INDEX, dtype=np.int64)
+        for row, document in enumerate(chosen.tolist()):
+            store = int(np.searchsorted(self._firsts, document, side="right")) - 1
+            stored, counts, pieces = self._stores[store]
+            begin, size = pieces[document - self._firsts[store]].tolist()
+            _write_piece(stored, counts, begin, size, tokens[row], targets[row])
+        return Batch(torch.from_numpy(tokens), torch.from_numpy(targets))
+
+
+def _write_piece(
+    stored: np.ndarray, counts: np.ndarray | None, first: int, size: int, tokens: np.ndarray, targets: np.ndarray
+) -> None:
+    """Writes `size` tokens of a document, from its token `first` on, and for each the one that follows, to the arrays' start."""
+    tokens[:size] = stored[first : first + size]
+    targets[:size] = stored[first + 1 : first + 1 + size]
+    if counts is not None:
+        targets[:size][~counts[first + 1 : first + 1 + size]] = IGNORE_INDEX
 
 
 class Mixture:
@@ -196,7 +282,7 @@ class Mixture:
 class Batches:
     """The batches of a run over all replicas; each a function of the configuration, the data and the step alone."""
 
-    def __init__(self, text: Tensor | Rows | Mixture, config: Config, replicas: int) -> None:
+    def __init__(self, text: Tensor | Rows | Mixture | SortedDocuments, config: Config, replicas: int) -> None:
         """Raises ConfigError for data that is too short."""
         train, data = config.train, config.data
         if isinstance(text, Tensor):
@@ -205,9 +291,18 @@ class Batches:
         self._rows, self._train = text, train
         order = data.sampling
         if order == "auto":
-            order = "shuffle-then-split" if isinstance(text, PackedRows | Mixture) else "anywhere"
+            whole = isinstance(text, PackedRows | Mixture | SortedDocuments)
+            order = "shuffle-then-split" if whole else "anywhere"
         self._samplers: list[Sampler] = []
-        if isinstance(text, Mixture):
+        if isinstance(text, SortedDocuments):
+            if not text.count:
+                raise ConfigError(
+                    f'data.remainder = "drop": {text.documents} documents do not fill one batch of '
+                    f"{train.global_batch_size}; set train.global_batch_size to at most {max(1, text.documents)}, or "
+                    'data.remainder = "pad"'
+                )
+            self._samplers = [Sampler(text.count, 1, 1, train.seed, "shuffle-then-split", "drop")]
+        elif isinstance(text, Mixture):
             if order == "split-then-shuffle":
                 raise ConfigError(
                     f'data.sampling = "{order}": it is for one source, and there are {len(text.sources)}; '
@@ -222,10 +317,12 @@ class Batches:
             self._samplers = [Sampler(text.count, train.global_batch_size, replicas, train.seed, order, data.remainder)]
 
     def of_step(self, step: int) -> Batch:
-        """Windows that start anywhere, or those that do not overlap in the sampler's order; steps are counted from 0."""
+        """The batch of a step, counted from 0: windows that start anywhere, or rows in the sampler's order."""
         train = self._train
         if isinstance(self._rows, Mixture):
             return self._mixed(self._rows, step)
+        if isinstance(self._rows, SortedDocuments):
+            return self._rows.batch(int(self._samplers[0].batch(step)), step // self._rows.count)
         if not self._samplers:
             return self._rows.anywhere(train.global_batch_size, train.seed, step)
         return self._rows.take(self._samplers[0].batch(step))

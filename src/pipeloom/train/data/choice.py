@@ -28,7 +28,8 @@ def is_plain_text(config: Config) -> bool:
     """
     data = config.data
     tokenizer = tokenizer_name(data.tokenizer, config.model.source or config.model.weights)
-    if tokenizer != BYTES or len(data.source) > 1 or data.validation or data.documents == "pack" or data.eos == "none":
+    whole = data.documents in ("pack", "sort")
+    if tokenizer != BYTES or len(data.source) > 1 or data.validation or whole or data.eos == "none":
         return False
     if data.format not in ("auto", "text") or not (
         data.source[0] == STDLIB or os.path.lexists(name_of(data.source[0]))

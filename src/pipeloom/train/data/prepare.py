@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
@@ -14,10 +15,11 @@ from pipeloom.errors import ConfigError
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.train.agreement import fingerprint
 from pipeloom.train.data import cache, store
-from pipeloom.train.data.batches import Batch, Batches, Mixture, PackedRows, Rows, SpanRows, spread
+from pipeloom.train.data.batches import Batch, Batches, Mixture, PackedRows, Rows, SortedDocuments, SpanRows, spread
 from pipeloom.train.data.choice import BYTES, is_plain_text, tokenizer_name
 from pipeloom.train.data.corpus import read_corpus, require_length
 from pipeloom.train.data.packing import Spans, packed, pieces_of, split
+from pipeloom.train.data.sorting import MULTIPLE
 from pipeloom.train.data.sources import Source, find
 from pipeloom.train.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
 
 Plan = list[dict[str, Any]]
 """Of each source, as JSON: where its entries of the cache are."""
+
+
+_PARTS = ("training text", "held-out text")
+_NOTHING = "has no document with anything to predict"
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,7 @@ class Data:
     """
 
     tokenizer: Tokenizer
-    train: Tensor | Rows | Mixture
+    train: Tensor | Rows | Mixture | SortedDocuments
     held_out: list[Batch]
     facts: dict[str, str]
     words: str
@@ -98,10 +104,12 @@ def prepare(config: Config) -> Plan:
         entry = None if source.kind == "tokens" else store.tokenized(source, tokenizer, reading, folder)
         stores.append(_store(source, entry, config, tokenizer))
         plan.append({"entry": None if entry is None else str(entry.path)})
-    if _packs(config, stores):
+    arrangement = _arrangement(config, stores)
+    if arrangement != "concatenate":
         for found, entries, parts in zip(stores, plan, _parts(config, stores), strict=True):
-            entries["packed"] = [
-                None if part is None else str(_packed(found, part, config, folder).path) for part in parts
+            entries["pieces"] = [
+                None if part is None else str(_pieces(found, part, config, folder, arrangement == "pack").path)
+                for part in parts
             ]
     return plan
 
@@ -114,38 +122,30 @@ def opened(config: Config, plan: Plan) -> Data:
         _store(source, None if each["entry"] is None else cache.Entry(Path(each["entry"])), config, tokenizer)
         for source, each in zip(sources, plan, strict=True)
     ]
-    packs = _packs(config, stores)
-    train: list[Rows] = []
-    held: list[Rows] = []
+    arrangement = _arrangement(config, stores)
     lines = [found.words for found in stores]
-    for found, entries, parts in zip(stores, plan, _parts(config, stores), strict=True):
-        for at, (rows, part, what) in enumerate(
-            zip((train, held), parts, ("training text", "held-out text"), strict=True)
-        ):
-            if part is None:
-                continue
-            if packs:
-                entry = cache.Entry(Path(entries["packed"][at]))
-                rows.append(
-                    PackedRows(found.tokens, found.counts, entry["pieces"].reshape(-1, 2), entry["rows"], length)
-                )
-            else:
-                require_length(part.tokens, length, what)
-                rows.append(SpanRows(found.tokens, part, length))
-            if not rows[-1].count:
-                raise ConfigError(f"data.source: the {what} of {found.words} has no document with anything to predict")
-    lines += [
-        f"packed: {rows.count:,} rows of {length}, {100 * rows.fill:.1f} % full"
-        for rows in train
-        if isinstance(rows, PackedRows)
-    ]
-    weights = data.weights or tuple(float(rows.count) for rows in train)
-    whole = train[0] if len(train) == 1 else Mixture(train, weights)
-    budget = max(1, config.train.eval_batches // len(held))
-    batches = [batch for rows in held for batch in spread(rows, config.train.global_batch_size, length, budget)]
+    if arrangement == "sort":
+        sorted_parts = _sorted(config, stores, plan)
+        whole: Rows | Mixture | SortedDocuments = sorted_parts[0]
+        batches = sorted_parts[1].spread(config.train.eval_batches)
+        lines.append(
+            f"sorted by length: {sorted_parts[0].documents:,} documents in {sorted_parts[0].count:,} batches, "
+            f"{100 * sorted_parts[0].fill:.1f} % full"
+        )
+    else:
+        train, held = _rows(config, stores, plan, arrangement == "pack")
+        lines += [
+            f"packed: {rows.count:,} rows of {length}, {100 * rows.fill:.1f} % full"
+            for rows in train
+            if isinstance(rows, PackedRows)
+        ]
+        weights = data.weights or tuple(float(rows.count) for rows in train)
+        whole = train[0] if len(train) == 1 else Mixture(train, weights)
+        budget = max(1, config.train.eval_batches // len(held))
+        batches = [batch for rows in held for batch in spread(rows, config.train.global_batch_size, length, budget)]
     facts = {
-        "data, to train on": ", ".join(found.digest for found in stores[: len(train)]),
-        "data, held out": ", ".join(found.digest for found in stores[-len(held) :]),
+        "data, to train on": ", ".join(found.digest for found in (stores[:-1] if data.validation else stores)),
+        "data, held out": ", ".join(found.digest for found in (stores[-1:] if data.validation else stores)),
         "tokenizer": tokenizer.digest[:16],
     }
     counted = "" if tokenizer.eos is None else f", documents end with {tokenizer.eos}"
@@ -155,7 +155,50 @@ def opened(config: Config, plan: Plan) -> Data:
             *(f"  {line}" for line in lines),
         )
     )
-    return Data(tokenizer, whole, batches, facts, words, "byte" if tokenizer.name == BYTES else "token", packs)
+    return Data(
+        tokenizer, whole, batches, facts, words, "byte" if tokenizer.name == BYTES else "token", arrangement == "pack"
+    )
+
+
+def _rows(config: Config, stores: list[store.Store], plan: Plan, packs: bool) -> tuple[list[Rows], list[Rows]]:
+    """Return the rows of each source to train on, and those held out. Raises ConfigError for a source without any."""
+    length = config.train.seq_len
+    train: list[Rows] = []
+    held: list[Rows] = []
+    for found, entries, parts in zip(stores, plan, _parts(config, stores), strict=True):
+        for at, (rows, part, what) in enumerate(zip((train, held), parts, _PARTS, strict=True)):
+            if part is None:
+                continue
+            if packs:
+                entry = cache.Entry(Path(entries["pieces"][at]))
+                pieces = entry["pieces"].reshape(-1, 2)
+                rows.append(PackedRows(found.tokens, found.counts, pieces, entry["rows"], length))
+            else:
+                require_length(part.tokens, length, what)
+                rows.append(SpanRows(found.tokens, part, length))
+            if not rows[-1].count:
+                raise ConfigError(f"data.source: the {what} of {found.words} {_NOTHING}")
+    return train, held
+
+
+def _sorted(config: Config, stores: list[store.Store], plan: Plan) -> tuple[SortedDocuments, SortedDocuments]:
+    """Return the documents of all sources to train on, and those held out. Raises ConfigError where there are none."""
+    train, parallel = config.train, config.parallel
+    multiple = math.lcm(MULTIPLE, parallel.tp if parallel.sp else 1)
+    multiple *= -(-parallel.ep_blocks // multiple)  # a sequence has as many tokens as it is cut into blocks of
+    both = []
+    for at, what in enumerate(_PARTS):
+        each = [
+            (found.tokens, found.counts, cache.Entry(Path(entries["pieces"][at]))["pieces"].reshape(-1, 2))
+            for found, entries in zip(stores, plan, strict=True)
+            if entries["pieces"][at] is not None
+        ]
+        both.append(
+            SortedDocuments(each, train.global_batch_size, train.seq_len, train.seed, config.data.remainder, multiple)
+        )
+        if not both[-1].documents:
+            raise ConfigError(f"data.source: the {what} of {' and '.join(found.words for found in stores)} {_NOTHING}")
+    return both[0], both[1]
 
 
 def tokenizer_of(config: Config) -> Tokenizer:
@@ -214,12 +257,14 @@ def _store(source: Source, entry: cache.Entry | None, config: Config, tokenizer:
     return store.token_files(source, config.model.vocab_size, config.data.token_type, tokenizer.eos)
 
 
-def _packs(config: Config, stores: list[store.Store]) -> bool:
-    """Return whether rows hold whole documents. Raises ConfigError for conversations that are to be cut anywhere."""
-    chat = any(found.chat for found in stores)
-    if chat and config.data.documents == "concatenate":
+def _arrangement(config: Config, stores: list[store.Store]) -> Literal["concatenate", "pack", "sort"]:
+    """Return how documents become batches. Raises ConfigError for conversations that are to be cut anywhere."""
+    chat, documents = any(found.chat for found in stores), config.data.documents
+    if chat and documents == "concatenate":
         raise ConfigError('data.documents = "concatenate": windows would cut conversations anywhere; nearest: "pack"')
-    return chat or config.data.documents == "pack"
+    if documents == "auto":
+        return "pack" if chat else "concatenate"
+    return documents
 
 
 def _parts(config: Config, stores: list[store.Store]) -> list[tuple[Spans | None, Spans | None]]:
@@ -234,15 +279,19 @@ def _every(config: Config) -> int:
     return max(2, round(1 / config.data.held_out))
 
 
-def _packed(found: store.Store, part: Spans, config: Config, folder: Path) -> cache.Entry:
+def _pieces(found: store.Store, part: Spans, config: Config, folder: Path, packs: bool) -> cache.Entry:
+    """Documents of a source as pieces that fit a row, and, packed, which row each is in."""
     length = config.train.seq_len
 
     def write(writer: cache.Writer) -> None:
-        pieces, rows = packed(pieces_of(part, length, found.counts), length)
+        pieces = pieces_of(part, length, found.counts)
+        if packs:
+            pieces, rows = packed(pieces, length)
+            writer.create("rows", "<i8")
+            writer.add("rows", rows)
         writer.create("pieces", "<i8")
         writer.add("pieces", pieces.reshape(-1))
-        writer.create("rows", "<i8")
-        writer.add("rows", rows)
 
     which = cache.digest_of([part.starts.tolist()[:1], part.ends.tolist()[-1:], len(part.starts), _every(config)])
-    return cache.entry(folder, cache.digest_of(["packed", found.digest, length, which]), write)
+    kind = "packed" if packs else "pieces"
+    return cache.entry(folder, cache.digest_of([kind, found.digest, length, which]), write)
