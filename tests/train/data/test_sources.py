@@ -70,6 +70,35 @@ def test_a_directory_of_datasets_is_read_without_being_loaded(tmp_path: Path) ->
         texts(tmp_path / "plain", field="body")
 
 
+@pytest.mark.slow
+def test_what_datasets_reads_is_streamed_from_local_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CSV files stand for what only `datasets` reads; nothing is copied to its cache, and no more is read than asked for."""
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "none"))
+    want = documents(30)
+    (tmp_path / "repo/data").mkdir(parents=True)
+    for at, name in enumerate(("train-00000.csv", "train-00001.csv", "test.csv")):
+        rows = "".join(f'{number},"{text}"\n' for number, text in enumerate(want[10 * at : 10 * at + 10]))
+        (tmp_path / "repo/data" / name).write_text(f"id,body\n{rows}")
+
+    def found(name: str, field: str = "body") -> list[str]:
+        source = find(str(tmp_path / name), "dataset")
+        return [record.value for record in records(source, field) if isinstance(record, Record)]
+
+    assert found("repo") == want[:20]
+    assert found("repo/data/test.csv") == want[20:]
+    assert found("repo/data/t*-0000?.csv") == want[:20]
+    with pytest.raises(ConfigError, match='it has no column "text"; it has id, body'):
+        found("repo", "text")
+    monkeypatch.setattr("pipeloom.train.data.sources._ROWS", 4)
+    (tmp_path / "repo/data/train-00001.csv").write_bytes(b"id,body\n\xff\n")
+    opened = records(find(str(tmp_path / "repo"), "dataset"), "body")
+    assert [next(opened).value for _ in range(5)] == want[:5]  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match="datasets cannot read it behind row 8: "):
+        list(opened)
+    assert not (tmp_path / "none").exists()
+
+
 def test_a_long_text_comes_in_parts_that_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeloom.train.data.sources._PART", 1000)
     text = "\n".join(documents(200)) + "x" * 3000

@@ -7,6 +7,7 @@ import gzip
 import importlib
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,14 +89,15 @@ def find(name: str, kind: str) -> Source:
     if name == STDLIB:
         return Source(name, "text", tuple(text_files(Path(name_of(name)), stdlib=True)))
     path = Path(name).expanduser()
-    if path.is_dir() and (kind == "dataset" or (kind == "auto" and _is_dataset(path))):
+    if path.is_dir() and kind == "auto" and _is_dataset(path):
         return Source(name, "dataset", tuple(text_files(path)))
     files = text_files(path) if os.path.lexists(path) else sorted(map(Path, glob.glob(str(path), recursive=True)))
     files = [file for file in files if not file.is_dir()]
     if not files:
         raise ConfigError(f"{shown}: it holds no files")
     if kind != "auto":
-        fitting = [file for file in files if kind_of(file) == kind] if kind != "text" and len(files) > 1 else files
+        by_name = kind not in ("text", "dataset") and len(files) > 1
+        fitting = [file for file in files if kind_of(file) == kind] if by_name else files
         if not fitting:
             raise ConfigError(
                 f'{shown}: none of its {len(files)} files is {_WORDS[kind]} (data.format = "{kind}") by its name'
@@ -319,31 +321,46 @@ def _parquet(file: Path, source: Source, fields: _Fields) -> Iterator[Record | B
 
 
 def _dataset(file: Path, source: Source, fields: _Fields) -> Iterator[Record | BadRecord]:
-    """Of a directory that `Dataset.save_to_disk` has written; its rows are mapped, and read a thousand at a time."""
+    """Of files that `datasets` reads, a thousand rows at a time: a directory that `Dataset.save_to_disk` has written is mapped,
+    and everything else streamed.
+    """
     datasets = _package("datasets", source)
-    folder = Path(source.name).expanduser()
-    try:
-        found = datasets.load_from_disk(str(folder))
-    except Exception as error:
-        words = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ConfigError(f'data.source = "{shortened(source.name)}": {shortened(words)}') from None
-    if isinstance(found, dict):
-        if "train" not in found:
-            raise ConfigError(
-                f'data.source = "{shortened(source.name)}": it has no split "train", only {", ".join(found)}'
-            )
-        found = found["train"]
-    fields.choose(found.column_names)
-    if fields.name not in found.column_names:
-        raise ConfigError(
-            f'data.source = "{shortened(source.name)}": it has no column "{shortened(fields.name)}"; it has '
-            + ", ".join(found.column_names[:20])
-        )
+    shown = f'data.source = "{shortened(source.name)}"'
     number = 0
-    for batch in found.select_columns([fields.name]).iter(batch_size=_ROWS):
-        for value in batch[fields.name]:
-            number += 1
-            yield fields.value(f"{folder}, row {number}", value)
+    with tempfile.TemporaryDirectory(prefix="pipeloom-") as scratch:  # for locks, which streaming leaves in its cache
+        try:
+            found = _opened_dataset(datasets, source, scratch)
+            if isinstance(found, dict):
+                if "train" not in found:
+                    raise ConfigError(f'{shown}: it has no split "train", only {", ".join(found)}')
+                found = found["train"]
+            names = found.column_names or list(next(iter(found), {}))
+            fields.choose(names)
+            if fields.name not in names:
+                raise ConfigError(
+                    f'{shown}: it has no column "{shortened(fields.name)}"; it has ' + ", ".join(names[:20])
+                )
+            for batch in found.select_columns([fields.name]).iter(batch_size=_ROWS):
+                for value in batch[fields.name]:
+                    number += 1
+                    yield fields.value(f"{name_of(source.name)}, row {number}", value)
+        except ConfigError:
+            raise
+        except Exception as error:
+            words = next(iter(str(error).splitlines()), type(error).__name__)
+            after = f" behind row {number}" if number else ""
+            raise ConfigError(f"{shown}: datasets cannot read it{after}: {shortened(words)}") from None
+
+
+def _opened_dataset(datasets: Any, source: Source, scratch: str) -> Any:
+    """A dataset, or a dictionary of its splits; no script of a directory runs, and nothing is fetched."""
+    path = Path(source.name).expanduser().absolute()
+    if path.is_dir() and _is_dataset(path):
+        return datasets.load_from_disk(str(path))
+    if path.is_dir():
+        return datasets.load_dataset(str(path), streaming=True, cache_dir=scratch)
+    files = [str(file.absolute()) for file in source.files]
+    return datasets.load_dataset(str(Path(files[0]).parent), data_files=files, streaming=True, cache_dir=scratch)
 
 
 _READERS: dict[str, Callable[[Path, Source, _Fields], Iterator[Record | BadRecord]]] = {
