@@ -97,8 +97,12 @@ def _wheels() -> list[str]:
     return [str(folder)] if folder.is_dir() else []
 
 
-def start_part(name: str, device: str, seconds: float) -> list[dict[str, Any]]:
-    """The rows of a part, run in a process of its own; a failure is a row too."""
+def start_part(name: str, device: str, seconds: float, logs: Path | None = None) -> list[dict[str, Any]]:
+    """The rows of a part, run in a process of its own; a failure is a row too.
+
+    Args:
+        logs: an existing folder, which gets the output of the process as NAME.log.
+    """
     part = PARTS[name]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *_wheels()])} | dict(part.environment)
     with tempfile.TemporaryDirectory() as folder:
@@ -117,8 +121,10 @@ def start_part(name: str, device: str, seconds: float) -> list[dict[str, Any]]:
             output, _ = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, 9)
-            process.communicate()
+            output, _ = process.communicate()
+            _log(logs, name, output)
             return [_row(name, f"no end within {seconds:.0f} s", False)]
+        _log(logs, name, output)
         if process.returncode == 0 and answer.exists():
             rows: list[dict[str, Any]] = json.loads(answer.read_text())
             return rows
@@ -127,6 +133,11 @@ def start_part(name: str, device: str, seconds: float) -> list[dict[str, Any]]:
     if missing:
         return [_row(name, f"not run: {missing.partition(': ')[2]}", None)]
     return [_row(name, f"ended with {process.returncode}: {lines[-1] if lines else 'no output'}", False)]
+
+
+def _log(folder: Path | None, name: str, output: str) -> None:
+    if folder is not None:
+        (folder / f"{name}.log").write_text(output)
 
 
 def _row(name: str, measured: str, passed: bool | None) -> dict[str, Any]:
@@ -182,6 +193,7 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", help="all without a name")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rows", type=Path, help="run one part in this process and write its rows here")
+    parser.add_argument("--logs", type=Path, help="write the whole output of every part into this folder")
     arguments = parser.parse_args()
     unknown = [name for name in arguments.parts if name not in PARTS]
     if unknown:
@@ -195,6 +207,8 @@ def main() -> int:
         for name in chosen:
             print(f"  {name:16} {PARTS[name].words}")
         return 0
+    if arguments.logs is not None:
+        arguments.logs.mkdir(parents=True, exist_ok=True)
     results: dict[str, list[dict[str, Any]]] = {}
     end = time.monotonic() + TOTAL_SECONDS
     for name in chosen:
@@ -204,8 +218,10 @@ def main() -> int:
         elif left < 5:
             results[name] = [_row(PARTS[name].words, f"not run: {TOTAL_SECONDS // 60} minutes are over", None)]
         else:
-            print(f"{name} …", flush=True)
-            results[name] = start_part(name, arguments.device, min(PARTS[name].seconds, left))
+            print(f"{name} …", end="", flush=True)
+            begun = time.monotonic()
+            results[name] = start_part(name, arguments.device, min(PARTS[name].seconds, left), arguments.logs)
+            print(f" {time.monotonic() - begun:.0f} s", flush=True)
     print(table(results))
     if arguments.device == "cuda":
         about = machine("cuda")

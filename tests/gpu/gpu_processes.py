@@ -95,19 +95,23 @@ def pipeline_rank(rank: int, setup: Setup, family: str, transport: Any, pp: int,
     shape = setup.shape
     tensor = TensorParallel(mesh.tp, True) if tp > 1 else None
     x, y = setup.tokens(MICROBATCHES * mesh.dp.size, LENGTH, shape.vocab_size)
-    _, want = setup.plain(shape, x, y, [1] * len(x))
+    want_loss, want = setup.plain(shape, x, y, [1] * len(x))
     built = layers(shape, 1, torch.float32, setup.device, tensor)
     schedule = pl.schedules.build(family, pp, MICROBATCHES)
     options = RuntimeOptions(transport=transport, monitor=False, device=setup.device, seed=1)
     pipeline = Pipeline(built, schedule, loss=token_loss(shape, tensor=tensor), mesh=mesh, options=options)
     part = slice(mesh.place.dp * MICROBATCHES, (mesh.place.dp + 1) * MICROBATCHES)
-    pipeline.step(x[part], y[part])
+    loss = float(pipeline.step(x[part], y[part]))
     shards = {
         f"{name}.{inner}": sharding
         for name, m in pipeline.modules.items()
         for inner, sharding in shardings_of(m).items()
     }
-    error = 0.0
+    error = abs(loss - want_loss) / abs(want_loss)
+    norm = torch.stack([gradient.double().norm() for gradient in want.values()]).norm()
+    error = max(error, abs(float(pipeline.grad_norm()) / float(norm) - 1))
+    error = max(error, abs(float(pipeline.evaluate(x[part], y[part])) - want_loss) / abs(want_loss))
+    assert len(pipeline.timeline().starts) == pp
     for name, parameter in pipeline.named_parameters():
         gradient, whole = parameter.grad, want[name]
         assert gradient is not None

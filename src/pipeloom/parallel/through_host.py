@@ -19,6 +19,14 @@ def goes_through_host(device: torch.device, group: Any) -> bool:
     return device.type == "cuda" and "nccl" not in str(dist.get_backend_config(group))
 
 
+def carrier_of(device: torch.device, group: Any) -> torch.device:
+    """Return where small results of `device` are put to be sent over `group`: the CPU if they go through host memory.
+
+    gloo sums tensors of a GPU by itself, but sends the address of one as if it were host memory.
+    """
+    return torch.device("cpu") if group is not None and goes_through_host(device, group) else device
+
+
 def start(call: Callable[..., Any], out: Tensor, given: Tensor | None, *rest: Any, group: Any) -> Any:
     """Start the collective `call(out, given, *rest)`, without `given` where that is None; return what is waited for."""
     operands = (out,) if given is None else (out, given)

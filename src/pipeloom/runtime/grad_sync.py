@@ -18,6 +18,7 @@ from pipeloom.parallel.buckets import Bucket
 from pipeloom.parallel.data import AFTER_TIES, GradientSync
 from pipeloom.parallel.grad_norm import clip, global_norm, square_norm
 from pipeloom.parallel.mesh import Axis, Mesh
+from pipeloom.parallel.through_host import carrier_of
 from pipeloom.runtime import tied_weights as ties
 from pipeloom.runtime.assembly import Assembly
 from pipeloom.runtime.health.report import FailureReporter
@@ -153,7 +154,8 @@ class StepGradients:
             counts: whether this process counts a parameter; each element must be counted once over the mesh.
         """
         own = [gradient for name, gradient in self._reduced() if counts(name)]
-        row = torch.tensor([*square_norm(own), float(any(map(_is_wide, own)))], dtype=torch.float64, device=device)
+        carrier = carrier_of(device, everyone.group)
+        row = torch.tensor([*square_norm(own), float(any(map(_is_wide, own)))], dtype=torch.float64, device=carrier)
         rows = [torch.empty_like(row) for _ in range(everyone.size)] if everyone.group is not None else [row]
         if everyone.group is not None:
             with self._alarm.reporting():

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from pipeloom.errors import ConfigError, UsageError
 from pipeloom.parallel.mesh import Mesh
+from pipeloom.parallel.through_host import carrier_of
 from pipeloom.runtime.health.report import FailureReporter
 from pipeloom.runtime.p2p.base import PeerGone
 from pipeloom.schedule.model import Schedule
@@ -179,7 +180,8 @@ class LossSum:
         """The total, 0-dim; with `names` a vector of it and these terms. 0 for what is not known here."""
         zero = torch.zeros((), dtype=torch.float32, device=device)
         total = zero if self.total is None else self.total.to(device, copy=True)
-        return torch.stack([total, *(self.terms.get(name, zero) for name in names)]) if names else total
+        terms = [self.terms.get(name, zero).to(device) for name in names]
+        return torch.stack([total, *terms]) if names else total
 
 
 class LossBroadcast:
@@ -202,6 +204,7 @@ class LossBroadcast:
         one_pipeline = mesh.everyone.size == len(mesh.pipeline.ranks)
         self._source = schedule.placement[schedule.routes[0][-1]]
         self._group = mesh.everyone.group
+        self._carrier = carrier_of(device, self._group)
         self._terms = terms
         self._sum = not one_pipeline or len(schedule.routes) > 1 or bool(terms)
         self._counts = mesh.tp.index == 0  # the tp ranks of a last stage all know the same share
@@ -219,7 +222,7 @@ class LossBroadcast:
 
     def _start(self, share: LossSum) -> PendingLoss:
         # in fp32 on every rank: those that know no share cannot know that the model computes in fp64
-        total = (share if self._counts else LossSum()).together(self._terms, self._device)
+        total = (share if self._counts else LossSum()).together(self._terms, self._carrier)
         if self._group is None:
             return PendingLoss(lambda: total, self._terms)
         line = self._line
@@ -233,7 +236,7 @@ class LossBroadcast:
             self._transfers.receives.append(receipt)
             return PendingLoss(lambda: self._take(receipt))
         self._send(total)
-        own = total.clone()
+        own = total.to(self._device, copy=True)
         return PendingLoss(lambda: own)
 
     def _send(self, total: Tensor) -> None:
@@ -260,7 +263,7 @@ class LossBroadcast:
             self._alarm.status.wait_between("the loss")
             work.wait()
             self._alarm.status.leave()
-        return loss
+        return loss.to(self._device)
 
     @contextlib.contextmanager
     def _telling(self, peer: int | None, words: str) -> Iterator[None]:

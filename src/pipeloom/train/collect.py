@@ -8,13 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipeloom.parallel.through_host import carrier_of
 from pipeloom.runtime import LocalPipeline, Pipeline
 
 
 def gather(pipeline: Pipeline, values: Sequence[float]) -> list[list[float]]:
     """The values of every rank of the run, in order of their numbers, in fp64."""
-    own = torch.tensor(values, dtype=torch.float64, device=pipeline.device)
     everyone = pipeline.mesh.everyone
+    own = torch.tensor(values, dtype=torch.float64, device=carrier_of(pipeline.device, everyone.group))
     rows = [torch.empty_like(own) for _ in range(everyone.size)] if everyone.group is not None else [own]
     if everyone.group is not None:
         with pipeline.waiting("the other ranks' numbers"):
@@ -35,7 +36,7 @@ def sums(pipeline: Pipeline | LocalPipeline, values: Sequence[float]) -> list[fl
 def _reduce(
     pipeline: Pipeline | LocalPipeline, values: Sequence[float], operation: dist.ReduceOp.RedOpType, group: Any
 ) -> list[float]:
-    tensor = torch.tensor(values, dtype=torch.float64, device=pipeline.device)
+    tensor = torch.tensor(values, dtype=torch.float64, device=carrier_of(pipeline.device, group))
     if group is not None:
         with pipeline.waiting("the other ranks' numbers"):
             dist.all_reduce(tensor, operation, group=group)
