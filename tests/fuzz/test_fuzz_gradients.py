@@ -64,8 +64,8 @@ def test_a_planted_defect_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -
     right = Stage.backward
 
     def wrong(self: Stage, *arguments: Any, **keywords: Any) -> InputGradients:
-        found = right(self, *arguments, **keywords)
-        return found._replace(values=tuple(None if value is None else value * 1.01 for value in found.values))
+        values, *by_name = right(self, *arguments, **keywords)
+        return tuple(None if value is None else value * 1.01 for value in values), *by_name
 
     monkeypatch.setattr(Stage, "backward", wrong)
     case = Case(

@@ -16,7 +16,7 @@ from pipeloom.errors import UsageError
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
 from pipeloom.runtime.tensor_spec import ShapeCache
-from pipeloom.schedule.channels import Channel, Message
+from pipeloom.schedule.channels import Channel, Edge, Message
 from pipeloom.train.optimizer import Optimizer
 from processes import run_ranks
 
@@ -290,7 +290,7 @@ def test_an_optimizer_leaves_what_nobody_used_alone() -> None:
 def test_a_gradient_that_comes_and_goes_asks_for_shapes_each() -> None:
     """The first message said that there is none, and the other rank drops what comes in its place."""
     channel = Channel(1, 0, "gradient")
-    first, second = (Message(channel, 1, 0, "input gradient", number, number) for number in range(2))
+    first, second = (Message(channel, Edge(0, 1, "output"), number, number) for number in range(2))
     book = ShapeCache("once")
     book.begin(["same shape", "same shape"])
     assert (book.introduces(first), book.introduces(second)) == (True, False)

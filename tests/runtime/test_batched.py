@@ -11,7 +11,7 @@ from pipeloom.errors import UsageError
 from pipeloom.runtime import LocalPipeline, RuntimeOptions
 from pipeloom.runtime.batch import split_sizes
 from pipeloom.runtime.p2p.base import BatchQueue, Communicator, InProcessBatches, Outgoing
-from pipeloom.schedule.channels import Channel, Message
+from pipeloom.schedule.channels import Channel, Edge, Message
 from pipeloom.schedule.families import FAMILIES
 
 
@@ -34,8 +34,8 @@ def test_every_family_under_nccls_rule(family: str, ranks: int, microbatches: in
 
 
 DOWN, UP = Channel(0, 1, "activation"), Channel(1, 0, "gradient")
-FIRST, SECOND = (Message(DOWN, 0, 1, "output", number, number) for number in range(2))
-BACK = Message(UP, 1, 0, "input gradient", 0, 0)
+FIRST, SECOND = (Message(DOWN, Edge(0, 1, "output"), number, number) for number in range(2))
+BACK = Message(UP, Edge(0, 1, "output"), 0, 0)
 
 
 def sent(message: Message) -> Outgoing:

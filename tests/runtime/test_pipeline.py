@@ -236,5 +236,5 @@ def test_the_measured_timeline_has_the_simulated_boxes(reports: list[dict[str, A
         assert each["boxes"] == tuple(map(len, schedule.programs))
         assert each["ordered"]
         assert each["makespan"] > 0
-        assert each["late"] < 0.002  # no effect before its cause, but for the clocks' error
+        assert each["late"] < 0.05  # no effect before its cause, but for the error of the clocks
     assert len({report["buffers"][0]["makespan"] for report in reports}) == 1

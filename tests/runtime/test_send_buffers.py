@@ -22,7 +22,7 @@ from pipeloom.runtime.p2p.shared_memory import SharedLinks, SharedMemoryTranspor
 from pipeloom.runtime.p2p.torch_p2p import TorchTransport
 from pipeloom.runtime.program import lower
 from pipeloom.runtime.tensor_spec import ShapeCache, boundary_of, encode
-from pipeloom.schedule.channels import Channel, Message
+from pipeloom.schedule.channels import Channel, Edge, Message
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.transforms import unpair
 
@@ -161,7 +161,7 @@ def test_shared_memory_is_free_only_once_it_is_copied(monkeypatch: pytest.Monkey
         sent.append(number)
         value = torch.full((3,), float(number))
         out.exchange(
-            [Outgoing(Message(channels[0], 0, 1, "output", number, number), (value,), boundary_of((value,)))], ()
+            [Outgoing(Message(channels[0], Edge(0, 1, "output"), number, number), (value,), boundary_of((value,)))], ()
         )
 
     def tensor(segment: _SharedSegment, like: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ def test_shared_memory_is_free_only_once_it_is_copied(monkeypatch: pytest.Monkey
     send()
     for number in range(6):
         reading = True
-        values = into.take(Message(channels[0], 0, 1, "output", number, number)).values
+        values = into.take(Message(channels[0], Edge(0, 1, "output"), number, number)).values
         assert values[0] is not None
         assert values[0].tolist() == [float(number)] * 3
     assert len(sender.outboxes[1].segments) == 2

@@ -13,14 +13,14 @@ from pipeloom.runtime.p2p.base import Outgoing, PeerGone
 from pipeloom.runtime.p2p.buffer_pool import BufferPool
 from pipeloom.runtime.p2p.shared_memory import SharedLinks, SharedMemoryTransport
 from pipeloom.runtime.tensor_spec import boundary_of
-from pipeloom.schedule.channels import Channel, Message
+from pipeloom.schedule.channels import Channel, Edge, Message
 
 CHANNEL = Channel(0, 1, "activation")
 BACK = Channel(1, 0, "gradient")
 
 
 def message(number: int) -> Message:
-    return Message(CHANNEL, 0, 1, "output", number, number)
+    return Message(CHANNEL, Edge(0, 1, "output"), number, number)
 
 
 def links() -> list[SharedLinks]:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -25,9 +25,9 @@ from pipeloom.runtime.health.names import Names
 from pipeloom.runtime.health.status import Status
 from pipeloom.runtime.loss import Loss, LossSum, share_of_loss
 from pipeloom.runtime.overlap import CommStream, Coroutine, interleave
-from pipeloom.runtime.p2p.base import Outgoing, Transport
+from pipeloom.runtime.p2p.base import Delivery, Outgoing, Transport
 from pipeloom.runtime.program import Instruction, RankProgram
-from pipeloom.runtime.stage import GiveToTerm, InputGradients, ShareOfLoss, Stage, StageOutputs
+from pipeloom.runtime.stage import GiveToTerm, ShareOfLoss, Stage, StageOutputs
 from pipeloom.runtime.tensor_spec import Boundary, BoundaryValues, ShapeCache, boundary_of
 from pipeloom.schedule.actions import OUTPUT, Action, kind_of
 from pipeloom.schedule.channels import Edge, Message, MessageKind
@@ -78,13 +78,6 @@ class StepResult:
     exposed: Mapping[str, float] | None = None
     after: Mapping[str, float] = field(default_factory=dict)
     end: float = 0.0
-
-
-class Delivery(NamedTuple):
-    """Values that cross an edge for one micro-batch, or their gradients: the values and their specs."""
-
-    values: BoundaryValues
-    specs: Boundary
 
 
 Deliveries = Mapping[Edge, Delivery]
@@ -146,35 +139,32 @@ class Executor:
         self.training = torch.is_grad_enabled()
         self.result = StepResult()
         self._next = 0
+        self.unfinished = bool(self.program.instructions)
         self._alive = 0
         self._has_loss, self._unreached = False, self.training  # whether no loss so far carries a gradient
         # Between stages of this rank: (kind of message, what it crosses, micro-batch) -> what the other end will take.
         self._local: dict[tuple[str, Edge, int], Delivery] = {}
-        # (stage, micro-batch) -> what a forward has received, to be given back after its backward.
-        self._buffers: dict[tuple[int, int], BoundaryValues] = {}
+        # (stage, micro-batch) -> what a forward has received, whose buffers are given back after its backward.
+        self._inputs: dict[tuple[int, int], Deliveries] = {}
         self.communications.exposed()  # what an evaluation or a failed step left
         self.specs.begin([(self.training, *each) for each in batch.signatures])
         if self.program.instructions:
             self.transport.exchange((), self.program.instructions[0].post_receives)
 
-    @property
-    def unfinished(self) -> bool:
-        """Return whether instructions are left."""
-        return self._next < len(self.program.instructions)
-
     def missing(self) -> Message | None:
         """The first message that the next instruction waits for and that has not arrived; None: it can run."""
-        awaited = self.program.instructions[self._next].receives
-        return next((m for messages in awaited for m in messages if not self.transport.arrived(m)), None)
+        for messages in self.program.instructions[self._next].receives:
+            for message in messages:
+                if not self.transport.arrived(message):
+                    return message
+        return None
 
     def execute_next(self) -> None:
         """Run the next instruction: receive, compute, send what it made, and open the receives of the one behind it."""
         instruction = self.program.instructions[self._next]
-        received = [
-            {message.edge: self._receive(action, message) for message in messages}
-            for action, messages in zip(instruction.actions, instruction.receives, strict=True)
-        ]
-        self._announce_last_backwards(instruction)
+        received = [self._received(*awaited) for awaited in zip(instruction.actions, instruction.receives, strict=True)]
+        if instruction.completes_stages:
+            self._announce_last_backwards(instruction.completes_stages)
         report_standstills_to(self.communications.standing_still)  # another rank of this thread may have run
         self.result.starts.append(time.perf_counter())
         if len(instruction.actions) > 1 and any(self.stages[action.stage].segmented for action in instruction.actions):
@@ -185,7 +175,7 @@ class Executor:
                 if at:
                     self._turn(outgoing)
                 self.hooks.status.enter(action)
-                if action.kind != "F" or self.stages[action.stage].segmented:
+                if self.hooks.before_layer is not None and (action.kind != "F" or self.stages[action.stage].segmented):
                     self._await_weights(action)
                 try:
                     self.hooks.faults.before(action)
@@ -196,6 +186,7 @@ class Executor:
                 outgoing = self._outgoing(instruction.sends[at], output)
         self.result.ends.append(time.perf_counter())
         self._next += 1
+        self.unfinished = self._next < len(self.program.instructions)
         posts = self.program.instructions[self._next].post_receives if self.unfinished else ()
         self.transport.exchange(outgoing, posts)
         self.hooks.status.done += 1
@@ -340,14 +331,14 @@ class Executor:
         if program.takes is None:
             return self.batch.inputs[self.hooks.faults.input_of(mb)], None
         if self.training:
-            self._buffers[stage, mb] = tuple(value for delivery in received.values() for value in delivery.values)
+            self._inputs[stage, mb] = received
         values: BoundaryValues = ()
         specs: Boundary = ()
         for edge in program.inputs:
             delivery = self._arrived("activation", edge, mb, received)
             if edge in received:
-                self.specs.learn(edge, mb, delivery.specs)
-            values, specs = values + delivery.values, specs + delivery.specs
+                self.specs.learn(edge, mb, delivery.boundary)
+            values, specs = values + delivery.values, specs + delivery.boundary
         return values, specs
 
     def _arrived(self, kind: MessageKind, edge: Edge, microbatch: int, received: Deliveries) -> Delivery:
@@ -382,11 +373,11 @@ class Executor:
         for key, share, weight in outputs.terms:
             self.result.loss.add_term(key, share, weight)
         program = self.program.stages[action.stage]
-        made: dict[Edge, BoundaryValues] = {} if program.gives is None else {program.gives: outputs.values}
+        made = [] if program.gives is None else [(program.gives, outputs.values)]
         for name, edges in program.writes.items():
-            made |= {edge: (outputs.tensors[name],) for edge in edges}
+            made += [(edge, (outputs.tensors[name],)) for edge in edges]
         deliveries = {}
-        for edge, values in made.items():
+        for edge, values in made:
             specs = boundary_of(values)
             self.specs.learn(edge, action.microbatch, specs)
             if edge.consumer in self.stages:
@@ -411,16 +402,15 @@ class Executor:
                 gradients = (*gradients, sum(reached[1:], start=reached[0]) if reached else None)
         return gradients
 
-    def _backward_done(self, action: Action, inputs: InputGradients, received: Deliveries) -> Deliveries:
+    def _backward_done(self, action: Action, gradients: Sequence[BoundaryValues], received: Deliveries) -> Deliveries:
         """A backward's input gradients for the stages that made the inputs; receive buffers go back to the transport."""
         stage, mb = action.stage, action.microbatch
         program = self.program.stages[stage]
-        self.transport.recycle(self._buffers.pop((stage, mb), ()))
-        for delivery in received.values():
-            self.transport.recycle(delivery.values)
-        parts = inputs.tensors if program.takes is None else (inputs.values, *inputs.tensors)
+        for arrived in (self._inputs.pop((stage, mb), {}), received):
+            for delivery in arrived.values():
+                self.transport.recycle(delivery.values)
         deliveries = {}
-        for edge, values in zip(program.inputs, parts, strict=True):
+        for edge, values in zip(program.inputs, gradients[program.takes is None :], strict=True):
             if edge.producer in self.stages:
                 self._local["gradient", edge, mb] = Delivery(values, ())
             else:
@@ -429,22 +419,25 @@ class Executor:
 
     # -- messages --------------------------------------------------------------------------------------------------------
 
-    def _receive(self, action: Action, message: Message) -> Delivery:
-        self.hooks.status.wait_for(action, message)
-        values, specs, checksum = self.transport.take(message)
-        if self.checksums:
-            self._verify(message, values, checksum)
-        return Delivery(values, specs)
+    def _received(self, action: Action, messages: Sequence[Message]) -> Deliveries:
+        """The deliveries of the messages that an action waits for, once all have arrived."""
+        deliveries = {}
+        for message in messages:
+            self.hooks.status.wait_for(action, message)
+            delivery = deliveries[message.edge] = self.transport.take(message)
+            if self.checksums:
+                self._verify(message, delivery)
+        return deliveries
 
     def _outgoing(self, messages: Sequence[Message], outputs: Deliveries) -> list[Outgoing]:
         """`outputs` as the messages that carry them."""
         outgoing = []
         for message in messages:
-            if self.hooks.faults.drops(1):
-                continue
-            values, specs = outputs[message.edge]
-            checksum = message_checksum(values) if self.checksums else None
-            outgoing.append(Outgoing(message, self.hooks.faults.corrupted(values), specs, checksum))
+            delivery = outputs[message.edge]
+            checksum = message_checksum(delivery.values) if self.checksums else None
+            values = self.hooks.faults.sent(delivery.values)
+            if values is not None:
+                outgoing.append(Outgoing(message, values, delivery.boundary, checksum))
         return outgoing
 
     def _turn(self, outgoing: list[Outgoing]) -> None:
@@ -453,23 +446,23 @@ class Executor:
         if outgoing:
             self.transport.exchange(outgoing, ())
 
-    def _announce_last_backwards(self, instruction: Instruction) -> None:
+    def _announce_last_backwards(self, stages: Sequence[int]) -> None:
         if self.hooks.before_last_backward is not None:
-            for stage in instruction.completes_stages:
+            for stage in stages:
                 if not self.stages[stage].segmented and not self.program.stages[stage].split:
                     self.hooks.before_last_backward(stage)
 
-    def _verify(self, message: Message, values: BoundaryValues, sent: int | None) -> None:
+    def _verify(self, message: Message, delivery: Delivery) -> None:
         """Raise DistributedError where a message is not what its sender made."""
-        if not any(value is not None for value in values):
+        if not any(value is not None for value in delivery.values):
             return
-        checksum = message_checksum(values)
-        if checksum != sent:
+        checksum = message_checksum(delivery.values)
+        if checksum != delivery.checksum:
             source, destination, kind = message.channel
             names = self.hooks.status.names or Names()
             raise DistributedError(
                 f"{message.words} arrived damaged on the {kind} channel from {names.on_line(source)} to "
-                f"{names.on_line(destination)}: its checksum is {checksum:x} here and was {sent or 0:x} there"
+                f"{names.on_line(destination)}: its checksum is {checksum:x} here and was {delivery.checksum or 0:x} there"
             )
 
 

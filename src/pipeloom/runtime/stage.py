@@ -57,16 +57,10 @@ class StageOutputs(NamedTuple):
     unreached: bool = False
 
 
-class InputGradients(NamedTuple):
-    """The gradients of a stage's inputs.
-
-    Attributes:
-        values: of those from the stage before that carry one; None where none arrived.
-        tensors: for each tensor read by name the same: empty where it carries none.
-    """
-
-    values: BoundaryValues
-    tensors: tuple[BoundaryValues, ...] = ()
+InputGradients = tuple[BoundaryValues, ...]
+"""The gradients of a stage's inputs that carry one: of those by position, then of each tensor that it reads by name (one or
+none). None where nothing used the input.
+"""
 
 
 @dataclass
@@ -133,6 +127,7 @@ class Stage:
         replicated: str | None = None,
     ) -> None:
         self.index = index
+        self.words = f"stage {index}"
         self.layers = layers
         # A segment computes on the values of its layer's inputs alone, so a stage that names tensors or losses runs whole.
         self.silent = all(each.silent for each in layers.declared)
@@ -261,16 +256,10 @@ class Stage:
         if not torch.is_grad_enabled():
             return InFlight(None, read=len(program.reads)), values, []
         self._probes -= 1
-        watched = self._replicated if self._probes >= 0 else None
-        return (
-            InFlight(
-                WeightGradQueue() if queues else None,
-                read=len(program.reads),
-                versions=None if watched is None else watched.versions(),
-            ),
-            _leaves(values, specs),
-            [] if program.in_order else self._buffers(),
-        )
+        flight = InFlight(WeightGradQueue() if queues else None, read=len(program.reads))
+        if self._replicated is not None and self._probes >= 0:
+            flight.versions = self._replicated.versions()
+        return flight, _leaves(values, specs), [] if program.in_order else self._buffers()
 
     def _compute_and_communicate(
         self, group: ComputeGroup, inputs: tuple[Any, ...], flight: InFlight
@@ -312,26 +301,30 @@ class Stage:
         names: NamedInForward | None,
     ) -> StageOutputs:
         """The forward's outputs, with what the backward needs kept for it."""
-        tensors = {} if names is None else names.sent()
-        terms = () if names is None else tuple(names.terms)
         outputs: BoundaryValues = ()
         share: Tensor | None = None
         if loss is None:
-            outputs = as_values(result, f"stage {self.index}")
-            require_dense(outputs, f"stage {self.index}")
+            outputs = as_values(result, self.words)
+            require_dense(outputs, self.words)
         else:
             share = loss(result)
+        tensors, terms = ({}, []) if names is None else (names.sent(), names.terms)
         if torch.is_grad_enabled():
-            losses = [weight * each for _, each, weight in terms] + ([] if share is None else [share])
+            shares = [weight * each for _, each, weight in terms]
+            if share is not None:
+                shares.append(share)
+            losses = tuple([each for each in shares if each.requires_grad])
             roots = _roots((*outputs, *tensors.values()))
             if self._replicated is not None and self._probes >= 0:
                 if flight.versions is not None:
                     self._replicated.require_unchanged(flight.versions)
-                self._replicated.require_known(roots, [each for each in losses if each.requires_grad])
-            flight.groups.append(SavedGroup(inputs, roots, tuple(each for each in losses if each.requires_grad)))
+                self._replicated.require_known(roots, losses)
+            flight.groups.append(SavedGroup(inputs, roots, losses))
             flight.outputs = () if self._deallocate else (*outputs, *tensors.values())
             self._alive[microbatch] = flight
-        detached = tuple((key, each.detach(), weight) for key, each, weight in terms)
+        if share is None and not terms:
+            return StageOutputs(outputs, tensors)
+        detached = tuple([(key, each.detach(), weight) for key, each, weight in terms])
         unreached = share is not None and not share.requires_grad and _all_carry(result)
         return StageOutputs(outputs, tensors, None if share is None else share.detach(), detached, unreached)
 
@@ -460,8 +453,10 @@ class Stage:
         group = flight.groups.pop()
         self._run_autograd(flight, group, gradients)
         cut = len(group.inputs) - flight.read
-        tensors = tuple((_gradient(v, fill=False),) if carries(v) else () for v in group.inputs[cut:])
-        return InputGradients(tuple(_gradient(v, fill=False) for v in group.inputs[:cut] if carries(v)), tensors)
+        by_position = tuple([_gradient(v, fill=False) for v in group.inputs[:cut] if carries(v)])
+        if not flight.read:
+            return (by_position,)
+        return by_position, *((_gradient(v, fill=False),) if carries(v) else () for v in group.inputs[cut:])
 
     def _keep_weights(self, microbatch: int, flight: InFlight) -> None:
         if flight.queue is not None:
@@ -470,15 +465,17 @@ class Stage:
     def _run_autograd(self, flight: InFlight, group: SavedGroup, seeds: Sequence[Tensor | None]) -> None:
         """Autograd's backward of a group, from its outputs and losses. A root whose seed is None has no gradient."""
         self._grad_context.queue = flight.queue  # for layers that are recomputed now
-        reached = [(root, seed) for root, seed in zip(group.roots, seeds, strict=True) if seed is not None]
-        roots: list[GradientEdge | Tensor] = [*(root for root, _ in reached), *group.losses]
-        given = [*(seed for _, seed in reached), *[None] * len(group.losses)]
-        if not roots:
+        starts: list[tuple[GradientEdge | Tensor, Tensor | None]] = [
+            (root, seed) for root, seed in zip(group.roots, seeds, strict=True) if seed is not None
+        ]
+        starts += [(loss, None) for loss in group.losses]
+        if not starts:
             return
+        roots, given = zip(*starts, strict=True)
         if self._grad_context.stage_backward is not None and self._grad_context.writes:
             self._grad_context.stage_backward.run(roots, given)
         else:
-            torch.autograd.backward(roots, given)  # type: ignore[arg-type]
+            torch.autograd.backward(roots, given)
 
 
 class NamedInForward:
@@ -565,16 +562,16 @@ def _all_carry(output: Any) -> bool:
 
 
 def _roots(outputs: tuple[Any, ...]) -> tuple[GradientEdge, ...]:
-    return tuple(get_gradient_edge(value) for value in outputs if carries(value))
+    return tuple([get_gradient_edge(value) for value in outputs if carries(value)])
 
 
 def _leaves(values: BoundaryValues, specs: Boundary | None) -> BoundaryValues:
     """Inputs that carry a gradient as leaves of the stage's own graph; the user's carry none."""
     if specs is None:
         return values
+    pairs = zip(values, specs, strict=True)
     return tuple(
-        value.detach().requires_grad_() if value is not None and spec is not None and spec.carries else value
-        for value, spec in zip(values, specs, strict=True)
+        [v.detach().requires_grad_() if v is not None and s is not None and s.carries else v for v, s in pairs]
     )
 
 

@@ -67,10 +67,12 @@ def require_dense(values: BoundaryValues, where: str) -> None:
 def boundary_of(values: BoundaryValues) -> Boundary:
     """The specs of these values."""
     return tuple(
-        None
-        if v is None
-        else TensorSpec(v.dtype, tuple(v.shape), v.requires_grad and (v.is_floating_point() or v.is_complex()))
-        for v in values
+        [  # a generator would cost as much again as these specs
+            None
+            if v is None
+            else TensorSpec(v.dtype, tuple(v.shape), v.requires_grad and (v.is_floating_point() or v.is_complex()))
+            for v in values
+        ]
     )
 
 

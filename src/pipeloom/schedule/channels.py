@@ -33,23 +33,35 @@ class Edge(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A value that stage `producer` computes and stage `consumer` waits for, of one micro-batch.
+    """A value of one micro-batch that crosses an edge, or on a channel for gradients the value's gradient, which comes back.
 
     Attributes:
         channel: what it travels on.
-        producer, consumer: the stages; neighbours in their route, unless the tensor has a name.
-        name: what it is: the producer's output, its input gradient, or the name of a tensor (of its gradient, where the
-            channel's kind is that).
+        edge: what it carries; of a gradient, what that is the gradient of.
         microbatch: whose it is.
         number: its position among the messages of its channel, from 0.
     """
 
     channel: Channel
-    producer: int
-    consumer: int
-    name: str
+    edge: Edge
     microbatch: int
     number: int
+
+    @property
+    def producer(self) -> int:
+        """The stage that computes it."""
+        return self.edge.producer if self.channel.kind == "activation" else self.edge.consumer
+
+    @property
+    def consumer(self) -> int:
+        """The stage that waits for it."""
+        return self.edge.consumer if self.channel.kind == "activation" else self.edge.producer
+
+    @property
+    def name(self) -> str:
+        """Return "output", "input gradient", or the name of the tensor; a gradient has the name of its tensor."""
+        returns = self.channel.kind == "gradient"
+        return INPUT_GRADIENT if returns and self.edge.name == OUTPUT else self.edge.name
 
     @property
     def words(self) -> str:
@@ -60,13 +72,6 @@ class Message(NamedTuple):
                 f"tensor {self.name!r} of stage {self.producer} for stage {self.consumer} micro-batch {self.microbatch}"
             )
         return f"the gradient of tensor {self.name!r} from stage {self.producer} micro-batch {self.microbatch}"
-
-    @property
-    def edge(self) -> Edge:
-        """Return what it carries; of a gradient message what that is the gradient of."""
-        if self.channel.kind == "activation":
-            return Edge(self.producer, self.consumer, self.name)
-        return Edge(self.consumer, self.producer, OUTPUT if self.name == INPUT_GRADIENT else self.name)
 
 
 @dataclass(frozen=True)
@@ -99,13 +104,11 @@ def traffic(schedule: Schedule) -> tuple[tuple[EntryTraffic, ...], ...]:
             return ()
         messages = []
         for edge in out_of(action.stage) if kind == "activation" else into(action.stage):
-            producer, consumer, name = edge
-            if kind == "gradient":
-                producer, consumer, name = consumer, producer, INPUT_GRADIENT if name == OUTPUT else name
-            if schedule.placement[consumer] == rank:
+            destination = schedule.placement[edge.consumer if kind == "activation" else edge.producer]
+            if destination == rank:
                 continue
-            channel = Channel(rank, schedule.placement[consumer], kind)
-            message = Message(channel, producer, consumer, name, action.microbatch, count[channel])
+            channel = Channel(rank, destination, kind)
+            message = Message(channel, edge, action.microbatch, count[channel])
             count[channel] += 1
             made[kind, edge, action.microbatch] = message
             messages.append(message)
@@ -185,7 +188,7 @@ def smallest_depths(program: tuple[EntryTraffic, ...]) -> dict[Channel, int]:
     used: dict[Channel, set[int]] = defaultdict(set)
     depth: dict[Channel, int] = {}
     for entry in program:
-        for channel, _, _, _, _, number in entry.receives:
+        for channel, _, _, number in entry.receives:
             before = used[channel]
             ahead = sum(1 for index in range(number) if index not in before) if number > len(before) else 0
             depth[channel] = max(depth.get(channel, 1), ahead + 1)

@@ -38,18 +38,14 @@ class Faults:
         swapped: dict[int, int] = {self._fault.a: self._fault.b, self._fault.b: self._fault.a}
         return swapped.get(microbatch, microbatch)
 
-    def drops(self, sends: int) -> range:
-        """Return which of the next `sends` sends are lost, as positions among them."""
-        first, self._sent = self._sent, self._sent + sends
-        if self._kind != "drop-send" or not self._mine:
-            return range(0)
-        at = self._fault.number - first
-        return range(at, at + 1) if 0 <= at < sends else range(0)
-
-    def corrupted(self, values: BoundaryValues) -> BoundaryValues:
-        """The values of the send that `drops` has just counted, with one bit flipped where that is the fault."""
-        if self._kind != "flip-bit" or not self._mine or self._sent - 1 != self._fault.number:
+    def sent(self, values: BoundaryValues) -> BoundaryValues | None:
+        """The values of the next send as they leave: with one bit flipped where that is the fault, None where they are lost."""
+        number, self._sent = self._sent, self._sent + 1
+        if self._kind not in ("drop-send", "flip-bit") or not self._mine or number != self._fault.number:
             return values
+        return None if self._kind == "drop-send" else self._with_a_bit_flipped(values)
+
+    def _with_a_bit_flipped(self, values: BoundaryValues) -> BoundaryValues:
         at = next((at for at, value in enumerate(values) if value is not None and value.numel()), None)
         if at is None:
             return values

@@ -28,9 +28,9 @@ class Outgoing(NamedTuple):
     checksum: int | None = None
 
 
-class Received(NamedTuple):
-    """A message that has arrived: values, in buffers that are the receiver's, their specs, and the checksum that was sent
-    along.
+class Delivery(NamedTuple):
+    """Values that have crossed an edge for one micro-batch, or their gradients: in tensors that are the receiver's, their specs,
+    and the checksum that was sent along.
     """
 
     values: BoundaryValues
@@ -47,7 +47,7 @@ class Transport(Protocol):
     def arrived(self, message: Message) -> bool:
         """False: `take` would block, and the engine lets another rank of this thread run instead."""
 
-    def take(self, message: Message) -> Received:
+    def take(self, message: Message) -> Delivery:
         """The message's values, in buffers that are the caller's, waiting for them if need be."""
 
     def recycle(self, values: BoundaryValues) -> None:
@@ -88,7 +88,7 @@ class BatchQueue:
 class Mailroom:
     """Shared by all ranks of one process: channel -> messages in flight, first in, first out."""
 
-    boxes: dict[Channel, dict[int, Outgoing]] = field(default_factory=dict)
+    boxes: dict[Channel, dict[int, tuple[Message, Delivery]]] = field(default_factory=dict)
 
 
 class InProcessTransport:
@@ -100,21 +100,19 @@ class InProcessTransport:
 
     def exchange(self, sends: Sequence[Outgoing], posts: Sequence[Message]) -> None:
         for outgoing in sends:
-            values = _off_graph(outgoing)
-            self._boxes.setdefault(outgoing.message.channel, {})[outgoing.message.number] = outgoing._replace(
-                values=values
-            )
+            delivery = Delivery(_off_graph(outgoing), outgoing.boundary, outgoing.checksum)
+            self._boxes.setdefault(outgoing.message.channel, {})[outgoing.message.number] = outgoing.message, delivery
         self._open.update(posts)
 
     def arrived(self, message: Message) -> bool:
         return message in self._open and message.number in self._boxes.get(message.channel, {})
 
-    def take(self, message: Message) -> Received:
+    def take(self, message: Message) -> Delivery:
         self._open.discard(message)
-        outgoing = self._boxes[message.channel].pop(message.number)
-        if outgoing.message != message:
-            raise RuntimeError(f"channel {message.channel} brought {outgoing.message.words} instead of {message.words}")
-        return Received(outgoing.values, outgoing.boundary, outgoing.checksum)
+        sent, delivery = self._boxes[message.channel].pop(message.number)
+        if sent != message:
+            raise RuntimeError(f"channel {message.channel} brought {sent.words} instead of {message.words}")
+        return delivery
 
     def recycle(self, values: BoundaryValues) -> None:
         """Nothing to do: the values belonged to the sender's graph."""
@@ -125,7 +123,7 @@ class InProcessTransport:
 
 def _off_graph(outgoing: Outgoing) -> BoundaryValues:
     """The values for a stage of this process; a tensor with a name is copied, as the next stage may change it in place."""
-    values = tuple(None if value is None else value.detach() for value in outgoing.values)
+    values = tuple([None if value is None else value.detach() for value in outgoing.values])
     if outgoing.message.edge.name == OUTPUT or outgoing.message.channel.kind == "gradient":
         return values
     return tuple(None if value is None else value.clone() for value in values)
@@ -197,9 +195,9 @@ class InProcessBatches:
     def arrived(self, message: Message) -> bool:
         return message in self._communicator.arrived[self._rank]
 
-    def take(self, message: Message) -> Received:
+    def take(self, message: Message) -> Delivery:
         outgoing = self._communicator.arrived[self._rank].pop(message)
-        return Received(outgoing.values, outgoing.boundary, outgoing.checksum)
+        return Delivery(outgoing.values, outgoing.boundary, outgoing.checksum)
 
     def recycle(self, values: BoundaryValues) -> None:
         """Nothing to do: the values belonged to the sender's graph."""

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import DistributedError, UsageError
-from pipeloom.runtime.p2p.base import Outgoing, PeerGone, Received
+from pipeloom.runtime.p2p.base import Delivery, Outgoing, PeerGone
 from pipeloom.runtime.p2p.buffer_pool import BufferPool
 from pipeloom.runtime.p2p.local_sockets import meet
 from pipeloom.runtime.tensor_spec import Boundary, BoundaryValues, boundary_of, from_numbers, to_numbers
@@ -275,7 +275,7 @@ class SharedMemoryTransport:
     def arrived(self, message: Message) -> bool:
         return True
 
-    def take(self, message: Message) -> Received:
+    def take(self, message: Message) -> Delivery:
         numbers, known, checksum = self._links.wait(message)
         inbox = self._links.inboxes[message.channel.source]
         boundary = inbox.boundaries[known]
@@ -290,7 +290,7 @@ class SharedMemoryTransport:
             value.copy_(segment.tensor(value))
             segment.map[0] = 0
             values.append(value)
-        return Received(tuple(values), boundary, checksum)
+        return Delivery(tuple(values), boundary, checksum)
 
     def recycle(self, values: BoundaryValues) -> None:
         for value in values:

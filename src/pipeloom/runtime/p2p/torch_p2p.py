@@ -17,7 +17,7 @@ from torch import Tensor
 from pipeloom.errors import DistributedError, UsageError
 from pipeloom.parallel.mesh import PipelineMesh, group_of_members
 from pipeloom.parallel.through_host import goes_through_host
-from pipeloom.runtime.p2p.base import BatchQueue, Outgoing, Received, tensors
+from pipeloom.runtime.p2p.base import BatchQueue, Delivery, Outgoing, tensors
 from pipeloom.runtime.p2p.buffer_pool import BufferPool
 from pipeloom.runtime.tensor_spec import (
     HEADER_LENGTH,
@@ -145,7 +145,7 @@ class TorchTransport:
     def arrived(self, message: Message) -> bool:
         return True
 
-    def take(self, message: Message) -> Received:
+    def take(self, message: Message) -> Delivery:
         while message not in self._opened:
             inbox = self._inboxes[message.channel]
             self._introduce(inbox.queue[0])
@@ -160,7 +160,7 @@ class TorchTransport:
                 self._release(sent)
         if message.channel.kind == "gradient" and values:
             values = self._without_zeros(message, values)
-        return Received(values, boundary, None if checksum is None else int(checksum))
+        return Delivery(values, boundary, None if checksum is None else int(checksum))
 
     def _without_zeros(self, message: Message, values: BoundaryValues) -> BoundaryValues:
         """A gradient message's values, with None in place of the zeros that stand for a missing gradient."""
