@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from pipeloom.cli import train, verify
+from pipeloom.config import load_layout, parameter_count
+from pipeloom.train import preflight
 
 Run = Callable[[str], Any]
 
@@ -124,3 +126,22 @@ def test_all_of_them_at_once_and_nothing_is_left_behind(pipeloom: Run, tmp_path:
     assert len(ended.err.splitlines()) == 2
     assert pipeloom("train tiny --log.dir new/folder").code == 99
     assert [path.name for path in tmp_path.iterdir()] == ["short.txt"]
+
+
+@pytest.mark.parametrize(("room", "code"), [(1.1, 99), (0.9, 4)])
+def test_dense_weights_are_held_by_every_replica_whatever_the_experts(
+    pipeloom: Run, monkeypatch: pytest.MonkeyPatch, room: float, code: int
+) -> None:
+    """Weights, gradients and averages of 4 replicas, of which each holds half of the experts."""
+    sections = {"model.num_hidden_layers": 4, "model.vocab_size": 20000, "model.num_experts": 4}
+    model = load_layout("tiny", sections).config.model
+    experts = 4 * 4 * 3 * model.hidden_size * model.expert_width
+    need = 16 * (4 * (parameter_count(model) - experts) + 2 * experts)
+    monkeypatch.setattr(preflight, "memory_of_machine", lambda: int(room * need))
+    monkeypatch.setattr(preflight, "WORKER_BYTES", 0)
+    flags = " ".join(f"--{key} {value}" for key, value in sections.items())
+    ended = pipeloom(
+        f"train tiny {flags} --train.device cpu --train.global_batch_size 40 --parallel.pp 2 --parallel.dp 4 --parallel.ep 2"
+    )
+    assert ended.code == code, ended.err
+    assert ("weights, gradients and AdamW" in ended.err) == (code == 4)

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 import pipeloom as pl
-from fuzz._layers import CLOSING, CUTTING, FROZEN, HOOKS, KINDS, OPENING, ORDERED, STATEFUL, Layout
+from fuzz._layers import ALIASING, CLOSING, CUTTING, FROZEN, HOOKS, KINDS, OPENING, ORDERED, STATEFUL, Layout
 from pipeloom.errors import ScheduleError, UsageError
 
 LARGEST_WORLD = 4
@@ -185,6 +185,9 @@ def is_valid(case: Case) -> bool:
     except (UsageError, ScheduleError):
         return False
     stages = case.stages
+    kinds = [layout.kind for layout in case.layouts]
+    if any(kind == "input hook" and before in ALIASING for before, kind in zip(kinds, kinds[1:], strict=False)):
+        return False  # across a cut the hook does not see the other tensors' gradients: docs/own_model.md
     return (
         len(case.rows) == case.microbatches
         and case.world <= LARGEST_WORLD * (1 if case.dp else 2)

@@ -741,6 +741,7 @@ KINDS: dict[str, Kind] = {
 }
 OPENING = ("open", "skip", "twice")
 CLOSING = ("join", "drop")
+ALIASING = ("open", "twice")  # their further outputs are computed from the first
 CUTTING = (
     *("stop", "detached output", "constant", "embedding", "integers"),
     "function without input gradient",

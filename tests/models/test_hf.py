@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 import pipeloom as pl
 from live_bytes import LiveBytes
 from pipeloom.errors import ConfigError
-from pipeloom.models import cross_entropy, hf
+from pipeloom.models import cross_entropy, hf, stored_tensors
 from pipeloom.models.hf import weights
 from pipeloom.models.hf.conv1d import TransposedLinear
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue
@@ -273,7 +273,7 @@ def test_a_rank_reads_its_own_layers_only(
     family: str, tmp_path: Path, counted: type[CountingFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No more bytes than the layer has, and no more memory than the layer and the buffer; experts are put together in place."""
-    monkeypatch.setattr(weights, "_PIECE_BYTES", 512)
+    monkeypatch.setattr(stored_tensors, "_PIECE_BYTES", 512)
     written(family, tmp_path)
     model = hf.layers(tmp_path)
     for layer in model:
@@ -308,7 +308,7 @@ def test_a_part_of_a_tensor_is_read(
     counted: type[CountingFile],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(weights, "_PIECE_BYTES", piece)
+    monkeypatch.setattr(stored_tensors, "_PIECE_BYTES", piece)
     whole = torch.randn(shape)
     save_file({"before": torch.ones(3), "it": whole}, tmp_path / "model.safetensors")
     folder = weights.Folder(tmp_path)

@@ -224,8 +224,8 @@ def saved(rank: int, folder: str, other: str) -> tuple[float, dict[str, Any]]:
 
 def contents(path: Path) -> dict[str, Tensor]:
     manifest = read_manifest(path)
-    with Reader(path, manifest) as reader:
-        return {key: reader.region(key, Box((0,) * len(shape), shape)) for key, shape in reader.tensors.items()}
+    reader = Reader(path, manifest)
+    return {key: reader.region(key, Box((0,) * len(shape), shape)) for key, shape in reader.tensors.items()}
 
 
 @pytest.mark.dist

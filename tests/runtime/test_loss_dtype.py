@@ -1,4 +1,4 @@
-"""The loss of a float64 model reaches every rank, whatever torch's default dtype is."""
+"""The loss of a float64 model reaches every rank, whatever the default dtype is; a scaled loss that overflows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import pipeloom as pl
 from models import WIDTH, batch, blocks, mse, serial
@@ -75,3 +77,38 @@ def test_a_loss_that_nobody_asked_for_is_not_taken_for_the_next(name: str) -> No
     x, y = (value.double() for value in batch(7))
     want: Any = serial(layers(), 2 * x, y, [3, 2, 2])[0].item()
     assert run_ranks(dropped, 2, SCHEDULES[name]) == pytest.approx([want, want], rel=1e-6)
+
+
+class Steep(nn.Module):
+    """A linear layer whose gradient overflows, though its output does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y.detach() + (y - y.detach()) * 1e30
+
+
+def scaled(rank: int) -> tuple[bool, float]:
+    """(whether the step was made, the scale after it), where the first rank alone has an overflow."""
+    scaler = ShardedGradScaler(device="cpu", init_scale=2.0**40, process_group=dist.group.WORLD)
+    scaler.scale(torch.zeros(()))
+    layers = [Layer("steep", Steep), Layer("last", lambda: nn.Linear(WIDTH, WIDTH))]
+    pipeline = Pipeline(layers, pl.schedules.one_f_one_b(2, 2), loss=lambda out, target: scaler.scale(mse(out, target)))
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+    before = [p.detach().clone() for p in pipeline.parameters()]
+    pipeline.step(*batch(2))
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    made = not all(map(torch.equal, before, pipeline.parameters()))
+    pipeline.close()
+    return made, scaler.get_scale()
+
+
+@pytest.mark.dist
+def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
+    """With the scaler that docs/parallel.md names."""
+    assert run_ranks(scaled, 2) == [(False, 2.0**39)] * 2

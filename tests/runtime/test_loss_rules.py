@@ -132,6 +132,37 @@ def test_a_sparse_tensor_between_stages_is_refused() -> None:
         pipeline.step(*batch(4))
 
 
+class Labelled(Tensor):
+    """A subclass, which would arrive on another rank as a plain tensor."""
+
+
+class Labels(nn.Module):
+    def __init__(self, by_name: bool) -> None:
+        super().__init__()
+        self.by_name = by_name
+
+    def forward(self, x: Tensor) -> object:
+        return (x, {"label": x.as_subclass(Labelled)}) if self.by_name else x.as_subclass(Labelled)
+
+
+class ReadsLabel(nn.Module):
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        return x * label
+
+
+@pytest.mark.parametrize(("by_name", "where"), [(False, "stage 0"), (True, "stage 0, as tensor 'label',")])
+def test_a_subclass_of_tensor_between_stages_is_refused(by_name: bool, where: str) -> None:
+    names = ("label",) if by_name else ()
+    labels = Layer("labels", lambda: Labels(by_name), writes=names)
+    layers = [labels, *blocks(1), *([Layer("reads", ReadsLabel, reads=names)] if by_name else [])]
+    pipeline = LocalPipeline(layers, S.one_f_one_b(2, 2), loss=mse)
+    with pytest.raises(
+        UsageError, match=f"{where} returned a Labelled, a subclass of torch.Tensor; .* value.as_subclass"
+    ):
+        pipeline.step(*batch(4))
+    LocalPipeline(layers, S.one_f_one_b(1, 2), loss=mse).step(*batch(4))
+
+
 class Mask(nn.Module):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         return x * mask

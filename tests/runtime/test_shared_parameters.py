@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -379,6 +380,11 @@ def refused(rank: int) -> dict[str, str]:
             said[case] = "nothing"
         except (ConfigError, DistributedError, UsageError, ZeroDivisionError) as error:
             said[case] = f"{type(error).__name__}: {error}"
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        norm = [Layer("norm", lambda: nn.BatchNorm1d(WIDTH)), Layer("fixed", lambda: nn.BatchNorm1d(WIDTH).eval())]
+        Pipeline(norm, S.gpipe(1, 2), loss=mse, mesh=dp, options=OPTIONS).close()
+    said["statistics"] = "; ".join(str(each.message) for each in warned)
     pipeline = Pipeline(sparse, S.gpipe(2, 2), loss=loss_of, options=OPTIONS)  # nobody sums it here
     pipeline.step(*data())
     want = torch.sqrt(sum((p.grad.to_dense() ** 2).sum() for p in pipeline.parameters() if p.grad is not None))  # type: ignore[arg-type]
@@ -406,6 +412,11 @@ def test_every_rank_refuses_what_one_cannot_do() -> None:
     assert "no parameter is called 'block1.x'" in first["names"]
     assert second["broken"] == "ZeroDivisionError: no such file"
     assert "rank 1 of the pipeline could not build its layers: ZeroDivisionError: no such file" in first["broken"]
+    assert first["statistics"].startswith(
+        "layer 'norm' has running statistics (BatchNorm1d): each of the 2 data-parallel"
+    )
+    assert "'fixed'" not in first["statistics"]
+    assert second["statistics"] == ""
     norms = [eval(said["sparse"]) for said in (first, second)]
     assert norms[0][0] == norms[1][0] == pytest.approx((norms[0][1] ** 2 + norms[1][1] ** 2) ** 0.5, rel=1e-5)
 

@@ -149,13 +149,13 @@ def test_our_own_decoder_reads_its_boxes_of_a_directory(name: str, tmp_path: Pat
     path, _ = hub.import_directory(tmp_path / "hub", tmp_path / "checkpoints")
     manifest, _ = verified(path, None)
     assert manifest is not None
-    with Reader(path, manifest) as reader:
-        for read, size, held in ranks:
-            assert read == size
-            for place, tensor in held.items():
-                key, _, offset = place.partition(" ")
-                box = Box(literal_eval(offset), tuple(tensor.shape))
-                assert np.array_equal(reader.region(f"model.{key}", box).numpy(), tensor), place
+    reader = Reader(path, manifest)
+    for read, size, held in ranks:
+        assert read == size
+        for place, tensor in held.items():
+            key, _, offset = place.partition(" ")
+            box = Box(literal_eval(offset), tuple(tensor.shape))
+            assert np.array_equal(reader.region(f"model.{key}", box).numpy(), tensor), place
 
 
 def test_a_directory_that_our_own_decoder_does_not_compute_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pipeloom.config.layout import Layout, even_sizes, resolve, stage_costs
 from pipeloom.config.load import load, load_layout
 from pipeloom.config.overrides import split_arguments
 from pipeloom.config.sections import SECTIONS, Config, ModelSection
-from pipeloom.config.sizes import LayerSize, layer_sizes, parameter_count, training_flops
+from pipeloom.config.sizes import LayerSize, held_parameters, layer_sizes, parameter_count, training_flops
 from pipeloom.config.stages_text import parse_stages
 from pipeloom.mesh_shape import MeshShape
 
@@ -19,6 +19,7 @@ __all__ = [
     "MeshShape",
     "ModelSection",
     "even_sizes",
+    "held_parameters",
     "layer_sizes",
     "load",
     "load_layout",

@@ -67,6 +67,12 @@ def parameter_count(model: ModelSection) -> int:
     return total - model.vocab_size * model.hidden_size if model.tie_word_embeddings else total
 
 
+def held_parameters(model: ModelSection, dp: int, ep: int) -> int:
+    """Parameters of all ranks together: `dp` copies of every weight, of which expert parallelism spreads the experts' alone."""
+    experts = sum(size.experts for size in layer_sizes(model, 1))
+    return (parameter_count(model) - experts) * dp + experts * dp // ep
+
+
 def training_flops(model: ModelSection, seq_len: int, sequences: int) -> int:
     """Floating-point operations of the forward and backward of `sequences` sequences."""
     return sequences * sum(size.flops for size in layer_sizes(model, seq_len))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -162,6 +163,8 @@ class Pipeline:
         self._splits_backward = schedule.splits_backward
         self._specs = ShapeCache(options.shapes)
         self._follow(schedule)
+        if first and self.mesh.dp.size > 1:
+            self._warn_of_statistics()
         self._losses = LossBroadcast(self.mesh, schedule, self.device, self._alarm, self._terms)
         self._connections = P2PConnections(self.mesh, self._specs, self.device, options)
         self._gradients = StepGradients(self._assembly, self.mesh, options, self._alarm)
@@ -188,6 +191,17 @@ class Pipeline:
             self._gradients.start_equal(self._connections.sums)
             status.leave()
         status.phase = "first step"
+
+    def _warn_of_statistics(self) -> None:
+        """Warn of running statistics, which data-parallel replicas gather each for itself."""
+        for stage in self._assembly.stages.values():
+            for layer, norm in stage.statistics():
+                warnings.warn(
+                    f"layer {layer!r} has running statistics ({norm}): each of the {self.mesh.dp.size} data-parallel replicas "
+                    "gathers those of its own micro-batches and evaluates with them, and a checkpoint keeps the first one's; "
+                    "track_running_stats=False, or a norm without statistics, is the same on all",
+                    stacklevel=4,
+                )
 
     def _started_watchdog(self, store: RunStore, prefix: str) -> Watchdog:
         everyone, options = self.mesh.everyone, self.options

@@ -8,7 +8,7 @@ segmented stage is cut at its communications (runtime/overlap.py); its forward a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from pipeloom.runtime.loss import tensors_in
 from pipeloom.runtime.overlap import CommStream, ComputeGroup, Coroutine, run_to_end, split_at_communications
 from pipeloom.runtime.program import StageProgram
 from pipeloom.runtime.stage_modules import StageModules
-from pipeloom.runtime.tensor_spec import Boundary, BoundaryValues, as_values, require_dense
+from pipeloom.runtime.tensor_spec import Boundary, BoundaryValues, as_values, require_plain
 
 _PROBES = 64  # forwards of a stage; a layer that changes its input in place does so in the first
 
@@ -305,10 +305,12 @@ class Stage:
         share: Tensor | None = None
         if loss is None:
             outputs = as_values(result, self.words)
-            require_dense(outputs, self.words)
+            require_plain(outputs, self.words)
         else:
             share = loss(result)
         tensors, terms = ({}, []) if names is None else (names.sent(), names.terms)
+        for name, value in tensors.items():
+            require_plain([value], f"{self.words}, as tensor {name!r},")
         if torch.is_grad_enabled():
             shares = [weight * each for _, each, weight in terms]
             if share is not None:
@@ -353,17 +355,21 @@ class Stage:
 
     # -- buffers that a forward changes ----------------------------------------------------------------------------------
 
+    def statistics(self) -> Iterator[tuple[str, str]]:
+        """(layer, class) of each layer that gathers running statistics."""
+        for layer, module in zip(self.layers.names, self.layers.modules, strict=True):
+            if (norm := batch_statistics(module)) is not None:
+                yield layer, norm
+
     def require_order(self, schedule_name: str, program: StageProgram) -> None:
         """Raise ConfigError where micro-batches do not all come through in order, and a layer's statistics depend on that."""
-        for layer, module in zip(self.layers.names, self.layers.modules, strict=True):
-            norm = None if program.in_order else batch_statistics(module)
-            if norm is not None:
-                raise ConfigError(
-                    f"layer {layer!r} has running statistics ({norm}), and under schedule {schedule_name!r} stage "
-                    f"{self.index} does not get every micro-batch in order, so they would differ from those of one "
-                    "process; choose "
-                    "a schedule with one route, put the layer in eval mode, or build it with track_running_stats=False"
-                )
+        for layer, norm in () if program.in_order else self.statistics():
+            raise ConfigError(
+                f"layer {layer!r} has running statistics ({norm}), and under schedule {schedule_name!r} stage "
+                f"{self.index} does not get every micro-batch in order, so they would differ from those of one "
+                "process; choose "
+                "a schedule with one route, put the layer in eval mode, or build it with track_running_stats=False"
+            )
 
     def _buffers(self) -> list[tuple[str, BufferState]]:
         named = zip(self.layers.names, self.layers.modules, strict=True)

@@ -6,7 +6,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from pipeloom.errors import UsageError
 from pipeloom.schedule.actions import OUTPUT
@@ -56,12 +57,23 @@ def as_values(result: Any, where: str) -> BoundaryValues:
     return values
 
 
-def require_dense(values: BoundaryValues, where: str) -> None:
-    """Raise UsageError that names `where` for a nested or sparse tensor, which has no one block of memory to be sent."""
+def require_plain(values: Iterable[Tensor | None], where: str) -> None:
+    """Raise UsageError that names `where` for a tensor that its numbers alone do not make again on another rank.
+
+    Nested and sparse tensors have no one block of memory. A tensor of a subclass would arrive as a plain one, or not, depending
+    on where the model is cut. torch's own result of an unfinished collective is a plain one to come.
+    """
     for value in values:
-        if value is not None and (value.is_nested or value.layout is not torch.strided):
+        if value is None:
+            continue
+        if value.is_nested or value.layout is not torch.strided:
             kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
             raise UsageError(f"{where} returned a {kind} tensor; a boundary carries dense ones: return its parts")
+        if type(value) is not Tensor and not isinstance(value, (nn.Parameter, nn.Buffer, AsyncCollectiveTensor)):
+            raise UsageError(
+                f"{where} returned a {type(value).__name__}, a subclass of torch.Tensor; a boundary carries plain tensors: "
+                "return value.as_subclass(torch.Tensor), and make the subclass again where it is read"
+            )
 
 
 def boundary_of(values: BoundaryValues) -> Boundary:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -22,9 +21,9 @@ from pipeloom.models.adapters import LoraOptions, adapter_name, is_adapter
 from pipeloom.models.hf.library import causal_model, read_config
 from pipeloom.models.hf.weights import Folder, PretrainedWeights
 from pipeloom.models.names import hub_name
+from pipeloom.models.stored_tensors import StoredTensors
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime import Pipeline
-from pipeloom.train.checkpoint.boxes import Box
 from pipeloom.train.checkpoint.folder import newest_checkpoint
 from pipeloom.train.checkpoint.load import Reader, verified
 from pipeloom.train.checkpoint.manifest import BaseWeights, read_manifest
@@ -134,11 +133,11 @@ def _read_checkpoint(path: Path, pipeline: Pipeline) -> None:
         raise CheckpointError(problem)
     if manifest.base is not None:
         raise CheckpointError(f"{directory}: it holds adapters only, of the model in {manifest.base.path}")
-    with Reader(directory, manifest) as reader:
-        here = [held for held in holders(pipeline) if not is_adapter(held.name)]
-        require_shapes(reader, {held.name: held.shape for held in here})
-        for held in here:
-            held.tensor.copy_(held.read(partial(reader.region, f"model.{held.name}")))
+    reader = Reader(directory, manifest)
+    here = [held for held in holders(pipeline) if not is_adapter(held.name)]
+    require_shapes(reader, {held.name: held.shape for held in here})
+    for held in here:
+        held.tensor.copy_(held.read(partial(reader.region, f"model.{held.name}")))
 
 
 def _require_adapters(config: Config, pipeline: Pipeline) -> None:
@@ -216,20 +215,21 @@ def read_adapter(folder: Path, pipeline: Pipeline) -> None:
 def _read_parts(path: Path, here: Iterable[Holder]) -> list[str]:
     """Fill these tensors; the names of all that the file holds."""
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            keys = [key.removeprefix(_PREFIX) for key in file.keys()]  # noqa: SIM118 (no mapping)
-            for held in here:
-                name = adapter_name(held.name)
-                if name not in keys:
-                    raise ConfigError(f"{path}: it has no {name}, and the model has an adapter there")
-                stored = file.get_slice(f"{_PREFIX}{name}")
-                if tuple(stored.get_shape()) != held.shape:
-                    raise ConfigError(f"{path}: {name} is {stored.get_shape()}, and the model's is {list(held.shape)}")
-                whole = Box((0,) * len(held.shape), held.shape)
-                for box, values in held.parts(held.tensor):
-                    values.copy_(stored[box.slices_in(whole)])
-            return keys
-    except (SafetensorError, OSError) as error:
+        file = StoredTensors([path])
+        keys = [key.removeprefix(_PREFIX) for key in file.entries]
+        for held in here:
+            name = adapter_name(held.name)
+            if name not in keys:
+                raise ConfigError(f"{path}: it has no {name}, and the model has an adapter there")
+            shape = file.entries[f"{_PREFIX}{name}"].shape
+            if shape != held.shape:
+                raise ConfigError(f"{path}: {name} is {list(shape)}, and the model's is {list(held.shape)}")
+            for box, values in held.parts(held.tensor):
+                part = torch.empty(box.shape, dtype=values.dtype)
+                file.read_into(f"{_PREFIX}{name}", part, box.offset)
+                values.copy_(part)
+        return keys
+    except OSError as error:
         raise ConfigError(f"{path} cannot be read: {str(error)[:200]}") from error
 
 

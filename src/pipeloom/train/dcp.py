@@ -56,15 +56,15 @@ def export_dcp(path: Path, out: Path) -> Path:
     manifest, problem = verified(directory, None)
     if manifest is None:
         raise CheckpointError(problem)
-    with Reader(directory, manifest) as reader:
-        state = {key: reader.region(key, Box((0,) * len(shape), shape)) for key, shape in reader.tensors.items()}
-        record = {
-            "step": manifest.step,
-            "stored": list(manifest.stored),
-            "numbers": dict(manifest.numbers),
-            "base": None if manifest.base is None else asdict(manifest.base),
-            "extra": reader.extra(),
-        }
+    reader = Reader(directory, manifest)
+    state = {key: reader.region(key, Box((0,) * len(shape), shape)) for key, shape in reader.tensors.items()}
+    record = {
+        "step": manifest.step,
+        "stored": list(manifest.stored),
+        "numbers": dict(manifest.numbers),
+        "base": None if manifest.base is None else asdict(manifest.base),
+        "extra": reader.extra(),
+    }
     state[RECORD] = torch.tensor(list(json.dumps(record).encode()), dtype=torch.uint8)
     save(state, checkpoint_id=out, no_dist=True)
     return directory

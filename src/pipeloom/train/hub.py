@@ -58,14 +58,14 @@ def export(path: Path, out: Path, merge: bool = False) -> Path:
     manifest, problem = verified(directory, None)
     if manifest is None:
         raise CheckpointError(problem)
-    with Reader(directory, manifest) as reader:
-        if manifest.base is not None:
-            _export_adapters(reader, manifest.base, out, merge)
-        elif merge:
-            raise ConfigError(f"{directory} holds no adapters to merge; leave --merge out")
-        else:
-            section = _section(reader)
-            _write(out, section, _dtype_of(reader), _layers_of(reader, section))
+    reader = Reader(directory, manifest)
+    if manifest.base is not None:
+        _export_adapters(reader, manifest.base, out, merge)
+    elif merge:
+        raise ConfigError(f"{directory} holds no adapters to merge; leave --merge out")
+    else:
+        section = _section(reader)
+        _write(out, section, _dtype_of(reader), _layers_of(reader, section))
     return directory
 
 
@@ -154,9 +154,9 @@ def _export_adapters(reader: Reader, base: BaseWeights, out: Path, merge: bool) 
     if manifest is None:
         raise CheckpointError(problem)
     _refuse_tied(tied(section.shape()), adapters)
-    with Reader(path, manifest) as weights:
-        added = (merged(tensors, adapters, options.scale) for tensors in _layers_of(weights, section))
-        _write(out, section, _dtype_of(weights), added)
+    weights = Reader(path, manifest)
+    added = (merged(tensors, adapters, options.scale) for tensors in _layers_of(weights, section))
+    _write(out, section, _dtype_of(weights), added)
 
 
 def _merged_layers(

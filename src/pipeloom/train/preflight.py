@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from pipeloom.config import Config, Layout, parameter_count
+from pipeloom.config import Config, Layout, held_parameters, parameter_count
 from pipeloom.errors import CapacityError, ConfigError
 from pipeloom.limits import MOST_LOCAL_WORKERS, WORKER_BYTES
 from pipeloom.train.data.choice import is_plain_text
@@ -54,12 +54,7 @@ def require_room(workers: int, what: str = "parallel.pp x dp x tp") -> None:
 def require_memory(layout: Layout) -> None:
     """Raise CapacityError where the weights alone, with their gradients and averages, exceed the memory of this machine."""
     memory, config = memory_of_machine(), layout.config
-    need = (
-        16
-        * parameter_count(config.model)
-        * layout.config.parallel.dp
-        // (config.parallel.ep if config.model.num_experts else 1)
-    )
+    need = 16 * held_parameters(config.model, config.parallel.dp, config.parallel.ep)
     host = config.train.device == "cpu" or (config.train.device == "auto" and not Path("/dev/nvidiactl").exists())
     if host and memory is not None and need > memory:
         raise CapacityError(

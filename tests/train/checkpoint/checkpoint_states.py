@@ -68,5 +68,5 @@ class Run:
 def contents(path: Path) -> Mapping[str, Tensor]:
     """Key -> whole tensor of a checkpoint."""
     manifest = read_manifest(path)
-    with Reader(path, manifest) as reader:
-        return {key: reader.region(key, Box((0,) * len(shape), shape)) for key, shape in reader.tensors.items()}
+    reader = Reader(path, manifest)
+    return {key: reader.region(key, Box((0,) * len(shape), shape)) for key, shape in reader.tensors.items()}

@@ -40,9 +40,9 @@ def command(*words: str | Path) -> int:
 def contents(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, object], object]:
     manifest, problem = verified(path, None)
     assert manifest is not None, problem
-    with Reader(path, manifest) as reader:
-        tensors = {key: reader.region(key, entry.boxes[0].box) for key, entry in manifest.tensors.items()}
-        return tensors, dict(manifest.numbers), (manifest.step, reader.extra())
+    reader = Reader(path, manifest)
+    tensors = {key: reader.region(key, entry.boxes[0].box) for key, entry in manifest.tensors.items()}
+    return tensors, dict(manifest.numbers), (manifest.step, reader.extra())
 
 
 def test_out_and_in_again_is_bit_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,8 @@ from pipeloom import checkpoint, schedules
 from pipeloom.cli import main
 from pipeloom.errors import CheckpointError
 from pipeloom.runtime import Layer, Pipeline
+from pipeloom.train.checkpoint.boxes import Box
+from pipeloom.train.checkpoint.load import Reader, verified
 
 FILE = "rank-00000.safetensors"
 
@@ -120,6 +122,19 @@ def test_save_and_load_unpickle_nothing(no_pickle: None, tmp_path: Path) -> None
     (path / FILE).write_bytes((path / FILE).read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="expected"):
         checkpoint.load(tmp_path, other, optimizer)
+
+
+def test_a_file_cut_short_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    """Of a mapped file, the next access would end the process by SIGBUS."""
+    pipeline, adam = run_of()
+    path = checkpoint.save(tmp_path, 1, pipeline, adam)
+    manifest, _ = verified(path, None)
+    assert manifest is not None
+    reader = Reader(path, manifest)
+    assert torch.equal(reader.region("model.a.weight", Box((1, 0), (2, 3))), next(iter(pipeline.parameters()))[1:])
+    os.truncate(path / FILE, 8)
+    with pytest.raises(CheckpointError, match=r"'model\.a\.bias' cannot be read: .* ends within one of its tensors"):
+        reader.region("model.a.bias", Box((0,), (3,)))
 
 
 def test_poison_is_refused(no_pickle: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,18 +6,17 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pipeloom.errors import CheckpointError
+from pipeloom.errors import CheckpointError, ConfigError
+from pipeloom.models.stored_tensors import StoredTensors
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime import Pipeline
 from pipeloom.train.checkpoint.boxes import Box
-from pipeloom.train.checkpoint.files import DTYPES_BY_NAME, verify
+from pipeloom.train.checkpoint.files import DTYPE_NAMES, DTYPES_BY_NAME, verify
 from pipeloom.train.checkpoint.folder import complete
 from pipeloom.train.checkpoint.manifest import EXTRA, MANIFEST, BaseWeights, Manifest, read_manifest
 from pipeloom.train.checkpoint.state import (
@@ -46,26 +45,16 @@ class Loaded:
 
 
 class Reader:
-    """A checkpoint whose files have been verified. Use it in a `with` block."""
+    """A checkpoint whose files have been verified."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self.directory, self.manifest = directory, manifest
         self.tensors: dict[str, tuple[int, ...]] = {key: entry.shape for key, entry in manifest.tensors.items()}
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, StoredTensors] = {}
 
     @property
     def numbers(self) -> Mapping[str, Number]:
         return self.manifest.numbers
-
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for file in self._files.values():
-            file.__exit__(kind, error, trace)
-        self._files = {}
 
     def region(self, key: str, box: Box) -> Tensor:
         """The values of `box` of a tensor, in the stored dtype, on the CPU. Raises CheckpointError where they are not there."""
@@ -82,21 +71,19 @@ class Reader:
     def _read(self, file: str, name: str, key: str, stored: Box, wanted: Box) -> Tensor:
         path = self.directory / file
         try:
-            opened = self._files.get(file)
-            if opened is None:
-                opened = safe_open(path, framework="pt", device="cpu")
-                self._files[file] = opened = opened.__enter__()  # type: ignore[no-untyped-call]
-            found = opened.get_slice(name)
-            shape, dtype = tuple(found.get_shape()), found.get_dtype()
-            expected = (stored.shape, self.manifest.tensors[key].dtype)
-            if (shape, dtype) != expected:
-                raise CheckpointError(f"{path}: {name!r}: expected {expected}, found {(shape, dtype)}")
-            if stored == wanted:
-                whole: Tensor = opened.get_tensor(name)
-                return whole
-            part: Tensor = found[wanted.slices_in(stored)]
-            return part
-        except (SafetensorError, OSError) as error:
+            if file not in self._files:
+                self._files[file] = StoredTensors([path], DTYPES_BY_NAME)
+            found = self._files[file].entries.get(name)
+            if found is None:
+                raise CheckpointError(f"{path}: it has no {name!r}")
+            expected, there = (stored.shape, self.manifest.tensors[key].dtype), (found.shape, DTYPE_NAMES[found.dtype])
+            if there != expected:
+                raise CheckpointError(f"{path}: {name!r}: expected {expected}, found {there}")
+            values = torch.empty(wanted.shape, dtype=found.dtype)
+            offset = tuple(a - b for a, b in zip(wanted.offset, stored.offset, strict=True))
+            self._files[file].read_into(name, values, offset)
+            return values
+        except (ConfigError, OSError) as error:
             raise CheckpointError(f"{path}: {name!r} cannot be read: {str(error)[:200]}") from None
 
     def extra(self) -> Any:
@@ -167,20 +154,20 @@ def load(
         raise CheckpointError(problem)
     _require_base(directory, manifest.base, base)
     adapters = manifest.base is not None
-    with Reader(directory, manifest) as reader:
-        _require(reader, pipeline, group, adapters)
-        extra = reader.extra()
+    reader = Reader(directory, manifest)
+    _require(reader, pipeline, group, adapters)
+    extra = reader.extra()
 
-        def put() -> None:
-            load_model(reader, pipeline, adapters)
-            if optimizer is not None:
-                if "optimizer" in reader.manifest.stored:
-                    load_optimizer(reader, pipeline, optimizer)
-                elif not isinstance(optimizer, torch.optim.Optimizer):
-                    optimizer.read_parameters()
+    def put() -> None:
+        load_model(reader, pipeline, adapters)
+        if optimizer is not None:
+            if "optimizer" in reader.manifest.stored:
+                load_optimizer(reader, pipeline, optimizer)
+            elif not isinstance(optimizer, torch.optim.Optimizer):
+                optimizer.read_parameters()
 
-        _together(pipeline, group, put)
-        loaded = Loaded(manifest.step, extra, directory)
+    _together(pipeline, group, put)
+    loaded = Loaded(manifest.step, extra, directory)
     pipeline.next_step = manifest.step
     return loaded
 
