@@ -97,31 +97,52 @@ def command(
 
     pipeloom compare --paper zero-bubble
     """
+    sizes = (ranks, microbatches, chunks)
     if paper is not None:
-        if names:
-            raise UsageError(f"--paper has its own schedules; leave out {' '.join(names)}")
-        found = papers.recompute(paper)
-        print(json.dumps({"paper": paper, "rows": found}, allow_nan=False) if as_json else papers.table(found))
+        _print_paper(paper, names or (), as_json)
         return
     if volume is not None:
-        if names:
-            raise UsageError(f"--volume compares layouts of one configuration; leave out {' '.join(names)}")
-        compared = volumes.of(volume, ranks, microbatches)
-        print(json.dumps(volumes.as_dict(compared)) if as_json else volumes.table(compared))
+        _print_volumes(volume, names or (), sizes, as_json)
         return
     if not names:
         raise UsageError("name the schedules to compare, or give all")
-    from pipeloom.schedule.families import FAMILIES
-
     costs = requests.costs_of(
         (forward, input_grad, weight_grad, p2p), held, (all_to_all, pair), microbatch_costs, message
     )
-    sizes = (ranks, microbatches, chunks)
     if sweep is not None:
         if html is not None:
             raise UsageError("--html draws timelines and --sweep compares figures; leave one of them out, or use --svg")
         _sweep(Sweep.of(sweep), names, sizes, (costs, overlap_p2p), as_json, (svg, png, width))
         return
+    rows, refused = _rows(names, sizes, costs, overlap_p2p)
+    write_files([row.timeline for row in rows], svg=svg, png=png, html=html, width=width)
+    if as_json:
+        print(json.dumps(_as_dict(rows, refused, costs), allow_nan=False))
+    else:
+        print(table(rows, refused, costs, width or shutil.get_terminal_size().columns))
+
+
+def _print_paper(paper: str, names: Sequence[str], as_json: bool) -> None:
+    if names:
+        raise UsageError(f"--paper has its own schedules; leave out {' '.join(names)}")
+    rows = papers.recompute(paper)
+    print(json.dumps({"paper": paper, "rows": rows}, allow_nan=False) if as_json else papers.table(rows))
+
+
+def _print_volumes(config: str, names: Sequence[str], sizes: Sizes, as_json: bool) -> None:
+    if names:
+        raise UsageError(f"--volume compares layouts of one configuration; leave out {' '.join(names)}")
+    ranks, microbatches, _ = sizes
+    layouts = volumes.of(config, ranks, microbatches)
+    print(json.dumps(volumes.as_dict(layouts)) if as_json else volumes.table(layouts))
+
+
+def _rows(
+    names: Sequence[str], sizes: Sizes, costs: Costs, overlap_p2p: bool
+) -> tuple[list[Row], list[tuple[str, str]]]:
+    """Return a row for each schedule, and the name and reason of each that `all` names and that refuses these sizes."""
+    from pipeloom.schedule.families import FAMILIES
+
     rows: list[Row] = []
     refused: list[tuple[str, str]] = []
     for spec in names:
@@ -129,16 +150,12 @@ def command(
             try:
                 rows.append(_row(one, sizes, costs, overlap_p2p))
             except PipeloomError as error:
-                if spec != "all" or ranks is None or microbatches is None:
+                if spec != "all" or None in sizes[:2]:
                     raise
                 refused.append((one, flags.words(error)))
     if not rows:
         raise UsageError("every schedule refuses these sizes:\n" + "\n".join(f"  {n}: {why}" for n, why in refused))
-    write_files([row.timeline for row in rows], svg=svg, png=png, html=html, width=width)
-    if as_json:
-        print(json.dumps(_as_dict(rows, refused, costs), allow_nan=False))
-    else:
-        print(table(rows, refused, costs, width or shutil.get_terminal_size().columns))
+    return rows, refused
 
 
 def _sweep(

@@ -51,8 +51,7 @@ class _First:
     def __init__(self, values: tuple[Any, ...], module: nn.Module) -> None:
         self._module = module
         self._inputs = [(value, value._version) for value in values if _counts_changes(value)]
-        self.buffers = BufferState(module)
-        self.attributes = AttributeState(module)
+        self.states = BufferState(module), AttributeState(module)
 
     def __enter__(self) -> None:
         pass
@@ -64,8 +63,8 @@ class _First:
                     f"{type(self._module).__name__} is recomputed, and its forward changes its input in place: work on a copy "
                     "there (inplace=False), or leave the layer out of `recompute`"
                 )
-            self.buffers.keep_what_changed()
-            self.attributes.keep_what_changed()
+            for state in self.states:
+                state.keep_what_changed()
 
 
 def _counts_changes(value: Any) -> bool:
@@ -79,9 +78,9 @@ class _Again:
         self._first = first
 
     def __enter__(self) -> None:
-        self._first.buffers.swap_in()
-        self._first.attributes.swap_in()
+        for state in self._first.states:
+            state.swap_in()
 
     def __exit__(self, *_: Any) -> None:  # by an exception too: torch ends the run once it has all that is needed
-        self._first.attributes.swap_out()
-        self._first.buffers.swap_out()
+        for state in reversed(self._first.states):
+            state.swap_out()
