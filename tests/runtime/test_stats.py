@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import time
 from pathlib import Path
 
 import pytest
@@ -39,8 +40,12 @@ def test_both_pipelines_have_the_same_attributes() -> None:
     for pipeline in pipelines:
         with pytest.raises(UsageError, match="no step has run yet"):
             pipeline.timeline()
+        with pytest.raises(UsageError, match="no step has run yet"):
+            _ = pipeline.step_began
         pipeline.train()
+        before = time.perf_counter()
         loss = pipeline.forward_backward(x, y).wait()
+        assert before < pipeline.step_began < time.perf_counter()
         assert pipeline.timeline().schedule == pipeline.schedule == schedule
         norm = pipeline.clip_grad_norm_(0.5)
         found.append((loss.item(), norm.item(), gradients(pipeline)["block0.linear.weight"].tolist()))

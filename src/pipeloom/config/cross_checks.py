@@ -362,6 +362,13 @@ def _writers_are_installed(config: Config) -> Iterator[str]:
             yield f"log.{key} = {shown}: the package {package} is not installed: {install}"
 
 
+@_reads("train.profile_from", "train.steps")
+def _profiled_step_runs(config: Config) -> Iterator[str]:
+    first, steps = config.train.profile_from, config.train.steps
+    if first > steps:
+        yield f"train.profile_from = {first}: train.steps is {steps}, so that no step would be recorded; nearest: {steps}"
+
+
 @_reads("log.norms", "optimizer.barrier")
 def _norms_need_the_barrier(config: Config) -> Iterator[str]:
     if config.log.norms != "none" and not config.optimizer.barrier:

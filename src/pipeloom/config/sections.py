@@ -33,6 +33,8 @@ Workers = Annotated[int, Field(ge=1, le=MOST_WORKERS)]
 Chunks = Annotated[int, Field(ge=1, le=MOST_CHUNKS)]
 Steps = Annotated[int, Field(ge=1, le=MOST_STEPS)]
 StepsOrNone = Annotated[int, Field(ge=0, le=MOST_STEPS)]
+# A step of a large model has some 100,000 operators, and torch keeps all of them until the last step is over.
+ProfiledSteps = Annotated[int, Field(ge=1, le=20)]
 Seed = Annotated[int, Field(ge=0, le=MOST_SEED)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -381,6 +383,10 @@ class TrainSection(Section):
     check_every: StepsOrNone = Field(
         description="steps between comparisons of the weights that several ranks replicate; 0: none"
     )
+    profile_from: StepsOrNone = Field(
+        description="first step whose operators torch.profiler records, into profile.json in the run's folder; 0: none"
+    )
+    profile_steps: ProfiledSteps = Field(description="steps that it records, at most 20")
     timeout: Timeout = Field(
         description="seconds without progress after which a rank counts as stuck; auto: 20 times the slowest step, at "
         "least 30 and at most 300"

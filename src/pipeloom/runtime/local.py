@@ -261,6 +261,14 @@ class LocalPipeline:
         return tuple(result.peak_alive for result in self._results)
 
     @property
+    def step_began(self) -> float:
+        """`time.perf_counter` of the first action in the last step."""
+        starts = [result.starts[0] for result in self._results if result.starts]
+        if not starts:
+            raise UsageError("no step has run yet")
+        return min(starts)
+
+    @property
     def exposed(self) -> float | None:
         """Seconds for which computation stood still for expert all-to-alls in the last step, added over all ranks.
 

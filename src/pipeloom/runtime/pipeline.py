@@ -389,6 +389,13 @@ class Pipeline:
         return self._result.peak_alive
 
     @property
+    def step_began(self) -> float:
+        """`time.perf_counter` of this rank's first action in the last step."""
+        if not self._result.starts:
+            raise UsageError("no step has run yet")
+        return self._result.starts[0]
+
+    @property
     def exposed(self) -> float | None:
         """Seconds for which this rank's computation stood still for expert all-to-alls in the last step: for tokens and
         gradients, and for the counts of them that are exchanged first.

@@ -52,6 +52,7 @@ from pipeloom.train.speculative import Outcome, SpeculativeOptimizer
 
 if TYPE_CHECKING:
     from pipeloom.train.context import WorkerContext
+    from pipeloom.train.operator_profile import OperatorProfile
 
 TRACES = 9  # logged steps whose median is drawn at the end; a trace takes 50 KB for a tiny model, and megabytes for a large one
 
@@ -147,6 +148,7 @@ class Trainer:
         self._seconds, self._timed = 0.0, 0  # of the steps since the last log line
         self._places, self._flops = 0, 0  # of their batches over all replicas
         self._experts = ExpertLoads(config, pipeline)
+        self._profile: OperatorProfile | None = None
         self._speculative: SpeculativeOptimizer | None = None
         if not config.optimizer.barrier:
             self._speculative = SpeculativeOptimizer(pipeline, self.optimizer)
@@ -162,6 +164,13 @@ class Trainer:
             if self._report is not None:
                 self._report.record("resume", step=self.made, batch=self.batch, path=str(start.path))
         self._run_folder = folder
+        if self.config.train.profile_from:
+            from pipeloom.train.operator_profile import OperatorProfile
+
+            first, steps = self.config.train.profile_from, self.config.train.profile_steps
+            self._profile = OperatorProfile(
+                self.pipeline, first, min(first + steps - 1, self.config.train.steps), folder
+            )
         section = self.config.checkpoint
         where = Path(section.dir).expanduser().absolute() if section.dir else folder
         path = start.path if start.path is not None and start.path.parent == where else None
@@ -220,6 +229,8 @@ class Trainer:
         final = self.made
         with StepGarbage() as garbage:
             while self.made < options.steps:
+                if self._profile is not None:
+                    self._profile.before_step(self.made + 1)
                 start = time.perf_counter()
                 batch = batches.of_step(self.batch).part(place.dp, shape.dp)
                 rate = learning_rate(self.made, options.steps, self.config.optimizer, shape.dp)
@@ -235,6 +246,8 @@ class Trainer:
                 self._seconds += time.perf_counter() - start
                 self._timed += 1
                 self._count(batch)
+                if self._profile is not None:
+                    self._say(*self._profile.after_step(made))
                 loads = self._experts.after_step(logs)
                 self.made, self.batch = made, self.batch + 1
                 for outcome in outcomes:
@@ -259,6 +272,10 @@ class Trainer:
                 if self.measuring is not None and self.measuring.after_step():
                     self.measuring = None
                     self.traces.clear()  # of another schedule
+        self._finish()
+
+    def _finish(self) -> None:
+        """Save the final state, if that has not been done."""
         if self._report is not None:
             self._report.end_progress()
         if self.checkpoints is not None:
@@ -312,6 +329,8 @@ class Trainer:
             self.checkpoints.require(self.made, self.batch)
             self.checkpoints.finish()
             where = f"saved as {self.checkpoints.path}"
+        if self._profile is not None:
+            self._say(*self._profile.finish())
         self.pipeline.close()
         kind = Interrupted if flags & INTERRUPT else Preempted
         raise kind(f"stopped after step {self.made} of {self.config.train.steps}, as asked; {where}")
@@ -335,9 +354,10 @@ class Trainer:
         if self._report is not None:
             self._report.record("rollback", step=bad, to=self.made, batch=batch)
 
-    def _say(self, text: str) -> None:
+    def _say(self, *lines: str) -> None:
         if self._report is not None:
-            self._report.say(text)
+            for line in lines:
+                self._report.say(line)
 
     def final_steps(self, batch: Batch, rate: float, settle: bool) -> list[Outcome]:
         """Make one step, and return those that are final after it: with a barrier this step.

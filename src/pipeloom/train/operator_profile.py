@@ -1,0 +1,233 @@
+"""The operators of a few steps, as torch.profiler records them, and the actions that ran them: one file for Perfetto."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import time
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from pipeloom import draw
+from pipeloom.runtime import Pipeline
+from pipeloom.schedule import Timeline
+from pipeloom.train.collect import gather
+
+MOST_OPERATORS = 200_000  # per rank, about 20 MB of the file
+_FIRST_ROW = 2  # of operators in a rank's group; actions have row 0, their all-to-alls row 1
+_ARROWS = 1 << 24  # numbers of arrows that belong to one rank
+
+
+class OperatorProfile:
+    """Records the operators of this rank and the actions of its pipeline in a window of steps, and writes them.
+
+    Every rank of the run makes one and calls its methods alike, on the thread that runs the steps: torch's profiler ends the
+    process where it is stopped on another thread than it was started on. The profiler starts once for a moment when the
+    object is made, which takes a second, and then for the window.
+
+    All events are on one axis. The profiler counts nanoseconds of the Unix clock, actions are timed by `time.perf_counter`;
+    both are read together where the window begins. The ranks of a pipeline are aligned as in `Pipeline.timeline`, pipelines on
+    different hosts by the hosts' Unix clocks.
+
+    Attributes:
+        path: the file that rank 0 writes.
+    """
+
+    def __init__(self, pipeline: Pipeline, first: int, last: int, folder: Path, most: int = MOST_OPERATORS) -> None:
+        """
+        Args:
+            first, last: steps of the window.
+            folder: the run's; ranks of hosts that do not share it are left out of the file.
+            most: operators of this rank that stay, the longest.
+        """
+        self.path = folder / "profile.json"
+        self._pipeline = pipeline
+        self._first, self._last = first, last
+        self._most = most
+        self._own = pipeline.mesh.pipeline.ranks[pipeline.mesh.pipeline.rank]
+        self._profiler: profile | None = None
+        self._unix_less_counter = 0  # nanoseconds
+        self._steps: list[tuple[int, float, Timeline]] = []  # number, perf_counter of the timeline's second 0, timeline
+        self._over = False
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else two lines are printed at each start and end
+        with self._new():
+            pass
+
+    def _new(self) -> profile:
+        activities = [ProfilerActivity.CPU]
+        if self._pipeline.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        return profile(activities=activities, acc_events=True)
+
+    def before_step(self, step: int) -> None:
+        """Start recording if `step` is in the window; collective then."""
+        if self._over or self._profiler is not None or not self._first <= step <= self._last:
+            return
+        self._profiler = self._new()
+        self._profiler.start()
+        gather(self._pipeline, [0.0])  # starting takes longer on one rank than on another
+        self._unix_less_counter = _unix_less_counter()
+
+    def after_step(self, step: int) -> list[str]:
+        """Note the step's actions while recording, and write the file after the last step of the window; collective then.
+
+        Returns:
+            lines to print: where the file is.
+        """
+        if self._profiler is None:
+            return []
+        timeline, rank = self._pipeline.timeline(), self._pipeline.mesh.pipeline.rank
+        self._steps.append((step, self._pipeline.step_began - timeline.starts[rank][0], timeline))
+        return self.finish() if step >= self._last else []
+
+    def finish(self) -> list[str]:
+        """Write what has been recorded, if anything, and record no more; collective.
+
+        Returns:
+            lines to print.
+        """
+        if self._profiler is None:
+            return []
+        if self._pipeline.device.type == "cuda":
+            torch.cuda.synchronize(self._pipeline.device)
+        self._profiler.stop()
+        operators = sorted(_operators(self._profiler), key=lambda event: -event["dur"])
+        # The profiler is part of a reference cycle. Its native part must be destroyed now: left to the interpreter's end,
+        # its destructor fails every second time and kills the process.
+        self._profiler, self._over = None, True
+        gc.collect()
+        left_out = max(0, len(operators) - self._most)
+        seconds = self._unix_less_counter * 1e-9
+        begun = gather(self._pipeline, [zero + seconds for _, zero, _ in self._steps])
+        events, problem = self._events(operators[: self._most], begun), ""
+        try:
+            with self._part(self._own).open("w", encoding="utf-8") as file:
+                file.writelines(json.dumps(event) + "\n" for event in events)
+        except OSError as error:
+            problem = error.strerror or str(error)
+        left_out = sum(int(row[0]) for row in gather(self._pipeline, [float(left_out)]))
+        if self._pipeline.mesh.everyone.index != 0:
+            return []
+        try:
+            missing = self._join()
+        except OSError as error:
+            return [f"cannot write {self.path}: {error.strerror or error}; training goes on without a profile"]
+        lines = [f"profile: {self.path}  (open it in ui.perfetto.dev)"]
+        if left_out:
+            lines.append(f"profile: the shortest {left_out:,} operators are left out")
+        if missing:
+            ranks = ", ".join(map(str, missing))
+            reason = f": {problem}" if problem else ""
+            lines.append(f"profile: without ranks {ranks}, which could not write into {self.path.parent}{reason}")
+        return lines
+
+    def _events(
+        self, operators: Sequence[dict[str, Any]], everyone: Sequence[Sequence[float]]
+    ) -> Iterator[dict[str, Any]]:
+        """This rank's share of the file: names, operators, and of a pipeline's first rank the actions of all its ranks.
+
+        Args:
+            everyone: rank -> Unix time of each step's second 0 by its clock; that of a pipeline is its first rank's.
+        """
+        pipeline, rank = self._pipeline, self._own
+        line = pipeline.mesh.pipeline
+        origin, begun = min(row[0] for row in everyone), everyone[line.ranks[0]]
+        stages = ", ".join(map(str, pipeline.schedule.stages_of[line.rank]))
+        yield _name(rank, "process_name", {"name": f"rank {rank} (stages {stages})"})
+        yield _name(rank, "process_sort_index", {"sort_index": rank})
+        yield _name(rank, "thread_name", {"name": "actions"}, 0)
+        arrows = rank * _ARROWS
+        if line.rank == 0:
+            for (step, _, timeline), start in zip(self._steps, begun, strict=True):
+                last = arrows
+                for event in self._actions(timeline, step, (start - origin) * 1e6, arrows):
+                    last = max(last, event.get("id", 0))
+                    yield event
+                arrows = last
+        # Each step's clocks were aligned anew: an operator is placed by the second 0 of the step that it belongs to.
+        zeros = [round(zero * 1e9) + self._unix_less_counter for _, zero, _ in self._steps]
+        of_row: dict[str, int] = {}
+        for event in sorted(operators, key=lambda event: event["start"]):
+            row = of_row.get(event["where"])
+            if row is None:
+                row = of_row[event["where"]] = _FIRST_ROW + len(of_row)
+                yield _name(rank, "thread_name", {"name": event["where"]}, row)
+            step = max(0, bisect_right(zeros, event["start"]) - 1)
+            start = (begun[step] - origin) * 1e6 + (event["start"] - zeros[step]) / 1e3
+            yield {"ph": "X", "name": event["name"], "pid": rank, "tid": row, "ts": start, "dur": event["dur"] / 1e3}
+
+    def _actions(self, timeline: Timeline, step: int, at: float, arrows: int) -> Iterator[dict[str, Any]]:
+        """Our own trace of a step, of all ranks of this pipeline, from microsecond `at` on."""
+        ranks = self._pipeline.mesh.pipeline.ranks
+        for event in draw.trace(timeline)["traceEvents"]:
+            if event["ph"] == "M":
+                continue
+            event["pid"] = ranks[event["pid"]]
+            event["ts"] += at
+            if "id" in event:
+                event["id"] += arrows
+            if event["ph"] == "X":
+                event["args"] = {**event.get("args", {}), "step": step}
+            yield event
+
+    def _join(self) -> list[int]:
+        """Make one file of the parts of all ranks, which are deleted; return the ranks that have none."""
+        missing, separator = [], ""
+        whole = self.path.with_suffix(".part")
+        with whole.open("w", encoding="utf-8") as file:
+            file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+            for rank in self._pipeline.mesh.everyone.ranks:
+                part = self._part(rank)
+                if not part.exists():
+                    missing.append(rank)
+                    continue
+                separator = _copy(part, file, separator)
+                part.unlink()
+            file.write("]}\n")
+        whole.replace(self.path)
+        return missing
+
+    def _part(self, rank: int) -> Path:
+        return self.path.with_name(f"profile.rank{rank}.jsonl")
+
+
+def _unix_less_counter() -> int:
+    """Nanoseconds by which the Unix clock is ahead of `time.perf_counter`: of five readings the one that took least."""
+    readings = []
+    for _ in range(5):
+        before, unix, after = time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()
+        readings.append((after - before, unix - (before + after) // 2))
+    return min(readings)[1]
+
+
+def _operators(profiler: profile) -> Iterator[dict[str, Any]]:
+    """Name, start and duration in nanoseconds (start on the Unix clock), and thread or stream, of each event recorded."""
+    recorder = profiler.profiler
+    result = None if recorder is None else recorder.kineto_results
+    for event in () if result is None else result.events():
+        on_host = event.device_type().name == "CPU"
+        where = (
+            f"operators, thread {event.start_thread_id()}"
+            if on_host
+            else f"device {event.device_index()}, stream {event.device_resource_id()}"
+        )
+        yield {"name": event.name(), "start": event.start_ns(), "dur": event.duration_ns(), "where": where}
+
+
+def _copy(part: Path, file: TextIO, separator: str) -> str:
+    """Append the events of `part`; return the separator that the next event needs."""
+    with part.open(encoding="utf-8") as lines:
+        for line in lines:
+            file.write(separator + line.rstrip("\n"))
+            separator = ",\n"
+    return separator
+
+
+def _name(rank: int, kind: str, arguments: dict[str, Any], row: int = 0) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": rank, "tid": row, "args": arguments}
