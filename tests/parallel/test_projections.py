@@ -35,8 +35,8 @@ from pipeloom.train.checkpoint.load import Reader
 from pipeloom.train.checkpoint.manifest import read_manifest
 from processes import run_ranks
 
-WIDTH, HEAD, LENGTH, BATCHES = 8, 4, 6, (2, 3)
-QKV, GATE_UP, MIXED = (4 * HEAD, 2 * HEAD, 2 * HEAD), (10, 10), (8, 4)
+WIDTH, HEAD, LENGTH, BATCHES = 8, 2, 8, (2, 3)
+QKV, GATE_UP, MIXED = (8 * HEAD, 4 * HEAD, 4 * HEAD), (12, 12), (8, 4)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -174,7 +174,7 @@ def second_gradients(tensor: TensorParallel | None) -> Tensor:
 @pytest.mark.dist
 def test_every_gradient_is_that_of_one_process() -> None:
     """Whole sequences and spread ones; fused and split backward; adapters; bf16 autocast; twice differentiated."""
-    run_ranks(compared, 2)
+    run_ranks(compared, 4)
 
 
 # -- through a pipeline, and to and from a checkpoint ------------------------------------------------------------------------
@@ -267,7 +267,7 @@ def of_ranks(size: int) -> TensorParallel:
     [
         ((4 * HEAD, 2 * HEAD, 2 * HEAD), 4, "tp=4 does not divide 2 heads of projection 1; nearest: 2"),
         ((3 * HEAD, HEAD, HEAD), 3, "tp=3 does not divide 1 heads of projection 1; nearest: 1"),
-        ((4 * HEAD, 6, 6), 2, r"outputs=\[16, 6, 6\]: projection 1 is no whole number of units of 4"),
+        ((8 * HEAD, 7, 7), 2, r"outputs=\[16, 7, 7\]: projection 1 is no whole number of units of 2"),
     ],
 )
 def test_heads_that_cannot_be_cut_are_refused(outputs: tuple[int, ...], size: int, words: str) -> None:

@@ -35,24 +35,26 @@ CASES: dict[str, dict[str, Any]] = {
     "zero1": {"parallel.dp": 2, "optimizer.zero1": True},
     "tp 2": {"parallel.tp": 2, "parallel.sp": True},
     "ep 2": EXPERTS,
+    "ep 2, tp 2, dp 4, another order": {**EXPERTS, "parallel.dp": 4, "parallel.tp": 2, "parallel.order": "ep-dp-tp-pp"},
     "two routes": {"parallel.pp": 2, "schedule.name": "dualpipe", "schedule.microbatches": 4},
     "pp 2, dp 2, zero1": {"parallel.pp": 2, "parallel.dp": 2, "optimizer.zero1": True},
     "pp 2, tp 2": {"parallel.pp": 2, "parallel.tp": 2},
 }
+COVERED = ("ep 2", "pp 2, tp 2")  # by those with more axes
 
 
 def layout_of(case: str) -> Layout:
     return load_layout("tiny", {**BASE, **CASES[case]})
 
 
-def measured(rank: int, case: str) -> tuple[float, float, float, list[tuple[str, list[float]]]]:
-    """The norm, the norm that clipping returns, the norm after it, and the gradients after it (unless they are sharded)."""
+def measured(rank: int, case: str) -> tuple[float, float, float, float, list[tuple[str, list[float]]]]:
+    """The loss, the norm, the norm that clipping returns, the norm after it, and the gradients after it (unless sharded)."""
     layout = layout_of(case)
     mesh = Mesh.of(layout.mesh)
     assert mesh is not None
     pipeline = build_pipeline(layout, CPU, mesh, torch.float32)
     batch = make_batch(layout).part(mesh.place.dp, layout.mesh.dp)
-    pipeline.step(batch.tokens, batch.targets)
+    loss = pipeline.step(batch.tokens, batch.targets).item()
     norm = pipeline.grad_norm()
     assert norm.shape == ()
     assert norm.dtype == torch.float32
@@ -63,15 +65,18 @@ def measured(rank: int, case: str) -> tuple[float, float, float, list[tuple[str,
     torch.distributed.all_gather_object(everyone, RankTensors(mesh.place, gradients, pipeline.layouts))
     joined = whole(everyone)[rank]
     pipeline.close()
-    return norm.item(), returned, after, [(n, g.flatten().tolist()) for n, g in joined.items() if g is not None]
+    return loss, norm.item(), returned, after, [(n, g.flatten().tolist()) for n, g in joined.items() if g is not None]
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.full] if case in COVERED else []) for case in CASES]
+)
 def test_norm_and_clipping_are_those_of_one_process(case: str) -> None:
     layout = layout_of(case)
     found = run_ranks(measured, layout.mesh.world, case)
-    serial = serial_step(layout, CPU).gradients
+    reference = serial_step(layout, CPU)
+    serial = reference.gradients
     copies = {name for names in tied(layout.config.model) for name in names[1:]}
     parameters = {name: nn.Parameter(torch.zeros_like(g)) for name, g in serial.items() if g is not None}
     for name, parameter in parameters.items():
@@ -82,11 +87,12 @@ def test_norm_and_clipping_are_those_of_one_process(case: str) -> None:
     for name in copies:
         parameters[name].grad = next(parameters[names[0]].grad for names in tied(layout.config.model) if name in names)
     compared = 0
-    for norm, returned, after, gradients in found:
+    for loss, norm, returned, after, gradients in found:
+        assert loss == pytest.approx(reference.loss, rel=1e-5)
         assert norm == pytest.approx(want, rel=1e-5)
         assert returned == norm
         assert after == pytest.approx(want / 4, rel=1e-4)
-        assert (norm, after) == (found[0][0], found[0][2])  # bitwise the same on every rank
+        assert (norm, after) == (found[0][1], found[0][3])  # bitwise the same on every rank
         for name, values in gradients:
             gradient = parameters[name].grad
             assert gradient is not None

@@ -31,6 +31,8 @@ from pipeloom.train.build import build_pipeline
 from pipeloom.train.checkpoint.boxes import Box
 from pipeloom.train.checkpoint.load import Reader, verified
 from pipeloom.train.checkpoint.state import holders
+from pipeloom.train.data.choice import tokenizer_name
+from pipeloom.train.data.prepare import require_data
 from processes import run_ranks
 
 _SIZES = {
@@ -109,9 +111,12 @@ def tokens() -> Tensor:
 def test_in_and_out_again_is_bit_equal(name: str, tmp_path: Path) -> None:
     """And the checkpoint in between computes the logits of `transformers`, our own decoder where it can."""
     model = written(name, tmp_path / "hub")
+    (tmp_path / "hub/tokenizer.json").write_text("{}")
     path, own = hub.import_directory(tmp_path / "hub", tmp_path / "checkpoints")
     assert own == (name in OWN)
-    section = load(tmp_path / "checkpoints/model.toml").model
+    imported = load(tmp_path / "checkpoints/model.toml")
+    section = imported.model
+    assert tokenizer_name(imported.data.tokenizer, section.source or section.weights) == str(tmp_path / "hub")
     chosen = layers(section.shape(), 0) if own else hf.layers(section.source)
     groups = tied(section.shape()) if own else chosen.tied  # type: ignore[attr-defined]
     pipeline = Pipeline(chosen, pl.schedules.gpipe(1, 1), loss=cross_entropy, tied=groups)
@@ -122,6 +127,9 @@ def test_in_and_out_again_is_bit_equal(name: str, tmp_path: Path) -> None:
     pipeline.close()
     assert hub.export(tmp_path / "checkpoints", tmp_path / "out") == path
     same(tmp_path / "hub", tmp_path / "out")
+    configs = [json.loads((tmp_path / where / "config.json").read_text()) for where in ("hub", "out")]
+    assert configs[1] == configs[0]  # also what our own decoder does not know, such as the tokens that end a text
+    assert (tmp_path / "out/tokenizer.json").is_file()
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     with torch.no_grad():
         assert torch.allclose(again(tokens()).logits, model(tokens()).logits, atol=1e-5)
@@ -140,7 +148,7 @@ def _read_in_parts(rank: int, folder: str, flags: dict[str, Any]) -> tuple[int, 
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", pytest.param("qwen3-moe", marks=pytest.mark.full)])
 def test_our_own_decoder_reads_its_boxes_of_a_directory(name: str, tmp_path: Path) -> None:
     """Over pp, tp and ep each rank reads the bytes that it holds and no others: those that import puts into a checkpoint."""
     written(name, tmp_path / "hub")
@@ -198,35 +206,74 @@ def test_a_round_trip_over_parts_is_bit_equal(name: str, flags: dict[str, Any], 
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_a_directory_trains_and_comes_out(tmp_path: Path) -> None:
-    """Five steps from a directory on two ranks, and out: `transformers` has the logits of the trained checkpoint."""
-    model = written("gpt2", tmp_path / "hub")
+@pytest.mark.parametrize(
+    ("key", "name", "schedule"),
+    [("source", "gpt2", "zbv"), ("weights", "qwen2", "interleaved")],
+    ids=["foreign", "own"],
+)
+def test_a_directory_trains_and_comes_out(key: str, name: str, schedule: str, tmp_path: Path) -> None:
+    """Five steps from a directory on two ranks, and out, with tied embeddings: `transformers` has the loss before the steps,
+    and the logits of the trained checkpoint."""
+    model = written(name, tmp_path / "hub")
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     (tmp_path / "hub/special_tokens_map.json").write_text("{}")
     (tmp_path / "text.txt").write_text("the loom weaves " * 4000)
-    flags = ["--model.source", "hub", "--parallel.pp", "2", "--schedule.name", "zbv", "--schedule.microbatches", "4"]
-    flags += ["--train.steps", "5", "--train.seq_len", "24", "--train.global_batch_size", "8", "--train.device", "cpu"]
-    flags += ["--data.source", "text.txt", "--log.dir", "runs", "--train.recompute", "[1]", "--data.tokenizer", "bytes"]
-    words = [sys.executable, "-P", "-m", "pipeloom"]
-    done = subprocess.run([*words, "train", *flags], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    keys = {f"model.{key}": "hub", "parallel.pp": 2, "schedule.name": schedule, "schedule.microbatches": 4}
+    keys |= {"train.steps": 5, "train.seq_len": 24, "train.global_batch_size": 8, "train.device": "cpu"}
+    keys |= {"data.source": "text.txt", "log.dir": "runs", "train.recompute": "[1]", "data.tokenizer": "bytes"}
+    words = [sys.executable, "-P", "-m", "pipeloom", "train", *(f"--{key}={value}" for key, value in keys.items())]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     (run,) = (tmp_path / "runs").iterdir()
-    done = subprocess.run(
-        [*words, "export", str(run), "out"], cwd=tmp_path, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
+    hub.export(run, tmp_path / "out")
     trained = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
-    cut = hf.layers(tmp_path / "hub")
-    pipeline = Pipeline(cut, pl.schedules.gpipe(1, 1), loss=cross_entropy, tied=cut.tied)
+    section = load(None, {f"model.{key}": str(tmp_path / "hub")}).model
+    cut = hf.layers(tmp_path / "hub") if key == "source" else layers(section.shape(), 0)
+    groups = cut.tied if key == "source" else tied(section.shape())  # type: ignore[attr-defined]
+    pipeline = Pipeline(cut, pl.schedules.gpipe(1, 1), loss=cross_entropy, tied=groups)
+    checkpoint.load(run, pipeline)
     pipeline.eval()
+    corpus = {"data.source": str(tmp_path / "text.txt"), "data.tokenizer": "bytes", "train.seq_len": 24}
+    held = require_data(load(None, {**corpus, "train.global_batch_size": 8}), 1).held_out
     with torch.no_grad():
-        before = model(tokens()).logits
-        assert torch.allclose(pipeline.predict(tokens()), before, atol=1e-5)
-        checkpoint.load(run, pipeline)
-        after = trained(tokens()).logits
+        before, after = model(tokens()).logits, trained(tokens()).logits
+        losses = [torch.stack([cross_entropy(m(b.tokens).logits, b.targets) for b in held]) for m in (model, trained)]
         assert torch.allclose(pipeline.predict(tokens()), after, atol=1e-5)
     pipeline.close()
     assert float((after - before).abs().max()) > 1e-2
+    records = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    (said,) = [record for record in records if record["event"] == "held-out"]
+    counts = torch.tensor([float(batch.targets.numel()) for batch in held])
+    want = [float((each * counts).sum() / counts.sum()) for each in losses]
+    assert [said["before"], said["after"]] == pytest.approx(want, rel=1e-5)
     assert (tmp_path / "out/special_tokens_map.json").read_text() == "{}"
+
+
+def test_a_tokenizer_of_its_own_goes_out_with_the_model(tmp_path: Path) -> None:
+    """And a configuration that is not the directory's any more is not taken for it."""
+    written("qwen2", tmp_path / "hub")
+    hub.import_directory(tmp_path / "hub", tmp_path / "checkpoints")
+    section = load(tmp_path / "checkpoints/model.toml").model
+    pipeline = Pipeline(
+        layers(section.shape(), 0), pl.schedules.gpipe(1, 1), loss=cross_entropy, tied=tied(section.shape())
+    )
+    (tmp_path / "words.json").write_text('{"own": 1}')
+    (tmp_path / "words").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        (tmp_path / "words" / name).write_text('{"folder": 1}')
+    config = tmp_path / "hub/config.json"
+    config.write_text(config.read_text().replace('"intermediate_size": 48', '"intermediate_size": 64'))
+    for number, tokenizer in enumerate(("words.json", "words", "gone.json")):
+        described = {"model": section.model_dump(mode="json"), "data": {"tokenizer": str(tmp_path / tokenizer)}}
+        path = checkpoint.save(tmp_path / "runs", number, pipeline, extra={"config": described})
+        out = tmp_path / f"out{number}"
+        hub.export(path, out)
+        assert json.loads((out / "config.json").read_text())["intermediate_size"] == 48
+        files = {file.name for file in out.glob("*.json")}
+        assert ("tokenizer.json" in files) == (tokenizer != "gone.json")
+        assert ("tokenizer_config.json" in files) == (tokenizer == "words")
+    pipeline.close()
+    assert json.loads((tmp_path / "out0/tokenizer.json").read_text()) == {"own": 1}
 
 
 def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipeloom.config import ModelSection, load
 from pipeloom.config.expert_checks import CLASS_KEYS
-from pipeloom.config.hub import own_values
+from pipeloom.config.hub import is_directory, own_values
 from pipeloom.config.sections import LoraSection
 from pipeloom.decoder_shape import DecoderShape
 from pipeloom.errors import CheckpointError, ConfigError
@@ -29,10 +29,12 @@ from pipeloom.train.checkpoint.folder import newest_checkpoint
 from pipeloom.train.checkpoint.load import Reader, read_extra, verified
 from pipeloom.train.checkpoint.manifest import BaseWeights
 from pipeloom.train.checkpoint.whole import write_whole
+from pipeloom.train.data.choice import FILES
 
 _SHARD_BYTES = 2 * 10**9  # of weights in memory at a time, and in a file; readers take a rank's part of any file
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".index.json")
 _COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+_OF_MODEL = ("config.json", "generation_config.json")
 
 
 def export(path: Path, out: Path, merge: bool = False) -> Path:
@@ -65,7 +67,8 @@ def export(path: Path, out: Path, merge: bool = False) -> Path:
         raise ConfigError(f"{directory} holds no adapters to merge; leave --merge out")
     else:
         section = _section(reader)
-        _write(out, section, _dtype_of(reader), _layers_of(reader, section))
+        _write(out, section, _dtype_of(reader), _layers_of(reader, section), _origin(reader, section))
+        _copy_tokenizer(_stored_config(reader), out)
     return directory
 
 
@@ -85,6 +88,50 @@ def _stored_config(reader: Reader) -> Mapping[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
+def _origin(reader: Reader, section: ModelSection) -> Path | None:
+    """The Hugging Face directory that our own decoder's weights came from first, where it is there still and has these sizes."""
+    extra = reader.extra()
+    source = extra.get("source") if isinstance(extra, dict) else None
+    if not source and section.weights:
+        source = section.weights
+        if not is_directory(source):
+            source = _imported_from(Path(source))
+    if not isinstance(source, str) or not is_directory(source):
+        return None
+    values = own_values(read_config(source).to_dict())
+    sizes = section.model_dump(mode="json")
+    same = values is not None and all(sizes.get(key) == value for key, value in values.items())
+    return Path(source) if same else None
+
+
+def _imported_from(folder: Path) -> str | None:
+    """The directory that a checkpoint was imported from, as far as the checkpoint is there and names it."""
+    try:
+        extra = read_extra(newest_checkpoint(folder))
+    except CheckpointError:
+        return None
+    source = extra.get("source") if isinstance(extra, dict) else None
+    return source if isinstance(source, str) else None
+
+
+def _copy_tokenizer(config: Mapping[str, Any], out: Path) -> None:
+    """Put the tokenizer that a run names in its configuration beside the model, unless it is gone."""
+    data = config.get("data")
+    name = data.get("tokenizer") if isinstance(data, dict) else None
+    path = Path(name).expanduser() if isinstance(name, str) else Path()
+    if path.is_file():
+        shutil.copyfile(path, out / "tokenizer.json")
+    elif isinstance(name, str) and any((path / file).is_file() for file in FILES):
+        _copy_texts(path, out, _OF_MODEL)
+
+
+def _copy_texts(source: Path, out: Path, without: tuple[str, ...]) -> None:
+    """Copies what a model's directory has beside its weights, such as the files of its tokenizer."""
+    for file in sorted(source.iterdir()):
+        if file.is_file() and file.suffix in _COPIED and not file.name.endswith(_WEIGHTS) and file.name not in without:
+            shutil.copyfile(file, out / file.name)
+
+
 def _dtype_of(reader: Reader) -> torch.dtype:
     kinds = {entry.dtype for key, entry in reader.manifest.tensors.items() if key.startswith("model.")}
     return torch.bfloat16 if kinds == {"BF16"} else torch.float32
@@ -97,14 +144,25 @@ def _layers_of(reader: Reader, section: ModelSection) -> Iterator[dict[str, Tens
         yield {hf.hub_name(name): t for name, t in tensors.items()} if section.source else to_hub(tensors)
 
 
-def _write(out: Path, section: ModelSection, dtype: torch.dtype, layers_of: Iterator[dict[str, Tensor]]) -> None:
-    """Write a model's weights, its configuration, and the tokenizer's files of the directory that it comes from."""
+def _write(
+    out: Path,
+    section: ModelSection,
+    dtype: torch.dtype,
+    layers_of: Iterator[dict[str, Tensor]],
+    origin: Path | None = None,
+) -> None:
+    """Write a model's weights, its configuration, and the tokenizer's files of the directory that it comes from.
+
+    Args:
+        origin: where our own decoder's weights came from, in the configuration of which they go out again.
+    """
     for key in CLASS_KEYS:
         if getattr(section, key):
             raise ConfigError(
                 f'model.{key} = "{getattr(section, key)}": no model of transformers computes what your class does'
             )
-    config = read_config(section.source) if section.source else hub_config(section.shape())
+    source = Path(section.source) if section.source else origin
+    config = read_config(source) if source is not None else hub_config(section.shape())
     config.dtype = dtype
     model = causal_model(config, dtype)
     out.mkdir(parents=True, exist_ok=True)
@@ -112,15 +170,8 @@ def _write(out: Path, section: ModelSection, dtype: torch.dtype, layers_of: Iter
     for tensors in layers_of:
         writer.add(_as_written(model, tensors))
     writer.finish()
-    if section.source:
-        for file in sorted(Path(section.source).iterdir()):
-            if (
-                file.is_file()
-                and file.suffix in _COPIED
-                and not file.name.endswith(_WEIGHTS)
-                and file.name != "config.json"
-            ):
-                shutil.copyfile(file, out / file.name)
+    if source is not None:
+        _copy_texts(source, out, ("config.json",))
     config.architectures = [type(model).__name__]
     config.save_pretrained(out)  # last: without it nothing takes the directory for a model
 
@@ -156,7 +207,7 @@ def _export_adapters(reader: Reader, base: BaseWeights, out: Path, merge: bool) 
     _refuse_tied(tied(section.shape()), adapters)
     weights = Reader(path, manifest)
     added = (merged(tensors, adapters, options.scale) for tensors in _layers_of(weights, section))
-    _write(out, section, _dtype_of(weights), added)
+    _write(out, section, _dtype_of(weights), added, _origin(weights, section))
 
 
 def _merged_layers(
@@ -215,6 +266,10 @@ def import_directory(source: Path, out: Path) -> tuple[Path, bool]:
     path = write_whole(out, 0, _imported(foreign, values is not None), extra)
     keys = {"source": section.source} if values is None else {**values, "weights": str(out.absolute())}
     lines = "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())
+    if values is not None and any(
+        (source / name).is_file() for name in FILES
+    ):  # model.source has its own tokenizer anyway
+        lines += f"\n[data]\ntokenizer = {json.dumps(str(source.absolute()))}\n"
     (out / "model.toml").write_text(f"[model]\n{lines}", encoding="utf-8")
     return path, values is not None
 
