@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 from gpu_setup import Row, Setup, at_least, at_most, gradients, worst
-from gpu_travel import Copies, blocks, mse
+from gpu_travel import Copies, HostTrip, blocks, mse
 from torch import Tensor, nn
 
 import pipeloom as pl
@@ -21,6 +21,7 @@ from pipeloom.schedule.transforms import unpair
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # bf16, dense
 MICROBATCHES = 8
+BLOCKS = 4
 
 
 def seconds(setup: Setup, run: Callable[[], object], repeats: int = 5, warmup: int = 2) -> float:
@@ -44,54 +45,79 @@ def large(setup: Setup) -> tuple[DecoderShape, int]:
 
 
 def engine(setup: Setup) -> list[Row]:
-    """Tokens a second of 4 chunks on one device against the same blocks in a loop that accumulates gradients."""
+    """Tokens per second of 4 chunks on one device against the same blocks in a loop that accumulates gradients.
+
+    With micro-batches of 4 sequences; those of a single one keep an H100 waiting for the host's launches, in both.
+    """
+    rows = []
     shape, length = large(setup)
-    x, y = setup.tokens(MICROBATCHES, length, shape.vocab_size)
-    dtype = torch.bfloat16 if setup.cuda else torch.float32
-    loss_of = token_loss(shape)
-    peaks = []
-    speeds = []
-    names = "pipeline of 4 chunks", "plain loop"
-    parameters = 0
-    for name in names:
-        built = layers(shape, 1, dtype, setup.device)
-        if setup.cuda:
-            torch.cuda.reset_peak_memory_stats(setup.device)
-        if name == names[0]:
-            schedule = pl.schedules.interleaved(1, MICROBATCHES, 4, group_size=1)
-            pipeline = LocalPipeline(built, schedule, loss=loss_of, options=RuntimeOptions(device=setup.device, seed=1))
-            parameters = sum(p.numel() for p in pipeline.parameters())
-            taken = seconds(setup, partial(pipeline.step, x, y))
-            del pipeline
-        else:
-            modules = nn.ModuleList([layer() for layer in built])
-            taken = seconds(setup, partial(plain_step, modules, loss_of, x, y))
-            del modules
-        speeds.append(x.numel() / taken)
-        peaks.append(torch.cuda.max_memory_allocated(setup.device) / 2**30 if setup.cuda else 0.0)
-    rows = [
-        Row(name, f"{speed:,.0f} tokens/s, peak {gib:.1f} GiB")
-        for name, speed, gib in zip(names, speeds, peaks, strict=True)
-    ]
-    if setup.cuda:
-        device = torch.cuda.get_device_name(setup.device)
-        peak = next((flops for key, flops in PEAK_FLOPS.items() if key in device), None)
-        # 6 operations a parameter and token, and the attention's 12 * layers * hidden * length / 2 (causal)
-        work = 6 * parameters + 6 * shape.num_hidden_layers * shape.hidden_size * length
-        if peak:
-            rows.append(Row("MFU of the pipeline", f"{speeds[0] * work / peak:.1%} of {peak / 1e12:.0f} TFLOP/s"))
-        rows.append(at_least("pipeline ÷ plain loop, tokens/s", speeds[0] / speeds[1], 0.98))
-    else:
-        rows.append(Row("pipeline ÷ plain loop, tokens/s", f"{speeds[0] / speeds[1]:.2f}"))
+    for sequences in (4, 1):
+        speeds, peaks, parameters = engine_speeds(setup, sequences)
+        of = f"micro-batches of {sequences * length:,} tokens"
+        for name, speed, peak in zip(("pipeline of 4 chunks", "plain loop"), speeds, peaks, strict=True):
+            rows.append(Row(f"{name}, {of}", f"{speed:,.0f} tokens/s, peak {peak:.1f} GiB"))
+        ratio = speeds[0] / speeds[1]
+        name = f"pipeline ÷ plain loop, tokens/s, {of}"
+        rows.append(at_least(name, ratio, 0.98) if setup.cuda and sequences == 4 else Row(name, f"{ratio:.3f}"))
+        device = torch.cuda.get_device_name(setup.device) if setup.cuda else ""
+        flops = next((flops for key, flops in PEAK_FLOPS.items() if key in device), None)
+        if flops:
+            # 6 operations per parameter and token, and the attention's 12 * layers * hidden * length / 2 (causal)
+            work = 6 * parameters + 6 * shape.num_hidden_layers * shape.hidden_size * length
+            rows.append(
+                Row(f"MFU of the pipeline, {of}", f"{speeds[0] * work / flops:.1%} of {flops / 1e12:.0f} TFLOP/s")
+            )
     return rows
 
 
-def plain_step(modules: nn.ModuleList, loss_of: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> None:
-    for one, target in zip(torch.split(x, 1), torch.split(y, 1), strict=True):
+def engine_speeds(setup: Setup, sequences: int) -> tuple[list[float], list[float], int]:
+    """Tokens per second of the pipeline and of the plain loop, their peaks in GiB, and the number of parameters."""
+    shape, length = large(setup)
+    x, y = setup.tokens(MICROBATCHES * sequences, length, shape.vocab_size)
+    dtype = torch.bfloat16 if setup.cuda else torch.float32
+    loss_of = token_loss(shape)
+    speeds, peaks = [], []
+    built = layers(shape, 1, dtype, setup.device)
+    schedule = pl.schedules.interleaved(1, MICROBATCHES, 4, group_size=1)
+    pipeline: LocalPipeline | None = LocalPipeline(
+        built, schedule, loss=loss_of, options=RuntimeOptions(device=setup.device, seed=1)
+    )
+    assert pipeline is not None
+    parameters = sum(p.numel() for p in pipeline.parameters())
+    step: Callable[[], object] = partial(pipeline.step, x, y)
+    for _ in range(2):
+        if setup.cuda:
+            torch.cuda.reset_peak_memory_stats(setup.device)
+        speeds.append(x.numel() / seconds(setup, step))
+        peaks.append(torch.cuda.max_memory_allocated(setup.device) / 2**30 if setup.cuda else 0.0)
+        pipeline = None
+        modules = nn.ModuleList([layer() for layer in built])
+        step = partial(plain_step, modules, loss_of, x, y, sequences)
+    return speeds, peaks, parameters
+
+
+def plain_step(
+    modules: nn.ModuleList, loss_of: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor, sequences: int = 1
+) -> None:
+    for one, target in zip(torch.split(x, sequences), torch.split(y, sequences), strict=True):
         out = one
         for module in modules:
             out = module(out)
-        (loss_of(out, target) / len(x)).backward()  # type: ignore[no-untyped-call]
+        (loss_of(out, target) * sequences / len(x)).backward()  # type: ignore[no-untyped-call]
+
+
+def cut_step(modules: nn.ModuleList, loss_of: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> None:
+    """As `plain_step`, cut behind every module: the calls of layers and of autograd that a pipeline must make."""
+    for one, target in zip(torch.split(x, 1), torch.split(y, 1), strict=True):
+        inputs, outputs, out = [], [], one
+        for module in modules:
+            inputs.append(out.detach().requires_grad_())
+            out = module(inputs[-1])
+            outputs.append(out)
+        root, gradient = loss_of(out, target) / len(x), None
+        for each, output in zip(reversed(inputs), [root, *reversed(outputs[:-1])], strict=True):
+            torch.autograd.backward([output], [gradient])
+            gradient = each.grad
 
 
 class Scale(nn.Module):
@@ -106,27 +132,33 @@ class Scale(nn.Module):
 
 
 def per_action(setup: Setup) -> list[Row]:
-    """The engine's time for an action beyond that of the layers' own calls."""
+    """The engine's time per action beyond that of the layers' and autograd's own calls, and beyond a loop that is not cut."""
     schedule = pl.schedules.interleaved(1, 64, 4, group_size=1)
     built = [Layer(f"scale{at}", lambda: Scale(setup.device)) for at in range(4)]
     x, y = (torch.ones(64, 8, device=setup.device) for _ in range(2))
     pipeline = LocalPipeline(built, schedule, loss=mse, options=RuntimeOptions(device=setup.device))
     modules = nn.ModuleList([layer() for layer in built])
-    whole, alone = (
-        seconds(setup, lambda: pipeline.step(x, y)),
-        seconds(setup, lambda: plain_step(modules, mse, x, y)),
+    whole, alone, cut = (
+        seconds(setup, run, repeats=9)
+        for run in (
+            lambda: pipeline.step(x, y),
+            lambda: plain_step(modules, mse, x, y),
+            lambda: cut_step(modules, mse, x, y),
+        )
     )
     actions = sum(map(len, schedule.programs))
-    micro = (whole - alone) / actions * 1e6
-    if setup.cuda:
-        return [at_most("engine, µs an action", micro, 40)]
-    return [Row("engine, µs an action", f"{micro:.0f}")]
+    beyond = (whole - cut) / actions * 1e6
+    name = "engine, µs per action, beyond the calls of layers and autograd"
+    return [
+        at_most(name, beyond, 40) if setup.cuda else Row(name, f"{beyond:.0f}"),
+        Row("beyond a loop with one backward per micro-batch", f"{(whole - alone) / actions * 1e6:.0f} µs per action"),
+    ]
 
 
 def split_cost(setup: Setup) -> list[Row]:
-    """I + W against B, the same layers and micro-batches."""
+    """I + W against B, the same layers and micro-batches of 4 sequences."""
     shape, length = large(setup)
-    x, y = setup.tokens(MICROBATCHES, length, shape.vocab_size)
+    x, y = setup.tokens(MICROBATCHES * 4, length, shape.vocab_size)
     dtype = torch.bfloat16 if setup.cuda else torch.float32
     taken = []
     for split in (False, True):
@@ -145,33 +177,52 @@ def overlap(setup: Setup) -> list[Row]:
     """Overlapped pairs whose all-to-all is traffic through the copy engines, sized to 30 to 60 % of the compute."""
     width, tokens = (4096, 8192) if setup.cuda else (16, 32)
     dtype = torch.bfloat16 if setup.cuda else torch.float32
-    x, y = (torch.randn(MICROBATCHES, tokens, width, dtype=dtype, device=setup.device) for _ in range(2))
-    paired = pl.schedules.build("1f1b-overlap", 1, MICROBATCHES)
+    data = [torch.randn(2 * MICROBATCHES, tokens, width, dtype=dtype, device=setup.device) for _ in range(2)]
 
-    def time_of(schedule: pl.Schedule, moved: float) -> float:
+    def pair_time(moved: float, together: bool) -> float:
+        """Seconds of a pair: what `MICROBATCHES` more micro-batches add to a step, divided by their number."""
         Copies.share = moved
-        built = blocks(4, width, dtype, setup.device)
-        pipeline = LocalPipeline(built, schedule, loss=mse, options=RuntimeOptions(device=setup.device))
-        return seconds(setup, lambda: pipeline.step(x, y), repeats=3)
+        steps = []
+        for count in (MICROBATCHES, 2 * MICROBATCHES):
+            schedule = pl.schedules.build("1f1b-overlap", 1, count)
+            pipeline = LocalPipeline(
+                blocks(BLOCKS, width, dtype, setup.device),
+                schedule if together else unpair(schedule),
+                loss=mse,
+                options=RuntimeOptions(device=setup.device),
+            )
+            batch = [each[:count] for each in data]
+            steps.append(seconds(setup, partial(pipeline.step, *batch), repeats=3))
+        return (steps[1] - steps[0]) / MICROBATCHES
+
+    def copies_alone(moved: float) -> float:
+        """Seconds of a pair's communications by themselves: one before and one behind the experts, forward and backward."""
+        Copies.share = moved
+        trip, rows = HostTrip("alone"), data[0][0]
+
+        def run() -> None:
+            for _ in range(4 * BLOCKS):
+                trip.start((rows,)).wait()
+
+        return seconds(setup, run)
 
     try:
-        apart = unpair(paired)
-        compute = time_of(apart, 0)
-        whole = (time_of(apart, 1) - compute) / compute
+        compute = pair_time(0, False)
+        whole = copies_alone(1) / compute
         moved = min(1.0, 0.45 / whole) if setup.cuda else 0.5
-        serial = time_of(apart, moved)
-        overlapped = time_of(paired, moved)
+        alone, serial, overlapped = copies_alone(moved), pair_time(moved, False), pair_time(moved, True)
     finally:
         Copies.share = 1.0
-    share = (serial - compute) / compute
-    # The first forward and the last backward have no partner: of m micro-batches, m - 1 are in pairs.
-    hidden = (serial - overlapped) / (serial - compute) * MICROBATCHES / (MICROBATCHES - 1)
-    words = f"compute {compute * 1e3:.1f} ms, serial {serial * 1e3:.1f} ms, overlapped {overlapped * 1e3:.1f} ms"
-    rows = [Row(f"all-to-all of {share:.0%} of the compute ({moved:.0%} of the rows)", words)]
+    share, hidden = alone / compute, (compute + alone - overlapped) / alone
+    words = (
+        f"compute {compute * 1e3:.1f} ms, all-to-all alone {alone * 1e3:.1f} ms, not paired {serial * 1e3:.1f} ms, "
+        f"paired {overlapped * 1e3:.1f} ms"
+    )
+    rows = [Row(f"a pair with an all-to-all of {share:.0%} of its compute", words)]
     if not setup.cuda:
         return rows
     rows.append(Row("emulated all-to-all, share of the compute", f"{share:.0%}", "30 % to 60 %", 0.3 <= share <= 0.6))
-    return [*rows, at_least("share of the pairs' all-to-all that is hidden", hidden, 0.85)]
+    return [*rows, at_least("share of the all-to-all that is hidden", hidden, 0.85)]
 
 
 def offload(setup: Setup) -> list[Row]:

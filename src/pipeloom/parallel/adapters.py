@@ -16,7 +16,7 @@ from pipeloom.errors import ArgumentError
 from pipeloom.ops.deferred import WeightGradContext, apply_linear, defer_weight_gradients
 from pipeloom.parallel.expert import PartialSumLinear
 from pipeloom.parallel.sharding import WHOLE, HasSharding, ParameterSharding, Shard, shard_of
-from pipeloom.parallel.tensor import ColumnLinear, RowLinear, TensorParallel, enter, project, sum_over_ranks
+from pipeloom.parallel.tensor import Adapted, ColumnLinear, RowLinear, TensorParallel, enter, project, sum_over_ranks
 
 
 class LowRankFactor(nn.Module):
@@ -39,7 +39,7 @@ class LowRankFactor(nn.Module):
         return apply_linear(x, self.weight, None, self.grad_context)
 
 
-class AdaptedLinear(nn.Module):
+class AdaptedLinear(Adapted):
     """A linear layer and its adapter; the layer's own parameters keep their names, and are frozen.
 
     Args:
@@ -51,8 +51,6 @@ class AdaptedLinear(nn.Module):
 
     Raises ArgumentError for a dropout on a layer that is cut: each rank would draw a mask of its own for one input.
     """
-
-    base: nn.Module
 
     def __init__(self, base: nn.Module, down: Tensor, up: Tensor, scale: float, dropout: float = 0.0) -> None:
         super().__init__()
