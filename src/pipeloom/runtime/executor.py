@@ -8,7 +8,6 @@ LocalPipeline, which has all ranks in one thread, calls `begin`, `execute_next` 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +19,7 @@ from pipeloom.errors import DistributedError, UsageError
 from pipeloom.ops.checksum import message_checksum
 from pipeloom.ops.segments import report_standstills_to
 from pipeloom.runtime.batch import Microbatches
+from pipeloom.runtime.clock import Clock
 from pipeloom.runtime.health.fault_injection import Faults
 from pipeloom.runtime.health.names import Names
 from pipeloom.runtime.health.status import Status
@@ -95,6 +95,7 @@ class Executor:
         loss: `loss(output, targets)` of a micro-batch.
         specs: the shapes of messages, known from earlier steps.
         communications: the rank's communications inside stages.
+        clock: times the actions.
         checksums: whether messages are sent with a checksum, and verified.
     """
 
@@ -108,6 +109,7 @@ class Executor:
         loss: Loss,
         specs: ShapeCache,
         communications: CommStream,
+        clock: Clock,
         checksums: bool = False,
     ) -> None:
         self.program = program
@@ -117,6 +119,7 @@ class Executor:
         self.loss = loss
         self.specs = specs
         self.communications = communications
+        self.clock = clock
         self.checksums = checksums
 
     # -- a run, instruction by instruction -------------------------------------------------------------------------------
@@ -148,6 +151,12 @@ class Executor:
         self._inputs: dict[tuple[int, int], Deliveries] = {}
         self.communications.exposed()  # what an evaluation or a failed step left
         self.specs.begin([(self.training, *each) for each in batch.signatures])
+        self.clock.begin()
+        # Of program entries: marks of the clock, and for an interleaved pair the forward's share of its time.
+        self._starts: list[Any] = []
+        self._ends: list[Any] = []
+        self._turns: dict[int, Any] = {}
+        self._forward_shares: dict[int, float] = {}
         if self.program.instructions:
             self.transport.exchange((), self.program.instructions[0].post_receives)
 
@@ -166,7 +175,7 @@ class Executor:
         if instruction.completes_stages:
             self._announce_last_backwards(instruction.completes_stages)
         report_standstills_to(self.communications.standing_still)  # another rank of this thread may have run
-        self.result.starts.append(time.perf_counter())
+        self._starts.append(self.clock.now())
         if len(instruction.actions) > 1 and any(self.stages[action.stage].segmented for action in instruction.actions):
             outgoing = self._overlapped_pair(instruction, received)
         else:
@@ -184,7 +193,7 @@ class Executor:
                     error.add_note(f"({self.hooks.status.name}, {action.words})")
                     raise
                 outgoing = self._outgoing(instruction.sends[at], output)
-        self.result.ends.append(time.perf_counter())
+        self._ends.append(self.clock.now())
         self._next += 1
         self.unfinished = self._next < len(self.program.instructions)
         posts = self.program.instructions[self._next].post_receives if self.unfinished else ()
@@ -205,7 +214,16 @@ class Executor:
                 "train; compute it from them without detach(), .item() or torch.no_grad()"
             )
         self.result.exposed = self.communications.exposed()
+        self._read_clock()
         return self.result
+
+    def _read_clock(self) -> None:
+        """The times of the actions, from the marks that were made."""
+        seconds, result = self.clock.seconds, self.result
+        result.starts, result.ends = list(map(seconds, self._starts)), list(map(seconds, self._ends))
+        result.turns = {at: seconds(mark) for at, mark in self._turns.items()}
+        for at, share in self._forward_shares.items():
+            result.turns[at] = result.starts[at] + share * (result.ends[at] - result.starts[at])
 
     # -- the kinds of actions --------------------------------------------------------------------------------------------
 
@@ -266,12 +284,11 @@ class Executor:
         self._await_weights(second)
         forward = self._watched(first, self._forward_in_segments(first, received[0]))
         backward = self._watched(second, self._backward_in_segments(second, received[1]))
-        begun = self.result.starts[-1]
         if self.stages[second.stage].communicates_in_backward(second.microbatch):
-            (gradients, outputs), (_, forward_seconds) = interleave((backward, forward))
+            (gradients, outputs), (backward_seconds, forward_seconds) = interleave((backward, forward))
         else:
-            (outputs, gradients), (forward_seconds, _) = interleave((forward, backward))
-        self.result.turns[self._next] = begun + forward_seconds
+            (outputs, gradients), (forward_seconds, backward_seconds) = interleave((forward, backward))
+        self._forward_shares[self._next] = forward_seconds / (forward_seconds + backward_seconds)
         self._turn(self._outgoing(instruction.sends[0], outputs))
         return self._outgoing(instruction.sends[1], gradients)
 
@@ -442,7 +459,8 @@ class Executor:
 
     def _turn(self, outgoing: list[Outgoing]) -> None:
         """Between the two actions of a pair: what the first one made leaves at once."""
-        self.result.turns.setdefault(self._next, time.perf_counter())
+        if self._next not in self._forward_shares:
+            self._turns.setdefault(self._next, self.clock.now())
         if outgoing:
             self.transport.exchange(outgoing, ())
 

@@ -28,6 +28,7 @@ from pipeloom.runtime.batch import (
     split_batch,
 )
 from pipeloom.runtime.built_parameters import BuiltParameters
+from pipeloom.runtime.clock import clock_for
 from pipeloom.runtime.executor import Executor, StepHooks, StepResult
 from pipeloom.runtime.grad_sync import checked_max_norm
 from pipeloom.runtime.health.fault_injection import Faults
@@ -210,6 +211,7 @@ class LocalPipeline:
                 loss=self._loss,
                 specs=specs,
                 communications=assembly.communications,
+                clock=clock_for(self.device, self.options.trace),
                 checksums=self.options.checksum,
             )
             for rank, (program, assembly, hooks, specs) in enumerate(

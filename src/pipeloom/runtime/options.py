@@ -57,9 +57,9 @@ class RuntimeOptions:
         init: what happens before the first step, after construction and after a load, where weights and buffers that several
             processes hold in full are not equal: `"broadcast"`: all take the values of the first, and a line says so; `"check"`:
             DistributedError; `"none"`: they are not compared.
-        trace: measure with CUDA events on a GPU for how long computation stands still for communications inside stages, which
-            holds up the host at the end of a step; on a CPU every step measures it. Starts and ends of actions on a GPU are
-            those of their launches.
+        trace: on a GPU measure with CUDA events when actions start and end, and for how long computation stands still for
+            communications inside stages; this holds up the host at both ends of a step. Without it, starts and ends on a GPU
+            are those of the launches, and standing still is not measured. On a CPU every step measures both.
     """
 
     transport: TransportName = "auto"

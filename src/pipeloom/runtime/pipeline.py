@@ -35,6 +35,7 @@ from pipeloom.runtime.batch import (
     sum_over_replicas,
 )
 from pipeloom.runtime.built_parameters import BuiltParameters
+from pipeloom.runtime.clock import clock_for
 from pipeloom.runtime.executor import Executor, StepHooks, StepResult
 from pipeloom.runtime.grad_sync import StepGradients, checked_max_norm, summed_over
 from pipeloom.runtime.health import handshake
@@ -339,6 +340,7 @@ class Pipeline:
             loss=self._loss,
             specs=self._specs,
             communications=self._assembly.communications,
+            clock=clock_for(self.device, self.options.trace),
             checksums=self.options.checksum,
         )
 

@@ -1,0 +1,61 @@
+"""The clocks that a step's actions are timed by."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import torch
+
+
+class Clock(Protocol):
+    """Marks moments of a step; afterwards each mark has a time, in seconds of `time.perf_counter`."""
+
+    def begin(self) -> None:
+        """Start a step."""
+
+    def now(self) -> Any:
+        """A mark of this moment."""
+
+    def seconds(self, mark: Any) -> float:
+        """The time of a mark of this step."""
+
+
+class HostClock:
+    """The host's time. Of actions on a GPU it is that of their launches."""
+
+    now = staticmethod(time.perf_counter)
+
+    def begin(self) -> None:
+        """Nothing to start."""
+
+    def seconds(self, mark: float) -> float:
+        return mark
+
+
+class DeviceClock:
+    """The time at which a CUDA device reaches a mark on its current stream. Reading one waits for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def begin(self) -> None:
+        """Wait for the device, so that its time and the host's meet."""
+        torch.cuda.synchronize(self._device)
+        self._at = time.perf_counter()
+        self._origin = self.now()
+
+    def now(self) -> Any:
+        mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        mark.record(torch.cuda.current_stream(self._device))
+        return mark
+
+    def seconds(self, mark: Any) -> float:
+        mark.synchronize()
+        milliseconds: float = self._origin.elapsed_time(mark)
+        return self._at + milliseconds / 1e3
+
+
+def clock_for(device: torch.device, traced: bool) -> Clock:
+    """Return the clock for actions on `device`; `traced`: a step may wait for the device at its ends."""
+    return DeviceClock(device) if traced and device.type == "cuda" else HostClock()
