@@ -56,7 +56,8 @@ def test_the_card_says_what_a_box_is_and_what_it_waited_for(opened: Opened) -> N
 
 def test_the_facts_say_how_many_messages_of_what_size(running: Any, tmp_path: Path) -> None:
     timelines = [pl.simulate(pl.schedules.one_f_one_b(2, 4), pl.Costs(message=size)) for size in (0, 2**20)]
-    page = Opened(running, tmp_path, timelines)
+    page = Opened(running, tmp_path, timelines, viewport={"width": 420, "height": 800})
+    assert page.run("() => document.documentElement.scrollWidth") == 420  # wide tables scroll by themselves
     plain, sized = (page.page.inner_text(f".facts >> nth={at}") for at in range(2))
     assert "8 messages between ranks ·" in plain
     assert "8 messages between ranks, 8 MiB ·" in sized
@@ -70,7 +71,7 @@ def test_the_table_has_the_communications_that_a_step_stood_still_for(running: A
     measured = replace(pl.simulate(schedule), source="measured", exposed=exposed)
     page = Opened(running, tmp_path, measured)
     rows = page.run("() => pipeloom.tableOf(pipeloom.panes[0].schedule, {factor: 1, name: ''}).rows")
-    assert rows[0][3:7] == ["busy", "… all-to-all", "… tp", "idle"]
+    assert rows[0][3:7] == ["busy", "busy: all-to-all", "busy: tp", "idle"]
     assert [row[4:6] for row in rows[1:]] == [["0", "0.25"], ["0.125", "0.5"]]
     page.run("() => pipeloom.move(pipeloom.panes[0], 0, 1, 2)")
     heads = page.run("() => pipeloom.tableOf(pipeloom.panes[0].schedule, {factor: 1, name: ''}).rows[0]")
@@ -141,7 +142,10 @@ def test_a_drag_moves_an_action_and_can_be_undone(opened: Opened, tmp_path: Path
 def test_a_cycle_is_told_in_words(opened: Opened) -> None:
     opened.page.keyboard.press("e")
     opened.page.click("header", position={"x": 2, "y": 2})
+    opened.page.mouse.move(*opened.place(2, 0))
+    assert opened.page.is_visible("#card")
     opened.run("() => pipeloom.move(pipeloom.panes[0], 3, pipeloom.panes[0].schedule.programs[3].length - 1, 0)")
+    assert opened.page.is_hidden("#card")  # another action may lie there now
     words = opened.page.inner_text("#status")
     assert words.startswith("the schedule deadlocks; the shortest cycle:")
     assert opened.run("() => document.getElementById('status').className") == "bad"

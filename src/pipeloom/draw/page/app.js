@@ -130,7 +130,7 @@ class Pane {
     const { schedule } = this, { document } = schedule, figures = schedule.figures;
     const fact = (name, value) => [make("b", { textContent: value }), ` ${name} · `];
     this.facts.replaceChildren(
-      ...(schedule.invalid ? [make("b", { textContent: "It never ends" }), "; until it is stuck: "] : []),
+      ...(schedule.invalid ? [make("b", { textContent: "Deadlock" }), "; up to it: "] : []),
       ...fact("makespan", show(figures.makespan)),
       ...fact("bubble ratio (idle / busy)", figures.bubble_ratio.toFixed(4)),
       ...fact("bubble rate (idle / p·makespan)", figures.bubble_rate.toFixed(4)),
@@ -157,7 +157,7 @@ function tableOf(schedule, { factor, name }) {
   // Communications inside actions were measured: they are part of "busy", of the step that ran, and not of an edited one.
   const exposed = schedule.edited ? [] : schedule.document.exposed;
   const talks = [...new Set(exposed.flatMap((times) => Object.keys(times)))].filter((kind) => exposed.some((times) => times[kind] > 0)).sort();
-  const heads = ["rank", ...kinds, "busy", ...talks.map((kind) => `… ${kind}`), "idle", ...causes.map((cause) => `… ${CAUSES[cause]}`), "span", "peak activations", "peak memory", "messages sent"];
+  const heads = ["rank", ...kinds, "busy", ...talks.map((kind) => `busy: ${kind}`), "idle", ...causes.map((cause) => `idle: ${CAUSES[cause]}`), "span", "peak activations", "peak memory", "messages sent"];
   const cells = (_, rank) => [
     String(rank), ...kinds.map((kind) => time(figures.byKind[rank][kind] || 0)), time(figures.busy[rank]),
     ...talks.map((kind) => time(exposed[rank][kind] || 0)), time(figures.idle[rank]),
@@ -322,12 +322,12 @@ function select(pane, rank, at, half = 0) {
   const lines = cardLines(pane, { rank, at, place: "box" }).filter(Boolean);
   const path = schedule.criticalPath.some(([r, i]) => r === rank && i === at);
   const late = chain.length
-    ? [make("p", { textContent: `It starts at ${show(program.start[at])}, as each of these had to end first, the last one first:` }), list(chain)]
-    : [make("p", { textContent: "Nothing holds it up: it is the first of its chain." })];
+    ? [make("p", { textContent: `It starts at ${show(program.start[at])} because each of these had to end first, the latest first:` }), list(chain)]
+    : [make("p", { textContent: "Nothing delays it: it waits for no other action." })];
   const cells = schedule.cellsOf(state.follow);
   element("details").replaceChildren(
     make("h3", { textContent: lines[0] }), ...lines.slice(1).map((line) => make("p", { textContent: line })),
-    make("p", { textContent: path ? "On the critical path: later here is later at the end." : "Not on the critical path." }),
+    make("p", { textContent: path ? "On the critical path: a delay here delays the end of the step." : "Not on the critical path." }),
     make("h3", { textContent: "Why is it late?" }), ...late,
     make("h3", { textContent: `Micro-batch ${state.follow}` }), list(cells.map(([r, i]) => [r, i])),
   );
@@ -351,6 +351,7 @@ function goTo(pane, rank, at) {
 function settled(pane) {
   const { schedule } = pane;
   pane.report();
+  element("card").hidden = true; // what lies under the pointer may be another action now
   legend();
   const status = element("status");
   status.hidden = !schedule.edited;
