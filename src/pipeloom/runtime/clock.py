@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 
-class Clock(Protocol):
+class ActionClock(Protocol):
     """Marks moments of a step; afterwards each mark has a time, in seconds of `time.perf_counter`."""
 
     def begin(self) -> None:
@@ -56,6 +56,6 @@ class DeviceClock:
         return self._at + milliseconds / 1e3
 
 
-def clock_for(device: torch.device, traced: bool) -> Clock:
+def clock_for(device: torch.device, traced: bool) -> ActionClock:
     """Return the clock for actions on `device`; `traced`: a step may wait for the device at its ends."""
     return DeviceClock(device) if traced and device.type == "cuda" else HostClock()

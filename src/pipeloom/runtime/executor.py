@@ -19,7 +19,7 @@ from pipeloom.errors import DistributedError, UsageError
 from pipeloom.ops.checksum import message_checksum
 from pipeloom.ops.segments import report_standstills_to
 from pipeloom.runtime.batch import Microbatches
-from pipeloom.runtime.clock import Clock
+from pipeloom.runtime.clock import ActionClock
 from pipeloom.runtime.health.fault_injection import Faults
 from pipeloom.runtime.health.names import Names
 from pipeloom.runtime.health.status import Status
@@ -109,7 +109,7 @@ class Executor:
         loss: Loss,
         specs: ShapeCache,
         communications: CommStream,
-        clock: Clock,
+        clock: ActionClock,
         checksums: bool = False,
     ) -> None:
         self.program = program
