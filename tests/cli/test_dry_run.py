@@ -27,6 +27,9 @@ def test_it_prints_the_run_and_starts_nothing(
     shown = capsys.readouterr().out
     for words in (
         "bubble rate",
+        "activations at the peak: rank 0 ",
+        "time of a step: 0.",
+        "messages, the sum over replicas and the optimizer are free",
         "learning rate (wsd): step 1 ",
         "every 5 steps and at the end",
         "dry run: 2 workers would start",

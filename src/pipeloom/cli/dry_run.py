@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from pipeloom.config import Config, Layout
 from pipeloom.config.layout import stage_costs
 from pipeloom.config.sizes import layer_sizes
+from pipeloom.cores import usable_cores
+from pipeloom.errors import UsageError
 from pipeloom.mesh_shape import MeshShape
 from pipeloom.schedule import Costs, Timeline, simulate
+
+if TYPE_CHECKING:
+    from pipeloom.train.layer_costs import LayerCosts
 
 _ROWS, _COLUMNS = 16, 10  # the most of the table of workers, which then fits a screen
 # Bytes of state for each stepped element, beside its value: two averages, or one.
@@ -25,7 +32,7 @@ def report_lines(layout: Layout) -> list[str]:
         *_rank_lines(layout, timeline),
         f"bubble rate, Σ idle / (p · makespan): {timeline.bubble_rate:.4f}, simulated with times proportional to each "
         "stage's FLOPs, and free messages",
-        "time of a step: unknown until a step is measured",
+        *_measured_lines(layout),
         f"learning rate ({config.optimizer.lr_schedule}): "
         + ", ".join(f"step {step + 1} {rate:.3g}" for step, rate in _rates(config, steps, layout.mesh.dp)),
         f"checkpoints: {_checkpoints(config)}; log: a new folder in {config.log.dir}",
@@ -43,6 +50,78 @@ def expected_timeline(layout: Layout) -> Timeline:
             costs[stage] = forward[position]
     each = tuple(costs)
     return simulate(schedule, Costs(forward=each, input_grad=each, weight_grad=each))
+
+
+def measured_timeline(layout: Layout, costs: LayerCosts) -> Timeline:
+    """Simulate the schedule with measured layers: seconds, and bytes of activations; W takes half of the backward."""
+    schedule = layout.schedule
+    stages = [costs.layers[start:end] for start, end in _spans(layout)]
+    forward = tuple(sum(layer.forward for layer in layers) for layers in stages)
+    half = tuple(sum(layer.backward for layer in layers) / 2 for layers in stages)
+    activation = tuple(sum(layer.activation for layer in layers) for layers in stages)
+    factors = tuple(size / costs.rows for size in layout.microbatch_sizes) * len(schedule.routes)
+    return simulate(
+        schedule,
+        Costs(
+            forward=forward,
+            input_grad=half,
+            weight_grad=half,
+            activation=activation,
+            microbatch=factors[: schedule.microbatches],
+        ),
+    )
+
+
+def peak_bytes(layout: Layout, costs: LayerCosts, timeline: Timeline) -> list[float]:
+    """Rank -> bytes of activations at the peak, with the largest layer that is recomputed."""
+    again = [max((layer.again for layer in costs.layers[start:end]), default=0.0) for start, end in _spans(layout)]
+    stages = map(layout.schedule.stages_of.__getitem__, range(layout.schedule.ranks))
+    return [peak + max(again[stage] for stage in held) for peak, held in zip(timeline.peak_memory, stages, strict=True)]
+
+
+def _spans(layout: Layout) -> list[tuple[int, int]]:
+    """Stage -> its first layer, and the one after its last."""
+    ends = list(accumulate(layout.stage_layers))
+    spans = [(0, 0)] * layout.schedule.stages
+    for route in layout.schedule.routes:
+        for position, stage in enumerate(route):
+            spans[stage] = (ends[position] - layout.stage_layers[position], ends[position])
+    return spans
+
+
+def _measured_lines(layout: Layout) -> list[str]:
+    """Return the predicted bytes of activations of each rank and the time of a step, and what they assume."""
+    from pipeloom.train.layer_costs import measure_layers
+
+    config = layout.config
+    try:
+        costs = measure_layers(layout)
+    except UsageError as error:
+        return [f"activations and time of a step: not predicted: {error}"]
+    timeline = measured_timeline(layout, costs)
+    shown = ", ".join(f"rank {rank} {_bytes(size)}" for rank, size in enumerate(peak_bytes(layout, costs, timeline)))
+    divided = layout.mesh.tp > 1 or layout.mesh.ep > 1
+    whole = "; tp and sp divide them" if layout.mesh.tp > 1 else ""
+    cut = (
+        f"; measured with {costs.tokens} of {config.train.seq_len} tokens, and scaled"
+        if costs.tokens < config.train.seq_len
+        else ""
+    )
+    lines = [
+        f"activations at the peak: {shown} (tensors that autograd keeps, measured on one whole layer of each kind on this "
+        f"CPU{whole}{cut}; without temporaries of an operation and buffers of messages)"
+    ]
+    if divided or config.train.device == "cuda":
+        reason = "tp and ep divide layers" if divided else "layers are measured on a CPU only"
+        return [*lines, f"time of a step: not predicted: {reason}"]
+    crowd = max(1.0, layout.world_size * costs.threads / usable_cores())
+    shared = f", times {crowd:g} because the workers share {usable_cores()} cores" if crowd > 1 else ""
+    return [
+        *lines,
+        f"time of a step: {timeline.makespan * crowd:.3g} s (the schedule simulated with these layers' times on "
+        f"{costs.threads} thread{'s' * (costs.threads > 1)} of this CPU{shared}; messages, the sum over replicas and the "
+        "optimizer are free)",
+    ]
 
 
 def rank_parameters(layout: Layout) -> list[int]:
@@ -125,7 +204,10 @@ def _state(config: Config, parameters: int) -> str:
     state: float = _STATE_BYTES[config.optimizer.name] * wide // 4 + (wide if size < 4 else 0)
     if config.optimizer.zero1:
         state /= config.parallel.dp
-    total = parameters * (size + wide + state)
+    return _bytes(parameters * (size + wide + state))
+
+
+def _bytes(total: float) -> str:
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if total >= unit:
             return f"{total / unit:.3g} {name}"

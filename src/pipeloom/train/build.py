@@ -52,7 +52,7 @@ def build_pipeline(
         timeout=config.train.seconds,
         watchdog=watchdog,
         microbatch_sizes=layout.microbatch_sizes,
-        recompute=_recomputed(config),
+        recompute=recomputed(config),
         main_gradients=kind.itemsize < 4,
         shard_gradients=config.optimizer.zero1,
         checksum=config.debug.checksum,
@@ -64,7 +64,7 @@ def build_pipeline(
         return Pipeline(
             model_layers(config, kind, device, tensor, mesh, moe_classes(layout)),
             layout.schedule,
-            loss=_loss(config, tensor),
+            loss=training_loss(config, tensor),
             mesh=mesh,
             stages=layout.stage_layers,
             tied=ties(config),
@@ -129,7 +129,7 @@ def _tensor_parallel(mesh: Mesh, config: Config, device: torch.device) -> Tensor
     return TensorParallel(mesh.tp, config.parallel.sp, sums)
 
 
-def _loss(config: Config, tensor: TensorParallel | None) -> Callable[[Tensor, Tensor], Tensor]:
+def training_loss(config: Config, tensor: TensorParallel | None = None) -> Callable[[Tensor, Tensor], Tensor]:
     """Return what training minimises; an evaluation is told the cross entropy itself, without smoothing."""
     if config.model.source:
         return lambda logits, targets: cross_entropy(
@@ -140,7 +140,7 @@ def _loss(config: Config, tensor: TensorParallel | None) -> Callable[[Tensor, Te
     return lambda logits, targets: (smoothed if torch.is_grad_enabled() else plain)(logits, targets)
 
 
-def _recomputed(config: Config) -> Literal["none"] | frozenset[str]:
+def recomputed(config: Config) -> Literal["none"] | frozenset[str]:
     """The blocks to recompute, by name. The embedding keeps tokens only, and the output layer's loss comes at once."""
     chosen = config.train.recompute
     if chosen == "none":

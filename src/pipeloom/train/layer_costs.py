@@ -1,0 +1,158 @@
+"""Bytes and seconds of each layer of a layout, measured in this process with one layer of each kind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.config import Layout
+from pipeloom.config.sizes import LayerSize, layer_sizes
+from pipeloom.cores import usable_cores
+from pipeloom.errors import UsageError
+from pipeloom.ops.deferred import WeightGradContext, defer_weight_gradients
+from pipeloom.ops.microbatch import KEYWORD, MicrobatchContext
+from pipeloom.train.build import PARAMETER_DTYPES, model_layers, moe_classes, recomputed, training_loss
+
+# A pass over one layer may take so many operations (a second or two on one core); longer sequences are cut for it.
+MOST_FLOPS = 2e10
+MOST_PARAMETERS = 3e8  # of a layer that is built: 1.2 GB in fp32
+_PASSES = 3  # of which the first one, in which memory is new, does not count
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One micro-batch through one layer.
+
+    Attributes:
+        forward, backward: seconds; of a layer that is recomputed, the backward has a second forward.
+        activation: bytes that stay from the forward until the backward.
+        again: bytes that are there during its backward only, because it is recomputed.
+    """
+
+    forward: float
+    backward: float
+    activation: float
+    again: float = 0.0
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """The costs of all layers.
+
+    Attributes:
+        layers: embedding, blocks, output layer with the loss; for `rows` sequences of the full length.
+        rows: sequences of the largest micro-batch.
+        tokens: of each sequence that was measured; fewer than train.seq_len where a pass would take too long.
+        threads: that computed.
+    """
+
+    layers: tuple[LayerCost, ...]
+    rows: int
+    tokens: int
+    threads: int
+
+
+def measure_layers(layout: Layout) -> LayerCosts:
+    """Build one layer of each kind, whole, on the CPU, and run one micro-batch forward and backward through it.
+
+    Layers whose sizes are equal count as of one kind. Sequences that are cut are scaled: bytes by the number of tokens,
+    seconds by the operations.
+
+    Raises UsageError where a layer is too large to be built for it, or returns more than one tensor.
+    """
+    config = layout.config
+    seq_len, rows = config.train.seq_len, max(layout.microbatch_sizes)
+    sizes = layer_sizes(config.model, seq_len)
+    largest = max(size.parameters for size in sizes)
+    if largest > MOST_PARAMETERS:
+        raise UsageError(
+            f"a layer has {largest:,} parameters, more than the {MOST_PARAMETERS:,.0f} that a dry run builds"
+        )
+    tokens = seq_len
+    while tokens > 16 and max(size.flops for size in layer_sizes(config.model, tokens)) * rows > MOST_FLOPS:
+        tokens //= 2
+    cut = layer_sizes(config.model, tokens)
+    threads, before = max(1, usable_cores() // layout.world_size), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        kinds = _measure_kinds(layout, sizes, rows, tokens)
+    finally:
+        torch.set_num_threads(before)
+    chosen = recomputed(config)
+    names = [layer.name for layer in model_layers(config, PARAMETER_DTYPES[config.train.dtype], torch.device("cpu"))]
+    layers = []
+    for size, short, name in zip(sizes, cut, names, strict=True):
+        cost, received = kinds[size]
+        work, length = size.flops / short.flops, seq_len / tokens
+        cost = LayerCost(cost.forward * work, cost.backward * work, cost.activation * length)
+        if chosen != "none" and name in chosen:
+            backward, kept = cost.forward + cost.backward, received * length
+            cost = LayerCost(cost.forward, backward, kept, max(0.0, cost.activation - kept))
+        layers.append(cost)
+    return LayerCosts(tuple(layers), rows, tokens, threads)
+
+
+def _measure_kinds(
+    layout: Layout, sizes: list[LayerSize], rows: int, tokens: int
+) -> dict[LayerSize, tuple[LayerCost, int]]:
+    """Size of a layer -> its cost, and the bytes of its input."""
+    config, device = layout.config, torch.device("cpu")
+    sources = model_layers(config, PARAMETER_DTYPES[config.train.dtype], device, classes=moe_classes(layout))
+    loss = training_loss(config)
+    generator = torch.Generator().manual_seed(config.train.seed)
+    inputs, targets = torch.randint(0, config.model.vocab_size, (2, rows, tokens), generator=generator)
+    kinds: dict[LayerSize, tuple[LayerCost, int]] = {}
+    x = inputs
+    for source, size in zip(sources, sizes, strict=True):
+        if size in kinds:
+            continue
+        module = source()
+        module.train()
+        defer_weight_gradients(module, WeightGradContext())
+        last = (lambda out: loss(out, targets)) if size is sizes[-1] else None
+        cost, output = _measure(module, x, last, MicrobatchContext(samples=rows))
+        kinds[size] = cost, x.nbytes
+        x = output.detach().requires_grad_()
+    return kinds
+
+
+def _measure(
+    module: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor] | None, context: MicrobatchContext
+) -> tuple[LayerCost, Tensor]:
+    keywords = {KEYWORD: context} if KEYWORD in signature(module.forward).parameters else {}
+    held = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+    times = []
+    for _ in range(_PASSES):
+        saved: dict[int, int] = {}
+        begun = time.perf_counter()
+        with _noting(saved):
+            output = module(x, **keywords)
+            if not isinstance(output, Tensor):
+                raise UsageError("a layer returns more than one tensor")
+            result = output if loss is None else loss(output)
+        middle = time.perf_counter()
+        if result.requires_grad:
+            result.backward(torch.ones_like(result))  # type: ignore[no-untyped-call]
+        times.append((middle - begun, time.perf_counter() - middle))
+    forward, backward = (min(each) for each in zip(*times[1:], strict=True))
+    return LayerCost(forward, backward, sum(size for place, size in saved.items() if place not in held)), output
+
+
+@contextmanager
+def _noting(saved: dict[int, int]) -> Iterator[None]:
+    """Note the address and the bytes of each storage that autograd keeps for the backward."""
+
+    def pack(tensor: Tensor) -> Any:
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield
