@@ -52,9 +52,21 @@ def _schedule(rng: random.Random) -> pl.Schedule:
         name = rng.choice(sorted(pl.schedules.FAMILIES))
         ranks, microbatches = rng.randint(1, 6), rng.randint(1, 14)
         try:
-            return pl.schedules.build(name, ranks, microbatches)
+            schedule = pl.schedules.build(name, ranks, microbatches)
         except pl.PipeloomError:
             continue
+        return schedule if rng.random() < 0.6 else schedule.with_tensors(_tensors(rng, schedule.positions))
+
+
+def _tensors(rng: random.Random, positions: int) -> list[tuple[str, int, list[int]]]:
+    """Up to two tensors that stages read by name."""
+    producers = [rng.randrange(positions) for _ in range(2)]
+    later = [range(producer + 1, positions) for producer in producers]
+    return [
+        (name, producer, sorted(rng.sample(consumers, rng.randint(1, len(consumers)))))
+        for name, producer, consumers in zip(("skip", "states"), producers, later, strict=True)
+        if consumers
+    ]
 
 
 def _costs(rng: random.Random, schedule: pl.Schedule) -> pl.Costs:
@@ -72,7 +84,7 @@ def _costs(rng: random.Random, schedule: pl.Schedule) -> pl.Costs:
         costs["p2p"] = rng.choice([0.3, 1.0])
     elif kind == 2:
         costs["p2p"] = tuple(tuple(round(rng.uniform(0, 1), 2) for _ in range(ranks)) for _ in range(ranks))
-        costs |= {"message": 2.0, "bandwidth": 3.0}
+        costs |= {"message": 2.0, "bandwidth": 3.0, "tensors": {"skip": rng.choice([0.5, 20.0])}}
     if rng.random() < 0.4:
         costs["all_to_all"] = some(high=1.0)
     if rng.random() < 0.3:

@@ -128,6 +128,7 @@ def _costs(timeline: Timeline) -> dict[str, Any]:
         "pair_split": _given(costs.pair_split, stages),
         "p2p": costs.p2p,
         "message": costs.message,
+        "tensors": dict(costs.tensors),
         "bandwidth": costs.bandwidth if math.isfinite(costs.bandwidth) else None,
         "factors": costs.microbatch,
     }

@@ -63,7 +63,15 @@ class Schedule {
         if (at) this.before[stage] = route[at - 1];
         if (at + 1 < route.length) this.after[stage] = route[at + 1];
       });
-    this.overlaps = new Map();
+    this.tensors = document.tensors || [];
+    this.reads = Array.from({ length: this.stages }, () => []); // by stage: [the stage at the other end, name] of what it reads
+    this.writes = Array.from({ length: this.stages }, () => []);
+    for (const route of this.routes)
+      for (const [name, producer, consumers] of this.tensors)
+        for (const consumer of consumers) {
+          this.reads[route[consumer]].push([route[producer], name]);
+          this.writes[route[producer]].push([route[consumer], name]);
+        }
     this.history = [];
     this.future = [];
     this.hasPairs = false;
@@ -183,11 +191,33 @@ class Schedule {
     return other < 0 ? 0 : this.hop(this.placement[other], this.placement[stage], this.factor(code));
   }
 
-  hop(source, destination, factor) {
-    const { p2p, message, bandwidth } = this.document.costs;
+  hop(source, destination, factor, name = null) {
+    const { p2p, message, bandwidth, tensors } = this.document.costs;
     if (source === destination) return 0;
     const latency = Array.isArray(p2p) ? p2p[source][destination] : p2p;
-    return latency + (bandwidth === null ? 0 : (factor * message) / bandwidth);
+    const size = name !== null && Object.hasOwn(tensors, name) ? tensors[name] : message;
+    return latency + (bandwidth === null ? 0 : (factor * size) / bandwidth);
+  }
+
+  /** [event, rank that makes it, name] of every tensor that the action waits for by name, or of its gradient. */
+  namedOf(code) {
+    const need = this.tensors.length ? this.kindOf(code).need : null;
+    if (!need || !need.step) return [];
+    const stage = this.stageOf(code), event = need.step < 0 ? 0 : 1;
+    return (need.step < 0 ? this.reads : this.writes)[stage].map(([other, name]) => [
+      event * this.stride + other * this.m + this.microbatchOf(code), this.placement[other], name,
+    ]);
+  }
+
+  /** [action's code, event, name] of all that a cell waits for; the name is null where the neighbour in the route sends it. */
+  waitsOf(rank, at) {
+    const program = this.programs[rank], waits = [];
+    for (const [code, need] of [[program.first[at], program.need[at]], [program.second[at], program.need2[at]]]) {
+      if (code < 0) continue;
+      if (need < this.always) waits.push([code, need, null]);
+      for (const [event, , name] of this.namedOf(code)) waits.push([code, event, name]);
+    }
+    return waits;
   }
 
   factor(code) {
@@ -274,9 +304,16 @@ class Schedule {
           waiting[one === never ? need[at] : need2[at]] = rank;
           break;
         }
+        const free = clock;
         clock = overlap
-          ? Math.max(clock, one + hop[at], two + hop2[at])
-          : Math.max(Math.max(clock, one) + hop[at], Math.max(clock, two) + hop2[at]);
+          ? Math.max(free, one + hop[at], two + hop2[at])
+          : Math.max(Math.max(free, one) + hop[at], Math.max(free, two) + hop2[at]);
+        if (this.tensors.length) // these events have happened: those of the neighbours in the route imply them
+          for (const code of this.codesAt(rank, at))
+            for (const [made, source, name] of this.namedOf(code)) {
+              const leaves = overlap ? endOf[made] : Math.max(free, endOf[made]);
+              clock = Math.max(clock, leaves + this.hop(source, rank, this.factor(code), name));
+            }
         start[at] = clock;
         clock += duration[at];
         end[at] = clock;
@@ -556,25 +593,23 @@ class Schedule {
     return code >= 0 && this.kindOf(code).produces.includes(0);
   }
 
-  /** [arrival, end of what produces it, its rank] of what an action waits for; null where it waits for nothing. */
-  arrival(rank, need, code, clock) {
-    const source = need < this.always ? this.makerRank[need] : -1;
-    if (source < 0 || this.makerAt[need] >= this.reached[source]) return null;
-    const end = this.programs[source].end[this.makerAt[need]];
-    const leaves = this.document.overlap_p2p ? end : Math.max(clock, end);
-    return [leaves + this.hop(source, rank, this.factor(code)), end, source];
+  /** [arrival, end of what produces it, its rank, event] of the last message of these; null where none is waited for. */
+  latest(rank, waits, clock) {
+    let best = null;
+    for (const [code, event, name] of waits) {
+      const source = this.makerRank[event];
+      if (source < 0 || this.makerAt[event] >= this.reached[source]) continue;
+      const end = this.programs[source].end[this.makerAt[event]];
+      const leaves = this.document.overlap_p2p ? end : Math.max(clock, end);
+      const arrival = leaves + this.hop(source, rank, this.factor(code), name);
+      if (!best || (arrival - best[0] || end - best[1] || source - best[2]) > 0) best = [arrival, end, source, event];
+    }
+    return best;
   }
 
   /** The last arrival that a cell waits for. */
   lastArrival(rank, at) {
-    const program = this.programs[rank], clock = at ? program.end[at - 1] : this.span[0];
-    let best = null;
-    for (const [code, need] of [[program.first[at], program.need[at]], [program.second[at], program.need2[at]]]) {
-      const wait = code < 0 ? null : this.arrival(rank, need, code, clock);
-      if (wait && (!best || wait[0] > best[0] || (wait[0] === best[0] && (wait[1] > best[1] || (wait[1] === best[1] && wait[2] > best[2])))))
-        best = [...wait, need];
-    }
-    return best;
+    return this.latest(rank, this.waitsOf(rank, at), at ? this.programs[rank].end[at - 1] : this.span[0]);
   }
 
   gapsOf(rank) {
@@ -607,7 +642,7 @@ class Schedule {
         if (later >= 0 && !this.isForward(program.first[at])) {
           const code = program.first[later];
           if (curve.before[at] + this.changeOf(code) > curve.peak + 1e-9 * curve.peak) {
-            const input = this.arrival(rank, program.need[later], code, clock);
+            const input = this.latest(rank, this.waitsOf(rank, later).filter((wait) => wait[0] === code), clock);
             const ready = input ? input[0] : clock;
             const from = Math.max(clock, ready);
             cuts = cuts.filter((cut) => cut[0] < ready).map(([a, b, cause]) => [a, Math.min(b, ready), cause]);
@@ -649,12 +684,11 @@ class Schedule {
       const offer = (candidate) => {
         if (!best || later(candidate, best) > 0) best = candidate;
       };
-      for (const [code, need] of [[program.first[at], program.need[at]], [program.second[at], program.need2[at]]]) {
-        const source = code >= 0 && need < this.always ? this.makerRank[need] : -1;
-        if (source < 0 || this.makerAt[need] >= this.reached[source]) continue;
-        const place = this.makerAt[need];
+      for (const [code, event, name] of this.waitsOf(rank, at)) {
+        const source = this.makerRank[event], place = this.makerAt[event];
+        if (source < 0 || place >= this.reached[source]) continue;
         let arrival = this.programs[source].end[place];
-        if (this.document.overlap_p2p) arrival += this.hop(source, rank, this.factor(code));
+        if (this.document.overlap_p2p) arrival += this.hop(source, rank, this.factor(code), name);
         offer([arrival, source !== rank ? 1 : 0, source, place]);
       }
       if (at) offer([program.end[at - 1], 0, rank, at - 1]);
@@ -730,6 +764,7 @@ class Schedule {
         routes: this.routes,
         route_of: document.route_of || new Array(this.m).fill(0),
         programs: this.programs.map((program, rank) => Array.from(program.first, (_, at) => this.cell(rank, at))),
+        ...(this.tensors.length ? { tensors: this.tensors } : {}),
       }) + "\n"
     );
   }
