@@ -201,11 +201,13 @@ def test_the_share_of_separate_weight_gradients() -> None:
         ("OPTConfig", {"layerdrop": 0.1}, "layerdrop is 0.1"),
         ("Gemma3nTextConfig", {}, "depends on weights or on hidden states"),
         ("XLNetConfig", {}, "its forward fails without its decoder layers"),
+        ("Gemma4TextConfig", {"num_kv_shared_layers": 0}, "its forward fails without its decoder layers"),
+        ("LongcatFlashConfig", {"num_layers": 2}, r"it has no list of 4 decoder layers \(num_hidden_layers\)"),
         ("T5Config", {}, "transformers builds no causal model of T5Config"),
     ],
 )
 def test_what_cannot_be_cut_gets_one_sentence(config: str, values: dict[str, Any], reason: str) -> None:
-    if config == "Gemma3nTextConfig":
+    if config in ("Gemma3nTextConfig", "Gemma4TextConfig"):
         values = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 16, "vocab_size": 32, "head_dim": 4}
         values |= {"vocab_size_per_layer_input": 32, "hidden_size_per_layer_input": 4, "num_kv_shared_layers": 0}
         values |= {"layer_types": ["sliding_attention", "full_attention"], "activation_sparsity_pattern": None}
@@ -358,7 +360,7 @@ def written(family: str, folder: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "llama4"])
 def test_packed_documents_have_the_loss_of_separate_ones(family: str) -> None:
     model = hf.layers(MODEL_FAMILIES[family].build())
     assert model.cut.keeps_documents_apart()
@@ -384,6 +386,6 @@ def test_packed_documents_have_the_loss_of_separate_ones(family: str) -> None:
     assert loss == pytest.approx(total / int((targets != -100).sum()), abs=1e-5)
 
 
-@pytest.mark.parametrize("family", ["bloom", "mamba"])
+@pytest.mark.parametrize("family", ["bloom", "mamba", "falcon-h1", "recurrent-gemma"])
 def test_models_that_see_across_documents_are_known(family: str) -> None:
     assert not hf.layers(MODEL_FAMILIES[family].build()).cut.keeps_documents_apart()

@@ -53,7 +53,31 @@ _GPT = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_WIDE_HEADS = {**_LLAMA, "head_dim": 8}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "output_router_logits": False}
+
+
+_ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_LINEAR_ATTENTION = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4}
+_DEEPSEEK = {
+    **_LLAMA,
+    **_ROUTED,
+    "num_key_value_heads": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
 
 
 @dataclass(frozen=True)
@@ -117,24 +141,8 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
     "granite-moe": ModelFamily("GraniteMoeConfig", {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "glm4": ModelFamily("Glm4Config", {**_LLAMA, "head_dim": 8}),
     "smollm3": ModelFamily("SmolLM3Config", _LLAMA),
-    "deepseek-v3": ModelFamily(
-        "DeepseekV3Config",
-        {
-            **_LLAMA,
-            "num_key_value_heads": 4,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_group": 2,
-            "topk_group": 1,
-            "moe_intermediate_size": 16,
-            "first_k_dense_replace": 1,
-            "q_lora_rank": 16,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 8,
-        },
-    ),
+    "deepseek-v2": ModelFamily("DeepseekV2Config", _DEEPSEEK),
+    "deepseek-v3": ModelFamily("DeepseekV3Config", _DEEPSEEK),
     "gpt-oss": ModelFamily(
         "GptOssConfig", {**_LLAMA, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}
     ),
@@ -164,6 +172,92 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
     ),
     "apertus": ModelFamily("ApertusConfig", _LLAMA),
     "persimmon": ModelFamily("PersimmonConfig", {**_LLAMA, "num_key_value_heads": 4}),
+    "dots1": ModelFamily(
+        "Dots1Config",
+        {**_WIDE_HEADS, **_ROUTED, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+    ),
+    "ernie4.5": ModelFamily("Ernie4_5Config", _WIDE_HEADS),
+    "ernie4.5-moe": ModelFamily(
+        "Ernie4_5_MoeConfig", {**_LLAMA, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}
+    ),
+    "exaone4": ModelFamily("Exaone4Config", {**_WIDE_HEADS, "sliding_window": 5}),
+    "falcon-h1": ModelFamily("FalconH1Config", {**_WIDE_HEADS, **_MAMBA, "mamba_d_ssm": 64, "mamba_n_groups": 1}),
+    "flex-olmo": ModelFamily("FlexOlmoConfig", {**_LLAMA, "num_experts": 4, "num_experts_per_tok": 2}),
+    "glm": ModelFamily("GlmConfig", _WIDE_HEADS),
+    "glm4-moe": ModelFamily("Glm4MoeConfig", {**_WIDE_HEADS, **_ROUTED, "first_k_dense_replace": 1}),
+    "gpt-bigcode": ModelFamily("GPTBigCodeConfig", _GPT),
+    "granite-hybrid": ModelFamily(
+        "GraniteMoeHybridConfig",
+        {
+            **_LLAMA,
+            **_MAMBA,
+            "layer_types": ["mamba", "attention"] * 2,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 16,
+        },
+    ),
+    "hunyuan": ModelFamily("HunYuanDenseV1Config", _WIDE_HEADS),
+    "hunyuan-moe": ModelFamily("HunYuanMoEV1Config", {**_WIDE_HEADS, "num_experts": 4, "moe_topk": 2}),
+    "lfm2": ModelFamily("Lfm2Config", {**_LLAMA, "layer_types": ["conv", "full_attention"] * 2}),
+    "llama4": ModelFamily(
+        "Llama4TextConfig",
+        {
+            **_WIDE_HEADS,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 4,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 8,
+        },
+    ),
+    "mamba2": ModelFamily(
+        "Mamba2Config",
+        {
+            "vocab_size": VOCABULARY_SIZE,
+            "hidden_size": 32,
+            "num_hidden_layers": 4,
+            "state_size": 4,
+            "num_heads": 8,
+            "head_dim": 8,
+            "n_groups": 2,
+        },
+    ),
+    "minimax-m2": ModelFamily("MiniMaxM2Config", {**_WIDE_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "ministral": ModelFamily("MinistralConfig", {**_WIDE_HEADS, "sliding_window": 5}),
+    "nemotron-h": ModelFamily(
+        "NemotronHConfig",
+        {
+            **_WIDE_HEADS,
+            "layers_block_type": ["mamba", "attention", "mlp", "mamba"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 4,
+            "n_groups": 2,
+        },
+    ),
+    "olmo3": ModelFamily("Olmo3Config", {**_LLAMA, "sliding_window": 5}),
+    # the training forward of Phi-MoE draws its experts at random unless both noises are off, so no two runs would be equal
+    "phi-moe": ModelFamily(
+        "PhimoeConfig",
+        {
+            **_LLAMA,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "router_jitter_noise": 0.0,
+            "input_jitter_noise": 0.0,
+        },
+    ),
+    "qwen3-next": ModelFamily(
+        "Qwen3NextConfig", {**_WIDE_HEADS, **_MOE, **_LINEAR_ATTENTION, "shared_expert_intermediate_size": 16}
+    ),
+    "qwen3.5": ModelFamily("Qwen3_5TextConfig", {**_WIDE_HEADS, **_LINEAR_ATTENTION}),
+    "qwen3.5-moe": ModelFamily(
+        "Qwen3_5MoeTextConfig", {**_WIDE_HEADS, **_MOE, **_LINEAR_ATTENTION, "shared_expert_intermediate_size": 16}
+    ),
+    "recurrent-gemma": ModelFamily(
+        "RecurrentGemmaConfig", {**_WIDE_HEADS, "lru_width": 32, "attention_window_size": 8}
+    ),
+    "seed-oss": ModelFamily("SeedOssConfig", _WIDE_HEADS),
 }
 
 

@@ -132,7 +132,12 @@ class Cut:
         return Replay(shell, tape, self._embedding_width, self._dtype)
 
     def keeps_documents_apart(self) -> bool:
-        """Return whether every layer attends inside a document only, where the positions in `position_ids` restart with each."""
+        """Return whether every layer attends inside a document only, where the positions in `position_ids` restart with each.
+
+        No layer with a convolution over the tokens does, whatever its masks: those of state-space and recurrent layers.
+        """
+        if any(isinstance(part, nn.Conv1d) for part in self.trunk.modules()):
+            return False
         positions = torch.tensor([[0, 1, 0, 1]])
         try:
             handed = self._new_replay().run((1, 4), torch.device("cpu"), {"position_ids": positions})

@@ -42,7 +42,10 @@ class HandOver:
     @property
     def keeps_documents_apart(self) -> bool:
         """Return whether a mask among these hides token 0 from token 2, of tokens at the positions 0, 1, 0, 1 of one row."""
-        masks = [value for _, value in _named(self) if isinstance(value, Tensor) and value.shape[-2:] == (4, 4)]
+        tensors = [value for _, value in _named(self) if isinstance(value, Tensor) and value.shape[-2:] == (4, 4)]
+        masks = [
+            each for each in tensors if each.dtype == torch.bool or each.is_floating_point()
+        ]  # not complex rotary tables
         return any(_hides(mask, 2, 0) and not _hides(mask, 1, 0) for mask in masks)
 
 
