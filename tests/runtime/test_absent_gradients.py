@@ -91,7 +91,9 @@ def layers(kind: str) -> list[Layer]:
     before, after = blocks(3), [Layer(f"after{i}", lambda i=i: Block(10 + i)) for i in range(2)]
     if kind == "one of two":
         return [*before[:2], Layer("two", OneOfTwo), Layer("join", lambda: JoinDetached(7)), *after[:2]]
-    middle = {"detach": Detach, "bins": Bins, "some": DetachSome, "spare": Spare, "sometimes": Sometimes}[kind]
+    if kind == "sometimes":  # it looks at the data itself
+        return [Layer("middle", lambda: Sometimes(7)), *before, *after]
+    middle = {"detach": Detach, "bins": Bins, "some": DetachSome, "spare": Spare}[kind]
     return [*before, Layer("middle", lambda: middle(7)), *after]
 
 
@@ -155,6 +157,9 @@ def across(rank: int, transport: str) -> dict[str, Any]:
             for step in range(2):  # shapes are known in the second one
                 pipeline.step(*data(step, 0, kind))
             found[f"{kind} {schedule!r}"] = {n: as_list(p.grad) for n, p in pipeline.named_parameters()}
+            buffers = pipeline.stats.receive_buffers
+            pipeline.step(*data(1, 0, kind))
+            assert pipeline.stats.receive_buffers == buffers  # zeros in place of a gradient go back to the pool
             pipeline.close()
     return found
 
@@ -184,7 +189,7 @@ def replicas(rank: int, pp: int) -> dict[str, Any]:
                 schedule = S.zb_h1(pp, 4) if transport == "shared" else S.one_f_one_b(pp, 4)
                 pipeline = Pipeline(layers(kind), schedule, loss=mse, mesh=mesh, options=options)
                 assert pipeline.sync is not None
-                for steps in (1, 2, 3):  # added up, as without zero_grad; the second step is reduced with the third
+                for steps in (1, 2, 3, 4):  # added up, as without zero_grad; the second step is reduced with the third
                     with pipeline.no_sync() if steps == 2 else contextlib.nullcontext():
                         pipeline.step(*data(steps - 1, mesh.place.dp, kind))
                     if steps != 2:
@@ -213,6 +218,41 @@ def test_replicas(pp: int) -> None:
                 check(gradients, want)
             except AssertionError as error:
                 raise AssertionError(f"rank {rank}, {case}: {error}") from None
+
+
+def test_gradients_that_the_caller_drops_or_writes_between_steps() -> None:
+    """After a step under no_sync, whose gradients wait for the next sum: what is dropped does not come back, and what is written
+    counts.
+    """
+
+    def accumulated(options: RuntimeOptions) -> Pipeline:
+        pipeline = Pipeline(layers("sometimes"), S.gpipe(1, 4), loss=mse, options=options)
+        pipeline.step(*data(0, 1, "sometimes"))
+        with pipeline.no_sync():
+            pipeline.step(*data(1, 1, "sometimes"))
+        return pipeline
+
+    last = accumulated(RuntimeOptions())
+    last.zero_grad()
+    last.step(*data(2, 1, "sometimes"))
+    alone = {name: as_list(p.grad) for name, p in last.named_parameters()}
+
+    pipeline = accumulated(RuntimeOptions(main_gradients=True))
+    parameters = dict(pipeline.named_parameters())
+    parameters["middle.linear.weight"].grad = None
+    pipeline.step(*data(2, 1, "sometimes"))
+    check({"middle.linear.weight": as_list(parameters["middle.linear.weight"].grad)}, alone)
+    assert as_list(parameters["middle.second.weight"].grad) != alone["middle.second.weight"]
+
+    pipeline.zero_grad()
+    with pipeline.no_sync():
+        pipeline.step(*data(1, 1, "sometimes"))
+    unused = parameters["middle.second.weight"]
+    assert unused.grad is None
+    unused.grad = torch.ones_like(unused)
+    pipeline.step(*data(3, 1, "sometimes"))
+    assert unused.grad is not None
+    assert torch.equal(unused.grad, torch.ones_like(unused))
 
 
 def two_routes(rank: int) -> dict[str, Any]:

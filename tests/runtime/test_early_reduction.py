@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import pipeloom as pl
 from pipeloom.config import MeshShape
 from pipeloom.parallel.mesh import Mesh
-from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
+from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
 from processes import run_ranks
 
 
@@ -26,6 +27,18 @@ class Wide(nn.Linear):
         return super().forward(x.double())
 
 
+class Reentrant(nn.Module):
+    """A weight used inside a reentrant checkpoint, whose backward is a pass of its own, and behind it; in fp64 too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = Wide()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(checkpoint(self.linear, x, use_reentrant=True))
+        return out
+
+
 CASES: dict[str, tuple[pl.Schedule, list[type[nn.Module] | Any]]] = {
     "two stages": (pl.schedules.interleaved(1, 2, 2), [lambda: nn.Linear(4, 4), lambda: nn.Linear(4, 4)]),
     "two stages, split": (pl.schedules.interleaved_zb(1, 2), [lambda: nn.Linear(4, 4), lambda: nn.Linear(4, 4)]),
@@ -33,11 +46,22 @@ CASES: dict[str, tuple[pl.Schedule, list[type[nn.Module] | Any]]] = {
 }
 
 
-def started(rank: int) -> dict[str, list[int]]:
-    """For each backward of the first layer in the second step: how many sums of gradients had started by then."""
+def started(rank: int) -> tuple[dict[str, list[int]], list[float]]:
+    """For each backward of the first layer in the second step: how many sums of gradients had started by then; a gradient."""
     mesh = Mesh.of(MeshShape(dp=2))
     assert mesh is not None
-    return {case: second_step(mesh, *CASES[case]) for case in CASES}
+    return {case: second_step(mesh, *CASES[case]) for case in CASES}, first_gradient(mesh)
+
+
+def first_gradient(mesh: Mesh) -> list[float]:
+    """After a first step of one micro-batch, of the weight that two passes add to; every replica has the same batch."""
+    layers = [Layer("l0", lambda: nn.Linear(4, 4)), Layer("l1", Reentrant)]
+    options = RuntimeOptions(monitor=False, transport="individual", seed=3)
+    pipeline = Pipeline(layers, pl.schedules.gpipe(1, 1), loss=nn.functional.mse_loss, mesh=mesh, options=options)
+    pipeline.step(torch.ones(4, 4), torch.zeros(4, 4, dtype=torch.float64))
+    (weight,) = [p for name, p in pipeline.named_parameters() if name == "l1.linear.weight"]
+    pipeline.close()
+    return [] if weight.grad is None else weight.grad.flatten().tolist()
 
 
 def second_step(mesh: Mesh, schedule: pl.Schedule, kinds: list[Any]) -> list[int]:
@@ -69,7 +93,16 @@ def second_step(mesh: Mesh, schedule: pl.Schedule, kinds: list[Any]) -> list[int
 
 @pytest.mark.dist
 def test_the_last_layers_sum_starts_before_the_first_layers_last_backward() -> None:
-    for found in run_ranks(started, 2):
+    options = RuntimeOptions(seed=3)
+    layers = [Layer("l0", lambda: nn.Linear(4, 4)), Layer("l1", Reentrant)]
+    serial = LocalPipeline(layers, pl.schedules.gpipe(1, 2), loss=nn.functional.mse_loss, options=options)
+    serial.step(torch.ones(4, 4), torch.zeros(4, 4, dtype=torch.float64))
+    want = dict(serial.named_parameters())["l1.linear.weight"].grad
+    assert want is not None
+    for found, gradient in run_ranks(started, 2):
+        assert gradient == pytest.approx(
+            want.flatten().tolist(), rel=1e-6
+        )  # a first step starts no sum within a backward
         for case, seen in found.items():
             assert seen[0] == 0, case  # not a micro-batch too early
             assert seen[-1] == 1, case

@@ -62,6 +62,8 @@ def test_the_mean_is_over_targets_not_over_microbatches() -> None:
     pipeline = LocalPipeline(
         blocks(2), pl.schedules.gpipe(2, 2), loss=mse, options=RuntimeOptions(microbatch_sizes=(1, 7))
     )
+    fewer = pipeline.evaluate(x[:5], y[:5])  # a batch of another size is split evenly
+    assert fewer.item() == pytest.approx(serial(blocks(2), x[:5], y[:5], [5])[0].item(), rel=1e-6)
     loss = pipeline.step(x, y)
     whole, want = serial(blocks(2), x, y, [8])
     assert loss.item() == pytest.approx(whole.item(), rel=1e-6)

@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 
 from pipeloom.errors import PipeloomError
-from pipeloom.schedule import Costs, simulate
-from pipeloom.schedule.bounds import memory_bound, work_bound
+from pipeloom.schedule import Action, Costs, Pair, Schedule, check, simulate
+from pipeloom.schedule.bounds import lower_bound, memory_bound, work_bound
 from pipeloom.schedule.families import FAMILIES, build
 
 
@@ -56,3 +56,19 @@ def test_only_whole_micro_batches_fit_before_the_first_backward() -> None:
     assert memory_bound(range(p), m, Costs(f, b, w), 2.5, "span") == pytest.approx(
         m * (f + b + w) + (p - 1) * b + (p - 2) * f
     )
+
+
+def test_a_first_forward_may_be_paired_with_a_backward_of_the_other_route() -> None:
+    """Rank 1 is on one route only: what comes down to it was in a pair that takes a tenth of the forward alone."""
+    first = [Action("F", 2, 1), Action("F", 3, 1), Pair(Action("F", 0, 0), Action("B", 3, 1))]
+    programs = [[*first, Action("B", 2, 1), Action("B", 0, 0)], [Action("F", 1, 0), Action("B", 1, 0)]]
+    routes, placement = ((0, 1), (2, 3)), (0, 1, 0, 0)
+    schedule = Schedule.of(
+        programs, placement=placement, microbatches=2, name="two routes", routes=routes, route_of=(0, 1)
+    )
+    check(schedule)
+    forward, backward = (10.0, 20.0, 1.0, 1.0), (2.0, 40.0, 2.0, 2.0)
+    pair = tuple(tuple(1.0 if (s, t) == (0, 3) else forward[s] + backward[t] for t in range(4)) for s in range(4))
+    costs = Costs(forward, (1.0, 20.0, 1.0, 1.0), (1.0, 20.0, 1.0, 1.0), pair=pair)
+    assert lower_bound(schedule, costs) == 60  # rank 1's work; after F of stage 0 alone it would be 70
+    assert simulate(schedule, costs).makespan == 65

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from random import Random
 
@@ -9,7 +10,7 @@ import pytest
 
 import pipeloom as pl
 from pipeloom.errors import UsageError
-from pipeloom.schedule import Costs, check
+from pipeloom.schedule import Costs, check, simulate
 from pipeloom.solver.bounds import bound_of
 from pipeloom.solver.exact import certify
 from pipeloom.solver.instance import Instance
@@ -72,3 +73,13 @@ def test_the_solver_finds_what_the_search_was_not_given_time_for() -> None:
     assert found.value == found.bound == 31
     assert found.sequences is not None
     assert instance.fits(found.sequences)
+
+
+def test_a_pair_waits_for_both_of_its_messages_at_once() -> None:
+    """Where receivers wait for hops: no bound has each action wait for its own."""
+    pytest.importorskip("ortools")
+    costs = Costs(1, 1, 1, p2p=5)
+    reached = simulate(pl.schedules.one_f_one_b_overlap(3, 5), costs, overlap_p2p=False).makespan
+    instance = Instance((0, 1, 2), 5, costs, math.inf, overlap_p2p=False)
+    assert reached == 66
+    assert 50 < certify(instance, 100.0, 5).bound <= reached

@@ -132,6 +132,18 @@ def test_local() -> None:
             pipeline.clip_grad_norm_(wrong)  # type: ignore[arg-type]
 
 
+def test_a_norm_of_float64_gradients_keeps_their_digits() -> None:
+    for run in (LocalPipeline, Pipeline):
+        layers = [Layer("a", lambda: nn.Linear(4, 4).double())]
+        pipeline = run(layers, pl.schedules.gpipe(1, 2), loss=nn.functional.mse_loss)
+        x = torch.ones(4, 4, dtype=torch.float64)
+        pipeline.step(x, x * 0)
+        want = torch.nn.utils.get_total_norm([p.grad for p in pipeline.parameters() if p.grad is not None])
+        norm = pipeline.grad_norm()
+        assert norm.dtype == torch.float64
+        assert norm.item() == pytest.approx(want.item(), rel=1e-14)
+
+
 def one(rank: int) -> tuple[float, float]:
     """bf16 with fp32 main gradients in one process, and a norm that is asked for too early."""
     layers = [Layer("a", lambda: nn.Linear(4, 4).bfloat16())]

@@ -38,7 +38,7 @@ class Costs:
         pair: time of a pair F|B: a number, one per stage of the forward, or `pair[stage of forward][stage of backward]`; None: as
             `PairTimes` has it from `all_to_all`.
         pair_split: the same of a pair F|I; None: F|B's less W.
-        backward: time of a B alone; None: I + W (less where W hides I's all-to-all).
+        backward: time of a B alone, for one in which W hides I's all-to-all, say; None: I + W.
         microbatch: factors by micro-batch (sequences of different lengths) of F, I, W, B, the activation and the message;
             empty: 1 for all. A given pair's gain is multiplied by the smaller of its two factors.
         tensors: the size of named tensors, {name: size}, in the unit of `message`; one that is not there has the size
