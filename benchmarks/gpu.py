@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests" / "gpu"
 RESULTS = ROOT / "benchmarks" / "RESULTS-gpu"
 TOTAL_SECONDS = 8 * 60
+SIDE_BY_SIDE = 4  # parts that measure no time run beside each other: most of theirs goes into starting processes
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Part:
         seconds: after which its process is ended.
         environment: variables that its process is started with.
         needs_gpu: whether it says nothing on a CPU.
+        alone: whether it measures times, so that nothing may run beside it.
     """
 
     module: str
@@ -43,6 +46,7 @@ class Part:
     seconds: int = 90
     environment: tuple[tuple[str, str], ...] = ()
     needs_gpu: bool = False
+    alone: bool = False
 
 
 _REPEATABLE = (("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),)
@@ -66,17 +70,25 @@ PARTS = {
     ),
     "waits": Part("gpu_races", "without_waits", "each wait taken away must show", 60, _REPEATABLE, needs_gpu=True),
     "processes": Part("gpu_processes", "one_device", "pp, dp and tp ranks as processes on one device", 150),
+    "layouts": Part("gpu_processes", "layouts", "dp, tp and ep layouts of `pipeloom verify` on one device", 150),
+    "train": Part("gpu_processes", "train", "`pipeloom train` with 4 workers on one device", 120),
     "faults": Part("gpu_processes", "faults", "an injected exception, a lost message, the watchdog", 90),
     "engine": Part(
-        "gpu_measurements", "engine", "tokens/s, MFU and memory of 1.2 B parameters against a plain loop", 150
+        "gpu_measurements",
+        "engine",
+        "tokens/s, MFU and memory of 1.2 B parameters against a plain loop",
+        150,
+        alone=True,
     ),
-    "actions": Part("gpu_measurements", "per_action", "engine time an action"),
-    "split-cost": Part("gpu_measurements", "split_cost", "I + W against B", 120),
-    "overlap": Part("gpu_measurements", "overlap", "an all-to-all on the copy engines, hidden in pairs", 120),
-    "offload": Part("gpu_measurements", "offload", "copies to pinned memory beside compute"),
-    "fusion": Part("gpu_measurements", "fusion", "fused accumulation against a product and a sum"),
+    "actions": Part("gpu_measurements", "per_action", "engine time an action", alone=True),
+    "split-cost": Part("gpu_measurements", "split_cost", "I + W against B", 120, alone=True),
+    "overlap": Part(
+        "gpu_measurements", "overlap", "an all-to-all on the copy engines, hidden in pairs", 120, alone=True
+    ),
+    "offload": Part("gpu_measurements", "offload", "copies to pinned memory beside compute", alone=True),
+    "fusion": Part("gpu_measurements", "fusion", "fused accumulation against a product and a sum", alone=True),
     "compile": Part(
-        "gpu_measurements", "compiled", "torch.compile per block under split backward", 150, needs_gpu=True
+        "gpu_measurements", "compiled", "torch.compile per block under split backward", 150, needs_gpu=True, alone=True
     ),
 }
 
@@ -128,11 +140,11 @@ def start_part(name: str, device: str, seconds: float, logs: Path | None = None)
         if process.returncode == 0 and answer.exists():
             rows: list[dict[str, Any]] = json.loads(answer.read_text())
             return rows
-    lines = [line for line in output.strip().splitlines() if line.strip()]
-    missing = next((line for line in lines if line.startswith("ModuleNotFoundError")), None)
+    spoken = [line for line in output.strip().splitlines() if line.strip()]
+    missing = next((line for line in spoken if line.startswith("ModuleNotFoundError")), None)
     if missing:
         return [_row(name, f"not run: {missing.partition(': ')[2]}", None)]
-    return [_row(name, f"ended with {process.returncode}: {lines[-1] if lines else 'no output'}", False)]
+    return [_row(name, f"ended with {process.returncode}: {spoken[-1] if spoken else 'no output'}", False)]
 
 
 def _log(folder: Path | None, name: str, output: str) -> None:
@@ -165,19 +177,51 @@ def machine(device: str) -> dict[str, str]:
     return found
 
 
+HEADER = "| part | what | measured | target | |\n| --- | --- | --- | --- | --- |"
+
+
+def lines(part: str, rows: list[dict[str, Any]]) -> str:
+    """A part's lines of the table."""
+    cells = ([part, row["name"], row["measured"], row["target"], verdict(row)] for row in rows)
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "/") for cell in row) + " |" for row in cells)
+
+
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
-    lines = ["| part | what | measured | target | |", "| --- | --- | --- | --- | --- |"]
-    for part, rows in results.items():
-        for row in rows:
-            cells = [part, row["name"], row["measured"], row["target"], verdict(row)]
-            lines.append("| " + " | ".join(str(cell).replace("|", "/") for cell in cells) + " |")
-    return "\n".join(lines)
+    return "\n".join([HEADER, *(lines(part, rows) for part, rows in results.items())])
 
 
 def write_results(results: dict[str, list[dict[str, Any]]], about: dict[str, str], path: Path = RESULTS) -> None:
     words = ", ".join(f"{key} {value}" for key, value in about.items())
     path.with_suffix(".md").write_text(f"# Pipeloom on a GPU\n\n`make gpu`: {words}.\n\n{table(results)}\n")
     path.with_suffix(".json").write_text(json.dumps({"machine": about, "results": results}, indent=1) + "\n")
+
+
+def run_parts(chosen: list[str], device: str, logs: Path | None) -> dict[str, list[dict[str, Any]]]:
+    """Run parts, those that measure no time first and beside each other; print the table's lines as they end."""
+    end = time.monotonic() + TOTAL_SECONDS
+
+    def run(name: str) -> list[dict[str, Any]]:
+        part, left = PARTS[name], end - time.monotonic()
+        if device == "cpu" and part.needs_gpu:
+            return [_row(part.words, "not run on a GPU", None)]
+        if left < 5:
+            return [_row(part.words, f"not run: {TOTAL_SECONDS // 60} minutes are over", None)]
+        begun = time.monotonic()
+        rows = start_part(name, device, min(part.seconds, left), logs)
+        print(f"{name}: {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
+        return rows
+
+    results = {}
+    print(HEADER, flush=True)
+    for workers, names in (
+        (min(SIDE_BY_SIDE, os.cpu_count() or 1), [name for name in chosen if not PARTS[name].alone]),
+        (1, [name for name in chosen if PARTS[name].alone]),
+    ):
+        with ThreadPoolExecutor(workers) as pool:
+            for name, rows in zip(names, pool.map(run, names), strict=True):
+                results[name] = rows
+                print(lines(name, rows), flush=True)
+    return results
 
 
 def has_gpu() -> bool:
@@ -209,20 +253,7 @@ def main() -> int:
         return 0
     if arguments.logs is not None:
         arguments.logs.mkdir(parents=True, exist_ok=True)
-    results: dict[str, list[dict[str, Any]]] = {}
-    end = time.monotonic() + TOTAL_SECONDS
-    for name in chosen:
-        left = end - time.monotonic()
-        if arguments.device == "cpu" and PARTS[name].needs_gpu:
-            results[name] = [_row(PARTS[name].words, "not run on a GPU", None)]
-        elif left < 5:
-            results[name] = [_row(PARTS[name].words, f"not run: {TOTAL_SECONDS // 60} minutes are over", None)]
-        else:
-            print(f"{name} …", end="", flush=True)
-            begun = time.monotonic()
-            results[name] = start_part(name, arguments.device, min(PARTS[name].seconds, left), arguments.logs)
-            print(f" {time.monotonic() - begun:.0f} s", flush=True)
-    print(table(results))
+    results = run_parts(chosen, arguments.device, arguments.logs)
     if arguments.device == "cuda":
         about = machine("cuda")
         if not arguments.parts:

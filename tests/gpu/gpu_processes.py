@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import queue
+import re
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -27,6 +31,7 @@ from pipeloom.parallel.sharding import shardings_of
 from pipeloom.parallel.tensor import TensorParallel
 from pipeloom.runtime import Pipeline, RuntimeOptions
 
+ROOT = Path(__file__).resolve().parents[2]
 MICROBATCHES, LENGTH = 4, 16
 
 
@@ -178,3 +183,35 @@ def faults(setup: Setup) -> list[Row]:
             Row(name, f"every rank stopped and named it: {told} ({time.monotonic() - begun:.0f} s)", "named", told)
         )
     return rows
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`pipeloom` with these arguments."""
+    return subprocess.run([sys.executable, "-m", "pipeloom", *arguments], capture_output=True, text=True, timeout=140)
+
+
+def layouts(setup: Setup) -> list[Row]:
+    """Layouts of 4 workers on one device against one process, through the command."""
+    text = (ROOT / "tests" / "data" / "verify_gpu.toml").read_text()
+    with tempfile.TemporaryDirectory() as folder:
+        matrix = Path(folder, "matrix.toml")
+        matrix.write_text(text.replace('device = "cuda"', f'device = "{setup.device.type}"'))
+        ended = command("verify", "--matrix", str(matrix), "--json")
+    try:
+        answers = json.loads(ended.stdout)["layouts"]
+    except (ValueError, KeyError):
+        return [Row("pipeloom verify", (ended.stderr or ended.stdout).strip()[-300:], "ends", False)]
+    return [at_most(each["layout"], max(each["loss_error"], each["worst_error"]), 1e-5) for each in answers]
+
+
+def train(setup: Setup) -> list[Row]:
+    """A short training of 4 workers on one device: it ends well, and the loss falls."""
+    with tempfile.TemporaryDirectory() as folder:
+        keys = ("--train.device", setup.device.type, "--train.steps", "20", "--log.dir", folder)
+        ended = command("train", "--parallel.pp", "4", *keys)
+    losses = [float(each) for each in re.findall(r"held-out loss.*?([0-9]+\.[0-9]+) nats", ended.stdout)]
+    if ended.returncode or len(losses) != 2:
+        return [Row("pipeloom train", (ended.stderr or ended.stdout).strip()[-300:], "ends", False)]
+    shared = not setup.cuda or torch.cuda.device_count() > 1 or "4 workers share 1 CUDA device" in ended.stdout
+    measured = f"held-out loss {losses[0]:.2f} to {losses[1]:.2f} nats; says that a device is shared: {shared}"
+    return [Row("pipeloom train, 20 steps", measured, "at least 1 less", shared and losses[1] < losses[0] - 1)]

@@ -231,7 +231,9 @@ def _one_sends_late(rank: int) -> None:
     AllToAll.start = late  # type: ignore[method-assign]
     layers = expert_layers(2, EXPERTS, dist.group.WORLD)
     mesh = PipelineMesh.of([rank])
-    options = RuntimeOptions(timeout=1.0)
+    options = RuntimeOptions(
+        timeout=6.0 if rank else 1.0
+    )  # rank 1 does not end before rank 0 has said what it waits for
     pipeline = Pipeline(layers, pl.schedules.build("1f1b-overlap", 1, 3), loss=mse, mesh=mesh, options=options)
     pipeline.step(*data(0, 6))
 

@@ -111,8 +111,10 @@ def test_cuda_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     assert worker.claim_device("auto", 0, 4).type == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ConfigError, match=r"2 CUDA devices for 4 workers; use .cpu., or parallel.pp = 2"):
-        worker.claim_device("cuda", 0, 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    assert [worker.claim_device("cuda", rank, 4).index for rank in range(4)] == [0, 1, 0, 1]
+    assert worker.claim_device("auto", 3, 4).type == "cpu"
+    assert [worker.claim_device("auto", rank, 2).index for rank in range(2)] == [0, 1]
 
 
 def test_exit_codes_and_texts() -> None:

@@ -362,7 +362,9 @@ class TrainSection(Section):
     recompute: Recompute = Field(
         description="blocks whose forward is recomputed in the backward: none, full, or a list counted from 0, such as [0, 3]"
     )
-    device: DeviceName = Field(description="auto (CUDA if there is a device for each worker, else the CPU), cpu, cuda")
+    device: DeviceName = Field(
+        description="auto (CUDA if there is a device for each worker, else the CPU), cpu, cuda (workers share too few devices)"
+    )
     tune_cpu: bool = Field(
         description="on CPUs: keep freed memory in the process, and multiply matrices with oneDNN where that is faster"
     )

@@ -64,6 +64,7 @@ class LocalPipeline:
         device: where the stages are.
         layouts: global name -> how the parameter is laid over the mesh: whole.
         next_step: the number of the next step, for layers that draw random numbers.
+        trace: whether steps from now on are timed as `RuntimeOptions.trace` says; settable.
         rank, ranks, group, control, run_control, distributed, sync: as of a pipeline of one process.
     """
 
@@ -94,6 +95,7 @@ class LocalPipeline:
         self.schedule = schedule
         self._terms = declared.terms
         self.options = options
+        self.trace = options.trace
         self._weight = weight
         self._ignore_index = ignore_index
         self.next_step = 0
@@ -199,6 +201,8 @@ class LocalPipeline:
         self, programs: Sequence[RankProgram], batch: Microbatches, keep_outputs: bool = False
     ) -> list[StepResult]:
         """Every rank's program, a rank running as far as the messages that it waits for have been sent."""
+        for assembly in self._assemblies:
+            assembly.communications.timed = self.trace
         mailroom, communicator = Mailroom(), Communicator(self.schedule.ranks)
         executors = [
             Executor(
@@ -211,7 +215,7 @@ class LocalPipeline:
                 loss=self._loss,
                 specs=specs,
                 communications=assembly.communications,
-                clock=clock_for(self.device, self.options.trace),
+                clock=clock_for(self.device, self.trace),
                 checksums=self.options.checksum,
             )
             for rank, (program, assembly, hooks, specs) in enumerate(

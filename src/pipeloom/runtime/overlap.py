@@ -153,10 +153,12 @@ class CommStream:
         Args:
             timed: measure the exposed time on a GPU too, which waits for the device when it is read.
             status: where it says what the rank waits for.
+
+        `timed` can be set between steps.
         """
         self._status = status
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._timed = timed
+        self.timed = timed
         self._seconds: dict[str, float] = {}
         self._events: list[tuple[str, Any, Any]] = []
         self._still = False
@@ -176,7 +178,7 @@ class CommStream:
         """Counts the time inside as exposed: computation waits for the communication called `name`; nested calls do not
         count.
         """
-        if self._still or (self._stream is not None and not self._timed):
+        if self._still or (self._stream is not None and not self.timed):
             yield
             return
         self._still = True
@@ -202,7 +204,7 @@ class CommStream:
 
     def exposed(self) -> dict[str, float] | None:
         """kind -> seconds for which computation stood still for communications since the last call; None: not measured."""
-        if self._stream is not None and not self._timed:
+        if self._stream is not None and not self.timed:
             return None
         seconds, self._seconds = self._seconds, {}
         events, self._events = self._events, []

@@ -88,6 +88,7 @@ class Pipeline:
         layouts: global name -> how the parameter is spread over the mesh.
         next_step: the number of the next step, from which layers derive random numbers; set it to resume, or to repeat
             a step.
+        trace: whether steps from now on are timed as `RuntimeOptions.trace` says; settable.
 
     Raises:
         ScheduleError: a schedule that cannot run. ConfigError: sizes that do not fit. DistributedError: ranks that disagree.
@@ -161,6 +162,7 @@ class Pipeline:
         self.layouts: dict[str, ParameterSharding] = {each.name: each.sharding for each in assembled.held}
         self._loss = loss
         self._status = status
+        self.trace = options.trace
         self._splits_backward = schedule.splits_backward
         self._specs = ShapeCache(options.shapes)
         self._follow(schedule)
@@ -332,6 +334,7 @@ class Pipeline:
         self._compared = True
 
     def _executor(self, program: RankProgram) -> Executor:
+        self._assembly.communications.timed = self.trace
         return Executor(
             program,
             self._assembly.stages,
@@ -340,7 +343,7 @@ class Pipeline:
             loss=self._loss,
             specs=self._specs,
             communications=self._assembly.communications,
-            clock=clock_for(self.device, self.options.trace),
+            clock=clock_for(self.device, self.trace),
             checksums=self.options.checksum,
         )
 

@@ -58,7 +58,6 @@ def build_pipeline(
         checksum=config.debug.checksum,
         fault=layout.fault,
         device=device,
-        trace=True,
     )
     with naming_keys():
         return Pipeline(

@@ -83,18 +83,19 @@ def require_cuda(name: str, workers: int) -> None:
 
 
 def require_devices(name: str, workers: int) -> int:
-    """The number of CUDA devices that `train.device = name` may use; ConfigError when it asks for more than there are."""
+    """The number of CUDA devices that `train.device = name` may use; ConfigError where "cuda" finds none.
+
+    "cuda" takes fewer devices than workers, which then share them; "auto" does not.
+    """
     if name == "cpu":
         return 0
     import torch
 
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if name == "auto" or found >= workers:
+    if name == "auto" or found:
         return found
-    there = f"{found} CUDA device{'s' * (found != 1)}" if found else "no CUDA device"
     raise ConfigError(
-        f'train.device = "{name}": this machine has {there} for {workers} worker{"s" * (workers > 1)}; '
-        f'use "cpu"' + (f", or parallel.pp = {found}" if found else "")
+        f'train.device = "{name}": this machine has no CUDA device for {workers} worker{"s" * (workers > 1)}; use "cpu"'
     )
 
 
@@ -105,6 +106,8 @@ def _require_receives(layout: Layout) -> None:
         return
     from pipeloom.runtime.p2p.connect import memory_here
 
+    if config.train.device == "cuda":
+        return
     if memory_here() is not None and require_devices(config.train.device, layout.world_size) < layout.world_size:
         raise ConfigError(
             "schedule.overlap_p2p = false: the ranks of one machine send through shared memory, which posts no receives "

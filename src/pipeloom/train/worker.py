@@ -181,7 +181,11 @@ def start(layout: Layout, requests: Requests | None = None, watching: list[Watch
         _obey_signals(requests, watchdog)
     elif watchdog is None:
         _obey_signals(requests, None)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    # NCCL refuses two ranks on one device
+    shared = device.type == "cuda" and torch.cuda.device_count() < local_world
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shared else "gloo"
+    if shared:
+        _say_shared(rank, local_world)
     try:
         # the watchdog ends a wait that is too long, and knows why: torch's own limit is a later one
         later = timedelta(seconds=seconds + 600.0)
@@ -302,15 +306,28 @@ def _die_with_parent() -> None:
 def claim_device(name: str, local_rank: int, local_world: int) -> torch.device:
     """Return the device that `train.device` = `name` gives this worker of `local_world`; on CUDA, make it the current one.
 
-    Raises ConfigError where there are too few.
+    With "cuda", workers share devices where there are fewer. Raises ConfigError where there is none.
     """
     import torch
 
-    if require_devices(name, local_world) < local_world:
+    count = require_devices(name, local_world)
+    if count == 0 or (name == "auto" and count < local_world):
         return torch.device("cpu")
-    device = torch.device("cuda", local_rank)
+    device = torch.device("cuda", local_rank % count)
     torch.cuda.set_device(device)
     return device
+
+
+def _say_shared(rank: int, local_world: int) -> None:
+    import torch
+
+    if rank == 0:
+        count = torch.cuda.device_count()
+        print(
+            f"{local_world} workers share {count} CUDA device{'s' * (count > 1)}: what they exchange goes through the host's "
+            "memory, which is slow",
+            flush=True,
+        )
 
 
 def _meet(rank: int, world: int, timeout: timedelta) -> Store:
