@@ -101,6 +101,7 @@ POINTS = {
     # where a signal comes, as code in rank 0: (module, function to wrap, whether a checkpoint must be there afterwards)
     "evaluation": ("pipeloom.train.loop", "Trainer.held_out_loss", False),
     "save": ("pipeloom.train.checkpoint.save", "publish", True),
+    "asynchronous save": ("pipeloom.train.checkpoint.save", "publish", True),
     "start-up": ("pipeloom.train.loop", "build_pipeline", False),
 }
 WRAP = """
@@ -137,7 +138,8 @@ sys.meta_path.insert(0, Finder())
     ("point", "number", "code"),
     [
         pytest.param("evaluation", "SIGTERM", 75, marks=pytest.mark.full),
-        ("save", "SIGINT", 130),
+        pytest.param("save", "SIGINT", 130, marks=pytest.mark.full),
+        ("asynchronous save", "SIGINT", 130),
         ("start-up", "SIGTERM", 75),
     ],
 )
@@ -145,12 +147,18 @@ def test_a_signal_at_any_moment(point: str, number: str, code: int, tmp_path: Pa
     module, function, saved = POINTS[point]
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text(WRAP.format(module=module, function=function, number=number))
-    flags = ("--train.steps", "1000", "--checkpoint.every", "2")
+    asynchronous = point == "asynchronous save"
+    flags = ("--train.steps", "1000", "--checkpoint.every", "2", "--checkpoint.asynchronous", str(asynchronous).lower())
     done = command(tmp_path, "a", *flags, PYTHONPATH=str(tmp_path / "site"))
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     (folder,) = runs(tmp_path / "a")
-    assert [step for step, _ in complete(folder)] == ([3, 2] if saved else [])  # it goes on to the end of a step
+    steps = [step for step, _ in complete(folder)]
+    if asynchronous:  # training has gone on beside the writer
+        assert f"stopped after step {steps[0]} of 1000" in done.stderr
+        assert len(steps) >= 2
+    else:
+        assert steps == ([3, 2] if saved else [])  # it goes on to the end of a step
     assert not list(folder.glob(".*"))
 
 

@@ -28,12 +28,17 @@ def partial_path(folder: Path, step: int) -> Path:
 
 
 def complete(folder: Path) -> list[tuple[int, Path]]:
-    """(step, directory) of every complete checkpoint in `folder`, newest first; none where there is no such folder."""
+    """(step, directory) of every complete checkpoint in `folder`, newest first; none where there is no such folder.
+
+    One that was about to be replaced when its process ended counts where the new one has not got its name.
+    """
     found = []
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
-            match = _STEP.fullmatch(path.name)
-            if match is not None and (path / MANIFEST).is_file():
+            replaced = _REPLACED.fullmatch(path.name)
+            match = _STEP.fullmatch(path.name if replaced is None else replaced[1])
+            hidden = replaced is not None and (folder / replaced[1]).exists()
+            if match is not None and not hidden and (path / MANIFEST).is_file():
                 found.append((int(match[1]), path))
     return sorted(found, reverse=True)
 
