@@ -47,7 +47,7 @@ class RuntimeOptions:
             (all), or names of layers.
         main_gradients: bf16 parameters' gradients are added up in fp32 (`Pipeline.sync`), and `.grad` stays None. Always so
             where they are summed over replicas.
-        shard_gradients: of the sum over the replicas each gets its slice only (ZeRO stage 1), and `.grad` stays None.
+        shard_gradients: each replica gets only its slice of the sum over the replicas (ZeRO stage 1), and `.grad` stays None.
         checksum: messages carry a checksum of their values, and each is verified when it arrives; for finding faults: it costs
             a pass over every message on both ends.
         fault: a fault to make on purpose (any object with `kind` and its values, see runtime/health/fault_injection.py).

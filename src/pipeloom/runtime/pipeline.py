@@ -253,7 +253,7 @@ class Pipeline:
         return self.forward_backward(inputs, targets, **keywords).wait()
 
     def forward_backward(self, inputs: Any, targets: Any = None, **keywords: Any) -> PendingLoss:
-        """As `step`, but returns when this rank is done: the loss is still on its way from a rank that may not be."""
+        """As `step`, but returns when this rank is done: the loss may still be on its way from another rank."""
         require_gradients("forward_backward")
         self._built.require_same()
         status, begun = self._status, time.monotonic()
@@ -283,7 +283,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, inputs: Any, targets: Any = None, **keywords: Any) -> Tensor:
-        """The mean loss, forward only. A batch of fewer rows than micro-batches is cut into one micro-batch a row.
+        """The mean loss, forward only. A batch of fewer rows than micro-batches is cut into one micro-batch per row.
 
         Where layers exchange tokens between replicas (experts), all replicas' batches must have as many micro-batches.
         """
@@ -428,7 +428,9 @@ class Pipeline:
         )
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Steps inside add to this process's gradients only; the next step outside sums all of that over the replicas."""
+        """Return a context in which steps add to this process's gradients only; the next step outside sums
+        them over the replicas.
+        """
         return self._gradients.no_sync()
 
     def zero_grad(self) -> None:
@@ -548,7 +550,7 @@ class Pipeline:
         return first and name not in self._assembly.copies
 
     def counts(self, name: str) -> bool:
-        """Tell if this process adds its gradient of this name to a global norm; of sharded gradients each replica adds its
+        """Return whether this process adds its gradient of this name to a global norm; of sharded gradients each replica adds its
         slice.
         """
         if not self.options.shard_gradients:

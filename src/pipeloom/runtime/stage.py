@@ -63,7 +63,7 @@ none). None where nothing used the input.
 """
 
 
-@dataclass
+@dataclass(slots=True)
 class SavedGroup:
     """State that the forward of one group of computations saves for its backward.
 
@@ -82,7 +82,7 @@ class SavedGroup:
     saved: tuple[Any, ...] = ()
 
 
-@dataclass
+@dataclass(slots=True)
 class InFlight:
     """State of one micro-batch on a stage between F and the end of its backward.
 

@@ -13,7 +13,7 @@ ROUNDING = 1e-9  # what a peak may exceed a memory by and still fit: peaks are s
 
 
 def lower_bound(schedule: Schedule, costs: Costs | None = None, *, split_backward: bool = True) -> float:
-    """A makespan that no schedule with this placement, these routes, m and costs can beat.
+    """Return a makespan that no schedule with this placement, these routes, m and costs can beat.
 
     The largest, over the ranks, of
 

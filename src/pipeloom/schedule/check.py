@@ -26,7 +26,7 @@ def check(
     receive_depth: int | None = None,
     transport: CheckedTransport = "individual",
 ) -> None:
-    """Raises ScheduleError with the reason when `schedule` is not one that every rank can run to its end.
+    """Raise ScheduleError, with the reason, unless every rank can run `schedule` to its end.
 
     Checked: each (stage, micro-batch) of a route has F and either B or I and W, once, on the placed rank; no cycle among
     data dependencies and program order. Sends do not block, and each channel keeps at least `smallest_depths` receives open,

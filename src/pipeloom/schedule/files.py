@@ -19,8 +19,7 @@ def names_a_file(name: str) -> bool:
 
 
 def load(path: str | Path) -> Schedule:
-    """The schedule in the file `path`: JSON when its text starts with a brace, else CSV; `check` is the caller's to
-    run.
+    """Return the schedule in the file `path`: JSON when its text starts with a brace, else CSV. It is not checked.
 
     Raises:
         UsageError: the file cannot be read, is not text, or is not a schedule's JSON.

@@ -35,11 +35,11 @@ Program = tuple[int, ...]
 
 @dataclass(frozen=True, repr=False)
 class Schedule:
-    """A pipeline schedule as data. Make one with a family, `Schedule.of`, or from CSV or JSON.
+    """A pipeline schedule as data. Create one with a family, with `Schedule.of`, or from CSV or JSON.
 
     Attributes:
         name: family or file that it came from.
-        ranks: p, the number of places in the pipeline.
+        ranks: p, the number of pipeline ranks.
         microbatches: m.
         placement: stage -> rank, S entries.
         codes: a rank's program as integers (see the module's docstring); `programs` gives them as actions.

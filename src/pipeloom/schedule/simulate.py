@@ -16,15 +16,15 @@ from pipeloom.schedule.timeline import Timeline
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None, *, overlap_p2p: bool = True) -> Timeline:
-    """Every action as early as its rank's order and its messages allow, on idle ranks at time 0.
+    """Return the timeline in which every action starts as early as its rank's order and its messages allow, from time 0.
 
     A message leaves when its action ends and arrives one hop later (`Costs.hop`). With `overlap_p2p` it travels while its
-    receiver computes; without, the receiver asks for it only when it needs it and waits for the whole hop. Senders never wait.
+    receiver computes; without, the hop begins only when the receiver needs the message and is free. Senders never wait.
     A pair takes the time that `PairTimes` gives. Linear in the number of actions.
 
     Raises:
         ScheduleError: the schedule cannot run to its end.
-        UsageError: the costs have not one value for each stage.
+        UsageError: the costs do not have one value for each stage.
     """
     chosen = costs if costs is not None else Costs()
     run = run_once(schedule, chosen, overlap_p2p=overlap_p2p)

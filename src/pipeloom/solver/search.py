@@ -89,7 +89,7 @@ def search(
     overlap_p2p: bool = True,
     progress: Callable[[Progress], None] | None = None,
 ) -> SearchResult:
-    """The schedule with the least makespan (or largest span) found, within `memory` on every rank.
+    """Return the schedule with the least makespan (or largest span) found, within `memory` on every rank.
 
     Never worse than the best one-route family that fits with the same number of chunks or a divisor of it. Families and list
     scheduling give the starts; one period is annealed and unrolled; tabu search along critical paths improves the best. Ctrl-C
@@ -106,14 +106,14 @@ def search(
             and a proof the result depends on the arguments alone.
         seed: of the random choices.
         prove: let a constraint solver (the extra `opt`) look for a proof or for something better, for what is left of the time
-            limit after a quarter of it, or for two minutes. Not for micro-batches that differ. The solver knows no pairs:
+            limit after a quarter of it, or for two minutes. Not for micro-batches that differ. The solver does not model pairs:
             where pairs gain, only the bounds by formula are left, and the result is proved only if it reaches them.
         pairs: search over overlapped pairs F|B and F|I as well (they gain with `Costs.all_to_all` or a given pair).
         overlap_p2p: whether a message travels while its receiver computes, as in `simulate`.
-        progress: called now and then.
+        progress: called repeatedly during the search.
 
     Raises:
-        UsageError: sizes, placement, objective or limits that make no sense.
+        UsageError: invalid sizes, placement, objective or limits.
         CapacityError: the memory does not hold one micro-batch, or no start fits it.
     """
     require_sizes(MOST_SEARCHED_CELLS, ranks=ranks, microbatches=microbatches, chunks=1 if chunks is None else chunks)

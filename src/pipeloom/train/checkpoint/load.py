@@ -34,7 +34,7 @@ class Loaded:
     """Content of a checkpoint beside tensors.
 
     Attributes:
-        step: how many steps had been made.
+        step: the number of completed steps.
         extra: what was given to `save`; None: nothing.
         path: the checkpoint's directory.
     """
@@ -132,7 +132,7 @@ def _identity(manifest: Manifest) -> str:
 def load(
     path: str | Path, pipeline: Pipeline, optimizer: AnyOptimizer | None = None, base: BaseWeights | None = None
 ) -> Loaded:
-    """Puts the state of a checkpoint into a pipeline and its optimizer; collective. Any layout loads any other's.
+    """Load the state of a checkpoint into a pipeline and its optimizer; collective. Any layout loads a checkpoint of any other.
 
     Sets `pipeline.next_step` to the checkpoint's step.
 
@@ -142,7 +142,7 @@ def load(
         base: what the pipeline's frozen weights are, for a checkpoint without them.
 
     Raises:
-        CheckpointError: nothing there; a file that is absent or damaged; weights or state that are not complete, or of another
+        CheckpointError: no checkpoint; a file that is absent or damaged; weights or state that are not complete, or of another
             shape; adapters of other weights than `base`. On every rank, with one message.
     """
     everyone = pipeline.mesh.everyone

@@ -79,9 +79,9 @@ class Saver:
         base: where the frozen weights come from: they are not saved, and the manifest names this; None: all is saved.
 
     Attributes:
-        stalled: seconds for which the last `save` kept its caller.
+        stalled: seconds for which the last `save` blocked its caller.
         written: bytes of this rank's last file.
-        writer_cpu: seconds of CPU that the writing of it took.
+        writer_cpu: CPU seconds that writing it took.
     """
 
     def __init__(
@@ -375,7 +375,7 @@ def save(
     keep: int = 0,
     keep_every: int = 0,
 ) -> Path:
-    """Saves one checkpoint, and returns its directory when the disc has it; collective. Arguments as for `Saver`."""
+    """Save one checkpoint, and return its directory once it is on disk; collective. Arguments as for `Saver`."""
     return Saver(folder, pipeline, optimizer, keep=keep, keep_every=keep_every).save(step, extra)
 
 
