@@ -46,6 +46,22 @@ def test_cuda_without_a_device(pipeloom: Run, command: str) -> None:
     assert ended.err == 'pipeloom: train.device = "cuda": this machine has no CUDA device for 2 workers; use "cpu"\n'
 
 
+@pytest.mark.parametrize("key", ["source", "weights"])
+def test_a_directory_without_safetensors(pipeloom: Run, tmp_path: Path, key: str) -> None:
+    (tmp_path / "hub").mkdir()
+    sizes = (
+        '"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 8, "vocab_size": 256'
+    )
+    (tmp_path / "hub/config.json").write_text(f'{{"model_type": "llama", {sizes}}}')
+    (tmp_path / "hub/pytorch_model.bin").write_text("")
+    ended = pipeloom(f"train --model.{key} hub --train.device cpu --parallel.pp 2")
+    assert ended.code == 2
+    assert "the directory has no weights in safetensors, neither model.safetensors nor" in ended.err
+    assert "(it has pytorch_model.bin); save the model again with save_pretrained" in ended.err
+    (tmp_path / "hub/model.safetensors").write_text("")
+    assert pipeloom(f"train --model.{key} hub --train.device cpu --parallel.pp 2").code == 99
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

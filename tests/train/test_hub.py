@@ -170,6 +170,18 @@ def test_a_directory_that_our_own_decoder_does_not_compute_is_refused(tmp_path: 
     written("gpt2", tmp_path / "hub")
     with pytest.raises(ConfigError, match=r"our own decoder does not compute this gpt2; nearest: model\.source"):
         load_layout(None, {"model.weights": str(tmp_path / "hub")})
+    sizes = {**_SIZES, "model_type": "llama", "num_key_value_heads": 4}
+    for keys, why in [
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r'this llama \(rope_type = "llama3"\)'),
+        ({"hidden_act": "gelu", "mlp_bias": True}, r'\(hidden_act = "gelu", mlp_bias = true\)'),
+        ({"model_type": "mistral"}, r"this mistral \(sliding_window = 4096\)"),  # the file leaves it out
+        ({"model_type": "qwen3", "sliding_window": 8, "use_sliding_window": True}, r"\(sliding_window = 8\)"),
+    ]:
+        (tmp_path / "hub/config.json").write_text(json.dumps({**sizes, **keys}))
+        with pytest.raises(ConfigError, match=why):
+            load_layout(None, {"model.weights": str(tmp_path / "hub")})
+    (tmp_path / "hub/config.json").write_text(json.dumps({**sizes, "model_type": "qwen3", "sliding_window": 8}))
+    assert load(None, {"model.weights": str(tmp_path / "hub")}).model.head_dim == 128  # transformers' own default
     written("mixtral", tmp_path / "own")
     with pytest.raises(ConfigError, match=r"model\.num_experts = 2: the model of model\.weights = .* sets it"):
         load_layout(None, {"model.weights": str(tmp_path / "own"), "model.num_experts": 2})

@@ -32,12 +32,12 @@ _NEEDED = ("num_hidden_layers", "hidden_size", "vocab_size")
 # Families that our own decoder computes; what their files may leave out, where it is not the same for all of them.
 _OWN: dict[str, dict[str, Any]] = {
     "llama": {},
-    "mistral": {},
-    "qwen2": {},
-    "qwen3": {},
-    "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
-    "qwen2_moe": {},
-    "qwen3_moe": {},
+    "mistral": {"num_key_value_heads": 8},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8},
+    "qwen2_moe": {"num_key_value_heads": 16},
+    "qwen3_moe": {"num_key_value_heads": 4},
 }
 _USUAL = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}
 
@@ -55,11 +55,33 @@ def own_sizes(directory: str) -> dict[str, Any]:
     except KeyError as error:
         raise ConfigError(f'model.weights = "{directory}": its config.json has no {error.args[0]}') from None
     if found is None:
+        kind, why = values.get("model_type", "model"), _not_plain(values)
         raise ConfigError(
-            f'model.weights = "{directory}": our own decoder does not compute this {values.get("model_type", "model")}; nearest: '
+            f'model.weights = "{directory}": our own decoder does not compute this {kind}{f" ({why})" if why else ""}; nearest: '
             "model.source, which trains it as transformers has it"
         )
     return found
+
+
+def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
+    return values.get("rope_parameters") or values.get("rope_scaling") or {}
+
+
+def _not_plain(values: Mapping[str, Any]) -> str:
+    """Return what a `config.json` has that our own decoder has not, as `key = value`; empty where there is nothing."""
+    rope, kind = _rope(values), str(values.get("model_type"))
+    turns = rope.get("rope_type", rope.get("type", "default"))
+    window = values.get("sliding_window", 4096 if kind == "mistral" else None)  # files that leave it out mean this
+    if kind in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe") and not values.get("use_sliding_window", False):
+        window = None
+    found = {
+        "hidden_act": (values.get("hidden_act", "silu"), "silu"),
+        "rope_type": (turns, "default"),
+        "partial_rotary_factor": (rope.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0)), 1.0),
+        "mlp_bias": (values.get("mlp_bias", False), False),
+        "sliding_window": (window or None, None),
+    }
+    return ", ".join(f"{key} = {json.dumps(value)}" for key, (value, plain) in found.items() if value != plain)
 
 
 def own_values(values: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -68,24 +90,16 @@ def own_values(values: Mapping[str, Any]) -> dict[str, Any] | None:
     Raises KeyError for a size that is not there.
     """
     kind = str(values.get("model_type"))
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    plain = (
-        values.get("hidden_act", "silu") == "silu"
-        and rope.get("rope_type", rope.get("type", "default")) == "default"
-        and rope.get("partial_rotary_factor", 1.0) == 1.0
-        and not values.get("mlp_bias", False)
-        and (kind in ("qwen2", "qwen2_moe") or not values.get("sliding_window"))
-        and not values.get("use_sliding_window", False)
-    )
-    if not plain or kind not in _OWN:
+    if kind not in _OWN or _not_plain(values):
         return None
+    rope = _rope(values)
     usual = {**_USUAL, **_OWN[kind]}
     heads = values["num_attention_heads"]
     found = {
         "num_hidden_layers": values["num_hidden_layers"],
         "hidden_size": values["hidden_size"],
         "num_attention_heads": heads,
-        "num_key_value_heads": values.get("num_key_value_heads") or heads,
+        "num_key_value_heads": values.get("num_key_value_heads", usual.get("num_key_value_heads")) or heads,
         "intermediate_size": values["intermediate_size"],
         "vocab_size": values["vocab_size"],
         "tie_word_embeddings": bool(values.get("tie_word_embeddings", False)),
@@ -98,8 +112,9 @@ def own_values(values: Mapping[str, Any]) -> dict[str, Any] | None:
         "num_shared_experts": 0,
         "moe_layer_freq": 1,
     }
-    if values.get("head_dim"):
-        found["head_dim"] = values["head_dim"]
+    width = values.get("head_dim", usual.get("head_dim"))
+    if width:
+        found["head_dim"] = width
     if kind == "mixtral":
         found |= {"num_experts": values["num_local_experts"], "num_experts_per_tok": values["num_experts_per_tok"]}
         found |= {"moe_intermediate_size": values["intermediate_size"], "norm_topk_prob": True, "num_shared_experts": 0}

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pipeloom.config import Config, Layout, held_parameters, parameter_count
+from pipeloom.config.hub import is_directory
 from pipeloom.errors import CapacityError, ConfigError
 from pipeloom.limits import MOST_LOCAL_WORKERS, WORKER_BYTES
 from pipeloom.train.data.choice import is_plain_text
@@ -20,6 +21,7 @@ _STDLIB_TOKENS = 100_000
 _USUAL_PART = 0.05
 # What a short run writes into its folder: configuration, log, trace and drawing. A disc without room for it is full.
 _PROBE_BYTES = 2**18
+_SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 
 
 def require_machine(layout: Layout) -> None:
@@ -30,6 +32,7 @@ def require_machine(layout: Layout) -> None:
     _raise_all(
         lambda: require_cuda(config.train.device, layout.world_size),
         lambda: _require_receives(layout),
+        lambda: _require_weights(config),
         lambda: _require_text(config, layout.mesh.dp),
         lambda: _require_folder("log.dir", config.log.dir),
         *([lambda: _require_folder("checkpoint.dir", config.checkpoint.dir)] if config.checkpoint.dir else []),
@@ -112,6 +115,23 @@ def _require_receives(layout: Layout) -> None:
         raise ConfigError(
             "schedule.overlap_p2p = false: the ranks of one machine send through shared memory, which posts no receives "
             'that could be posted later; set schedule.transport = "individual"'
+        )
+
+
+def _require_weights(config: Config) -> None:
+    """Refuse a Hugging Face directory whose weights no rank could read."""
+    for key in ("source", "weights"):
+        name = getattr(config.model, key)
+        folder = Path(name).expanduser()
+        if not name or not is_directory(name) or any((folder / file).is_file() for file in _SAFETENSORS):
+            continue
+        others = sorted(
+            file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".safetensors")
+        )
+        there = f" (it has {', '.join(others[:3])})" if others else ""
+        raise ConfigError(
+            f'model.{key} = "{name}": the directory has no weights in safetensors, neither {" nor ".join(_SAFETENSORS)}{there}; '
+            "save the model again with save_pretrained"
         )
 
 
