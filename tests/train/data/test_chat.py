@@ -97,7 +97,7 @@ def test_the_tokenizers_own_template_is_used(tmp_path: Path) -> None:
     [
         ([{"role": "user", "content": "x"}], "so there is nothing to learn"),
         ([{"role": "user"}], "message 1 is not"),
-        (["x"], "message 1 is not"),
+        (["x"], "is a list without messages, not a text"),
         ([*CHAT, {"role": "assistant", "content": "\ud800"}], "message 6 holds half of a surrogate pair"),
         ("text", "it is no conversation, and those before are"),
     ],
@@ -107,7 +107,7 @@ def test_a_bad_conversation_is_named(tmp_path: Path, messages: Any, why: str) ->
     with pytest.raises(ConfigError, match=rf"chat\.jsonl, line 4: .*{why}"):
         data(tmp_path, source=str(tmp_path / "chat.jsonl"))
     found = data(tmp_path, source=str(tmp_path / "chat.jsonl"), on_error="skip")
-    assert "33 documents, 1 bad ones left out" in found.words
+    assert "33 documents, 1 bad one left out" in found.words
 
 
 def test_conversations_are_not_cut_anywhere(tmp_path: Path) -> None:

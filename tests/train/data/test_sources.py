@@ -70,6 +70,44 @@ def test_a_directory_of_datasets_is_read_without_being_loaded(tmp_path: Path) ->
         texts(tmp_path / "plain", field="body")
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [
+        ("a.json", '\ufeff[ {"text": "x"},\n {"text": "y"}]', "JSON arrays of objects"),
+        ("a.csv", "text\nx\n", "tables"),
+        ("a.tsv", "text\nx\n", "tables"),
+    ],
+)
+def test_tables_are_not_trained_on_as_text_unasked(tmp_path: Path, name: str, content: str, what: str) -> None:
+    (tmp_path / "data").mkdir()
+    file = tmp_path / "data" / name
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=rf'its files are {what}; set data.format = "dataset" .* or "text"'):
+        find(str(file), "auto")
+    assert find(str(file), "text").kind == "text"
+    (tmp_path / "data/b.py").write_text("x = 1\n")
+    assert find(str(tmp_path / "data"), "auto").kind == "text"  # beside other files, as in a folder of source code
+    file.write_text("[1, 2]\n")
+    assert name != "a.json" or find(str(file), "auto").kind == "text"
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
+    for name, content in (("a.jsonl", '{"text": "one"}\n'), ("a.txt", "one"), ("b.txt", '{"text": 1}\n{"text": 2}\n')):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content.encode())
+    assert texts(tmp_path / "a.jsonl") == texts(tmp_path / "a.txt") == ["one"]
+    with pytest.raises(ConfigError, match="is JSON lines"):
+        find(str(tmp_path / "b.txt"), "auto")
+
+
+def test_a_source_whose_documents_are_all_bad_says_why(folder: Path) -> None:
+    json_lines(folder / "a.jsonl", [{"text": None}, {"text": ["x"]}])
+    words = (
+        r'it holds no text to train on \(bad ones left out: 2; .*line 1: field "text" is null.*a list without messages'
+    )
+    with pytest.raises(ConfigError, match=words):
+        data(folder, source=str(folder / "a.jsonl"), on_error="skip")
+
+
 @pytest.mark.slow
 def test_what_datasets_reads_is_streamed_from_local_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CSV files stand for what only `datasets` reads; nothing is copied to its cache, and no more is read than asked for."""
@@ -190,7 +228,7 @@ def test_a_bad_line_is_named_or_left_out(folder: Path, line: bytes, why: str, mo
     with pytest.raises(ConfigError, match=rf"a\.jsonl, line 4: .*({why}).*on_error = \"skip\""):
         data(folder, source=source)
     found = data(folder, source=source, on_error="skip")
-    assert "60 documents, 1 bad ones left out" in found.words
+    assert "60 documents, 1 bad one left out" in found.words
     assert "a.jsonl, line 4" in found.words
 
 

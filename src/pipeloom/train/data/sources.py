@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import glob
 import gzip
 import importlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -110,6 +111,7 @@ def find(name: str, kind: str) -> Source:
         several = " and ".join(f"{sum(kind_of(file) == each for file in files)} of {each}" for each in sorted(kinds))
         raise ConfigError(f"{shown}: it holds files of several kinds, {several}; set data.format to the one to read")
     if kinds == {"text"}:
+        _refuse_tables(files, shown)
         for file in files:
             _refuse_records(file, shown)
     return Source(name, kinds.pop(), tuple(files))
@@ -129,11 +131,35 @@ def _is_dataset(path: Path) -> bool:
     )
 
 
+def _refuse_tables(files: Sequence[Path], shown: str) -> None:
+    """Raise ConfigError for a source of tables alone, or of JSON arrays of objects: their commas are no text either.
+
+    Among other files, as in a folder of source code, they are text.
+    """
+    suffixes = {file.suffix.lower() for file in files}
+    what = "tables" if suffixes <= {".csv", ".tsv"} else "JSON arrays of objects" if suffixes == {".json"} else ""
+    if what and (suffixes != {".json"} or all(_is_array(file) for file in files)):
+        raise ConfigError(
+            f'{shown}: its files are {what}; set data.format = "dataset" to train on a column (data.field), or "text" to train '
+            "on them as they are"
+        )
+
+
+def _is_array(file: Path) -> bool:
+    """Return whether a file begins as a JSON array of objects does."""
+    try:
+        with open_file(file, "a text") as opened:
+            head = opened.read(_SNIFFED).removeprefix(codecs.BOM_UTF8).lstrip()
+    except (OSError, UsageError):
+        return False  # said when it is read
+    return head.startswith(b"[") and head[1:].lstrip().startswith(b"{")
+
+
 def _refuse_records(file: Path, shown: str) -> None:
     """Raise ConfigError for a file under a text's name that is JSON lines: nobody means to train on their braces."""
     try:
         with open_file(file, "a text") as opened:
-            head = opened.read(_SNIFFED)
+            head = opened.read(_SNIFFED).removeprefix(codecs.BOM_UTF8)
     except (OSError, UsageError):
         return  # said when it is read
     lines = [line for line in head.split(b"\n") if line.strip()][:3]
@@ -214,9 +240,10 @@ class _Fields:
             except UnicodeEncodeError:
                 return BadRecord(place, f'field "{self.name}" holds half of a surrogate pair, which is no text')
             return Record(place, value)
-        if isinstance(value, list):
+        if isinstance(value, list) and all(isinstance(each, dict) for each in value):
             return Record(place, value)
-        return BadRecord(place, f'field "{shortened(self.name)}" is {_json_kind(value)}, not a text')
+        kind = "a list without messages" if isinstance(value, list) else _json_kind(value)
+        return BadRecord(place, f'field "{shortened(self.name)}" is {kind}, not a text')
 
 
 def _json_kind(value: Any) -> str:
@@ -238,6 +265,8 @@ def _json_lines(file: Path, source: Source, fields: _Fields) -> Iterator[Record 
         while line := opened.readline(LINE_BYTES + 1):
             number += 1
             place = f"{file}, line {number}"
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
             if len(line) > LINE_BYTES:
                 _skip_line(opened, line)
                 yield BadRecord(place, f"it has more than {LINE_BYTES:,} bytes")
@@ -269,6 +298,7 @@ def _text(file: Path, source: Source, fields: _Fields) -> Iterator[Record | BadR
     content = read_file(file, CORPUS_BYTES, "a text")
     if b"\0" in content or not content:
         return  # no text
+    content = content.removeprefix(codecs.BOM_UTF8)
     try:
         text = content.decode()
     except UnicodeDecodeError as error:

@@ -81,11 +81,12 @@ def tokenized(source: Source, tokenizer: Tokenizer, reading: Reading, folder: Pa
 def opened(entry: cache.Entry, source: Source) -> Store:
     """An entry as a store. Raises ConfigError where it holds nothing."""
     facts = entry.facts
+    first = "; ".join(facts["first left out"])
     if not len(entry["tokens"]):
-        raise ConfigError(f'data.source = "{shortened(source.name)}": it holds no text to train on')
-    left_out = (
-        f", {facts['left out']:,} bad ones left out ({'; '.join(facts['first left out'])})" if facts["left out"] else ""
-    )
+        why = f" (bad ones left out: {facts['left out']:,}; {first})" if facts["left out"] else ""
+        raise ConfigError(f'data.source = "{shortened(source.name)}": it holds no text to train on{why}')
+    bad = f"{facts['left out']:,} bad one{'s' * (facts['left out'] > 1)}"
+    left_out = f", {bad} left out ({first})" if facts["left out"] else ""
     field = f', field "{facts["field"]}"' if facts["field"] else ""
     words = f"{source.words}{field}: {len(entry['starts']) - 1:,} documents{left_out}, {len(entry['tokens']):,} tokens"
     counts = entry.get("counts")
