@@ -116,7 +116,8 @@ def test_full_rank_units() -> None:
 
 
 def test_pairs_and_split_backward_are_drawn() -> None:
-    text = terminal(pl.simulate(load(GOLDEN / "dualpipev.csv")), color=False)
+    text = terminal(pl.simulate(load(GOLDEN / "dualpipev.csv"), pl.Costs(all_to_all=0.3)), color=False)
+    assert max(map(len, text.splitlines())) <= 80
     assert "a pair F|B is drawn as its F, then its backward" in text
     for word in ("F forward", "B backward", "I input gradient", "W weight gradient"):
         assert word in text

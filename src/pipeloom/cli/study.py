@@ -117,8 +117,9 @@ class Study:
         lines = [*self.notes]
         lines += [
             f"prediction: costs of {prediction.fitted} step{'s' * (prediction.fitted > 1)} predict "
-            f"{number(prediction.simulated * factor)} {unit}, the other {prediction.tested} took "
-            f"{number(prediction.measured * factor)} {unit}: error {100 * prediction.error:+.1f} %"
+            f"{number(prediction.simulated * factor)} {unit};",
+            f"  the other {prediction.tested} took {number(prediction.measured * factor)} {unit}: error "
+            f"{100 * prediction.error:+.1f} %",
         ]
         for path, simulated, measured in self.predicted():
             lines.append(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import textwrap
 from typing import TYPE_CHECKING, Literal
 
 from pipeloom.draw import palette
@@ -47,7 +48,7 @@ def terminal(timeline: Timeline, width: int = 80, color: bool | None = None) -> 
     picture = grid(timeline, max(width, label + 12) - label, filled=not colored)
     text = Text()
     text.append(heading(timeline), style="bold")
-    text.append(f"\n{assumptions(timeline)}\n\n")
+    text.append(f"\n{textwrap.fill(assumptions(timeline), max(width, 20))}\n\n")
     for rank, lines in enumerate(picture.bands):
         for index, line in enumerate(lines):
             text.append(f"{f'rank {rank}' if index == 0 else '':<{label}}")
