@@ -15,6 +15,15 @@ class PipeloomError(Exception):
     exit_code = 1
 
 
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note as `error.add_note` does, also where the error's class refuses attributes (a frozen dataclass) or looks them up
+    itself: the error that a user sees must be his own.
+    """
+    notes = error.__dict__.setdefault("__notes__", [])
+    if isinstance(notes, list):
+        notes.append(note)
+
+
 class UsageError(PipeloomError):
     """Arguments, configuration or a file that cannot be read."""
 

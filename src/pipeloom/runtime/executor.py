@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from pipeloom.errors import DistributedError, UsageError
+from pipeloom.errors import DistributedError, UsageError, add_note
 from pipeloom.ops.checksum import message_checksum
 from pipeloom.ops.segments import report_standstills_to
 from pipeloom.runtime.batch import Microbatches
@@ -190,7 +190,7 @@ class Executor:
                     self.hooks.faults.before(action)
                     output = _EXECUTE.get(action.kind, Executor._registered_kind)(self, action, received[at])
                 except Exception as error:
-                    error.add_note(f"({self.hooks.status.name}, {action.words})")
+                    add_note(error, f"({self.hooks.status.name}, {action.words})")
                     raise
                 outgoing = self._outgoing(instruction.sends[at], output)
         self._ends.append(self.clock.now())
@@ -333,7 +333,7 @@ class Executor:
                     return end.value  # type: ignore[no-any-return]
                 yield
         except Exception as error:
-            error.add_note(f"({self.hooks.status.name}, {action.words})")
+            add_note(error, f"({self.hooks.status.name}, {action.words})")
             raise
 
     # -- inputs and outputs of actions -----------------------------------------------------------------------------------

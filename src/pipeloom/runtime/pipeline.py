@@ -587,13 +587,19 @@ class Pipeline:
         sizes = chosen_sizes(inputs, count, self.options.microbatch_sizes)
         total = partial(sum_over_replicas, mesh=self.mesh, device=self.device, alarm=self._alarm)
         weighing = Weighing(
-            self._weight,
+            None if self._weight is None else self._reported_weight,
             self._ignore_index,
             float if targets is None else total,
             self.mesh.place.dp,
             self.next_step,
         )
         return split_batch(inputs, targets, keywords, sizes, weighing)
+
+    def _reported_weight(self, targets: Any) -> float | Tensor:
+        """The caller's weight of a micro-batch's targets; the other ranks are told of what it raises."""
+        assert self._weight is not None
+        with self._alarm.reporting():
+            return self._weight(targets)
 
 
 def _require_processes(wanted: int, processes: int) -> None:

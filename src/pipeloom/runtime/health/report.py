@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from types import TracebackType
 
 from pipeloom.errors import DistributedError
 from pipeloom.runtime.health.places import communicates
@@ -14,6 +16,9 @@ from pipeloom.runtime.health.watchdog import Watchdog
 from pipeloom.schedule.channels import Message
 
 _PATIENCE_SECONDS = 1.5
+_TOLD = (
+    "__pipeloom_told__"  # key in an error's __dict__, which takes it whatever the error's class does with attributes
+)
 _TIMED_OUT = re.compile(r"timed out|time-?out", re.IGNORECASE)
 _CPP_PLACE = re.compile(r"\[[^\]\s]+\.(?:cc|cpp|h|hpp):\d+\]\s*")
 _ADVICE = re.compile(r"\.?\s*This is typically caused by a remote worker crashing\..*", re.DOTALL)
@@ -67,19 +72,12 @@ class FailureReporter:
         self.status = status
         self.watchdog: Watchdog | None = None
 
-    @contextlib.contextmanager
-    def reporting(self) -> Iterator[None]:
+    def reporting(self) -> AbstractContextManager[None]:
         """An exception inside is told to the other ranks.
 
         Raises DistributedError in place of an error that only says that another rank has gone.
         """
-        try:
-            yield
-        except (KeyboardInterrupt, GeneratorExit):
-            raise
-        except BaseException as error:
-            self._tell(error)
-            raise
+        return _Reporting(self.tell)
 
     @contextlib.contextmanager
     def waiting(self, what: str, phase: str | None = None) -> Iterator[None]:
@@ -89,17 +87,16 @@ class FailureReporter:
             yield
             self.status.leave()
 
-    def _tell(self, error: BaseException) -> None:
-        if getattr(error, "__pipeloom_told__", False):
+    def tell(self, error: BaseException) -> None:
+        """Tell the other ranks of an error, once; raises DistributedError as `reporting` does."""
+        if error.__dict__.get(_TOLD):
             return
         status, watchdog = self.status, self.watchdog
         if not lost_peer(error):
             if watchdog is not None:
-                trace = "".join(traceback.format_exception(error)).rstrip()
-                what = " ".join("".join(traceback.format_exception_only(error)).split())
+                trace, what = _texts(error)
                 watchdog.failed(f"{status.name} failed: {status.words}: {what}", (status.number,), trace)
-            with contextlib.suppress(AttributeError):
-                error.__pipeloom_told__ = True  # type: ignore[attr-defined]
+            error.__dict__[_TOLD] = True
             return
         known = watchdog.cause(_PATIENCE_SECONDS) if watchdog is not None else None
         if known is None:
@@ -123,8 +120,31 @@ class FailureReporter:
                 text = watchdog.failed(text, blames).shown_on(watchdog.output)
         stopped = status.signed(f"stopped, because {text}")
         told = DistributedError(f"{status.signed(status.words)}\n{stopped}")
-        told.__pipeloom_told__ = True  # type: ignore[attr-defined]
+        told.__dict__[_TOLD] = True
         raise told from None
+
+
+class _Reporting(AbstractContextManager[None]):
+    """A generator with @contextmanager would set an attribute of the error, which a frozen dataclass refuses."""
+
+    def __init__(self, tell: Callable[[BaseException], None]) -> None:
+        self._tell = tell
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, (KeyboardInterrupt, GeneratorExit)):
+            self._tell(error)
+
+
+def _texts(error: BaseException) -> tuple[str, str]:
+    """The error with its traceback, and its own words in one line; its type alone where its class fails to be printed."""
+    try:
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        return trace, " ".join("".join(traceback.format_exception_only(error)).split())
+    except Exception:
+        trace = "".join(traceback.format_tb(error.__traceback__))
+        return f"Traceback (most recent call last):\n{trace}{type(error).__name__}", type(error).__name__
 
 
 def _peer(error: BaseException, status: Status) -> int | None:
