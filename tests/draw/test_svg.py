@@ -10,6 +10,7 @@ import pytest
 
 import pipeloom as pl
 from pipeloom.draw import svg
+from pipeloom.draw.svg import text_width
 from pipeloom.schedule.files import load
 
 GOLDEN = Path(__file__).parents[1] / "data" / "torch"
@@ -102,3 +103,14 @@ def test_nothing_to_draw_is_an_error() -> None:
 
 def test_zero_makespan() -> None:
     ET.fromstring(svg(pl.simulate(pl.schedules.gpipe(ranks=2, microbatches=2), pl.Costs(0, 0, 0))))
+
+
+def test_long_idle_times_have_room() -> None:
+    timeline = pl.simulate(pl.schedules.one_f_one_b(ranks=2, microbatches=1), pl.Costs(0.0001234, 0.0002222, 0.0003333))
+    text = svg(timeline)
+    ends = [float(box.attrib["x"]) + float(box.attrib["width"]) for row in _boxes(text) for box in row]
+    idle, _ = [
+        word for word in ET.fromstring(text).iter("{http://www.w3.org/2000/svg}text") if word.get("class") == "e"
+    ][:2]
+    assert idle.text == "0.0006789"
+    assert float(idle.attrib["x"]) - text_width(idle.text, 11.5) > max(ends)

@@ -16,7 +16,7 @@ from pipeloom.schedule.actions import kinds
 from pipeloom.schedule.idle import CAUSES, Cause
 
 ROW, GAP = 30.0, 5.0
-SHEET_MARGIN, LEAST_LEFT, LABELS_RIGHT = 16.0, 66.0, 104.0
+SHEET_MARGIN, LEAST_LEFT, LEAST_IDLE, PEAK_RIGHT = 16.0, 66.0, 50.0, 54.0
 LINE, AXIS, BETWEEN, LEGEND_LINE = 17.0, 30.0, 22.0, 22.0
 DIGIT = 0.6  # width of a digit, in font sizes
 BOLD = 1.12  # of the width of plain text: how wide the heading is
@@ -33,12 +33,14 @@ class _TimelineSheet:
         left: where time 0 is.
         scale: pixels per unit of time.
         unit: (factor, name) of the times that are written.
+        idle_room: pixels between the end of a row and the right end of its idle time.
     """
 
     width: float
     left: float
     scale: float
     unit: tuple[float, str]
+    idle_room: float
     out: list[str] = field(default_factory=list)
     classes: dict[str, str] = field(default_factory=dict)
     causes: set[Cause] = field(default_factory=set)
@@ -80,7 +82,10 @@ def svg(timelines: Timeline | Sequence[Timeline], width: float = USUAL_WIDTH, to
     longest = max(timeline.makespan for timeline in shown) or 1.0
     ranks = max(timeline.schedule.ranks for timeline in shown)
     left = max(LEAST_LEFT, 26 + text_width(f"rank {ranks - 1}", 12))
-    sheet = _TimelineSheet(width, left, (width - left - LABELS_RIGHT) / longest, time_unit(shown))
+    unit = time_unit(shown)
+    idle = [number(plain(value * unit[0])) for timeline in shown for value in timeline.idle]
+    idle_room = max(LEAST_IDLE, *(text_width(words, 11.5) + 6 for words in idle))
+    sheet = _TimelineSheet(width, left, (width - left - idle_room - PEAK_RIGHT) / longest, unit, idle_room)
     top = 0.0
     for timeline in shown:
         top = (
@@ -175,7 +180,7 @@ def _panel(sheet: _TimelineSheet, timeline: Timeline, top: float, tooltips: bool
         for line in wrapped(content, size, room):
             y += LINE + (style == "h")
             sheet.text(SHEET_MARGIN, y, line, style)
-    columns = (right + 50, right + 96)
+    columns = (right + sheet.idle_room, right + sheet.idle_room + 46)
     y += LINE
     for x, word in zip(columns, ("idle", "peak"), strict=True):
         sheet.text(x, y, word, "f e")
