@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
-from checkpoint_states import MOE, Run, contents, layout_of
+from checkpoint_states import BASE, MOE, Run, contents, layout_of
 from torch import nn
 
 import pipeloom as pl
 from pipeloom import checkpoint
+from pipeloom.config import load_layout
 from pipeloom.errors import CheckpointError, UsageError
 from pipeloom.runtime import Pipeline
 from pipeloom.train.checkpoint.boxes import Box
 from pipeloom.train.checkpoint.files import verify, write_tensors
 from pipeloom.train.checkpoint.manifest import MANIFEST, TensorEntry, read_manifest, to_bytes
+from pipeloom.train.checkpoint.resume import digests, find_start
 from processes import run_ranks
 
 DTYPES = [
@@ -384,3 +388,25 @@ def test_weights_of_another_kind_are_refused(tmp_path: Path) -> None:
     (path / MANIFEST).write_bytes(to_bytes(changed))
     with pytest.raises(CheckpointError, match=r"expected torch.float32, found torch.int32 in the checkpoint"):
         checkpoint.load(path, run.pipeline)
+
+
+@pytest.mark.parametrize(
+    ("change", "noted"),
+    [
+        ({"parallel.dp": 2}, True),
+        ({"parallel.dp": 2, "schedule.microbatches": 1}, False),  # the same sequences in each
+        ({"parallel.dp": 2, "model.aux_loss_coef": 0.0}, False),
+        ({"parallel.dp": 2, "model.aux_loss_coef": 0.0, "model.capacity_factor": 1.0}, True),
+    ],
+)
+def test_experts_in_other_micro_batches_are_noted(change: dict[str, Any], noted: bool, tmp_path: Path) -> None:
+    changes = {key.replace(".", "__"): value for key, value in MOE.items()}
+    run = Run(layout_of("one", **changes))
+    facts = digests(run.config, "text")
+    extra = {**facts, "config": run.config.model_dump(mode="json")}
+    path = checkpoint.save(tmp_path, 1, run.pipeline, extra=extra)
+    flags = {**BASE, **MOE, **change, "checkpoint.resume": str(path), "train.profile_from": 2}
+    context: Any = SimpleNamespace(rank=0, world_size=1, waiting=lambda *_: contextlib.nullcontext())
+    notes = find_start(load_layout("tiny", flags).config, facts, context).notes
+    assert any("a micro-batch has 2 instead of 4 sequences" in note for note in notes) == noted
+    assert not any("profile" in note for note in notes)

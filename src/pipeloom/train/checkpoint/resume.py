@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from pipeloom.config import Config
+from pipeloom.config.layout import even_sizes
 from pipeloom.errors import CheckpointError, ConfigError, sentence
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.train.checkpoint.folder import complete, restore_replaced, step_path
@@ -30,7 +31,15 @@ _MODEL_KEYS = (
 )
 # Sections and keys that may change from one part of a run to the next without a word: they change no number but rounding.
 _FREE = ("parallel.", "schedule.", "log.", "checkpoint.", "debug.", "train.steps", "train.device", "train.tune_cpu")
-_FREE_TOO = ("train.recompute", "train.timeout", "train.check_every", "train.deterministic", "train.on_", "train.re")
+_FREE_TOO = (
+    "train.recompute",
+    "train.timeout",
+    "train.check_every",
+    "train.deterministic",
+    "train.on_",
+    "train.re",
+    "train.profile",
+)
 _ZERO = ("optimizer.zero1", "optimizer.barrier", "train.rollbacks")
 
 
@@ -201,4 +210,24 @@ def _differences(config: Config, mine: Mapping[str, str], extra: Mapping[str, An
     ]
     if changed:
         notes.append(f"changed since the checkpoint: {', '.join(changed)}")
+    if config.model.num_experts and (config.model.aux_loss_coef or config.model.capacity_factor):
+        earlier, now = _rows(before), _rows(dumped)
+        if earlier and earlier != now:
+            notes.append(
+                f"a micro-batch has {_words(now)} instead of {_words(earlier)} sequences, and load-balance losses and "
+                "capacities of experts are those of a micro-batch: losses will differ by more than rounding"
+            )
     return notes
+
+
+def _rows(config: Mapping[str, Any]) -> list[int]:
+    """The sizes of a replica's micro-batches, by a dumped configuration; [] where it does not say."""
+    try:
+        own = config["train"]["global_batch_size"] // config["parallel"]["dp"]
+        return sorted(set(even_sizes(own, config["schedule"]["microbatches"])))
+    except (KeyError, TypeError, ZeroDivisionError):
+        return []
+
+
+def _words(sizes: Sequence[int]) -> str:
+    return " or ".join(map(str, sizes))
