@@ -6,17 +6,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import pipeloom as pl
-from pipeloom.runtime import Layer, LossTerm
+from pipeloom.errors import UsageError
+from pipeloom.runtime import Layer, LocalPipeline, LossTerm
 from pipeloom.train.verify import verify_layers
 
 EXAMPLE = Path(__file__).parents[1] / "examples/own_model.py"
+WIDTH = 8
 
 
 def run(*words: str) -> list[str]:
@@ -114,3 +116,51 @@ def test_tensors_by_name_and_losses_on_the_way_are_compared() -> None:
     assert verify_layers(layers([1.0] * 8), schedule, mean, x, y).passed
     wrong = verify_layers(layers([1.0] * 4 + [1.1] * 4), schedule, mean, x, y)
     assert {name for name, error in wrong.errors.items() if error > 1e-5} == {"a.linear.weight", "a.linear.bias"}
+
+
+class Masked(nn.Module):
+    """Multiplies by a mask, which it finds in a keyword argument of any form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Any, **given: Any) -> Tensor:
+        x = x["x"] if isinstance(x, dict) else x
+        mask = given["mask"]
+        while not isinstance(mask, Tensor):
+            mask = mask["inner"] if isinstance(mask, dict) else mask[0]
+        out: Tensor = torch.tanh(self.linear(x)) * mask
+        return out
+
+
+class Masks(NamedTuple):
+    first: Tensor
+
+
+@pytest.mark.parametrize(
+    "form", [lambda m: {"inner": m}, lambda m: [m], lambda m: (m,), lambda m: [{"inner": Masks(m)}]]
+)
+def test_tensors_inside_keyword_arguments_are_cut_with_the_batch(form: Any) -> None:
+    """One row a micro-batch: a mask of the whole batch would fit by broadcasting, and nothing would fail."""
+    made = torch.Generator().manual_seed(1)
+    x, y, mask = (torch.rand(4, 3, WIDTH, generator=made) for _ in range(3))
+    named = [Layer(f"layer{number}", Masked) for number in range(4)]
+    pipeline = LocalPipeline(named, pl.schedules.zbv(2, 4), loss=mean)
+    loss = pipeline.step(({"x": x},), y, mask=form(mask)).item()
+    out = x
+    for layer in named:
+        out = torch.tanh(pipeline.modules[layer.name].linear(out)) * mask  # type: ignore[operator]
+    assert loss == pytest.approx(mean(out, y).item(), rel=1e-5)
+    assert verify_layers(named, pl.schedules.zbv(2, 4), mean, ({"x": x},), y, mask=form(mask)).passed
+    with pytest.raises(UsageError, match="requires a gradient"):
+        pipeline.step(({"x": x},), y, mask=form(mask.requires_grad_()))
+
+
+def test_a_module_that_is_several_layers_is_verified_as_one() -> None:
+    x, y = (torch.rand(4, 3, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in (2, 3))
+    shared = nn.Linear(WIDTH, WIDTH)
+    layers = [shared, nn.Linear(WIDTH, WIDTH), shared, nn.Linear(WIDTH, WIDTH)]
+    result = verify_layers(layers, pl.schedules.one_f_one_b(2, 2), mean, x, y)
+    assert result.passed, result
+    assert set(result.errors) == {f"{number}.{name}" for number in (0, 1, 3) for name in ("weight", "bias")}

@@ -15,7 +15,7 @@ from pipeloom.errors import UsageError
 from pipeloom.ops.microbatch import KEYWORD, ContextWithoutShare, MicrobatchContext
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime.health.report import FailureReporter
-from pipeloom.runtime.tensor_spec import signature
+from pipeloom.runtime.tensor_spec import signature, tensors_in
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,8 @@ def split_batch(
     sizes: Sequence[int],
     weighing: Weighing,
 ) -> Microbatches:
-    """Cuts every tensor along its first dimension; other values, and tensors with another first dimension, go to all.
+    """Cuts every tensor along its first dimension, also in tuples, lists and dicts; other values, and tensors with another
+    first dimension, go to all.
 
     Raises UsageError when a micro-batch would be empty, for targets in a dict, for a weight that is negative or not
     finite, when all weights are 0, and, in training, for a tensor that requires a gradient.
@@ -144,7 +145,7 @@ def split_batch(
             f"a batch of {rows} rows cannot be split into {len(sizes)} micro-batches; give at least {len(sizes)} rows"
         )
     parts = [_cut(value, sizes, rows) for value in positional]
-    wanted = [_cut_tree(targets, sizes, rows), *(_cut(v, sizes, rows) for v in keywords.values())]
+    wanted = [_cut(value, sizes, rows) for value in (targets, *keywords.values())]
     each_targets, each_keywords = wanted[0], wanted[1:]
     each_inputs = tuple(zip(*parts, strict=True))
     keyword_parts = tuple(
@@ -225,8 +226,7 @@ def require_targets(method: str, targets: Any) -> None:
 
 def _refuse_graphs(arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
-        values = value if isinstance(value, (tuple, list)) else (value,)
-        if any(isinstance(each, Tensor) and each.requires_grad for each in values):
+        if any(each.requires_grad for each in tensors_in(value)):
             raise UsageError(
                 f"{name} requires a gradient, and a step computes those of the pipeline's own parameters only: detach it, or "
                 "make the module that computed it a layer of the pipeline"
@@ -257,24 +257,32 @@ def forward_count(microbatches: int, inputs: Any) -> int:
 
 
 def batch_rows(inputs: Sequence[Any]) -> int:
-    """The first dimension of the first tensor."""
-    for value in inputs:
-        if isinstance(value, Tensor) and value.ndim:
+    """The first dimension of the first tensor, in tuples, lists and dicts too."""
+    for value in tensors_in(inputs):
+        if value.ndim:
             return value.shape[0]
     raise UsageError("the inputs hold no tensor with a batch dimension")
 
 
 def _cut(value: Any, sizes: Sequence[int], rows: int) -> list[Any]:
+    """The parts of the micro-batches: rows of a tensor that has one for each sample; tuples, lists and dicts by element."""
     if isinstance(value, Tensor) and value.ndim and value.shape[0] == rows:
         # `data`: parts of one tensor count their changes together, and a layer may change its own micro-batch in place
         return [part.data for part in torch.split(value, list(sizes))]
+    if isinstance(value, Mapping):
+        columns = {key: _cut(item, sizes, rows) for key, item in value.items()}
+        return [{key: column[at] for key, column in columns.items()} for at in range(len(sizes))]
+    if isinstance(value, (tuple, list)) and value:
+        parts = zip(*(_cut(item, sizes, rows) for item in value), strict=True)
+        return [_like(value, part) for part in parts]
     return [value] * len(sizes)
 
 
-def _cut_tree(value: Any, sizes: Sequence[int], rows: int) -> list[Any]:
-    if isinstance(value, (tuple, list)):
-        return list(zip(*(_cut(item, sizes, rows) for item in value), strict=True))
-    return _cut(value, sizes, rows)
+def _like(value: tuple[Any, ...] | list[Any], items: tuple[Any, ...]) -> Any:
+    """`items` as a list, a tuple or a named tuple, as `value` is one."""
+    if isinstance(value, list):
+        return list(items)
+    return type(value)(*items) if hasattr(value, "_fields") else items
 
 
 def join(outputs: Sequence[Any]) -> Any:

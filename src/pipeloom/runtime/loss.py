@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.through_host import carrier_of
 from pipeloom.runtime.health.report import FailureReporter
 from pipeloom.runtime.p2p.base import PeerGone
+from pipeloom.runtime.tensor_spec import tensors_in
 from pipeloom.schedule.model import Schedule
 
 Loss = Callable[[Any, Any], Tensor]
@@ -95,21 +96,6 @@ def require_weighing(loss: object, weight: object, ignore_index: int | None) -> 
             f"the loss skips targets of {skipped}, and the pipeline's ignore_index is {ignore_index}; pass "
             f"ignore_index={skipped} to the pipeline"
         )
-
-
-def tensors_in(output: Any) -> list[Tensor]:
-    """The tensors of an output, in tuples, lists and dicts."""
-    tensors: list[Tensor] = []
-    waiting = [output]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, Tensor):
-            tensors.append(value)
-        elif isinstance(value, Mapping):
-            waiting += value.values()
-        elif isinstance(value, (tuple, list)):
-            waiting += value
-    return tensors
 
 
 def _zero(output: Any) -> Tensor:

@@ -24,11 +24,10 @@ from pipeloom.ops.layer import LossTerm
 from pipeloom.ops.recompute import recomputed
 from pipeloom.ops.segments import Communication, carries, is_segmented, saved_of
 from pipeloom.runtime.built_parameters import ReplicatedParameters
-from pipeloom.runtime.loss import tensors_in
 from pipeloom.runtime.overlap import CommStream, ComputeGroup, Coroutine, run_to_end, split_at_communications
 from pipeloom.runtime.program import StageProgram
 from pipeloom.runtime.stage_modules import StageModules
-from pipeloom.runtime.tensor_spec import Boundary, BoundaryValues, as_values, require_plain
+from pipeloom.runtime.tensor_spec import Boundary, BoundaryValues, as_values, require_plain, tensors_in
 
 _PROBES = 64  # forwards of a stage; a layer that changes its input in place does so in the first
 

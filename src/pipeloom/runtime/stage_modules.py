@@ -179,7 +179,7 @@ def build_stage(
         modules.append(built[index])
         names.append(name)
         declared.append(LayerNames.of(source, name))
-        accepted = _keywords(modules[-1])
+        accepted = keywords_of(modules[-1])
         declared[-1].require_keywords(accepted)
         keywords.append(None if accepted is None else accepted - declared[-1].reads.keys())
     chosen = recompute if isinstance(recompute, frozenset) else names if recompute == "full" else ()
@@ -226,7 +226,7 @@ def _refuse_lazy(name: str, module: nn.Module) -> None:
             )
 
 
-def _keywords(module: nn.Module) -> frozenset[str] | None:
+def keywords_of(module: nn.Module) -> frozenset[str] | None:
     """Return what `forward` takes by name; None: anything. Its first positional argument is the layer's input."""
     while isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):
         module = inner  # of torch.compile, whose own forward takes anything

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -147,9 +147,30 @@ def words(boundary: Boundary) -> str:
     return f"({', '.join(shown)})"
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of a value, in tuples, lists and dicts, in their order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, (tuple, list)):
+        return []
+    return [tensor for each in value for tensor in tensors_in(each)]
+
+
 def signature(values: Sequence[Any]) -> tuple[Any, ...]:
     """Shapes and dtypes of a micro-batch's inputs: equal signatures make equal boundaries, unless the data decides."""
-    return tuple((v.dtype, tuple(v.shape)) if isinstance(v, Tensor) else type(v) for v in values)
+    return tuple(_signature_of(value) for value in values)
+
+
+def _signature_of(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.dtype, tuple(value.shape)
+    if isinstance(value, Mapping):
+        return tuple((key, _signature_of(each)) for key, each in value.items())
+    if isinstance(value, (tuple, list)):
+        return type(value), signature(value)
+    return type(value)
 
 
 class ShapeCache:

@@ -35,7 +35,7 @@ from pipeloom.runtime.batch import (
 )
 from pipeloom.runtime.health.watchdog import Watchdog
 from pipeloom.runtime.layer_names import LayerNames
-from pipeloom.runtime.stage_modules import LayerSource, layer_name
+from pipeloom.runtime.stage_modules import LayerSource, keywords_of, layer_name
 from pipeloom.schedule.model import Schedule
 from pipeloom.train.agreement import require_agreement
 from pipeloom.train.build import build_pipeline, model_layers, moe_classes, ties
@@ -123,7 +123,8 @@ def verify_layers(
 
     Raises UsageError and ConfigError as a pipeline does.
     """
-    plain = [copy.deepcopy(layer) if isinstance(layer, nn.Module) else layer() for layer in layers]
+    copied: dict[int, Any] = {}  # of all layers: what two of them share, their copies share
+    plain = [copy.deepcopy(layer, copied) if isinstance(layer, nn.Module) else layer() for layer in layers]
     names = [layer_name(layer, at) for at, layer in enumerate(layers)]
     declared = [LayerNames.of(layer, name) for layer, name in zip(layers, names, strict=True)]
     pipeline = LocalPipeline(layers, schedule, loss=loss, tied=tied, weight=weight)
@@ -131,6 +132,9 @@ def verify_layers(
     for group in tied:
         _share(modules, group)
     own = {f"{name}.{inner}": p for name, module in modules.items() for inner, p in module.named_parameters()}
+    names_of: dict[int, list[str]] = {}
+    for name, parameter in own.items():
+        names_of.setdefault(id(parameter), []).append(name)
     buffers = {f"{name}.{inner}": b for name, module in modules.items() for inner, b in module.named_buffers()}
     with torch.no_grad():
         for name, parameter in pipeline.named_parameters():
@@ -146,8 +150,9 @@ def verify_layers(
         tensors: dict[str, Tensor | None] = {}
         terms: list[Any] = []
         for module, each in zip(plain, declared, strict=True):
-            takes = signature(module.forward).parameters
-            named = {key: value for key, value in given.items() if key in takes and key not in each.reads}
+            takes = keywords_of(module)
+            usable = {key: value for key, value in given.items() if key != KEYWORD or KEYWORD in (takes or ())}
+            named = {k: v for k, v in usable.items() if (takes is None or k in takes) and k not in each.reads}
             named |= {keyword: tensors[name] for keyword, name in each.reads.items()}
             x = module(*x, **named) if isinstance(x, tuple) else module(x, **named)
             x, lost = each.taken_from(x, tensors)
@@ -158,7 +163,8 @@ def verify_layers(
             total += value.item()
     found = pipeline.step(inputs, targets, **keywords).item()
     step = Step(found, {name: p.grad for name, p in pipeline.named_parameters()})
-    return compare([step], Step(total, {name: own[name].grad for name in own}), tied, tolerance)
+    shared = [names for names in names_of.values() if len(names) > 1]
+    return compare([step], Step(total, {name: own[name].grad for name in own}), [*tied, *shared], tolerance)
 
 
 def make_batch(layout: Layout) -> Batch:
