@@ -21,7 +21,7 @@ import pipeloom as pl
 from pipeloom import checkpoint
 from pipeloom.config import load_layout
 from pipeloom.errors import CheckpointError, UsageError
-from pipeloom.runtime import Pipeline
+from pipeloom.runtime import Layer, Pipeline
 from pipeloom.train.checkpoint.boxes import Box
 from pipeloom.train.checkpoint.files import verify, write_tensors
 from pipeloom.train.checkpoint.manifest import MANIFEST, TensorEntry, read_manifest, to_bytes
@@ -410,3 +410,49 @@ def test_experts_in_other_micro_batches_are_noted(change: dict[str, Any], noted:
     notes = find_start(load_layout("tiny", flags).config, facts, context).notes
     assert any("a micro-batch has 2 instead of 4 sequences" in note for note in notes) == noted
     assert not any("profile" in note for note in notes)
+
+
+class Refusing(torch.optim.AdamW):
+    """Raises when it is asked for its state, once it refuses."""
+
+    refuses = False
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "state" and object.__getattribute__(self, "refuses"):
+            raise ZeroDivisionError("no state")
+        return super().__getattribute__(name)
+
+
+def refused_by_one(rank: int, folder: str) -> list[str]:
+    """What two saves say on this rank: in the first one the last rank's optimizer raises."""
+    layers = [Layer(f"l{i}", lambda: nn.Linear(3, 3)) for i in range(2)]
+    pipeline = Pipeline(layers, pl.schedules.gpipe(2, 2), loss=nn.functional.mse_loss)
+    adam = Refusing(pipeline.parameters())
+    pipeline.step(torch.ones(2, 3), torch.zeros(2, 3))
+    adam.step()
+    said = []
+    for refuses in (True, False):
+        adam.refuses = refuses and rank == 1
+        try:
+            said.append(checkpoint.save(folder, 1, pipeline, adam).name)
+        except (CheckpointError, ZeroDivisionError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    adam.refuses = False
+    pipeline.close()
+    return said
+
+
+@pytest.mark.dist
+def test_state_that_one_rank_cannot_give_ends_the_save_on_all(tmp_path: Path) -> None:
+    first, second = run_ranks(refused_by_one, 2, str(tmp_path))
+    words = "CheckpointError: the checkpoint was not written: rank 1: ZeroDivisionError: no state"
+    assert first == [words, "step-000001"]
+    assert second == ["ZeroDivisionError: no state", "step-000001"]
+
+
+@pytest.mark.parametrize("extra", [object(), {"a": object()}, {"a": float("nan")}, [1]])
+def test_extra_that_is_no_json_is_refused_before_anything_is_written(extra: Any, tmp_path: Path) -> None:
+    pipeline = Pipeline([nn.Linear(3, 3)], pl.schedules.gpipe(1, 2), loss=nn.functional.mse_loss)
+    with pytest.raises(UsageError, match=r"extra is .*; it must be a dict that JSON can hold"):
+        checkpoint.save(tmp_path / "run", 1, pipeline, extra=extra)
+    assert not (tmp_path / "run").exists()

@@ -15,6 +15,7 @@ import os
 import shutil
 import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -122,28 +123,38 @@ class Saver:
             the checkpoint's directory: complete, or (asynchronous) complete when `wait` returns.
 
         Raises:
-            CheckpointError: this checkpoint, or the asynchronous one before it, could not be written; on every rank.
+            CheckpointError: this checkpoint, or the asynchronous one before it, could not be written; on every rank. A rank whose
+                model or optimizer raises when asked for its state raises that error itself.
+            UsageError: `extra` is nothing that JSON can hold.
         """
         begun = time.perf_counter()
+        content = _content(extra)
         if type(step) is not int or step < 0:
             raise UsageError(f"step is {step!r}; it must be a whole number of at least 0")
         self._join()
         final, partial = step_path(self.folder, step), partial_path(self.folder, step)
         prepared = self._prepare(partial) if self._rank == 0 else ""
-        parts = model_parts(self._pipeline, self.base is not None)
+        parts: list[Part] = []
         numbers: dict[str, Number] = {}
-        if self._optimizer is not None:
-            more, numbers = optimizer_parts(self._pipeline, self._optimizer)
-            parts += more
+        failure: Exception | None = None
+        try:
+            parts = model_parts(self._pipeline, self.base is not None)
+            if self._optimizer is not None:
+                more, numbers = optimizer_parts(self._pipeline, self._optimizer)
+                parts += more
+        except Exception as error:  # the other ranks wait for this one's answer
+            failure = error
+            prepared = prepared or f"rank {self._rank}: {' '.join(traceback.format_exception_only(error)).strip()}"
         try:
             self._agree(parts, numbers, prepared, partial)
         except BaseException:
             self.release()
+            if failure is not None:
+                raise failure from None
             raise
         assert self._plan is not None
         tensors = self._snapshot([parts[at].tensor for at, _ in self._plan.mine])
         named = {name: tensor for (_, name), tensor in zip(self._plan.mine, tensors, strict=True)}
-        content = None if extra is None else json.dumps(dict(extra), allow_nan=False).encode()
         trained = frozenset(name for at, name in self._plan.mine if parts[at].key in self._trained_keys())
         job = _Job(self, step, final, partial, named, trained, self._plan, self._numbers, content)
         self._path = final
@@ -382,6 +393,18 @@ def save(
 def file_name(rank: int) -> str:
     """The file of a rank's share."""
     return f"rank-{rank:05d}.safetensors"
+
+
+def _content(extra: Mapping[str, Any] | None) -> bytes | None:
+    """`extra` as JSON. Raises UsageError where JSON cannot hold it."""
+    if extra is None:
+        return None
+    try:
+        return json.dumps(dict(extra), allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(
+            f"extra is {extra!r:.200}; it must be a dict that JSON can hold, of finite numbers, texts, lists and dicts: {error}"
+        ) from None
 
 
 def _is_finite(values: Tensor) -> bool:
