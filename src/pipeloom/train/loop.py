@@ -12,12 +12,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.config import Config, Layout, training_flops
 from pipeloom.config.volume import boundary_bytes, volumes
 from pipeloom.errors import CheckpointError, Interrupted, PipeloomError, Preempted
+from pipeloom.ops.random_state import stable_seed
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime import Pipeline
 from pipeloom.runtime.batch import count_targets
@@ -233,6 +235,8 @@ class Trainer:
                     self._profile.before_step(self.made + 1)
                 start = time.perf_counter()
                 batch = batches.of_step(self.batch).part(place.dp, shape.dp)
+                # Dropout of Hugging Face models draws from torch's generator: a resumed run must draw the same.
+                torch.manual_seed(stable_seed("step", options.seed, self.made, self.pipeline.mesh.everyone.index))
                 rate = learning_rate(self.made, options.steps, self.config.optimizer, shape.dp)
                 made = self.made + 1
                 logs = made == options.steps or made % self.config.log.every == 0
