@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import pipeloom as pl
 from pipeloom.errors import UsageError
+from pipeloom.models.adapters import LoraOptions, with_adapters
 from pipeloom.runtime import Layer, LocalPipeline, LossTerm
 from pipeloom.train.verify import verify_layers
 
@@ -164,3 +165,36 @@ def test_a_module_that_is_several_layers_is_verified_as_one() -> None:
     result = verify_layers(layers, pl.schedules.one_f_one_b(2, 2), mean, x, y)
     assert result.passed, result
     assert set(result.errors) == {f"{number}.{name}" for number in (0, 1, 3) for name in ("weight", "bias")}
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, skip: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        out = torch.tanh(self.linear(x)) + skip
+        return out, {"early": out}
+
+
+class Writer(Reader):
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:  # type: ignore[override]
+        return torch.tanh(self.linear(x)), {"skip": x}
+
+
+def test_adapters_leave_what_layers_declare() -> None:
+    """Named tensors and losses of the way go on; a layer that is a linear layer itself gets an adapter too."""
+    x, y = (torch.rand(4, 3, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in (4, 5))
+    plain = [
+        Layer("a", Writer, writes=("skip",)),
+        *(Layer(name, lambda: nn.Linear(WIDTH, WIDTH)) for name in "bc"),
+        Layer("d", Reader, reads=("skip",), losses={"early": LossTerm(mean, 0.5)}),
+    ]
+    layers = with_adapters(plain, LoraOptions(2, 4.0), 0)
+    pipelines = [LocalPipeline(each, pl.schedules.zbv(2, 2), loss=mean) for each in (plain, layers)]
+    losses = [pipeline.step(x, y).item() for pipeline in pipelines]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)  # an adapter begins with a product of 0
+    trained = {name for name, parameter in pipelines[1].named_parameters() if parameter.grad is not None}
+    wanted = {f"{name}.lora_{each}.weight" for name in ("a.linear", "b", "c", "d.linear") for each in "AB"}
+    assert trained == wanted
+    assert verify_layers(layers, pl.schedules.zbv(2, 2), mean, x, y).passed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -79,7 +79,7 @@ def with_adapters(layers: Sequence[Layer], options: LoraOptions, seed: int) -> l
     from `seed` and the layer's name alone. Parameters are called as before, and the adapters' LINEAR.lora_A.weight and
     LINEAR.lora_B.weight.
     """
-    return [Layer(layer.name, partial(_adapted, layer.name, layer.build, options, seed)) for layer in layers]
+    return [replace(layer, build=partial(_adapted, layer.name, layer.build, options, seed)) for layer in layers]
 
 
 def adapter_name(name: str) -> str:
@@ -110,7 +110,11 @@ def _adapted(layer: str, build: Callable[[], nn.Module], options: LoraOptions, s
         parameter.requires_grad_(False)
     homes = {id(child): (part, name) for part in module.modules() for name, child in part.named_children()}
     for name, linear in list(linear_layers(module, layer)):
-        if options.chooses(name) and id(linear) in homes:
+        if not options.chooses(name):
+            continue
+        if linear is module:
+            module = _adapt(linear, name, options, seed)
+        elif id(linear) in homes:
             home, leaf = homes[id(linear)]
             setattr(home, leaf, _adapt(linear, name, options, seed))
     return module

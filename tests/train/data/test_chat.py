@@ -87,6 +87,13 @@ def test_the_tokenizers_own_template_is_used(tmp_path: Path) -> None:
     assert f"the loom weaves red wool<|endoftext|>\n{last}<|endoftext|>\n" in answers
     simple = data(tmp_path, **keys, model__vocab_size=400, template="simple")
     assert "<|assistant|>" in learned(simple.train, found.tokenizer)[0][0]
+    thinking = directory(
+        tmp_path / "thinking", TEMPLATE.replace("[assistant] {% endif %}", "[assistant] <think>{% endif %}")
+    )
+    with pytest.raises(
+        ConfigError, match=r"line 1: .*asks for an answer with '\[assistant\] <think>', which it does not write"
+    ):
+        data(tmp_path, **keys | {"tokenizer": str(thinking)}, model__vocab_size=400)
     changing = directory(tmp_path / "changing", "{{ messages | length }}" + TEMPLATE)
     with pytest.raises(ConfigError, match=r'chat\.jsonl, line 1: .*writes message 3 differently.*"simple"'):
         data(tmp_path, **keys | {"tokenizer": str(changing)}, model__vocab_size=400)

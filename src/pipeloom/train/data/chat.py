@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from pipeloom.errors import shortened
 from pipeloom.train.data.tokenizers import Tokenizer, transformers_tokenizer
 
 ANSWERS = "assistant"
@@ -83,6 +84,12 @@ class TokenizerTemplate:
             if message["role"] != ANSWERS:
                 continue
             prompt, whole = self._render(given[:number], True), self._render(given[: number + 1], False)
+            plain = self._render(given[:number], False)
+            if plain.startswith(done) and whole.startswith(plain) and not whole.startswith(prompt):
+                raise BadConversation(
+                    f"the tokenizer's chat template asks for an answer with {shortened(prompt.removeprefix(plain))!r}, which it "
+                    f'does not write before message {number + 1}; data.template = "simple" does not ask'
+                )
             if not prompt.startswith(done) or not whole.startswith(prompt):
                 raise BadConversation(
                     f"the tokenizer's chat template writes message {number + 1} differently when others follow it; "
