@@ -30,7 +30,7 @@ from pipeloom.runtime.program import Instruction, RankProgram
 from pipeloom.runtime.stage import GiveToTerm, ShareOfLoss, Stage, StageOutputs
 from pipeloom.runtime.tensor_spec import Boundary, BoundaryValues, ShapeCache, boundary_of
 from pipeloom.schedule.actions import OUTPUT, Action, kind_of
-from pipeloom.schedule.channels import Edge, Message, MessageKind
+from pipeloom.schedule.channels import Edge, Message
 
 
 @dataclass(frozen=True)
@@ -352,15 +352,18 @@ class Executor:
         values: BoundaryValues = ()
         specs: Boundary = ()
         for edge in program.inputs:
-            delivery = self._arrived("activation", edge, mb, received)
             if edge in received:
+                delivery = received[edge]
                 self.specs.learn(edge, mb, delivery.boundary)
+            else:
+                delivery = self._local.pop(("activation", edge, mb))
             values, specs = values + delivery.values, specs + delivery.boundary
         return values, specs
 
-    def _arrived(self, kind: MessageKind, edge: Edge, microbatch: int, received: Deliveries) -> Delivery:
-        """Return what has crossed an edge, from another rank or from another stage here."""
-        return received[edge] if edge in received else self._local.pop((kind, edge, microbatch))
+    def _gradients_of(self, edge: Edge, microbatch: int, received: Deliveries) -> BoundaryValues:
+        """Return the gradients of what has crossed an edge, from another rank or from another stage here."""
+        delivery = received[edge] if edge in received else self._local.pop(("gradient", edge, microbatch))
+        return delivery.values
 
     def _share_of_loss(self, action: Action) -> ShareOfLoss | None:
         """Return the micro-batch's share of the loss, from the output of a route's last stage. The loss is scaled here and
@@ -410,10 +413,10 @@ class Executor:
         program, mb = self.program.stages[action.stage], action.microbatch
         gradients: BoundaryValues = ()
         if program.gives is not None:
-            gradients = self._arrived("gradient", program.gives, mb, received).values
+            gradients = self._gradients_of(program.gives, mb, received)
         for edges in program.writes.values():
             # One gradient each, None where the reader has none; none at all of a tensor that carries no gradient.
-            parts = [value for edge in edges for value in self._arrived("gradient", edge, mb, received).values]
+            parts = [value for edge in edges for value in self._gradients_of(edge, mb, received)]
             reached = [value for value in parts if value is not None]
             if parts:
                 gradients = (*gradients, sum(reached[1:], start=reached[0]) if reached else None)
