@@ -2,6 +2,7 @@
 
 Uses this machine's Python and torch with PYTHONPATH=src and no network. Each part runs in a process of its own, with a limit
 of time, so that one that fails or hangs leaves the others; the results are one table, benchmarks/RESULTS-gpu.md and .json.
+A part that is run alone replaces its own rows there, if the machine and its software are the same.
 Without a GPU it lists what it would run. `--device cpu` runs the parts' logic with tiny sizes, and writes no results.
 """
 
@@ -190,6 +191,16 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
     return "\n".join([HEADER, *(lines(part, rows) for part, rows in results.items())])
 
 
+def with_others(results: dict[str, list[dict[str, Any]]], about: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
+    """The results of a few parts, and those that the last run on this kind of machine has of the others."""
+    file = RESULTS.with_suffix(".json")
+    last = json.loads(file.read_text()) if file.exists() else {"machine": {}, "results": {}}
+    if {**last["machine"], "date": ""} != {**about, "date": ""}:
+        return results
+    known = last["results"] | results
+    return {name: known[name] for name in PARTS if name in known}
+
+
 def write_results(results: dict[str, list[dict[str, Any]]], about: dict[str, str], path: Path = RESULTS) -> None:
     words = ", ".join(f"{key} {value}" for key, value in about.items())
     path.with_suffix(".md").write_text(f"# Pipeloom on a GPU\n\n`make gpu`: {words}.\n\n{table(results)}\n")
@@ -256,8 +267,7 @@ def main() -> int:
     results = run_parts(chosen, arguments.device, arguments.logs)
     if arguments.device == "cuda":
         about = machine("cuda")
-        if not arguments.parts:
-            write_results(results, about)
+        write_results(with_others(results, about) if arguments.parts else results, about)
     return int(any(row["passed"] is False for rows in results.values() for row in rows))
 
 

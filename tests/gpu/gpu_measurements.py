@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 from gpu_setup import Row, Setup, at_least, at_most, gradients, worst
-from gpu_travel import Copies, HostTrip, blocks, mse
+from gpu_travel import Copies, blocks, mse
 from torch import Tensor, nn
 
 import pipeloom as pl
@@ -195,28 +195,32 @@ def overlap(setup: Setup) -> list[Row]:
             steps.append(seconds(setup, partial(pipeline.step, *batch), repeats=3))
         return (steps[1] - steps[0]) / MICROBATCHES
 
-    def copies_alone(moved: float) -> float:
-        """Seconds of a pair's communications by themselves: one before and one behind the experts, forward and backward."""
+    def communication_time(moved: float) -> float:
+        """Seconds of a pair's communications on their stream, while nothing else communicates."""
         Copies.share = moved
-        trip, rows = HostTrip("alone"), data[0][0]
-
-        def run() -> None:
-            for _ in range(4 * BLOCKS):
-                trip.start((rows,)).wait()
-
-        return seconds(setup, run)
+        schedule = unpair(pl.schedules.build("1f1b-overlap", 1, MICROBATCHES))
+        built = blocks(BLOCKS, width, dtype, setup.device)
+        pipeline = LocalPipeline(built, schedule, loss=mse, options=RuntimeOptions(device=setup.device))
+        batch = [each[:MICROBATCHES] for each in data]
+        for _ in range(2):
+            Copies.events = []
+            pipeline.step(*batch)
+            setup.wait()
+        events, Copies.events = Copies.events or [], None
+        milliseconds: float = sum(begun.elapsed_time(ended) for begun, ended in events)
+        return milliseconds / 1e3 / MICROBATCHES
 
     try:
         compute = pair_time(0, False)
-        whole = copies_alone(1) / compute
-        moved = min(1.0, 0.45 / whole) if setup.cuda else 0.5
-        alone, serial, overlapped = copies_alone(moved), pair_time(moved, False), pair_time(moved, True)
+        moved = min(1.0, 0.45 * compute / communication_time(1)) if setup.cuda else 0.5
+        alone = communication_time(moved) if setup.cuda else compute
+        serial, overlapped = pair_time(moved, False), pair_time(moved, True)
     finally:
-        Copies.share = 1.0
+        Copies.share, Copies.events = 1.0, None
     share, hidden = alone / compute, (compute + alone - overlapped) / alone
     words = (
-        f"compute {compute * 1e3:.1f} ms, all-to-all alone {alone * 1e3:.1f} ms, not paired {serial * 1e3:.1f} ms, "
-        f"paired {overlapped * 1e3:.1f} ms"
+        f"compute {compute * 1e3:.1f} ms, all-to-all {alone * 1e3:.1f} ms ({moved:.0%} of the rows), "
+        f"not paired {serial * 1e3:.1f} ms, paired {overlapped * 1e3:.1f} ms"
     )
     rows = [Row(f"a pair with an all-to-all of {share:.0%} of its compute", words)]
     if not setup.cuda:

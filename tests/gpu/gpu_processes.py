@@ -213,6 +213,6 @@ def train(setup: Setup) -> list[Row]:
     losses = [float(each) for each in re.findall(r"held-out loss.*?([0-9]+\.[0-9]+) nats", ended.stdout)]
     if ended.returncode or len(losses) != 2:
         return [Row("pipeloom train", (ended.stderr or ended.stdout).strip()[-300:], "ends", False)]
-    shared = not setup.cuda or torch.cuda.device_count() > 1 or "4 workers share 1 CUDA device" in ended.stdout
+    shared = not setup.cuda or torch.cuda.device_count() > 1 or "4 workers share 1 CUDA device" in ended.stderr
     measured = f"held-out loss {losses[0]:.2f} to {losses[1]:.2f} nats; says that a device is shared: {shared}"
     return [Row("pipeloom train, 20 steps", measured, "at least 1 less", shared and losses[1] < losses[0] - 1)]

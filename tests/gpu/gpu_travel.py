@@ -27,9 +27,15 @@ class Delays:
 
 
 class Copies:
-    """The share of its rows that a communication moves there and back: 0: none, as if it were free."""
+    """What communications move, and how long they take.
+
+    Attributes:
+        share: of its rows that a communication moves there and back; 0: none, as if it were free.
+        events: (start, end) of each communication on its stream; None: they are not timed.
+    """
 
     share = 1.0
+    events: list[tuple[Any, Any]] | None = None
 
 
 class HostTrip:
@@ -49,6 +55,7 @@ class HostTrip:
     def _there_and_back(self, rows: Tensor) -> Tensor:
         if Copies.share == 0:
             return rows
+        begun = _event()
         Delays.pause()
         arrived = torch.empty_like(rows) if Copies.share == 1 else rows.clone()
         if Delays.on is not None:
@@ -59,7 +66,18 @@ class HostTrip:
         Delays.pause()
         arrived.view(-1)[:moved].copy_(host, non_blocking=True)
         Delays.pause()
+        if begun is not None and Copies.events is not None:
+            Copies.events.append((begun, _event()))
         return arrived
+
+
+def _event() -> Any:
+    """A CUDA event with a time on the current stream; None where communications are not timed."""
+    if Copies.events is None or not torch.cuda.is_available():
+        return None
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 class Block(nn.Module):

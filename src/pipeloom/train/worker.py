@@ -326,6 +326,7 @@ def _say_shared(rank: int, local_world: int) -> None:
         print(
             f"{local_world} workers share {count} CUDA device{'s' * (count > 1)}: what they exchange goes through the host's "
             "memory, which is slow",
+            file=sys.stderr,
             flush=True,
         )
 
