@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,6 +58,36 @@ def test_values_arrive_through_host_memory() -> None:
         assert found["part"] == whole[:, 2 * rank : 2 * rank + 2].tolist()
         assert found["individual"] <= 1e-6
         assert found["batched"] <= 1e-6
+
+
+# Modules whose own calls send what is on the CPU wherever the group has gloo.
+ON_THE_CPU = {
+    "parallel/exchange.py": "JSON as bytes; trees are moved to the group's device",
+    "runtime/batch.py": "a number that is put on the CPU",
+    "runtime/measured_timeline.py": "clocks",
+    "train/gather_numbers.py": "numbers of the host",
+    "train/worker.py": "a barrier has no tensor",
+    "train/verify.py": "a barrier has no tensor",
+    "train/rehearse.py": "a barrier has no tensor",
+}
+CALLS = re.compile(
+    r"\b(?:dist\.(?:isend|irecv|send|recv|broadcast|reduce|all_reduce|all_gather\w*|all_to_all\w*|reduce_scatter\w*|barrier)|"
+    r"group\.(?:send|recv|allreduce|broadcast))\("
+)
+
+
+def test_every_direct_call_of_a_collective_is_known_to_move_what_gloo_can() -> None:
+    """A tensor of a GPU that is given to gloo's send arrives as an error on another rank."""
+    source = Path(through_host.__file__).parents[1]
+    direct = {str(path.relative_to(source)): path.read_text() for path in sorted(source.rglob("*.py"))}
+    unknown = [
+        name
+        for name, text in direct.items()
+        if CALLS.search(text)
+        and name not in ON_THE_CPU
+        and not re.search(r"\b(goes_through_host|carrier_of|through_host)\b", text)
+    ]
+    assert unknown == []
 
 
 def test_nccl_and_the_cpu_move_tensors_themselves(monkeypatch: pytest.MonkeyPatch) -> None:

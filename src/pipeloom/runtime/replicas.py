@@ -20,6 +20,7 @@ from pipeloom.ops.checksum import checksums
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.parallel.mesh import Axis, Mesh
 from pipeloom.parallel.sharding import WHOLE, ParameterSharding
+from pipeloom.parallel.through_host import start
 from pipeloom.runtime import tied_weights as ties
 from pipeloom.runtime.assembly import Assembly
 from pipeloom.runtime.health.names import Names
@@ -162,4 +163,4 @@ def _kind(tensor: Tensor) -> str:
 
 def _broadcast(data: Tensor, axis: Axis) -> None:
     if axis.size > 1:
-        dist.broadcast(data, axis.ranks[0], group=axis.group)
+        start(dist.broadcast, data, None, axis.ranks[0], group=axis.group).wait()

@@ -12,6 +12,7 @@ from pipeloom.models import names
 from pipeloom.models.gate import balance, gates_of, take_loads
 from pipeloom.parallel.dispatch_plan import ExpertParallel
 from pipeloom.parallel.mesh import Mesh, PipelineMesh
+from pipeloom.parallel.through_host import carrier_of
 from pipeloom.runtime import Pipeline
 
 
@@ -64,8 +65,9 @@ class ExpertLoads:
         """
         if not self._experts or not (wanted or self._biased):
             return None
-        table = torch.zeros(self._blocks, self._experts + 1, dtype=torch.int64, device=self._pipeline.device)
-        mesh = self._pipeline.mesh
+        mesh, device = self._pipeline.mesh, self._pipeline.device
+        carrier = carrier_of(device, mesh.everyone.group)
+        table = torch.zeros(self._blocks, self._experts + 1, dtype=torch.int64, device=carrier)
         for at, gate in self._gates:
             loads = take_loads(gate)
             if mesh.place.tp == 0:  # the others saw the same tokens
@@ -76,7 +78,7 @@ class ExpertLoads:
         counts = table[:, :-1]
         if self._biased:
             for at, gate in self._gates:
-                balance(gate, counts[at])
+                balance(gate, counts[at].to(device))
         if not wanted:
             return None
         even = counts.sum(1) / self._experts
