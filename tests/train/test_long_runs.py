@@ -293,6 +293,7 @@ def test_every_variable_that_is_read_is_recorded_or_internal() -> None:
         for path in source.rglob("*.py")
         for name in re.findall(r"""os\.environ(?:\.get|\.setdefault|\.pop)?[(\[]"([A-Z_]+)\"""", path.read_text())
     }
-    internal = {"RANK", "TORCHELASTIC_RUN_ID", "NO_COLOR", "TERM", "COLORTERM"}  # who a worker is; how a terminal looks
+    # who a worker is; how a terminal looks; how much the profiler prints
+    internal = {"RANK", "TORCHELASTIC_RUN_ID", "NO_COLOR", "TERM", "COLORTERM", "KINETO_LOG_LEVEL"}
     assert "WANDB_MODE" in read
     assert read - {*READ, *SECRET} <= internal
