@@ -117,6 +117,12 @@ def test_cuda_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     assert [worker.claim_device("auto", rank, 2).index for rank in range(2)] == [0, 1]
 
 
+def test_nccl_takes_a_device_for_each_worker() -> None:
+    assert [worker.backend_for(devices, 4) for devices in (0, 1, 3, 4, 8)] == ["gloo"] * 3 + ["cpu:gloo,cuda:nccl"] * 2
+    assert worker.shared_devices(4, 1).startswith("4 workers share 1 CUDA device: ")
+    assert worker.shared_devices(4, 3).startswith("4 workers share 3 CUDA devices: ")
+
+
 def test_exit_codes_and_texts() -> None:
     assert worker.describe(KeyboardInterrupt()) == (130, "interrupted")
     assert worker.describe(Preempted("stopped")) == (75, "stopped")

@@ -181,11 +181,10 @@ def start(layout: Layout, requests: Requests | None = None, watching: list[Watch
         _obey_signals(requests, watchdog)
     elif watchdog is None:
         _obey_signals(requests, None)
-    # NCCL refuses two ranks on one device
-    shared = device.type == "cuda" and torch.cuda.device_count() < local_world
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shared else "gloo"
-    if shared:
-        _say_shared(rank, local_world)
+    devices = torch.cuda.device_count() if device.type == "cuda" else 0
+    backend = backend_for(devices, local_world)
+    if 0 < devices < local_world and rank == 0:
+        print(shared_devices(local_world, devices), file=sys.stderr, flush=True)
     try:
         # the watchdog ends a wait that is too long, and knows why: torch's own limit is a later one
         later = timedelta(seconds=seconds + 600.0)
@@ -318,17 +317,20 @@ def claim_device(name: str, local_rank: int, local_world: int) -> torch.device:
     return device
 
 
-def _say_shared(rank: int, local_world: int) -> None:
-    import torch
+def backend_for(devices: int, workers: int) -> str:
+    """The backend of the process group of `workers` per host with `devices` GPUs, 0 for workers on the CPU.
 
-    if rank == 0:
-        count = torch.cuda.device_count()
-        print(
-            f"{local_world} workers share {count} CUDA device{'s' * (count > 1)}: what they exchange goes through the host's "
-            "memory, which is slow",
-            file=sys.stderr,
-            flush=True,
-        )
+    NCCL refuses two ranks on one device.
+    """
+    return "cpu:gloo,cuda:nccl" if devices >= workers else "gloo"
+
+
+def shared_devices(workers: int, devices: int) -> str:
+    """The line at the start of a run whose `workers` share `devices` GPUs."""
+    return (
+        f"{workers} workers share {devices} CUDA device{'s' * (devices > 1)}: what they exchange goes through the host's memory, "
+        "which is slow"
+    )
 
 
 def _meet(rank: int, world: int, timeout: timedelta) -> Store:
