@@ -189,3 +189,9 @@ def test_what_requires_a_gradient_is_refused(stages: tuple[int, int]) -> None:
             pipeline.step(inputs, targets, **keywords)
     assert pipeline.evaluate(learned, y) == pipeline.evaluate(x, y)
     assert not pipeline.predict(learned).requires_grad
+
+
+def test_larger_micro_batches_come_first() -> None:
+    assert split_sizes(14, 5) == [3, 3, 3, 3, 2]
+    assert split_sizes(7, 5) == [2, 2, 1, 1, 1]
+    assert split_sizes(6, 3) == [2, 2, 2]
