@@ -215,7 +215,7 @@ def _run(rehearsal: Rehearsal, device: str, words: Sequence[str]) -> tuple[int, 
 
 def _require_machine(rehearsal: Rehearsal, device: str) -> None:
     """Raise a PipeloomError where this machine has no room, or no GPU for each rank."""
-    from pipeloom.train.preflight import memory_of_machine, require_devices, require_room
+    from pipeloom.train.preflight import cuda_devices, memory_of_machine, require_room
 
     schedule = rehearsal.schedule
     require_room(schedule.ranks, "--ranks")
@@ -228,7 +228,7 @@ def _require_machine(rehearsal: Rehearsal, device: str) -> None:
             f"{memory / 1e9:,.0f} GB; at most {size * memory // need:,}"
         )
     if device == "cuda":
-        found = require_devices("auto", schedule.ranks)
+        found = cuda_devices()
         if found < schedule.ranks:
             raise UsageError(
                 f"--device cuda: this machine has {found} GPU{'s' * (found != 1)} for {schedule.ranks} ranks; use --device cpu"

@@ -113,11 +113,11 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
     "qwen2-moe": ModelFamily(
         "Qwen2MoeConfig", {**_LLAMA, **_MOE, "shared_expert_intermediate_size": 16, "decoder_sparse_step": 2}
     ),
-    "qwen3": ModelFamily("Qwen3Config", {**_LLAMA, "head_dim": 8}),
-    "qwen3-moe": ModelFamily("Qwen3MoeConfig", {**_LLAMA, **_MOE, "head_dim": 8}),
-    "gemma": ModelFamily("GemmaConfig", {**_LLAMA, "head_dim": 8}),
-    "gemma2": ModelFamily("Gemma2Config", {**_LLAMA, "head_dim": 8, "sliding_window": 5}),
-    "gemma3": ModelFamily("Gemma3TextConfig", {**_LLAMA, "head_dim": 8, "sliding_window": 5}),
+    "qwen3": ModelFamily("Qwen3Config", _WIDE_HEADS),
+    "qwen3-moe": ModelFamily("Qwen3MoeConfig", {**_WIDE_HEADS, **_MOE}),
+    "gemma": ModelFamily("GemmaConfig", _WIDE_HEADS),
+    "gemma2": ModelFamily("Gemma2Config", {**_WIDE_HEADS, "sliding_window": 5}),
+    "gemma3": ModelFamily("Gemma3TextConfig", {**_WIDE_HEADS, "sliding_window": 5}),
     "gpt2": ModelFamily("GPT2Config", _GPT, padded=True),
     "gpt-neo": ModelFamily("GPTNeoConfig", {**_GPT, "attention_types": [[["global", "local"], 2]], "window_size": 5}),
     "gpt-neox": ModelFamily("GPTNeoXConfig", {**_GPT, "intermediate_size": 48}),
@@ -139,12 +139,12 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
     "cohere2": ModelFamily("Cohere2Config", {**_LLAMA, "sliding_window": 5}),
     "granite": ModelFamily("GraniteConfig", {**_LLAMA, "embedding_multiplier": 2.0, "logits_scaling": 3.0}),
     "granite-moe": ModelFamily("GraniteMoeConfig", {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    "glm4": ModelFamily("Glm4Config", {**_LLAMA, "head_dim": 8}),
+    "glm4": ModelFamily("Glm4Config", _WIDE_HEADS),
     "smollm3": ModelFamily("SmolLM3Config", _LLAMA),
     "deepseek-v2": ModelFamily("DeepseekV2Config", _DEEPSEEK),
     "deepseek-v3": ModelFamily("DeepseekV3Config", _DEEPSEEK),
     "gpt-oss": ModelFamily(
-        "GptOssConfig", {**_LLAMA, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}
+        "GptOssConfig", {**_WIDE_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}
     ),
     "mamba": ModelFamily(
         "MambaConfig", {"vocab_size": VOCABULARY_SIZE, "hidden_size": 32, "num_hidden_layers": 4, "state_size": 4}
@@ -155,7 +155,7 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
         {"vocab_size": VOCABULARY_SIZE, "d_model": 32, "num_layers": 4, "attention_heads": 4, "ffn_dim": 48},
     ),
     "biogpt": ModelFamily("BioGptConfig", {**_GPT, "intermediate_size": 48}),
-    "nemotron": ModelFamily("NemotronConfig", {**_LLAMA, "head_dim": 8}),
+    "nemotron": ModelFamily("NemotronConfig", _WIDE_HEADS),
     "jamba": ModelFamily(
         "JambaConfig",
         {

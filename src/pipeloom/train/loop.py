@@ -243,7 +243,8 @@ class Trainer:
                 due = self.checkpoints is not None and self.checkpoints.due(made)
                 evaluates = bool(held_out) and self._evaluates(made)
                 settle = logs or due or evaluates or self.measuring is not None
-                self.pipeline.trace = logs or self.measuring is not None or self._profile is not None
+                profiles = self._profile is not None and self._profile.recording
+                self.pipeline.trace = logs or self.measuring is not None or profiles
                 if self._speculative is None:
                     outcomes = [self.step(batch, rate, logs and self.config.log.norms != "none")]
                 else:

@@ -65,6 +65,11 @@ class OperatorProfile:
             activities.append(ProfilerActivity.CUDA)
         return profile(activities=activities, acc_events=True)
 
+    @property
+    def recording(self) -> bool:
+        """Return whether the step that begins is in the window."""
+        return self._profiler is not None
+
     def before_step(self, step: int) -> None:
         """Start recording if `step` is in the window; collective then."""
         if self._over or self._profiler is not None or not self._first <= step <= self._last:

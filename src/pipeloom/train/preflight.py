@@ -86,20 +86,27 @@ def require_cuda(name: str, workers: int) -> None:
 
 
 def require_devices(name: str, workers: int) -> int:
-    """The number of CUDA devices that `train.device = name` may use; ConfigError where "cuda" finds none.
+    """The number of CUDA devices that workers with `train.device = name` use, 0 on the CPU; ConfigError where "cuda" finds none.
 
     "cuda" takes fewer devices than workers, which then share them; "auto" does not.
     """
     if name == "cpu":
         return 0
-    import torch
-
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if name == "auto" or found:
+    found = cuda_devices()
+    if name == "auto":
+        return found if found >= workers else 0
+    if found:
         return found
     raise ConfigError(
         f'train.device = "{name}": this machine has no CUDA device for {workers} worker{"s" * (workers > 1)}; use "cpu"'
     )
+
+
+def cuda_devices() -> int:
+    """The number of CUDA devices of this machine."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _require_receives(layout: Layout) -> None:
@@ -109,9 +116,7 @@ def _require_receives(layout: Layout) -> None:
         return
     from pipeloom.runtime.p2p.connect import memory_here
 
-    if config.train.device == "cuda":
-        return
-    if memory_here() is not None and require_devices(config.train.device, layout.world_size) < layout.world_size:
+    if memory_here() is not None and require_devices(config.train.device, layout.world_size) == 0:
         raise ConfigError(
             "schedule.overlap_p2p = false: the ranks of one machine send through shared memory, which posts no receives "
             'that could be posted later; set schedule.transport = "individual"'

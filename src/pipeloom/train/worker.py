@@ -310,7 +310,7 @@ def claim_device(name: str, local_rank: int, local_world: int) -> torch.device:
     import torch
 
     count = require_devices(name, local_world)
-    if count == 0 or (name == "auto" and count < local_world):
+    if count == 0:
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % count)
     torch.cuda.set_device(device)

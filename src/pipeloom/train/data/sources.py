@@ -225,6 +225,15 @@ class _Fields:
             f"{known or 'no fields'}); name the field to train on with data.field"
         )
 
+    def choose_column(self, names: Sequence[str], where: str = "it") -> None:
+        """As `choose`, for a table whose columns are `names`, `where` in words. Raises ConfigError where it lacks the field's."""
+        self.choose(names)
+        if self.name not in names:
+            raise ConfigError(
+                f'data.source = "{shortened(self._source.name)}": {where} has no column "{shortened(self.name)}"; it has '
+                + ", ".join(names[:20])
+            )
+
     def of(self, place: str, record: Any) -> Record | BadRecord:
         if not isinstance(record, dict):
             return BadRecord(place, f"it is {_json_kind(record)}, not an object")
@@ -330,12 +339,7 @@ def _parquet(file: Path, source: Source, fields: _Fields) -> Iterator[Record | B
     with open_file(file, "a table") as opened:
         try:
             table = parquet.ParquetFile(opened)
-            fields.choose(table.schema_arrow.names)
-            if fields.name not in table.schema_arrow.names:
-                raise ConfigError(
-                    f'data.source = "{shortened(source.name)}": {file} has no column "{shortened(fields.name)}"; it has '
-                    + ", ".join(table.schema_arrow.names[:20])
-                )
+            fields.choose_column(table.schema_arrow.names, str(file))
             number = 0
             for batch in table.iter_batches(batch_size=_ROWS, columns=[fields.name]):
                 for value in batch.column(0).to_pylist():
@@ -364,12 +368,7 @@ def _dataset(file: Path, source: Source, fields: _Fields) -> Iterator[Record | B
                 if "train" not in found:
                     raise ConfigError(f'{shown}: it has no split "train", only {", ".join(found)}')
                 found = found["train"]
-            names = found.column_names or list(next(iter(found), {}))
-            fields.choose(names)
-            if fields.name not in names:
-                raise ConfigError(
-                    f'{shown}: it has no column "{shortened(fields.name)}"; it has ' + ", ".join(names[:20])
-                )
+            fields.choose_column(found.column_names or list(next(iter(found), {})))
             for batch in found.select_columns([fields.name]).iter(batch_size=_ROWS):
                 for value in batch[fields.name]:
                     number += 1
