@@ -47,6 +47,7 @@ def test_a_run_is_drawn_with_its_unit_and_its_prediction(folder: Path, tmp_path:
     assert "measured, times in ms" in text
     # the settled steps 1 to 5 have 1.01 to 1.05 of the costs: the median of 1.01 and 1.02 predicts that of 1.03 to 1.05
     assert f"error {100 * (1.015 / 1.04 - 1):+.1f} %" in text
+    assert "actions ran 2 % slower in them; with costs at that speed: error +0.0 %" in text
     assert "steps became 4 % longer" in text
     assert "time, ms" in (tmp_path / "x.svg").read_text()
     assert '"unit":{"factor":1000.0,"name":"ms"}' in (tmp_path / "x.html").read_text()
@@ -58,6 +59,8 @@ def test_the_json_has_the_figures_in_seconds(folder: Path) -> None:
     assert found["steps"] == 6
     assert found["makespan"] == pytest.approx(33e-3 * 1.03)
     assert found["prediction"]["error"] == pytest.approx(1.015 / 1.04 - 1)
+    assert found["prediction"]["speed"] == pytest.approx(1.04 / 1.015)
+    assert found["prediction"]["error_at_speed"] == pytest.approx(0)
     assert found["prediction"]["by_kind"] == pytest.approx({"F": 1.04 / 1.015 - 1, "B": 1.04 / 1.015 - 1})
     assert found["drift"] == pytest.approx(0.04 / 1.03, rel=1e-3)
     assert found["slow_stages"] == []

@@ -55,6 +55,26 @@ def test_half_of_the_steps_predict_the_others() -> None:
     assert alone.error == pytest.approx(0, abs=1e-9)
 
 
+def test_a_faster_machine_is_told_from_a_wrong_order() -> None:
+    """Actions that all take a fifth less explain the whole error; a rank that waits for something else explains none of it."""
+    schedule = pl.schedules.one_f_one_b(ranks=4, microbatches=8)
+
+    def steps(*factors: float, p2p: float = 0.0) -> list[pl.Timeline]:
+        return [
+            replace(pl.simulate(schedule, pl.Costs(1e-3, 1e-3, 1e-3, p2p=p2p).scaled(factor)), source="measured")
+            for factor in factors
+        ]
+
+    faster = predict([*steps(*[1.0] * 5), *steps(*[0.8] * 4)])
+    assert faster.error == pytest.approx(0.25)
+    assert faster.speed == pytest.approx(0.8)
+    assert faster.error_at_speed == pytest.approx(0)
+    late = predict([*steps(*[1.0] * 5), *steps(*[1.0] * 4, p2p=1e-3)])
+    assert late.speed == pytest.approx(1)
+    assert late.error == late.error_at_speed == pytest.approx(late.simulated / late.measured - 1)
+    assert late.error < -0.1
+
+
 def test_stalls_that_hit_another_stage_in_each_step_are_predicted() -> None:
     """The median of every stage is without them, and each step has one."""
     schedule = pl.schedules.one_f_one_b(ranks=4, microbatches=8)

@@ -86,6 +86,8 @@ class Study:
                 "simulated": prediction.simulated,
                 "measured": prediction.measured,
                 "error": prediction.error,
+                "speed": prediction.speed,
+                "error_at_speed": prediction.error_at_speed,
                 "by_kind": dict(prediction.by_kind),
             },
             "time_spent": list(time_spent(settled(self.steps))),
@@ -121,6 +123,11 @@ class Study:
             f"  the other {prediction.tested} took {number(prediction.measured * factor)} {unit}: error "
             f"{100 * prediction.error:+.1f} %",
         ]
+        if abs(prediction.speed - 1) >= 0.02:
+            lines.append(
+                f"  actions ran {100 * abs(1 - 1 / prediction.speed):.0f} % {'faster' if prediction.speed < 1 else 'slower'} in "
+                f"them; with costs at that speed: error {100 * prediction.error_at_speed:+.1f} %"
+            )
         for path, simulated, measured in self.predicted():
             lines.append(
                 f"the same costs predict {number(simulated * factor)} {unit} for {path}, which took "

@@ -109,6 +109,8 @@ class Prediction:
         simulated: the makespan with these costs.
         measured: the median makespan of the second half.
         by_kind: kind -> mean time of an action in the second half over its fitted time, less 1.
+        speed: time of all actions of the second half's median step over their fitted time: 0.9 where the machine had become
+            faster.
     """
 
     costs: Costs
@@ -117,11 +119,17 @@ class Prediction:
     simulated: float
     measured: float
     by_kind: Mapping[str, float]
+    speed: float = 1.0
 
     @property
     def error(self) -> float:
         """Simulated over measured makespan, less 1."""
         return self.simulated / self.measured - 1 if self.measured else 0.0
+
+    @property
+    def error_at_speed(self) -> float:
+        """The error with costs times `speed`: what order, messages and waiting contribute, and the machine's speed does not."""
+        return self.simulated * self.speed / self.measured - 1 if self.measured else 0.0
 
 
 def predict(timelines: Sequence[Timeline]) -> Prediction:
@@ -134,14 +142,16 @@ def predict(timelines: Sequence[Timeline]) -> Prediction:
     half = max(1, len(steps) // 2)
     fitted, tested = steps[:half], steps[half:] or steps
     costs = _with_stalls(costs_of(fitted), fitted)
-    schedule = tested[-1].schedule
+    simulated = simulate(tested[-1].schedule, costs)
+    promised = sum(simulated.busy)
     return Prediction(
         costs,
         len(fitted),
         len(tested),
-        simulate(schedule, costs).makespan,
+        simulated.makespan,
         median(timeline.makespan for timeline in tested),
         _errors_by_kind(tested, costs),
+        median(sum(timeline.busy) for timeline in tested) / promised if promised else 1.0,
     )
 
 
