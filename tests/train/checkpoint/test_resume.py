@@ -138,8 +138,10 @@ sys.meta_path.insert(0, Finder())
     ("point", "number", "code"),
     [
         pytest.param("evaluation", "SIGTERM", 75, marks=pytest.mark.full),
+        pytest.param("save", "SIGTERM", 75, marks=pytest.mark.full),
         pytest.param("save", "SIGINT", 130, marks=pytest.mark.full),
-        ("asynchronous save", "SIGINT", 130),
+        ("asynchronous save", "SIGTERM", 75),
+        pytest.param("asynchronous save", "SIGINT", 130, marks=pytest.mark.full),
         ("start-up", "SIGTERM", 75),
     ],
 )
