@@ -55,6 +55,11 @@ MOST_NESTED = 20
 MOST_VALUES = 100_000
 
 
+def expanded(path: str | Path) -> Path:
+    """Return `path` with `~` as the home directory. As in a shell, the `~name` of no user stays as it is."""
+    return Path(os.path.expanduser(path))
+
+
 def open_file(path: str | Path, what: str) -> BinaryIO:
     """A regular file, opened to read bytes; never waits.
 

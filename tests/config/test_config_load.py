@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -187,3 +189,38 @@ def test_a_path_with_half_a_character_is_a_wrong_argument() -> None:
         UsageError.exit_code,
         "'\\ud800' is no text: it holds half of a character (a lone surrogate)",
     )
+
+
+def texts() -> list[str]:
+    """The keys whose value may be text, so that it may be a path."""
+    return [
+        f"{section}.{key}"
+        for section, model in SECTIONS.items()
+        for key, field in model.model_fields.items()
+        if "str" in str(field.annotation)
+    ]
+
+
+def test_the_home_of_a_user_who_does_not_exist_is_a_path_that_is_not_there() -> None:
+    """`Path.expanduser` raises RuntimeError for it."""
+    assert {"model.weights", "log.dir", "data.tokenizer", "checkpoint.dir", "lora.adapter"} <= set(texts())
+    for key in texts():
+        try:
+            load_layout("tiny", {key: "~nosuchuser/x"})
+        except ConfigError as error:
+            assert "~nosuchuser" in str(error), (key, str(error))  # noqa: PT017
+    sources = Path(__file__).parents[2] / "src/pipeloom"
+    for path in sources.rglob("*.py"):
+        assert not re.search(r"(?<!os\.path)\.expanduser\(", path.read_text()), f"{path}: pipeloom.limits.expanded"
+
+
+def test_a_relative_tokenizer_is_kept_as_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint names it, and text is generated from other folders."""
+    write(tmp_path / "words.json", json.dumps({"model": {"vocab": {"a": 0, "b": 299}}}))
+    monkeypatch.chdir(tmp_path)
+    config = load(None, {"data.tokenizer": "words.json"})
+    assert config.data.tokenizer == str(tmp_path / "words.json")
+    assert config.model.vocab_size == 300
+    for word in ("auto", "bytes"):
+        write(tmp_path / word, "")
+        assert load(None, {"data.tokenizer": word}).data.tokenizer == word

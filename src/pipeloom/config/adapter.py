@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.errors import ConfigError, PipeloomError
-from pipeloom.limits import read_file
+from pipeloom.limits import expanded, read_file
 
 ADAPTER_CONFIG = "adapter_config.json"
 _MOST_ADAPTER_BYTES = 10_000_000
@@ -26,7 +26,7 @@ def adapter_keys(adapter: str) -> dict[str, Any]:
     Raises ConfigError where its configuration cannot be read, or asks for more than low-rank products on linear layers.
     """
     where = f'lora.adapter = "{adapter}"'
-    values = read_adapter_config(Path(adapter).expanduser(), where)
+    values = read_adapter_config(expanded(adapter), where)
     if values.get("peft_type") != "LORA":
         raise ConfigError(
             f"{where}: its peft_type is {str(values.get('peft_type'))[:60]!r:.70}; only LORA is supported"

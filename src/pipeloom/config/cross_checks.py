@@ -12,6 +12,7 @@ from pathlib import Path
 from pipeloom.config.expert_checks import router_problems, spread_problems
 from pipeloom.config.sections import COMPUTED, Config
 from pipeloom.errors import divisors, nearest
+from pipeloom.limits import expanded
 
 Check = Callable[[Config], Iterator[str]]
 _CHECKS: list[tuple[tuple[str, ...], Check]] = []
@@ -37,7 +38,7 @@ def cross_problems(config: Config, wrong: Collection[str] = ()) -> list[str]:
 
 @_reads("log.html")
 def _page_has_a_folder(config: Config) -> Iterator[str]:
-    path = Path(config.log.html).expanduser()
+    path = expanded(config.log.html)
     try:
         is_folder = path.is_dir()
     except OSError as error:  # a name that is too long, or links in a circle

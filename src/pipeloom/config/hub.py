@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from pipeloom.errors import ConfigError, PipeloomError
-from pipeloom.limits import read_file
+from pipeloom.limits import expanded, read_file
 
 _MOST_BYTES = 10_000_000
 # Key of [model] -> the names that families have for it. What these keys decide of a foreign model are estimates: of costs that
@@ -44,7 +43,7 @@ _USUAL = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}
 
 def is_directory(path: str) -> bool:
     """Return whether `path` is a Hugging Face directory."""
-    return (Path(path).expanduser() / "config.json").is_file()
+    return (expanded(path) / "config.json").is_file()
 
 
 def own_sizes(directory: str) -> dict[str, Any]:
@@ -136,7 +135,7 @@ def own_values(values: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _content(source: str, key: str) -> dict[str, Any]:
     """The `config.json` of a directory. Raises ConfigError, about `model.key`, where it cannot be read."""
-    path = Path(source).expanduser() / "config.json"
+    path = expanded(source) / "config.json"
     try:
         content = json.loads(read_file(path, _MOST_BYTES, "a model's configuration"))
         if not isinstance(content, dict):
@@ -148,7 +147,7 @@ def _content(source: str, key: str) -> dict[str, Any]:
 
 def sizes(source: str) -> dict[str, Any]:
     """Keys of `[model]` for the model in `source`. Raises ConfigError where its configuration cannot be read."""
-    path, content = Path(source).expanduser() / "config.json", _content(source, "source")
+    path, content = expanded(source) / "config.json", _content(source, "source")
     inner = content.get("text_config")
     values = {**content, **inner} if isinstance(inner, dict) else content
     found = {}

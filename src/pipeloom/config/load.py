@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -21,6 +22,7 @@ from pipeloom.config.schedules import read_schedule
 from pipeloom.config.sections import COMPUTED, Config
 from pipeloom.config.vocabulary import vocabulary_size
 from pipeloom.errors import ConfigError, PipeloomError
+from pipeloom.limits import expanded
 from pipeloom.schedule.files import names_a_file
 
 CODE_KEYS = ("schedule.name", *(f"model.{key}" for key in CLASS_KEYS))  # they may name code of the user's
@@ -103,11 +105,23 @@ def merge(path: str | Path | None, *overrides: Mapping[str, Any]) -> Merged:
     _adopt_file_sizes(merged)
     _adopt_model_sizes(merged)
     _adopt_adapter(merged)
-    model = merged.values.get("model")
-    if isinstance(model, dict) and isinstance(model.get("weights"), str) and model["weights"]:
-        model["weights"] = str(Path(model["weights"]).expanduser().absolute())
+    _make_absolute(merged, "model", "weights", ("",))
+    _make_absolute(merged, "data", "tokenizer", ("", "auto", "bytes"))
     _adopt_vocabulary(merged)
     return merged
+
+
+def _make_absolute(merged: Merged, section: str, key: str, words: Sequence[str]) -> None:
+    """Make an existing path absolute, so that a run's `config.toml` and checkpoints name it wherever they are read.
+
+    Args:
+        words: values that are no paths.
+    """
+    table = merged.values.get(section)
+    value = table.get(key) if isinstance(table, dict) else None
+    if isinstance(table, dict) and isinstance(value, str) and value not in words:
+        path = expanded(value)
+        table[key] = str(path.absolute()) if os.path.exists(path) else value
 
 
 def _adopt_file_sizes(merged: Merged) -> None:
@@ -135,7 +149,7 @@ def _adopt_model_sizes(merged: Merged) -> None:
     source, weights = (model.get(key) for key in ("source", "weights"))
     if isinstance(source, str) and source:
         _take_sizes(merged, model, "source", source, sizes(source))
-        model["source"] = str(Path(source).expanduser().absolute())
+        model["source"] = str(expanded(source).absolute())
     elif isinstance(weights, str) and weights and is_directory(weights):
         _take_sizes(merged, model, "weights", weights, own_sizes(weights))
 
@@ -168,7 +182,7 @@ def _adopt_adapter(merged: Merged) -> None:
         if f"lora.{name}" in merged.given and (list(given) if isinstance(given, tuple) else given) != own[name]:
             raise ConfigError(f'lora.{name} = {given}: the adapter of lora.adapter = "{adapter}" sets it; leave it out')
     kept = {name: value for name, value in own.items() if f"lora.{name}" not in merged.given}
-    section.update(kept, adapter=str(Path(adapter).expanduser().absolute()))
+    section.update(kept, adapter=str(expanded(adapter).absolute()))
 
 
 def _adopt_vocabulary(merged: Merged) -> None:

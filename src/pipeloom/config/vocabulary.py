@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from pipeloom.errors import PipeloomError
-from pipeloom.limits import TOKENIZER_BYTES, read_file
+from pipeloom.limits import TOKENIZER_BYTES, expanded, read_file
 
 
 def vocabulary_size(tokenizer: str) -> int | None:
@@ -15,7 +14,7 @@ def vocabulary_size(tokenizer: str) -> int | None:
 
     What is wrong with the file is said where the tokenizer itself is loaded.
     """
-    path = Path(tokenizer).expanduser()
+    path = expanded(tokenizer)
     path = path / "tokenizer.json" if path.is_dir() else path
     try:
         content: Any = json.loads(read_file(path, TOKENIZER_BYTES, "a tokenizer"))

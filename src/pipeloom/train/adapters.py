@@ -17,6 +17,7 @@ from pipeloom.config import Config
 from pipeloom.config.adapter import ADAPTER_CONFIG
 from pipeloom.config.hub import is_directory
 from pipeloom.errors import CheckpointError, ConfigError
+from pipeloom.limits import expanded
 from pipeloom.models.adapters import LoraOptions, adapter_name, is_adapter
 from pipeloom.models.hf.library import causal_model, read_config
 from pipeloom.models.hf.weights import Folder, PretrainedWeights
@@ -42,9 +43,9 @@ def base_weights(config: Config) -> BaseWeights | None:
     if not config.lora.r:
         return None
     if config.model.source:
-        path = Path(config.model.source).expanduser()
+        path = expanded(config.model.source)
         return BaseWeights("hugging face", str(path), directory_digest(path))
-    weights = Path(config.model.weights).expanduser().absolute()
+    weights = expanded(config.model.weights).absolute()
     if is_directory(str(weights)):
         return BaseWeights("hugging face", str(weights), directory_digest(weights))
     path = newest_checkpoint(weights)
@@ -83,12 +84,12 @@ def begin_weights(config: Config, pipeline: Pipeline, resumed: bool = False) -> 
     Raises CheckpointError and ConfigError where they are not there or are others', or where no layer has an adapter.
     """
     if config.model.weights and (config.lora.r or not resumed):
-        weights = Path(config.model.weights).expanduser().absolute()
+        weights = expanded(config.model.weights).absolute()
         (read_directory if is_directory(str(weights)) else _read_checkpoint)(weights, pipeline)
     if config.lora.r:
         _require_adapters(config, pipeline)
     if config.lora.adapter and not resumed:
-        read_adapter(Path(config.lora.adapter).expanduser(), pipeline)
+        read_adapter(expanded(config.lora.adapter), pipeline)
 
 
 @torch.no_grad()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from pipeloom.config import Config, Layout
 from pipeloom.config.keys import naming_keys
+from pipeloom.limits import expanded
 from pipeloom.models import MoeClasses, cross_entropy, hf, layers, names, tied, token_loss
 from pipeloom.models.adapters import LoraOptions, with_adapters
 from pipeloom.ops.layer import Layer
@@ -115,7 +115,7 @@ def ties(config: Config) -> tuple[tuple[str, ...], ...]:
 @cache
 def foreign(source: str, dtype: torch.dtype) -> hf.ModelLayers:
     """The layers of the model in a Hugging Face directory."""
-    return hf.layers(Path(source).expanduser(), dtype=dtype)
+    return hf.layers(expanded(source), dtype=dtype)
 
 
 def _tensor_parallel(mesh: Mesh, config: Config, device: torch.device) -> TensorParallel:

@@ -19,6 +19,7 @@ from pipeloom.config.hub import is_directory, own_values
 from pipeloom.config.sections import LoraSection
 from pipeloom.decoder_shape import DecoderShape
 from pipeloom.errors import CheckpointError, ConfigError
+from pipeloom.limits import expanded
 from pipeloom.models import hf, hub_name, tied
 from pipeloom.models.adapters import LoraOptions, adapter_name, is_adapter, is_transposed, merged
 from pipeloom.models.hf.library import causal_model, read_config, transformers
@@ -118,7 +119,7 @@ def _copy_tokenizer(config: Mapping[str, Any], out: Path) -> None:
     """Put the tokenizer that a run names in its configuration beside the model, unless it is gone."""
     data = config.get("data")
     name = data.get("tokenizer") if isinstance(data, dict) else None
-    path = Path(name).expanduser() if isinstance(name, str) else Path()
+    path = expanded(name) if isinstance(name, str) else Path()
     if path.is_file():
         shutil.copyfile(path, out / "tokenizer.json")
     elif isinstance(name, str) and any((path / file).is_file() for file in FILES):

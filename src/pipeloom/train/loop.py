@@ -19,6 +19,7 @@ from torch import Tensor
 from pipeloom.config import Config, Layout, training_flops
 from pipeloom.config.volume import boundary_bytes, volumes
 from pipeloom.errors import CheckpointError, Interrupted, PipeloomError, Preempted
+from pipeloom.limits import expanded
 from pipeloom.ops.random_state import stable_seed
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime import Pipeline
@@ -174,7 +175,7 @@ class Trainer:
                 self.pipeline, first, min(first + steps - 1, self.config.train.steps), folder
             )
         section = self.config.checkpoint
-        where = Path(section.dir).expanduser().absolute() if section.dir else folder
+        where = expanded(section.dir).absolute() if section.dir else folder
         path = start.path if start.path is not None and start.path.parent == where else None
         self.checkpoints = RunCheckpoints(
             self.config,

@@ -11,7 +11,7 @@ from pathlib import Path
 from pipeloom.config import Config, Layout, held_parameters, parameter_count
 from pipeloom.config.hub import is_directory
 from pipeloom.errors import CapacityError, ConfigError
-from pipeloom.limits import MOST_LOCAL_WORKERS, WORKER_BYTES
+from pipeloom.limits import MOST_LOCAL_WORKERS, WORKER_BYTES, expanded
 from pipeloom.train.data.choice import is_plain_text
 from pipeloom.train.data.corpus import STDLIB, read_corpus, require_length
 
@@ -127,7 +127,7 @@ def _require_weights(config: Config) -> None:
     """Refuse a Hugging Face directory whose weights no rank could read."""
     for key in ("source", "weights"):
         name = getattr(config.model, key)
-        folder = Path(name).expanduser()
+        folder = expanded(name)
         if not name or not is_directory(name) or any((folder / file).is_file() for file in _SAFETENSORS):
             continue
         others = sorted(
@@ -158,7 +158,7 @@ def _require_text(config: Config, replicas: int) -> None:
 
 def _require_folder(key: str, name: str) -> None:
     """Try to make what a run makes in a folder, in the nearest one that exists, and leave nothing behind."""
-    folder = Path(name).expanduser().absolute()
+    folder = expanded(name).absolute()
     base = next(
         path for path in (folder, *folder.parents) if os.path.exists(path)
     )  # False, not an error, for a name that is too long

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from pipeloom import draw
 from pipeloom.config import Config, to_toml
 from pipeloom.errors import ConfigError, printable
+from pipeloom.limits import expanded
 from pipeloom.schedule import Timeline, timeline_form
 from pipeloom.train.checkpoint.resume import DIGESTS_FILE
 from pipeloom.train.environment import environment_lines
@@ -63,7 +64,7 @@ def _resolved(config: Config, origins: Mapping[str, str] | None) -> str:
 def make_folder(config: Config, origins: Mapping[str, str] | None = None) -> RunFolder:
     """A fresh folder in `log.dir`, of mode 0700, called after the time and the schedule; ConfigError where it cannot be."""
     name = re.sub(r"[^\w.-]+", "-", config.schedule.name).strip("-.")
-    stem = Path(config.log.dir).expanduser() / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
+    stem = expanded(config.log.dir) / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
     for number in range(1, 1000):
         root = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
         try:
@@ -203,7 +204,7 @@ class Report:
     def draw(self, measured: Timeline, steps: Sequence[Timeline]) -> None:
         """Write the traced `steps`, and of the `measured` one its trace and its drawings, with the simulated one below it."""
         both = [measured, simulated(measured)]
-        page = Path(self._html).expanduser() if self._html else self.folder.page
+        page = expanded(self._html) if self._html else self.folder.page
         texts: tuple[tuple[Path, Callable[[], str]], ...] = (
             (self.folder.trace, lambda: json.dumps(draw.trace(measured))),
             (self.folder.timelines, lambda: json.dumps(timeline_form.to_dict(steps))),
@@ -220,7 +221,7 @@ class Report:
 
     def say_files(self) -> None:
         """Say where the files are, and which of them are gone or not whole."""
-        page = Path(self._html).expanduser() if self._html else self.folder.page
+        page = expanded(self._html) if self._html else self.folder.page
         for words, path, note in (
             ("log:    ", self.folder.log, ""),
             ("trace:  ", self.folder.trace, "  (open it in ui.perfetto.dev)"),

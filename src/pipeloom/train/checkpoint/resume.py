@@ -14,6 +14,7 @@ import torch.distributed as dist
 from pipeloom.config import Config
 from pipeloom.config.layout import even_sizes
 from pipeloom.errors import CheckpointError, ConfigError, sentence
+from pipeloom.limits import expanded
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.train.checkpoint.folder import complete, restore_replaced, step_path
 from pipeloom.train.checkpoint.load import read_extra, verified
@@ -129,7 +130,7 @@ def _candidates(
 
 def _look(config: Config, mine: Mapping[str, str], run: Path | None) -> dict[str, Any]:
     section = config.checkpoint
-    own = Path(section.dir).expanduser().absolute() if section.dir else None
+    own = expanded(section.dir).absolute() if section.dir else None
     folder = own or run
     if folder is None and section.resume != "none":
         folder = newest_run(config, mine)
@@ -157,7 +158,7 @@ def _look(config: Config, mine: Mapping[str, str], run: Path | None) -> dict[str
                 f"checkpoint.resume = {section.resume}: {folder} has no complete checkpoint of that step; {there}"
             )
     else:
-        chosen = Path(section.resume).expanduser().absolute()
+        chosen = expanded(section.resume).absolute()
         if not (chosen / MANIFEST).is_file() and complete(chosen):
             chosen = complete(chosen)[0][1]
     _require_empty(own, chosen)
@@ -166,7 +167,7 @@ def _look(config: Config, mine: Mapping[str, str], run: Path | None) -> dict[str
 
 def newest_run(config: Config, mine: Mapping[str, str]) -> Path | None:
     """The newest run's folder below `log.dir` with the same model and data; None: there is none."""
-    root = Path(config.log.dir).expanduser().absolute()
+    root = expanded(config.log.dir).absolute()
     runs = []
     for path in root.iterdir() if root.is_dir() else ():
         try:

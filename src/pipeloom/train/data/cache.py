@@ -23,7 +23,7 @@ import numpy as np
 
 from pipeloom.cores import usable_cores
 from pipeloom.errors import ConfigError, UsageError
-from pipeloom.limits import CONFIG_BYTES, open_file, read_file
+from pipeloom.limits import CONFIG_BYTES, expanded, open_file, read_file
 
 FORMAT = 1
 INDEX = "index.json"
@@ -33,7 +33,7 @@ _CHUNK = 4 * 2**20
 def folder_of(configured: str) -> Path:
     """The cache's folder, which only its owner may read. Raises ConfigError where it cannot be made, or is another's."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = Path(configured).expanduser() if configured else Path(base).expanduser() / "pipeloom"
+    folder = expanded(configured) if configured else expanded(base) / "pipeloom"
     key = f'data.cache = "{configured or folder}"'
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from pipeloom.config import Config
+from pipeloom.limits import expanded
 from pipeloom.train.data.corpus import STDLIB, name_of
 from pipeloom.train.data.sources import find
 
@@ -17,7 +17,7 @@ def tokenizer_name(tokenizer: str, model: str) -> str:
     """Return what `data.tokenizer` means: "bytes", or a path; "auto" is that of the model's directory where it has one."""
     if tokenizer != AUTO:
         return tokenizer
-    folder = Path(model).expanduser()
+    folder = expanded(model)
     return model if model and any((folder / name).is_file() for name in FILES) else BYTES
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeloom.errors import ConfigError, UsageError, shortened
-from pipeloom.limits import CORPUS_BYTES, CORPUS_FILES, read_file
+from pipeloom.limits import CORPUS_BYTES, CORPUS_FILES, expanded, read_file
 
 STDLIB = "stdlib"
 HELD_OUT_EVERY = 20
@@ -65,7 +65,7 @@ def stdlib_files(root: Path) -> list[Path]:
 
 def name_of(source: str) -> str:
     """The path that an entry of `data.source` means."""
-    return sysconfig.get_paths()["stdlib"] if source == STDLIB else str(Path(source).expanduser())
+    return sysconfig.get_paths()["stdlib"] if source == STDLIB else str(expanded(source))
 
 
 def text_files(root: Path, stdlib: bool = False) -> list[Path]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pipeloom.config import Config
 from pipeloom.errors import ConfigError
+from pipeloom.limits import expanded
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.train.agreement import fingerprint
 from pipeloom.train.data import cache, store
@@ -241,7 +242,7 @@ def _sources(config: Config) -> list[Source]:
 def _reading(config: Config) -> store.Reading:
     data = config.data
     name = tokenizer_name(data.tokenizer, config.model.source or config.model.weights)
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     return store.Reading(
         data.field,
         data.on_error == "skip",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from pipeloom.errors import ConfigError, UsageError, shortened
-from pipeloom.limits import CORPUS_BYTES, LINE_BYTES, open_file, read_file
+from pipeloom.limits import CORPUS_BYTES, LINE_BYTES, expanded, open_file, read_file
 from pipeloom.train.data.corpus import STDLIB, name_of, text_files
 
 FileKind = Literal["text", "jsonl", "parquet", "tokens", "dataset"]
@@ -89,7 +89,7 @@ def find(name: str, kind: str) -> Source:
     shown = f'data.source = "{shortened(name)}"'
     if name == STDLIB:
         return Source(name, "text", tuple(text_files(Path(name_of(name)), stdlib=True)))
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.is_dir() and kind == "auto" and _is_dataset(path):
         return Source(name, "dataset", tuple(text_files(path)))
     files = text_files(path) if os.path.lexists(path) else sorted(map(Path, glob.glob(str(path), recursive=True)))
@@ -383,7 +383,7 @@ def _dataset(file: Path, source: Source, fields: _Fields) -> Iterator[Record | B
 
 def _opened_dataset(datasets: Any, source: Source, scratch: str) -> Any:
     """A dataset, or a dictionary of its splits; no script of a directory runs, and nothing is fetched."""
-    path = Path(source.name).expanduser().absolute()
+    path = expanded(source.name).absolute()
     if path.is_dir() and _is_dataset(path):
         return datasets.load_from_disk(str(path))
     if path.is_dir():

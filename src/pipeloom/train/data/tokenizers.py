@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import ConfigError, UsageError, did_you_mean, shortened
-from pipeloom.limits import TOKENIZER_BYTES, read_file
+from pipeloom.limits import TOKENIZER_BYTES, expanded, read_file
 from pipeloom.train.data.choice import AUTO, BYTES, NONE
 
 # What vocabularies call the token that ends a document, where no configuration says so.
@@ -120,7 +120,7 @@ def load_tokenizer(name: str, bos: str = AUTO, eos: str = AUTO) -> Tokenizer:
     """The tokenizer `name`: "bytes", a JSON file, or a directory. Raises ConfigError, in one sentence."""
     if name == BYTES:
         return _bytes(bos, eos)
-    path = Path(name).expanduser()
+    path = expanded(name)
     try:
         if path.is_dir():
             known = _specials(path)

@@ -13,6 +13,7 @@ import torch
 from pipeloom.config import Config
 from pipeloom.config.search import SearchRequest
 from pipeloom.errors import PipeloomError
+from pipeloom.limits import expanded
 from pipeloom.schedule import Costs, check, simulate
 from pipeloom.schedule.costs import TIME_TOLERANCE
 from pipeloom.schedule.files import load
@@ -45,7 +46,7 @@ def fingerprint(config: Config, device: torch.device) -> str:
 def earlier_outcome(config: Config, request: SearchRequest, device: torch.device) -> SearchOutcome | None:
     """Return the outcome of the latest run with these settings; None without one."""
     key = fingerprint(config, device)
-    for path in sorted(Path(config.log.dir).expanduser().glob(f"*/{FILE}"), reverse=True):
+    for path in sorted(expanded(config.log.dir).glob(f"*/{FILE}"), reverse=True):
         try:
             saved = json.loads(path.read_text(encoding="utf-8"))["searched"]
             if saved["fingerprint"] != key:
