@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from pipeloom.errors import UsageError
 from pipeloom.ops.main_gradient import MainGradients
 from pipeloom.ops.products import add_product, adjoint, as_rows, linear, multiply, plain_operations_only
 
@@ -32,20 +33,33 @@ class WeightGradQueue:
 
     def __init__(self) -> None:
         self._entries: list[tuple[Callable[..., None], Callable[[], Fetched] | None]] = []
+        self._read: list[tuple[Tensor, int]] = []  # with their versions
 
-    def put(self, work: Callable[..., None], fetch: Callable[[], Fetched] | None = None) -> None:
+    def put(
+        self, work: Callable[..., None], fetch: Callable[[], Fetched] | None = None, *, reads: Sequence[Tensor] = ()
+    ) -> None:
         """`work()` adds a gradient to its weight's `.grad`; it runs in W.
 
         Args:
             fetch: starts to bring a tensor that `work` is then called with. W starts it while earlier work is done.
+            reads: what `work` reads, which nobody may change in place until then.
         """
         self._entries.append((work, fetch))
+        self._read += [(tensor, tensor._version) for tensor in reads]
 
     def flush(self) -> None:
         """Do all queued work and let go of what it held, the latest first: its tensors are in the cache still.
 
-        One fetch at most runs ahead.
+        One fetch at most runs ahead. Raises UsageError where a tensor that the work reads has been changed meanwhile.
         """
+        read, self._read = self._read, []
+        if any(tensor._version != version for tensor, version in read):
+            raise UsageError(
+                "the input of a linear layer, or the gradient of its output, was changed in place between its I and its W, by a "
+                "hook on a gradient or by another micro-batch's forward: change a copy of it, or choose a schedule that does "
+                "not split backwards"
+            )
+        del read
         entries, self._entries = self._entries, []
         fetches = iter([fetch for _, fetch in reversed(entries) if fetch is not None])
 
@@ -180,6 +194,7 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, grad_context: WeightGradContext
     ) -> Tensor:
+        ctx.set_materialize_grads(False)  # an output that has no gradient gives the weight none, not zeros
         ctx.save_for_backward(x, weight)
         ctx.weight = weight
         ctx.grad_context, ctx.queue = grad_context, grad_context.queue
@@ -188,6 +203,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,) = gradients
+        if gradient is None:
+            return (None,) * 4
         x, weight = ctx.saved_tensors
         dx = multiply(gradient, adjoint(weight.to(gradient.dtype))) if ctx.needs_input_grad[0] else None
         db = as_rows(gradient).sum(0) if ctx.needs_input_grad[2] else None
@@ -195,7 +212,8 @@ class _Linear(torch.autograd.Function):
         if not ctx.grad_context.writes_now(ctx.weight, ctx.queue):
             dw = multiply(as_rows(gradient).t(), adjoint(as_rows(x)))
         elif ctx.queue is not None:
-            ctx.queue.put(partial(add_weight_gradient, ctx.weight, x.detach(), gradient, ctx.grad_context.main))
+            work = partial(add_weight_gradient, ctx.weight, x.detach(), gradient, ctx.grad_context.main)
+            ctx.queue.put(work, reads=(x, gradient))
         else:
             add_weight_gradient(ctx.weight, x, gradient, ctx.grad_context.main)
         return dx, dw, db, None
@@ -226,8 +244,9 @@ def _is_plain(own: Any) -> bool:
     return own is None or (isinstance(own, partial) and own.func is _forward)
 
 
-def _forward(layer: nn.Linear, grad_context: WeightGradContext, x: Tensor) -> Tensor:
-    return apply_linear(x, layer.weight, layer.bias, grad_context)
+def _forward(layer: nn.Linear, grad_context: WeightGradContext, /, input: Tensor) -> Tensor:
+    """As `nn.Linear.forward`, whose argument has this name."""
+    return apply_linear(input, layer.weight, layer.bias, grad_context)
 
 
 def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None, grad_context: WeightGradContext | None) -> Tensor:

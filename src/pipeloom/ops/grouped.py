@@ -109,7 +109,7 @@ class _GroupedLinear(torch.autograd.Function):
         if wants_weight and grad_context is not None and grad_context.writes_now(ctx.weight, ctx.queue):
             work = partial(add_group_gradients, ctx.weight, x.detach(), gradient, ctx.counts, grad_context.main)
             if ctx.queue is not None:
-                ctx.queue.put(work)
+                ctx.queue.put(work, reads=(x, gradient))
             else:
                 work()
         elif wants_weight:

@@ -434,7 +434,7 @@ class _Column(torch.autograd.Function):
         biases = _bias_gradients(gradients, needs[count:])
         if queue is not None and taken:
             work = partial(_add, [(ctx.weights[at], gradients[at]) for at in taken], main)
-            queue.put(work if fetch is not None else partial(work, x.detach()), fetch)
+            queue.put(work if fetch is not None else partial(work, x.detach()), fetch, reads=(x, *gradients))
         if wanted and not late:
             whole = gathering.wait() if gathering is not None else x
             for at in wanted:

@@ -90,6 +90,7 @@ class InFlight:
         groups: those whose backward is to come, in order; one, where the stage is not segmented.
         outputs: kept where the options do not deallocate them.
         read: how many of the stage's inputs, the last ones, it reads by name.
+        carrying: which of the stage's inputs a gradient goes back for; a layer may call `requires_grad_` on another one.
         versions: of the stage's parameters before the forward, where it may not change them.
     """
 
@@ -97,6 +98,7 @@ class InFlight:
     groups: list[SavedGroup] = field(default_factory=list)
     outputs: BoundaryValues = ()
     read: int = 0
+    carrying: tuple[bool, ...] = ()
     versions: list[int] | None = None
 
 
@@ -258,7 +260,9 @@ class Stage:
         flight = InFlight(WeightGradQueue() if queues else None, read=len(program.reads))
         if self._replicated is not None and self._probes >= 0:
             flight.versions = self._replicated.versions()
-        return flight, _leaves(values, specs), [] if program.in_order else self._buffers()
+        leaves = _leaves(values, specs)
+        flight.carrying = tuple([carries(value) for value in leaves])
+        return flight, leaves, [] if program.in_order else self._buffers()
 
     def _compute_and_communicate(
         self, group: ComputeGroup, inputs: tuple[Any, ...], flight: InFlight
@@ -435,7 +439,7 @@ class Stage:
             assert before is not None
             self._run_autograd(flight, group, seeds)
             # A communication moves whole tensors, so zeros stand for a gradient that nothing has computed.
-            results = tuple(_gradient(value, fill=True) if carries(value) else None for value in group.inputs)
+            results = tuple(_gradient(value) if carries(value) else None for value in group.inputs)
             which = [at for at, value in enumerate(group.inputs) if carries(value)]
             saved, pending, seeds = flight.groups[-1].saved, None, []
             if which:
@@ -458,10 +462,8 @@ class Stage:
         group = flight.groups.pop()
         self._run_autograd(flight, group, gradients)
         cut = len(group.inputs) - flight.read
-        by_position = tuple([_gradient(v, fill=False) for v in group.inputs[:cut] if carries(v)])
-        if not flight.read:
-            return (by_position,)
-        return by_position, *((_gradient(v, fill=False),) if carries(v) else () for v in group.inputs[cut:])
+        found = [(v.grad,) if carried else () for v, carried in zip(group.inputs, flight.carrying, strict=True)]
+        return tuple([gradient for each in found[:cut] for gradient in each]), *found[cut:]
 
     def _keep_weights(self, microbatch: int, flight: InFlight) -> None:
         if flight.queue is not None:
@@ -553,6 +555,7 @@ class _Given(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)  # where a layer's input gets no gradient, neither does the stage before
         return leaf.detach()
 
     @staticmethod
@@ -580,7 +583,6 @@ def _leaves(values: BoundaryValues, specs: Boundary | None) -> BoundaryValues:
     )
 
 
-def _gradient(leaf: Tensor, fill: bool) -> Tensor | None:
-    """The leaf's gradient, taken from it; None where nothing used it, or zeros if `fill`."""
-    gradient, leaf.grad = leaf.grad, None
-    return torch.zeros_like(leaf) if gradient is None and fill else gradient
+def _gradient(leaf: Tensor) -> Tensor:
+    """The leaf's gradient; zeros where nothing used it."""
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

@@ -39,6 +39,7 @@ class TransposedLinear(nn.Module):
 class _Transposed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor, grad_context: WeightGradContext) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
         ctx.weight, ctx.grad_context, ctx.queue = weight, grad_context, grad_context.queue
         return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], -1)
@@ -46,6 +47,8 @@ class _Transposed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,) = gradients
+        if gradient is None:
+            return (None,) * 4
         x, weight = ctx.saved_tensors
         dx = gradient @ weight.t() if ctx.needs_input_grad[0] else None
         db = as_rows(gradient).sum(0) if ctx.needs_input_grad[2] else None
@@ -53,7 +56,8 @@ class _Transposed(torch.autograd.Function):
         if not ctx.grad_context.writes_now(ctx.weight, ctx.queue):
             dw = as_rows(x).t() @ as_rows(gradient)
         elif ctx.queue is not None:  # the two operands swapped: the gradient of a transposed weight
-            ctx.queue.put(partial(add_weight_gradient, ctx.weight, gradient, x.detach(), ctx.grad_context.main))
+            work = partial(add_weight_gradient, ctx.weight, gradient, x.detach(), ctx.grad_context.main)
+            ctx.queue.put(work, reads=(x, gradient))
         else:
             add_weight_gradient(ctx.weight, gradient, x, ctx.grad_context.main)
         return dx, dw, db, None
