@@ -104,7 +104,9 @@ def test_a_whole_backward_beside_split_ones_puts_nothing_off(monkeypatch: pytest
     """In a schedule of both, only the micro-batches with an I of their own leave weight gradients for W."""
     queued: list[Any] = []
     put = WeightGradQueue.put
-    monkeypatch.setattr(WeightGradQueue, "put", lambda queue, *work: (queued.append(work), put(queue, *work))[1])
+    monkeypatch.setattr(
+        WeightGradQueue, "put", lambda queue, *work, **more: (queued.append(work), put(queue, *work, **more))[1]
+    )
     x, y = batch(11)
     want = serial(blocks(4), x, y, [3, 2, 2, 2, 2])[1]
     linears = sum(type(module) is nn.Linear for layer in blocks(4) for module in layer().modules())

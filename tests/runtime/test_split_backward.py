@@ -161,9 +161,9 @@ def test_whole_backwards_beside_split_ones_add_in_place(split: bool, monkeypatch
     queued: list[Any] = []
     put = deferred.WeightGradQueue.put
 
-    def note(queue: deferred.WeightGradQueue, *work: Any) -> None:
+    def note(queue: deferred.WeightGradQueue, *work: Any, **more: Any) -> None:
         queued.append(work)
-        put(queue, *work)
+        put(queue, *work, **more)
 
     def add(weight: nn.Parameter, *rest: Any) -> None:
         added.append(weight)
