@@ -17,7 +17,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "hugging_face.md"
 @pytest.mark.slow
 @pytest.mark.dist
 def test_the_recipe_from_a_corpus_to_text_runs_as_it_is_printed(tmp_path: Path) -> None:
-    recipe = PAGE.read_text("utf-8").partition("## From a corpus to text")[2].partition("\n## ")[0]
+    recipe = PAGE.read_text("utf-8").partition("## A recipe, from a corpus to generated text")[2].partition("\n## ")[0]
     (script,) = re.findall(r"```python\n# make\.py\n(.*?)```", recipe, re.DOTALL)
     (commands,) = re.findall(r"```bash\n(.*?)```", recipe, re.DOTALL)
     (tmp_path / "make.py").write_text(script, "utf-8")
