@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -17,8 +18,8 @@ class ActionClock(Protocol):
     def now(self) -> Any:
         """A mark of this moment."""
 
-    def seconds(self, mark: Any) -> float:
-        """The time of a mark of this step."""
+    def seconds(self, marks: Iterable[Any]) -> list[float]:
+        """The times of marks of this step."""
 
 
 class HostClock:
@@ -29,8 +30,8 @@ class HostClock:
     def begin(self) -> None:
         """Nothing to start."""
 
-    def seconds(self, mark: float) -> float:
-        return mark
+    def seconds(self, marks: Iterable[float]) -> list[float]:
+        return list(marks)
 
 
 class DeviceClock:
@@ -50,7 +51,10 @@ class DeviceClock:
         mark.record(torch.cuda.current_stream(self._device))
         return mark
 
-    def seconds(self, mark: Any) -> float:
+    def seconds(self, marks: Iterable[Any]) -> list[float]:
+        return list(map(self._seconds, marks))
+
+    def _seconds(self, mark: Any) -> float:
         mark.synchronize()
         milliseconds: float = self._origin.elapsed_time(mark)
         return self._at + milliseconds / 1e3

@@ -220,8 +220,8 @@ class Executor:
     def _read_clock(self) -> None:
         """The times of the actions, from the marks that were made."""
         seconds, result = self.clock.seconds, self.result
-        result.starts, result.ends = list(map(seconds, self._starts)), list(map(seconds, self._ends))
-        result.turns = {at: seconds(mark) for at, mark in self._turns.items()}
+        result.starts, result.ends = seconds(self._starts), seconds(self._ends)
+        result.turns = dict(zip(self._turns, seconds(self._turns.values()), strict=True))
         for at, share in self._forward_shares.items():
             result.turns[at] = result.starts[at] + share * (result.ends[at] - result.starts[at])
 
