@@ -42,7 +42,7 @@ MOST_SECONDS = 1e6
 # Bytes of a schedule as text: four times what MOST_CELLS takes; of a configuration: a thousand times the default's.
 SCHEDULE_BYTES = 32 * 2**20
 CONFIG_BYTES = 2**18
-# Bytes and files of a corpus, which every worker holds in memory.
+# Bytes of plain text, which every worker holds in memory, and files of a source.
 CORPUS_BYTES = 8 * 2**30
 CORPUS_FILES = 200_000
 # Bytes of a line of a file of records: a thousand times a long document.
