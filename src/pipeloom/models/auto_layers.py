@@ -24,8 +24,8 @@ class AutoLayers:
 
     Attributes:
         layers: for `Pipeline`, with copies of the model's modules: `part3.blocks.2.weight` is the model's `blocks.2.weight`.
-        tied: for `Pipeline`, too: the weights that several parts use.
-        report: what was done, a line for each part.
+        tied: for `Pipeline`'s `tied`: the weights that several parts use.
+        report: how the model was cut, one line per part.
     """
 
     layers: list[Layer]
@@ -37,17 +37,18 @@ class AutoLayers:
 
 
 def auto_layers(model: nn.Module, example_batch: Any) -> AutoLayers:
-    """Cut `model` before each entry of its trunk and behind the last: an `nn.Sequential` or `nn.ModuleList`, or several.
+    """Cut `model` before each entry of its trunk and after the last one.
 
-    The model's own forward is traced by `torch.fx` with the entries of the trunk, and every module without one, kept whole. What
-    a part computes and later parts use is handed on by name. The parts are then run one after the other on the example, in
-    eval mode, and must give what the model gives.
+    The trunk is the `nn.Sequential` or `nn.ModuleList`, or several of them, with at least half of the parameters. The model's
+    own forward is traced by `torch.fx`, in which entries of the trunk, and modules that contain none, are kept whole. Tensors
+    that later parts use are passed on by name. The parts are then run one after the other on the example, in eval mode, and
+    must give the model's output.
 
     Args:
-        example_batch: a tensor or a tuple of what the model takes by position; arguments that it leaves out keep their defaults.
+        example_batch: a tensor, or a tuple of the model's positional arguments; arguments left out keep their defaults.
 
     Raises:
-        UsageError: an example that the model does not take. ConfigError: why the model cannot be cut.
+        UsageError: an example that the model does not accept. ConfigError: a model that cannot be cut, with the reason.
     """
     inputs = tuple(example_batch) if isinstance(example_batch, (tuple, list)) else (example_batch,)
     if not all(isinstance(value, Tensor) for value in inputs):

@@ -49,22 +49,23 @@ from pipeloom.schedule.timeline import Timeline
 
 
 class LocalPipeline:
-    """As `Pipeline`, with every rank here: the same lowering, executor and channels, over memory instead of a network.
+    """A `Pipeline` with all ranks in this process: the same lowering, executor and channels, over memory instead of a network.
 
-    It has the methods of `Pipeline`; what that says of its rank, this says of all of them: `stats` and `peak_activations`
-    have one entry per rank. What is about other processes does nothing here.
+    It has the methods of `Pipeline`; where those describe one rank, these describe all: `stats` and `peak_activations`
+    have one entry per rank. Methods that concern other processes do nothing.
 
     Args:
-        check_first: False runs a schedule unproved (for tests of the executor); one that deadlocks then raises ScheduleError.
+        layers, schedule, loss, weight, ignore_index, stages, tied, options: as of `Pipeline`.
+        check_first: False runs a schedule without checking it (for tests of the executor); a deadlock raises ScheduleError.
 
     Attributes:
-        schedule: the one that runs: with the pairs of stages without segments taken apart.
+        schedule: the executed schedule, in which pairs of stages without segments are replaced by a forward and a backward.
         options: as given.
         mesh: one process.
         device: where the stages are.
-        layouts: global name -> how the parameter is laid over the mesh: whole.
-        next_step: the number of the next step, for layers that draw random numbers.
-        trace: whether steps from now on are timed as `RuntimeOptions.trace` says; settable.
+        layouts: global name -> how the parameter is spread over the mesh: whole.
+        next_step: the number of the next step, from which layers derive random numbers.
+        trace: whether the next steps are timed as `RuntimeOptions.trace` says; settable.
         rank, ranks, group, control, run_control, distributed, sync: as of a pipeline of one process.
     """
 
@@ -157,14 +158,14 @@ class LocalPipeline:
     # -- running ---------------------------------------------------------------------------------------------------------
 
     def step(self, inputs: Any, targets: Any = None, **keywords: Any) -> Tensor:
-        """Forward and backward of the whole schedule; returns the mean loss."""
+        """Run forward and backward of the whole schedule; return the mean loss."""
         require_gradients("step")
         self._keywords.require("step", keywords)
         require_targets("step", targets)
         return self.forward_backward(inputs, targets, **keywords).wait()
 
     def forward_backward(self, inputs: Any, targets: Any = None, **keywords: Any) -> PendingLoss:
-        """As `step`; the loss is there when it returns."""
+        """As `step`; the loss is already computed when it returns."""
         require_gradients("forward_backward")
         self._built.require_same()
         batch = self._split("forward_backward", inputs, targets, keywords, self.schedule.microbatches)
@@ -174,7 +175,7 @@ class LocalPipeline:
 
     @torch.no_grad()
     def evaluate(self, inputs: Any, targets: Any = None, **keywords: Any) -> Tensor:
-        """The mean loss, forward only."""
+        """Return the mean loss, forward only."""
         batch = self._split("evaluate", inputs, targets, keywords, forward_count(self.schedule.microbatches, inputs))
         results = self._run([programs.forwards(batch.count) for programs in self._programs], batch)
         return self._sum_of_losses(results).wait()
@@ -191,7 +192,7 @@ class LocalPipeline:
 
     @torch.no_grad()
     def predict(self, inputs: Any, **keywords: Any) -> Any:
-        """The outputs of the last stage for the whole batch."""
+        """Return the outputs of the last stage for the whole batch."""
         batch = self._split("predict", inputs, None, keywords, forward_count(self.schedule.microbatches, inputs))
         results = self._run([programs.forwards(batch.count) for programs in self._programs], batch, keep_outputs=True)
         outputs = {mb: output for result in results for mb, output in result.outputs.items()}
@@ -244,7 +245,7 @@ class LocalPipeline:
         return split_batch(inputs, targets, keywords, sizes, weighing)
 
     def adopt(self, schedule: Schedule) -> None:
-        """Run `schedule` from the next step on, over the same stages and weights; errors as of `Pipeline.adopt`."""
+        """Run `schedule` from the next step on, with the same stages and weights; errors as of `Pipeline.adopt`."""
         if schedule.positions == self.schedule.positions:  # else it is refused below
             schedule = carrying(schedule, self.schedule.tensors)
         check(schedule, transport="batched" if self.options.transport == "batched" else "individual")
@@ -255,7 +256,7 @@ class LocalPipeline:
 
     @property
     def stats(self) -> tuple[RankStats, ...]:
-        """Return what each rank runs, and figures of its last step; rank by rank."""
+        """Return each rank's executed schedule, and figures of its last step."""
         return tuple(
             RankStats.of(self.schedule, rank, programs.step, result)
             for rank, (programs, result) in enumerate(zip(self._programs, self._results, strict=True))
@@ -276,7 +277,7 @@ class LocalPipeline:
 
     @property
     def exposed(self) -> float | None:
-        """Seconds for which computation stood still for expert all-to-alls in the last step, added over all ranks.
+        """Seconds for which computation waited for expert all-to-alls in the last step, summed over all ranks.
 
         None: not measured.
         """
@@ -284,21 +285,21 @@ class LocalPipeline:
         return sum(seconds.get("all-to-all", 0.0) for seconds in measured) if measured else None
 
     def timeline(self) -> Timeline:
-        """The last step as measured, in seconds; in one thread, so only one rank computes at a time."""
+        """The last step as measured, in seconds; all ranks share one thread, so only one computes at a time."""
         if not any(result.starts for result in self._results):
             raise UsageError("no step has run yet")
         return timeline_of(self.schedule, [measured_rank(result, 0.0) for result in self._results])
 
     def waiting(self, what: str, phase: str | None = None) -> AbstractContextManager[None]:
-        """Nothing: there is no other process to wait for."""
+        """Return an empty context: there is no other process to wait for."""
         return contextlib.nullcontext()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Nothing: there are no replicas."""
+        """Return an empty context: there are no replicas."""
         return contextlib.nullcontext()
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there is no watchdog to end."""
 
     # -- what it holds ---------------------------------------------------------------------------------------------------
 
@@ -314,12 +315,12 @@ class LocalPipeline:
         return tuple(stage.layers.names for _, stage in sorted(stages.items()))
 
     def stored_name(self, name: str) -> str:
-        """The name under which checkpoints hold this parameter: of a weight with several names the first."""
+        """The name of this parameter in checkpoints: the first name of a weight with several."""
         first_names = {n: first for assembly in self._assemblies for n, first in assembly.first_names.items()}
         return first_names.get(name, name)
 
     def owns(self, name: str) -> bool:
-        """Return whether norms and checkpoints count what this process holds under this name: always."""
+        """Return whether this process counts the parameter in norms and writes it to checkpoints: always."""
         return True
 
     def counts(self, name: str) -> bool:
@@ -351,7 +352,7 @@ class LocalPipeline:
         yield from self._parameters.values()
 
     def grad_norm(self) -> Tensor:
-        """The 2-norm of all gradients, each weight once: a 0-dim tensor in fp32, or fp64 where gradients are."""
+        """The 2-norm of all gradients, each weight counted once: a 0-dim tensor in fp32, or fp64 where gradients are."""
         gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
         wide = any(gradient.dtype in (torch.float64, torch.complex128) for gradient in gradients)
         norm = global_norm(squares(gradients))
@@ -359,13 +360,13 @@ class LocalPipeline:
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales all gradients in place so that `grad_norm` is at most `max_norm`; returns the norm before."""
+        """Scale all gradients in place so that `grad_norm` is at most `max_norm`; return the norm before."""
         most = checked_max_norm(max_norm)
         norm = self.grad_norm()
         clip([parameter.grad for parameter in self.parameters() if parameter.grad is not None], norm.item(), most)
         return norm
 
     def zero_grad(self) -> None:
-        """Sets every gradient to None."""
+        """Set every gradient to None."""
         for parameter in self.parameters():
             parameter.grad = None

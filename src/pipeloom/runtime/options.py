@@ -27,39 +27,39 @@ class RuntimeOptions:
     """Options of a `Pipeline`.
 
     Attributes:
-        transport: `"individual"`: torch.distributed, one message per call; `"batched"`: what falls between two actions is one or
-            two calls, all on one communicator; `"shared"`: shared memory, for CPU ranks of one machine; `"auto"`: shared
-            where all ranks can, else individual.
-        overlap_p2p: post the receives of coming actions before the present one computes. None: yes (the batched transport
+        transport: `"individual"`: torch.distributed, one message per call; `"batched"`: the messages between two actions in one
+            or two calls, all on one communicator; `"shared"`: shared memory, for CPU ranks of one machine; `"auto"`: shared
+            where all ranks can use it, else individual.
+        overlap_p2p: post the receives of the next actions before the current one computes. None: yes (the batched transport
             does so with `shapes="once"`); shared memory has no receives to post, so False is refused there.
         receive_depth: receives that each channel keeps open (more where the schedule needs more); shared memory has none.
-        shapes: `"once"`: a boundary's shapes are sent with its first message for each shape of the step's inputs and
+        shapes: `"once"`: a boundary's shapes are sent with its first message for each shape of the step's inputs, and
             remembered; `"each"`: with every message, for outputs whose shape depends on the data. Messages through shared
-            memory bring theirs in either case.
-        deallocate: drop a stage's output once it is sent; its graph stays.
+            memory always contain their shapes.
+        deallocate: free a stage's output once it is sent; its graph is kept.
         device: where stages live; None: the current CUDA device under NCCL, else the CPU.
         timeout: seconds that a rank may make no progress before the watchdog ends the run; None: 20 times the slowest step,
             at least 30 and at most 300 seconds, and more in the first step and outside of steps (`health.status.Limits`).
         monitor: run the watchdog thread (several processes only).
-        watchdog: one that runs already, to be used by this pipeline too; None: the pipeline starts its own.
+        watchdog: a running watchdog for this pipeline to use; None: the pipeline starts its own.
         microbatch_sizes: rows of each micro-batch; None: as even as possible, larger ones first.
-        recompute: layers whose forward runs again in the backward instead of keeping what it computed: `"none"`, `"full"`
+        recompute: layers whose forward runs again in the backward instead of keeping its activations: `"none"`, `"full"`
             (all), or names of layers.
-        main_gradients: bf16 parameters' gradients are added up in fp32 (`Pipeline.sync`), and `.grad` stays None. Always so
-            where they are summed over replicas.
+        main_gradients: accumulate gradients of bf16 parameters in fp32 (`Pipeline.sync`); `.grad` stays None. This is always
+            done where gradients are summed over replicas.
         shard_gradients: each replica gets only its slice of the sum over the replicas (ZeRO stage 1), and `.grad` stays None.
-        checksum: messages carry a checksum of their values, and each is verified when it arrives; for finding faults: it costs
+        checksum: send a checksum of its values with each message, and verify it on arrival; for finding faults: it costs
             a pass over every message on both ends.
-        fault: a fault to make on purpose (any object with `kind` and its values, see runtime/health/fault_injection.py).
+        fault: a fault to inject (any object with `kind` and its values, see runtime/health/fault_injection.py).
         seed: each layer factory (and each `reset_parameters` of a layer on the meta device) runs with the random state of torch,
             Python and NumPy derived from `seed` and the layer's name, so that the first weights are the same in every layout.
             The caller's random state is restored. None: `torch.initial_seed()` of rank 0.
-        init: what happens before the first step, after construction and after a load, where weights and buffers that several
-            processes hold in full are not equal: `"broadcast"`: all take the values of the first, and a line says so; `"check"`:
-            DistributedError; `"none"`: they are not compared.
-        trace: on a GPU measure with CUDA events when actions start and end, and for how long computation stands still for
-            communications inside stages; this holds up the host at both ends of a step. Without it, starts and ends on a GPU
-            are those of the launches, and standing still is not measured. On a CPU every step measures both.
+        init: what to do before the first step after construction or a load if weights or buffers that several
+            processes hold in full differ: `"broadcast"`: all take the values of the first, and a line says so; `"check"`:
+            raise DistributedError; `"none"`: do not compare them.
+        trace: on a GPU, measure with CUDA events when actions start and end, and for how long computation waits for
+            communications inside stages; the host then waits for the device at the start and end of a step. Without it, starts
+            and ends on a GPU are those of the launches, and this waiting is not measured. On a CPU every step measures both.
     """
 
     transport: TransportName = "auto"

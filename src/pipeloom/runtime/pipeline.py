@@ -63,21 +63,21 @@ class Pipeline:
     """One process's part of a pipeline; every process of the mesh creates one, with the same arguments.
 
     Args:
-        layers: the model, in order: factories (with a `name`, their parameters' prefix), or modules on the meta device. A
-            rank builds its own stages' layers only.
+        layers: the model, in order: factories (with a `name`, their parameters' prefix), or modules. A rank calls only the
+            factories of its own stages, and materializes only its own stages' modules on the meta device.
         schedule: the schedule to run; it is checked first.
         loss: `loss(output, targets)`, the mean over one micro-batch's targets, as cross entropy is with its default
-            `reduction="mean"`. A step's loss is the mean of these, weighted by `weight`: of a loss with `reduction="sum"`
+            `reduction="mean"`. A step's loss is the mean of these, weighted by `weight`: for a loss with `reduction="sum"`
             it is the mean of the micro-batches' sums (for m equal micro-batches, the batch's sum / m), not their sum.
-        mesh: a Mesh of pipelines side by side (data and tensor parallel); or one pipeline's processes: a PipelineMesh, a
-            torch DeviceMesh with an axis `pp` (other axes are the caller's), or None for all processes.
+        mesh: a Mesh of parallel pipelines (data and tensor parallel); or one pipeline's processes: a PipelineMesh, a
+            torch DeviceMesh with an axis `pp` (over other axes the caller sums the gradients), or None for all processes.
         weight: `weight(targets)`, at least 0: the weight of a micro-batch's loss in the step's mean. Default:
             the number of targets (elements of their first tensor) other than `ignore_index`. A micro-batch of weight 0 is
             not given to the loss; its gradient is zero.
         ignore_index: the target that the loss skips, as in torch's cross entropy; None: every target counts. Only the
-            default weight looks at it.
-        stages: layers of each stage position; default: spread evenly.
-        tied: groups of parameter names that are one weight.
+            default weight uses it.
+        stages: number of layers of each stage position; default: spread evenly.
+        tied: groups of names of parameters that share one weight.
         options: see RuntimeOptions.
 
     Attributes:
@@ -88,7 +88,7 @@ class Pipeline:
         layouts: global name -> how the parameter is spread over the mesh.
         next_step: the number of the next step, from which layers derive random numbers; set it to resume, or to repeat
             a step.
-        trace: whether steps from now on are timed as `RuntimeOptions.trace` says; settable.
+        trace: whether the next steps are timed as `RuntimeOptions.trace` says; settable.
 
     Raises:
         ScheduleError: a schedule that cannot run. ConfigError: sizes that do not fit. DistributedError: ranks that disagree.
@@ -227,9 +227,9 @@ class Pipeline:
     # -- running ---------------------------------------------------------------------------------------------------------
 
     def step(self, inputs: Any, targets: Any = None, **keywords: Any) -> Tensor:
-        """Forward and backward of the whole schedule; gradients add to `.grad` of this rank's parameters.
+        """Run forward and backward of the whole schedule; gradients are added to `.grad` of this rank's parameters.
 
-        Every rank of a data-parallel replica passes the same batch, each replica its own (a rank with neither a first nor
+        All ranks of a data-parallel replica pass the same batch, each replica its own (a rank with neither a first nor
         a last stage may pass tensors on the meta device). Tensors are cut along dimension 0; keyword arguments go to every
         layer that takes them.
 
@@ -238,10 +238,10 @@ class Pipeline:
             targets: a tensor or a tuple; `loss` gets each micro-batch's part.
 
         Returns:
-            the mean loss over all targets that count of all replicas' batches, a 0-dim fp32 tensor, the same on every rank.
+            the mean loss over all counted targets of all replicas' batches, a 0-dim fp32 tensor, the same on every rank.
 
         Inputs, targets and keyword arguments are data: none may require a gradient. A layer may change its inputs in place
-        wherever it may in one process, whether a stage begins there or not; not under `recompute`.
+        where it may in one process, also at the start of a stage, but not under `recompute`.
 
         Raises:
             UsageError: a keyword argument that no layer of any rank takes; inputs, targets or weights that cannot be split; a
@@ -253,7 +253,7 @@ class Pipeline:
         return self.forward_backward(inputs, targets, **keywords).wait()
 
     def forward_backward(self, inputs: Any, targets: Any = None, **keywords: Any) -> PendingLoss:
-        """As `step`, but returns when this rank is done: the loss may still be on its way from another rank."""
+        """As `step`, but return when this rank is done: the loss may not have arrived from another rank yet."""
         require_gradients("forward_backward")
         self._built.require_same()
         status, begun = self._status, time.monotonic()
@@ -275,7 +275,7 @@ class Pipeline:
 
     @property
     def loss_terms(self) -> dict[str, Tensor]:
-        """key of each loss that layers declare -> its mean in the last step or evaluation, without its weight: 0-dim, in fp32.
+        """Key of each loss that layers declare -> its mean in the last step or evaluation, without its weight: 0-dim, fp32.
 
         The same on every rank.
         """
@@ -283,9 +283,9 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, inputs: Any, targets: Any = None, **keywords: Any) -> Tensor:
-        """The mean loss, forward only. A batch of fewer rows than micro-batches is cut into one micro-batch per row.
+        """Return the mean loss, forward only. A batch with fewer rows than micro-batches is cut into one micro-batch per row.
 
-        Where layers exchange tokens between replicas (experts), all replicas' batches must have as many micro-batches.
+        Where layers exchange tokens between replicas (experts), all replicas' batches must have the same number of micro-batches.
         """
         with self._status.during("evaluation"):
             self._compare_replicas()
@@ -299,7 +299,7 @@ class Pipeline:
 
     @torch.no_grad()
     def predict(self, inputs: Any, **keywords: Any) -> Any:
-        """The outputs of the last stage for the whole batch, on the rank that holds it; None on the others."""
+        """Return the outputs of the last stage for the whole batch, on the rank that holds it; None on the others."""
         with self._status.during("evaluation"):
             batch = self._split("predict", inputs, None, keywords, forward_count(self.schedule.microbatches, inputs))
             executor = self._executor(self._programs.forwards(batch.count))
@@ -360,12 +360,12 @@ class Pipeline:
 
     @property
     def rank(self) -> int:
-        """This process's place in its pipeline."""
+        """This process's rank in its pipeline."""
         return self._line.rank
 
     @property
     def ranks(self) -> int:
-        """Of the pipeline."""
+        """The number of ranks of the pipeline."""
         return len(self._line.ranks)
 
     @property
@@ -375,7 +375,7 @@ class Pipeline:
 
     @property
     def distributed(self) -> bool:
-        """Return whether other processes take part."""
+        """Return whether the mesh has other processes."""
         return self.mesh.everyone.group is not None
 
     @property
@@ -385,7 +385,7 @@ class Pipeline:
 
     @property
     def run_control(self) -> Any:
-        """The same between all ranks of the run, by their numbers in `mesh.everyone`."""
+        """A gloo group of all ranks of the run, by their numbers in `mesh.everyone`; None for one process."""
         return self._connections.run_control
 
     @property
@@ -402,8 +402,8 @@ class Pipeline:
 
     @property
     def exposed(self) -> float | None:
-        """Seconds for which this rank's computation stood still for expert all-to-alls in the last step: for tokens and
-        gradients, and for the counts of them that are exchanged first.
+        """Seconds for which this rank's computation waited for expert all-to-alls in the last step: of tokens and
+        gradients, and of their counts, which are exchanged first.
 
         None: not measured (on a GPU without `trace`).
         """
@@ -411,12 +411,12 @@ class Pipeline:
 
     @property
     def sync(self) -> GradientSync | None:
-        """The reduction of gradients over the mesh; None where there is none, and `.grad` is all there is."""
+        """The reduction of gradients over the mesh; None where no gradients are reduced."""
         return self._gradients.sync
 
     @property
     def stats(self) -> RankStats:
-        """Return what this rank runs and holds, and figures of its last step."""
+        """Return this rank's executed schedule and buffers, and figures of its last step."""
         shared = self._connections.shared
         return RankStats.of(
             self.schedule,
@@ -428,20 +428,20 @@ class Pipeline:
         )
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which steps add to this process's gradients only; the next step outside sums
+        """Return a context in which steps accumulate gradients in this process only; the next step outside it sums
         them over the replicas.
         """
         return self._gradients.no_sync()
 
     def zero_grad(self) -> None:
-        """Sets every gradient to None."""
+        """Set every gradient to None."""
         self._gradients.zero(self._assembly.parameters)
 
     def grad_norm(self) -> Tensor:
-        """The 2-norm of all gradients of the last step, over all ranks; every rank calls it alike.
+        """The 2-norm of all gradients of the last step, over all ranks; every rank must call it.
 
-        Each weight counts once, whoever holds a part or a copy of it: tensor-parallel and expert-parallel parts, data-parallel
-        replicas, tied weights and the replicas of two routes. A norm over `parameters()` is that of this rank's alone.
+        Each weight counts once, however many ranks hold a part or a copy of it: tensor-parallel and expert-parallel parts,
+        data-parallel replicas, tied weights and the replicas of two routes. A norm over `parameters()` is this rank's alone.
 
         Returns:
             a 0-dim tensor, the same on every rank: fp32, or fp64 where gradients are. 0 without gradients.
@@ -452,7 +452,7 @@ class Pipeline:
         return self._gradients.norm(self.counts, self.mesh.everyone, self.device)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales all gradients in place so that `grad_norm` is at most `max_norm`; every rank calls it alike.
+        """Scale all gradients in place so that `grad_norm` is at most `max_norm`; every rank must call it.
 
         As `torch.nn.utils.clip_grad_norm_` in one process.
 
@@ -468,10 +468,10 @@ class Pipeline:
         return norm
 
     def adopt(self, schedule: Schedule) -> None:
-        """Runs `schedule` from the next step on, over the same stages, weights and connections; every rank calls it alike.
+        """Run `schedule` from the next step on, with the same stages, weights and connections; every rank must call it.
 
-        Raises ConfigError where it needs other stages (placement, routes, micro-batches, backwards that are split where none
-        was at the start), ScheduleError where it cannot run.
+        Raises ConfigError where it needs other stages (another placement, other routes or micro-batches, split backwards where
+        the first schedule had none), ScheduleError where it cannot run.
         """
         if schedule.positions == self.schedule.positions:  # else it is refused below
             schedule = carrying(schedule, self.schedule.tensors)
@@ -489,16 +489,16 @@ class Pipeline:
             return gather_timeline(self.schedule, self._line, self._result, offset)
 
     def waiting(self, what: str, phase: str | None = None) -> AbstractContextManager[None]:
-        """For a communication between the run's ranks that is no step: the watchdog sees that this rank waits for `what`, and
-        the others are told of a failure in it.
+        """Return a context for a communication between the run's ranks outside of steps: the watchdog reports that this rank
+        waits for `what`, and sends a failure in it to the other ranks.
 
         Args:
-            phase: "save" or "load", which may take longer than a step; None: the present one.
+            phase: "save" or "load", which may take longer than a step; None: the current one.
         """
         return self._alarm.waiting(what, phase)
 
     def close(self) -> None:
-        """Ends the watchdog. Call it on every rank before the process group is destroyed."""
+        """End the watchdog. Call it on every rank before the process group is destroyed."""
         self._gradients.wait_for_weights()
         self._losses.close()
         self._status.leave()
@@ -523,9 +523,9 @@ class Pipeline:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(global name, parameter) of this rank's stages; a weight tied within the rank once, under its first name.
 
-        Where optimizer states are sharded, this, `parameters`, `modules` and `state_dict` wait for what other replicas have
-        stepped. A parameter that was taken from them earlier may be behind between an optimizer's step and the next one of
-        the pipeline.
+        Where optimizer states are sharded, this method, `parameters`, `modules` and `state_dict` wait for the weights that
+        other replicas update. A parameter obtained earlier may hold old values between an optimizer's step and the pipeline's
+        next step.
         """
         self._gradients.wait_for_weights()
         yield from self._assembly.parameters.items()
@@ -536,13 +536,13 @@ class Pipeline:
             yield parameter
 
     def stored_name(self, name: str) -> str:
-        """The name under which checkpoints hold this parameter: of a weight with several names the first, on every layout."""
+        """The name of this parameter in checkpoints: the first name of a weight with several, on every layout."""
         return self._assembly.first_names.get(name, name)
 
     def owns(self, name: str) -> bool:
-        """Return whether norms and checkpoints count what this process holds under this name.
+        """Return whether this process is the one that counts the parameter in norms and writes it to checkpoints.
 
-        Of a tied weight, of replicas, and of what tensor-parallel ranks hold in full, one process of the mesh does.
+        Of the processes that hold the same values (tied weights, replicas, weights whole on tensor-parallel ranks) one does.
         """
         place, sharding = self.mesh.place, self.layouts[name]
         replica = place.dp if sharding.over("ep") is None else place.edp
@@ -550,8 +550,8 @@ class Pipeline:
         return first and name not in self._assembly.copies
 
     def counts(self, name: str) -> bool:
-        """Return whether this process adds its gradient of this name to a global norm; of sharded gradients each replica adds its
-        slice.
+        """Return whether this process adds its gradient of this name to a global norm; each replica adds its slice of a
+        sharded gradient.
         """
         if not self.options.shard_gradients:
             return self.owns(name)
@@ -563,10 +563,10 @@ class Pipeline:
         return {**dict(self.named_parameters()), **self._assembly.buffers}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Copies values by global name; every rank of the run calls it.
+        """Copy values by global name; every rank of the run must call it.
 
         Before the next step replicas are compared as `RuntimeOptions.init` says. Buffers that are not persistent may be missing.
-        Raises UsageError, and copies nothing, when a name of this rank's is missing or a value has another shape.
+        Raises UsageError, and copies nothing, when a name that this rank holds is missing or a value has another shape.
         """
         self._compared = False
         copy_state(self.state_dict(), state, self._assembly.transient_buffers)

@@ -12,19 +12,19 @@ from pipeloom.schedule.model import Schedule
 
 @dataclass(frozen=True)
 class RankStats:
-    """One rank of a pipeline.
+    """Statistics of one rank of a pipeline.
 
     Attributes:
         schedule: the executed schedule, of all ranks.
-        rank: in the pipeline.
-        messages_sent, messages_received: in a training step.
-        receive_buffers: made since the start; they are used again and again.
-        send_segments: segments of shared memory made for sending; None: messages do not go through shared memory.
+        rank: the rank's number in the pipeline.
+        messages_sent, messages_received: number of messages in a training step.
+        receive_buffers: buffers created since the start; they are reused.
+        send_segments: shared-memory segments created for sending; None: messages do not go through shared memory.
         peak_activations: the most stage-micro-batches alive at once in the last step.
-        exposed: kind of communication ("tp", "dp", "all-to-all") -> seconds for which computation stood still for it inside
+        exposed: kind of communication ("tp", "dp", "all-to-all") -> seconds for which computation waited for it inside
             actions in the last step; None: not measured (on a GPU without `trace`).
         starts, ends: seconds (time.perf_counter) of each entry of this rank's program in the last step.
-        turns: entry of a pair -> when it went from its forward to its backward.
+        turns: entry of a pair -> when execution switched from its forward to its backward.
     """
 
     schedule: Schedule

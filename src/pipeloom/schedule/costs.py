@@ -28,24 +28,23 @@ class Costs:
         forward: F.
         input_grad: I, the gradient of a stage's input.
         weight_grad: W, the gradient of its weights; B costs I + W.
-        p2p: latency of a hop between two ranks; a number, or `p2p[source][destination]`. A hop within a rank is free.
-        message: size of a boundary's tensors, in the unit that `bandwidth` counts; drawings take it for bytes.
+        p2p: latency of a hop (a message between two ranks): a number, or `p2p[source][destination]`. A hop within a rank is free.
+        message: size of the tensors sent between two stages, in the unit of `bandwidth`; drawings show it as bytes.
         bandwidth: of a link; a message takes p2p + message / bandwidth.
-        activation: memory that one micro-batch's F allocates on the stage. A pair whose halves run in turns frees segment by
-            segment while it allocates, and holds no more than before or after it (`PairTimes.overlaps`).
-        held: the share of it that stays from I until W (B frees all of it).
+        activation: memory that one micro-batch's F allocates on the stage. A pair whose halves run in turns frees memory segment
+            by segment while it allocates, and needs no more than before or after it (`PairTimes.overlaps`).
+        held: the share of `activation` that is kept from I until W (B frees all of it).
         all_to_all: the share of F and of I that is communication (expert all-to-all); a pair overlaps it with computation.
-        pair: time of a pair F|B: a number, one per stage of the forward, or `pair[stage of forward][stage of backward]`; None: as
-            `PairTimes` has it from `all_to_all`.
-        pair_split: the same of a pair F|I; None: F|B's less W.
-        backward: time of a B alone, for one in which W hides I's all-to-all, say; None: I + W.
-        microbatch: factors by micro-batch (sequences of different lengths) of F, I, W, B, the activation and the message;
+        pair: time of a pair F|B: a number, one per stage of the forward, or `pair[stage of forward][stage of backward]`; None:
+            computed from `all_to_all` (`PairTimes`).
+        pair_split: the same for a pair F|I; None: the time of F|B minus W.
+        backward: time of a B alone, for instance of one in which W hides I's all-to-all; None: I + W.
+        microbatch: factors by micro-batch (sequences of different lengths) on F, I, W, B, the activation and the message;
             empty: 1 for all. A given pair's gain is multiplied by the smaller of its two factors.
-        tensors: the size of named tensors, {name: size}, in the unit of `message`; one that is not there has the size
-            `message`.
+        tensors: sizes of named tensors, {name: size}, in the unit of `message`; default for each: `message`.
 
     Raises:
-        UsageError: a negative or not finite value, or none of the shape that its field takes.
+        UsageError: a value that is negative, not finite, or of a shape that its field does not accept.
     """
 
     forward: PerStage = 1.0
@@ -86,7 +85,7 @@ class Costs:
                 raise ArgumentError(name, f" is {getattr(self, name)}; it is a share between 0 and 1")
 
     def scaled(self, factor: float) -> Costs:
-        """These costs with F, I, W, B, the pairs and the activation multiplied by `factor` (numbers and tuples alike)."""
+        """Return these costs with F, I, W, B, the pairs and the activation multiplied by `factor` (numbers and tuples alike)."""
 
         def times(value: Any) -> Any:
             return tuple(map(times, value)) if isinstance(value, tuple) else value * factor
@@ -139,9 +138,9 @@ class Costs:
     def least_split(self, stages: int) -> Costs:
         """Costs without `backward` under which no schedule without pairs takes longer than under these.
 
-        Where a B is cheaper than I + W, I and W take what both a B and the two apart would leave them: I' = min(I, B) and
-        W' = min(W, B - I'). Any schedule with a B written as I' and W' ends no later and holds no more, so that a bound for
-        these costs holds for the given ones; where no B is cheaper, they are the given ones.
+        Where a B is cheaper than I + W, they are reduced to I' = min(I, B) and W' = min(W, B - I'). Any schedule with a B
+        written as I' and W' ends no later and holds no more, so a bound for these costs holds for the given ones; where no B
+        is cheaper, the costs do not change.
         """
         if self.backward is None:
             return self

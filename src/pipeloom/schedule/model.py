@@ -38,7 +38,7 @@ class Schedule:
     """A pipeline schedule as data. Create one with a family, with `Schedule.of`, or from CSV or JSON.
 
     Attributes:
-        name: family or file that it came from.
+        name: the family or file that it is from.
         ranks: p, the number of pipeline ranks.
         microbatches: m.
         placement: stage -> rank, S entries.
@@ -68,13 +68,16 @@ class Schedule:
         require_tensors(self.tensors, self.positions)
 
     def with_tensors(self, tensors: Iterable[NamedTensor | tuple[str, int, Sequence[int]]]) -> Schedule:
-        """Return this schedule with messages for tensors that stages read by name: (name, producer, consumers), positions.
+        """Return this schedule with messages for tensors that stages read by name.
 
-        A producer sends to each consumer directly, and each consumer sends a gradient back. The order of actions stays. A
-        consumer's F follows its producer's through the stages in between, and a producer's backward the consumer's likewise,
-        so whatever `check` accepts can carry every tensor that goes forward along the route.
+        A producer sends to each consumer directly, and each consumer sends a gradient back. The order of actions does not
+        change. A micro-batch runs F on the producer before any consumer, and its backwards in the reverse order, so every
+        schedule that `check` accepts can carry tensors that are sent forward along the route.
 
-        Raises ScheduleError for a tensor that goes back, one without a consumer, and one that a stage would get twice.
+        Args:
+            tensors: (name, producer, consumers); producer and consumers are stage positions.
+
+        Raises ScheduleError for a tensor sent backwards, one without a consumer, and one that a stage would get twice.
         """
         return replace(self, tensors=normalized([NamedTensor(n, p, tuple(c)) for n, p, c in tensors]))
 
@@ -90,9 +93,9 @@ class Schedule:
         routes: Sequence[Sequence[int]] | None = None,
         route_of: Sequence[int] | None = None,
     ) -> Schedule:
-        """A schedule from actions, pairs or their text, one program per rank.
+        """Return a schedule of actions, pairs or their text (such as `"0F3"`), one program per rank.
 
-        One route through all stages in order unless `routes` and `route_of` say otherwise.
+        It has one route through all stages in order unless `routes` and `route_of` are given.
         Raises ScheduleError for a stage, rank or micro-batch out of range. Does not check that the programs are complete and
         free of deadlock; `check` does.
         """
@@ -141,7 +144,7 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """S, all routes' stages counted."""
+        """S, the number of stages of all routes."""
         return len(self.placement)
 
     @property
@@ -213,7 +216,7 @@ class Schedule:
 
     @property
     def has_split(self) -> bool:
-        """Return whether it has an action that is neither F nor B, or a pair."""
+        """Return whether it has a pair, or an action that is neither F nor B."""
         return self.largest_code >= 2 * self.kind_stride
 
     @cached_property
@@ -246,7 +249,7 @@ class Schedule:
         return Action(kinds()[kind].letter, stage, microbatch)
 
     def save(self, path: str | Path) -> None:
-        """Write it to a file that `pipeloom.load` reads: `.csv` as torch's CSV, `.json` with all that it says.
+        """Write it to a file that `pipeloom.load` reads: `.csv` in torch's CSV format, `.json` with all attributes.
 
         Raises UsageError for another ending or a file that cannot be written, ScheduleError for two routes as CSV.
         """

@@ -33,10 +33,10 @@ class SearchResult:
         timeline: its simulation with the costs given.
         objective: `"makespan"` or `"span"`.
         lower_bound: a value of the objective that no schedule on the placements searched can beat.
-        proved: whether nothing can be better: the bound is reached, or a solver has shown it.
-        origin: the family or rule that the best schedule grew from.
+        proved: whether the schedule is proved optimal: it reaches the bound, or a solver has proved it.
+        origin: the family or rule from which the best schedule was developed.
         iterations: moves of the local search.
-        seconds: that the search took.
+        seconds: duration of the search.
         interrupted: whether Ctrl-C ended it.
     """
 
@@ -52,7 +52,7 @@ class SearchResult:
 
     @property
     def value(self) -> float:
-        """The makespan or the largest span, as the objective says."""
+        """The makespan or the largest span, depending on the objective."""
         return value_of(self.timeline, self.objective)
 
     @property
@@ -92,24 +92,25 @@ def search(
     """Return the schedule with the least makespan (or largest span) found, within `memory` on every rank.
 
     Never worse than the best one-route family that fits with the same number of chunks or a divisor of it. Families and list
-    scheduling give the starts; one period is annealed and unrolled; tabu search along critical paths improves the best. Ctrl-C
-    ends it with the best so far.
+    scheduling give the starts; one period is improved by simulated annealing and unrolled; tabu search along critical paths
+    improves the best. Ctrl-C ends the search with the best schedule so far.
 
     Args:
-        costs: of a stage; default 1, 1, 1, 0. Micro-batches of different lengths (`Costs.microbatch`) may come in another order.
-        memory: the largest peak memory of a rank, in units of `Costs.activation` (1: stage-micro-batches); None: no limit.
+        costs: of a stage; default: `Costs()`, F = I = W = 1. Micro-batches of different lengths (`Costs.microbatch`) may be
+            reordered.
+        memory: the largest peak memory of a rank, in units of `Costs.activation` (default: stage-micro-batches); None: no limit.
         placement: `"linear"`, `"loop"`, `"vee"`, or the rank of every stage; None: all three for the given chunks.
         chunks: stages per rank; default 1, or the placement's.
-        objective: `"makespan"`: a step that ends in a barrier; `"span"`: steps without one.
+        objective: `"makespan"`, for steps that end in a barrier; `"span"`, the largest span of a rank, for steps without one.
         time_limit: seconds.
-        iterations: moves of the local search. With neither: a number that takes about ten seconds. Without a time limit
+        iterations: moves of the local search. With neither limit: a number that takes about ten seconds. Without a time limit
             and a proof the result depends on the arguments alone.
         seed: of the random choices.
-        prove: let a constraint solver (the extra `opt`) look for a proof or for something better, for what is left of the time
-            limit after a quarter of it, or for two minutes. Not for micro-batches that differ. The solver does not model pairs:
+        prove: let a constraint solver (the extra `opt`) look for a proof or a better schedule, for the last three quarters of
+            the time limit, or for two minutes. Not for micro-batches that differ. The solver does not model pairs:
             where pairs gain, only the bounds by formula are left, and the result is proved only if it reaches them.
         pairs: search over overlapped pairs F|B and F|I as well (they gain with `Costs.all_to_all` or a given pair).
-        overlap_p2p: whether a message travels while its receiver computes, as in `simulate`.
+        overlap_p2p: whether messages are transferred while their receiver computes, as in `simulate`.
         progress: called repeatedly during the search.
 
     Raises:

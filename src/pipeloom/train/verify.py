@@ -55,7 +55,7 @@ class LayoutVerdict:
 
     Attributes:
         loss_error: |a - b| / |b|, b that of one process; infinite for a loss that is not a number.
-        errors: global parameter name -> max |a - b| / max |b|; infinite for a gradient that one of the two has not.
+        errors: global parameter name -> max |a - b| / max |b|; infinite for a gradient that only one of the two has.
         passed: whether all of these are within the tolerance.
     """
 
@@ -116,10 +116,10 @@ def verify_layers(
     tolerance: float = 1e-5,
     **keywords: Any,
 ) -> LayoutVerdict:
-    """Compare one step of one's own model under a schedule with the layers called one after the other in plain torch.
+    """Compare one step of your own model under a schedule with the layers called one after the other in plain torch.
 
-    All ranks are in this process. Arguments are those of `Pipeline` and its `step`. Layers that draw random numbers, such as
-    dropout of torch's own, differ by them: set them to 0.
+    All ranks are in this process. Arguments are those of `Pipeline` and its `step`. Layers that draw from torch's random
+    numbers, such as `nn.Dropout`, draw different ones in the two: set their probability to 0.
 
     Raises UsageError and ConfigError as a pipeline does.
     """

@@ -17,7 +17,7 @@ class ModelLayers(list[Layer]):
     """A model's layers for `Pipeline`: the part before the decoder layers, each of them, and the part after them.
 
     Attributes:
-        tied: groups of parameter names that are one weight; give them to the pipeline as `tied`.
+        tied: groups of names of parameters that share one weight; pass them to the pipeline as `tied`.
         cut: how the model was cut.
     """
 
@@ -35,7 +35,7 @@ class ModelLayers(list[Layer]):
     def separate_share(self) -> float:
         """The share of the parameters, by elements, whose gradients wait for W where a schedule splits the backward.
 
-        The others, such as expert weights in three dimensions, norms and embeddings, get theirs with the input gradient.
+        The gradients of the others, such as expert weights in three dimensions, norms and embeddings, are computed with I.
         """
         return separate_share(self.cut.model)
 
@@ -44,14 +44,14 @@ def layers(source: Any, *, dtype: Any = None) -> ModelLayers:
     """Cut a causal language model into layers, one per decoder layer and one for each end.
 
     Token numbers [batch, length] go in, logits [batch, length, vocabulary] come out. `attention_mask` and `position_ids`
-    [batch, length] are keyword arguments of the pipeline's methods. Parameters are called as in `transformers`, with
-    `first.` or `last.` before the names of the two ends (`hub_name` takes it off).
+    [batch, length] are keyword arguments of the pipeline's methods. Parameters keep their names of `transformers`, with
+    the prefix `first.` or `last.` in the two layers at the ends (`hub_name` removes it).
 
     Args:
-        source: a configuration: every rank builds its own layers, with first weights drawn by the family's own rules. A
+        source: a configuration: every rank builds its own layers, with initial weights drawn by the family's own rules. A
             directory with `config.json` and safetensors: every rank reads its own layers' weights. A model: its weights
-            are used, not copied.
-        dtype: of the parameters; None: as the configuration says, else float32.
+            are used in place, not copied.
+        dtype: of the parameters; None: that of the configuration, else float32.
 
     Raises:
         ConfigError: a model that cannot be cut, with the reason; a missing or unsupported `transformers`.
@@ -64,6 +64,6 @@ def layers(source: Any, *, dtype: Any = None) -> ModelLayers:
 
 
 def hub_name(name: str) -> str:
-    """The name in `transformers` of the parameter that is called `name` in a pipeline."""
+    """Return the name in `transformers` of the parameter called `name` in a pipeline."""
     end, _, inner = name.partition(".")
     return inner if end in ("first", "last") else name

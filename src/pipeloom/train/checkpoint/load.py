@@ -31,11 +31,11 @@ from pipeloom.train.checkpoint.state import (
 
 @dataclass(frozen=True)
 class Loaded:
-    """Content of a checkpoint beside tensors.
+    """Content of a checkpoint apart from its tensors.
 
     Attributes:
         step: the number of completed steps.
-        extra: what was given to `save`; None: nothing.
+        extra: the value passed to `save`; None: none was.
         path: the checkpoint's directory.
     """
 

@@ -68,16 +68,16 @@ class _Plan:
 
 
 class Saver:
-    """Saves checkpoints of one run into a folder; every rank makes one with the same arguments and calls it alike.
+    """Saves checkpoints of one run into a folder; every rank creates one with the same arguments, and makes the same calls.
 
     Args:
-        folder: which all ranks share; each checkpoint is a directory `step-000010` in it.
-        pipeline: whose weights and buffers are saved.
-        optimizer: of its parameters: one of torch's, or the trainer's; None: weights alone.
-        keep: how many of the newest checkpoints stay; 0: all.
-        keep_every: those of every n-th step stay too; 0: none do for their step.
-        asynchronous: `save` returns when the state has been copied; a thread writes it.
-        base: where the frozen weights come from: they are not saved, and the manifest names this; None: all is saved.
+        folder: a folder that all ranks share; each checkpoint is a directory `step-000010` in it.
+        pipeline: its weights and buffers are saved.
+        optimizer: the optimizer of its parameters: one of torch's, or the trainer's; None: only weights are saved.
+        keep: number of the newest checkpoints to keep; 0: all.
+        keep_every: also keep the checkpoints of every n-th step; 0: none.
+        asynchronous: `save` returns when the state has been copied; a thread writes the copy.
+        base: source of the frozen weights, which are not saved; the manifest names it. None: all weights are saved.
 
     Attributes:
         stalled: seconds for which the last `save` blocked its caller.
@@ -114,10 +114,10 @@ class Saver:
         self._held: int | None = None  # the folder, locked, on the first rank while it saves
 
     def save(self, step: int, extra: Mapping[str, Any] | None = None) -> Path:
-        """Saves the state after `step` steps; collective.
+        """Save the state after `step` steps; collective.
 
         Args:
-            extra: what else a resumed run needs, as JSON can hold it; the first rank's is stored.
+            extra: a JSON value to store with it; the first rank's is stored.
 
         Returns:
             the checkpoint's directory: complete, or (asynchronous) complete when `wait` returns.
@@ -125,7 +125,7 @@ class Saver:
         Raises:
             CheckpointError: this checkpoint, or the asynchronous one before it, could not be written; on every rank. A rank whose
                 model or optimizer raises when asked for its state raises that error itself.
-            UsageError: `extra` is nothing that JSON can hold.
+            UsageError: `extra` cannot be written as JSON.
         """
         begun = time.perf_counter()
         content = _content(extra)
@@ -169,9 +169,9 @@ class Saver:
         return final
 
     def wait(self) -> Path | None:
-        """Waits until the last checkpoint is complete, and returns its directory (None: there was none); collective.
+        """Wait until the last checkpoint is complete, and return its directory (None: none was saved); collective.
 
-        Raises CheckpointError, on every rank, where it could not be written.
+        Raises CheckpointError, on every rank, if it could not be written.
         """
         self._join()
         self._raise_together()
