@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from one_process import Plain, built, differences, in_a_pipeline, one_process
@@ -154,3 +156,144 @@ def test_an_input_that_another_forward_changes_before_its_weight_gradient_is_ref
     assert differences(layers, ONE_ROUTE[0]) == []
     with pytest.raises(UsageError, match="changed in place between its I and its W"):
         differences(layers, SPLIT)
+
+
+# -- state of a layer, and recomputation -------------------------------------------------------------------------------
+
+
+class OwnGenerators(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.python, self.numpy = random.Random(1), np.random.default_rng(1)
+        self.torch = {"a": torch.Generator().manual_seed(1)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn = self.python.random() + self.numpy.random() + torch.rand((), generator=self.torch["a"]).item()
+        return super().forward(torch.tanh(self.linear(x)) * drawn)
+
+
+class Mean(Plain):
+    """Keeps a tensor as an attribute, and reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.ones(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + x.detach().mean((0, 1))
+        return super().forward(x * self.mean)
+
+
+class Counts:
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class Counting(Plain):
+    """Counts in a list, in a dict, in an object, and in an attribute that its first forward makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.list, self.dict, self.object = [0], {"a": {"b": 1.0}}, Counts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.list[0] += 1
+        self.dict["a"]["b"] *= 1.1
+        self.object.calls += 1
+        self.late = getattr(self, "late", 0) + 1
+        return super().forward(x * (self.list[0] + self.dict["a"]["b"] + self.object.calls + self.late) / 10)
+
+
+STATEFUL = [OwnGenerators, Mean, Counting]
+
+
+@pytest.mark.parametrize("kind", STATEFUL)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@schedules
+def test_a_layer_that_is_recomputed_reads_the_state_of_its_forward(
+    schedule: Schedule, recompute: str, kind: type[Plain]
+) -> None:
+    assert differences([kind] * 4, schedule, recompute) == []
+
+
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_a_layer_whose_state_depends_on_the_order_is_refused_under_two_routes(kind: type[Plain]) -> None:
+    with pytest.raises(UsageError, match=r"changes its attribute .* choose a schedule with one route"):
+        differences([kind] * 4, pl.schedules.build("dualpipe", 2, 4))
+
+
+class Drawing(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.tanh(self.linear(x)) * (random.random() + np.random.rand()))
+
+
+def test_a_layer_that_is_recomputed_draws_again_what_python_and_numpy_drew() -> None:
+    found = []
+    for pipelined in (False, True):
+        random.seed(0)
+        np.random.seed(0)
+        modules = built([Drawing, Plain, Plain, Plain])
+        found.append(in_a_pipeline(modules, SPLIT, "full") if pipelined else one_process(modules, SPLIT.microbatches))
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for (_, a), (_, b) in zip(*found, strict=True))
+
+
+class InPlace(Plain):
+    """Changes in place: an attribute, two buffers of one memory, or a parameter that does not train."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.attribute = what, torch.ones(WIDTH)
+        whole = torch.ones(2 * WIDTH)
+        self.register_buffer("whole", whole)
+        self.register_buffer("part", whole[:WIDTH])
+        self.average = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean((0, 1))
+        if self.what == "attribute":
+            self.attribute.lerp_(mean, 0.1)
+        elif self.what == "buffers":
+            self.whole.mul_(0.9)
+        elif self.what == "parameter":
+            with torch.no_grad():
+                self.average.lerp_(mean, 0.1)
+        elif self.what == "data":
+            self.average.data.lerp_(mean, 0.1)
+        else:
+            self.average.data = self.average.data * 0.9 + mean
+        return super().forward(x * (self.attribute + self.part + self.average))
+
+
+CHANGES = {
+    "attribute": "a tensor of shape .6. among its attributes in place: make it a buffer",
+    "buffers": "buffers that share memory",
+    "parameter": "its parameter 'average': make it a buffer",
+    "data": "its parameter 'average': make it a buffer",
+    "new data": "its parameter 'average': make it a buffer",
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_state_that_a_recomputed_forward_would_change_twice_is_refused(what: str) -> None:
+    layers = [lambda: InPlace(what)] * 4
+    assert differences(layers, SPLIT) == []
+    with pytest.raises(UsageError, match=CHANGES[what]):
+        differences(layers, SPLIT, "full")
+
+
+@pytest.mark.parametrize("what", ["parameter", "data", "new data"])
+def test_a_parameter_that_a_forward_changes_is_refused_under_two_routes(what: str) -> None:
+    with pytest.raises(UsageError, match="changes its parameter 'average', and under this schedule stage"):
+        differences([lambda: InPlace(what)] * 4, pl.schedules.build("dualpipe", 2, 4))
+
+
+class Decays(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        self.linear.weight.data.mul_(0.99)
+        return super().forward(x)
+
+
+@schedules
+def test_a_weight_that_a_forward_changes_unseen_is_refused(schedule: Schedule) -> None:
+    with pytest.raises(UsageError, match=r"changes its weight 'linear.weight' through .data"):
+        differences([Decays] * 4, schedule)

@@ -51,7 +51,7 @@ class Dropping(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.dropout = nn.Dropout(0.3)
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-        self.log = log
+        self.logs = (log,)  # a tuple: what a recomputed forward changes in an object is undone
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in self.parameters():
@@ -59,9 +59,9 @@ class Dropping(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen += 1
-        self.log.forwards += 1
+        self.logs[0].forwards += 1
         inner = torch.tanh(self.linear(x))  # tanh keeps its output
-        self.log.inner.append(weakref.ref(inner))
+        self.logs[0].inner.append(weakref.ref(inner))
         return x + self.dropout(inner) * inner
 
 

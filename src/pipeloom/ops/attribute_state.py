@@ -1,56 +1,207 @@
-"""The plain attributes of a module at one moment, for the same forward once more from the same values."""
+"""The attributes of a module at one moment, for the same forward once more from the same values."""
 
 from __future__ import annotations
 
+import collections
+import random
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
+from pipeloom.errors import UsageError
+
+_MOST_ENTRIES = 10_000  # a longer list or dict is data, such as a vocabulary, and looking at it would take too long
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+_CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict)
+# Classes of these packages keep no state of a forward in their attributes, or keep it where no attribute shows.
+_OPAQUE = {"torch", "numpy", "builtins", "random", "threading", "logging", "multiprocessing", "pipeloom", "collections"}
 
 
 class AttributeState:
-    """Numbers, strings and random generators among the attributes of a module and of those inside it, before a forward.
+    """The attributes of a module and of those inside it before a forward.
 
-    What else an attribute may hold (lists, dicts, objects) is not looked at.
+    Lists, dicts, sets and objects of the user's classes are looked into; tuples and closures are not. Random generators among
+    them are covered, and those that every module draws from, of Python's `random` and NumPy; torch's own are not.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._plain: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._generators: list[tuple[torch.Generator, Tensor]] = []
-        self._outside: list[tuple[list[dict[str, Any]], list[Tensor]]] = []
-        for part in module.modules():
-            attributes = part.__dict__
-            self._plain.append((attributes, {k: v for k, v in attributes.items() if type(v) in _PLAIN}))
-            self._generators += [(v, v.get_state()) for v in attributes.values() if isinstance(v, torch.Generator)]
+        self._module = module
+        self._seen: dict[int, Any] = {}  # what was found stays alive, so that no id is used twice
+        self._holders: list[tuple[Any, Any]] = []  # a container, and what it held
+        self._tensors: list[tuple[Tensor, int]] = []  # with their versions
+        self._generators: list[tuple[_Generator, Any]] = [(each, each.get()) for each in _shared_generators()]
+        self._names: dict[int, str] = {}  # id of a container, a tensor or a generator -> its name
+        for path, part in module.named_modules():
+            self._names[id(part)] = path
+            self._look_into(part)
+        self._seen.clear()
+        self._outside: list[tuple[list[Any], list[Any]]] = []
+
+    def _look_into(self, holder: Any) -> None:
+        held = _held_by(holder)
+        self._holders.append((holder, held))
+        for key, value in held.items() if isinstance(held, dict) else enumerate(held):
+            if type(value) in _IMMUTABLE or isinstance(value, (nn.Module, nn.Parameter)) or id(value) in self._seen:
+                continue
+            self._seen[id(value)] = value
+            self._names[id(value)] = _joined(self._names[id(holder)], key)
+            if isinstance(value, Tensor):
+                if not value.is_inference():
+                    self._tensors.append((value, value._version))
+            elif (generator := _generator(value)) is not None:
+                self._generators.append((generator, generator.get()))
+                self._names[id(generator)] = self._names[id(value)]
+            elif _is_object(value) or (type(value) in _CONTAINERS and len(value) <= _MOST_ENTRIES):
+                self._look_into(value)
+
+    def changed(self) -> Iterator[str]:
+        """The names of attributes that were changed or replaced since, and of generators that have drawn.
+
+        Those that were None or not there have been made only now, and lists and dicts that have grown keep a record. A tensor
+        that replaces another and is part of a graph is computed anew by each forward, as a normed weight is. Generators that
+        all modules share are not among them.
+        """
+        for holder, before in self._holders:
+            now, name = _held_by(holder), self._names[id(holder)]
+            if isinstance(before, dict):
+                pairs = [(_joined(name, key), value, now.get(key)) for key, value in before.items()]
+            elif isinstance(holder, set):
+                pairs = [(name, True, set(before) <= holder)]
+            else:
+                grown = [*now, *[None] * len(before)]
+                pairs = [(_joined(name, at), value, grown[at]) for at, value in enumerate(before)]
+            yield from (each for each, value, value_now in pairs if value is not None and _depends(value, value_now))
+        yield from (self._names[id(tensor)] for tensor, version in self._tensors if tensor._version != version)
+        for each, state in self._generators:
+            if id(each) in self._names and not _same_state(each.get(), state):
+                yield self._names[id(each)]
 
     def keep_what_changed(self) -> None:
-        """Drops what the forward has left alone. Call it once, behind the forward."""
-        changed = [
-            (attributes, {name: value for name, value in before.items() if attributes.get(name) is not value})
-            for attributes, before in self._plain
-        ]
-        self._plain = [(attributes, before) for attributes, before in changed if before]
-        self._generators = [(g, state) for g, state in self._generators if not torch.equal(g.get_state(), state)]
+        """Drops what the forward has left alone. Call it once, behind the forward.
+
+        Raises UsageError for a tensor that the forward has changed in place: only a buffer's values are kept.
+        """
+        for tensor, version in self._tensors:
+            if tensor._version != version:
+                raise UsageError(
+                    f"{type(self._module).__name__} is recomputed, and its forward changes a tensor of shape "
+                    f"{list(tensor.shape)} among its attributes in place: make it a buffer (register_buffer), replace it "
+                    "instead of changing it, or leave the layer out of `recompute`"
+                )
+        self._tensors.clear()
+        self._holders = [(holder, held) for holder, held in self._holders if _differ(held, _held_by(holder))]
+        self._generators = [(each, state) for each, state in self._generators if not _same_state(each.get(), state)]
 
     def swap_in(self) -> None:
-        """Puts the values of that moment in place, until `swap_out`."""
-        self._outside.append(
-            (
-                [{name: attributes.get(name) for name in before} for attributes, before in self._plain],
-                [generator.get_state() for generator, _ in self._generators],
-            )
-        )
-        for attributes, before in self._plain:
-            attributes.update(before)
-        for generator, state in self._generators:
-            generator.set_state(state)
+        """Puts what was there at that moment in place, until `swap_out`."""
+        outside = [_held_by(holder) for holder, _ in self._holders], [each.get() for each, _ in self._generators]
+        self._outside.append(outside)
+        for holder, held in self._holders:
+            _fill(holder, held)
+        for each, state in self._generators:
+            each.set(state)
 
     def swap_out(self) -> None:
-        """Puts the values back that stood there."""
-        plain, states = self._outside.pop()
-        for (attributes, _), values in zip(self._plain, plain, strict=True):
-            attributes.update(values)
-        for (generator, _), state in zip(self._generators, states, strict=True):
-            generator.set_state(state)
+        """Puts back what stood there."""
+        contents, states = self._outside.pop()
+        for (holder, _), held in zip(self._holders, contents, strict=True):
+            _fill(holder, held)
+        for (each, _), state in zip(self._generators, states, strict=True):
+            each.set(state)
+
+
+_IMMUTABLE = frozenset(
+    {bool, int, float, complex, str, bytes, tuple, frozenset, type(None), torch.dtype, torch.device, torch.Size}
+)
+
+
+def _is_object(value: Any) -> bool:
+    """Return whether this is an object of a class of the user's, whose attributes say what it is."""
+    if isinstance(value, type) or callable(value) or not hasattr(value, "__dict__"):
+        return False
+    return type(value).__module__.partition(".")[0] not in _OPAQUE
+
+
+def _held_by(holder: Any) -> Any:
+    """A copy of what a container or an object refers to: a dict, or a list."""
+    if isinstance(holder, nn.Module):
+        return {name: value for name, value in holder.__dict__.items() if name not in _OF_EVERY_MODULE}
+    if isinstance(holder, dict):
+        return dict(holder)
+    return list(holder) if type(holder) in _CONTAINERS else dict(vars(holder))
+
+
+def _fill(holder: Any, held: Any) -> None:
+    """Makes a container or an object refer to `held`, and to nothing else."""
+    if isinstance(holder, list):
+        holder[:] = held
+    elif isinstance(holder, (set, collections.deque)):
+        holder.clear()
+        holder.update(held) if isinstance(holder, set) else holder.extend(held)
+    else:
+        attributes = holder if isinstance(holder, dict) else holder.__dict__
+        for name in [name for name in _held_by(holder) if name not in held]:
+            del attributes[name]
+        attributes.update(held)
+
+
+def _joined(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _depends(before: Any, now: Any) -> bool:
+    """Return whether an attribute has another value, which may depend on the one before."""
+    if now is before or (isinstance(now, Tensor) and now.requires_grad):
+        return False
+    return not (type(before) in _IMMUTABLE and type(now) is type(before) and now == before)
+
+
+def _differ(before: Any, now: Any) -> bool:
+    if len(before) != len(now):
+        return True
+    if isinstance(before, dict):
+        return any(name not in now or now[name] is not value for name, value in before.items())
+    return any(a is not b for a, b in zip(before, now, strict=True))
+
+
+class _Generator:
+    """A random generator: how its state is read and set."""
+
+    def __init__(self, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
+        self.get, self.set = get, put
+
+
+def _shared_generators() -> Iterator[_Generator]:
+    yield _Generator(random.getstate, random.setstate)
+    numpy: Any = sys.modules.get("numpy.random")
+    if numpy is not None:
+        yield _Generator(numpy.get_state, numpy.set_state)
+
+
+def _generator(value: Any) -> _Generator | None:
+    if isinstance(value, torch.Generator):
+        return _Generator(value.get_state, value.set_state)
+    if isinstance(value, random.Random):
+        return _Generator(value.getstate, value.setstate)
+    numpy: Any = sys.modules.get("numpy.random")
+    if numpy is not None and isinstance(value, numpy.RandomState):
+        return _Generator(value.get_state, value.set_state)
+    if numpy is not None and isinstance(value, numpy.Generator):
+        bits = value.bit_generator
+        return _Generator(lambda: bits.state, lambda state: setattr(bits, "state", state))
+    return None
+
+
+def _same_state(a: Any, b: Any) -> bool:
+    """Return whether two states of a generator are equal: tensors, or tuples and dicts of numbers and NumPy arrays."""
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same_state(a[key], b[key]) for key in a)
+    if isinstance(a, tuple) and not (a and type(a[-1]) is int and len(a) > 100):
+        return len(a) == len(b) and all(map(_same_state, a, b))
+    same = a == b
+    return bool(same.all()) if hasattr(same, "all") else bool(same)

@@ -12,22 +12,26 @@ from torch.utils.checkpoint import checkpoint
 from pipeloom.errors import UsageError
 from pipeloom.ops.attribute_state import AttributeState
 from pipeloom.ops.buffer_state import BufferState
+from pipeloom.ops.parameter_state import ParameterState
 
 
-def recomputed(run: Callable[..., Any], values: tuple[Any, ...], module: nn.Module) -> Any:
+def recomputed(run: Callable[..., Any], values: tuple[Any, ...], module: nn.Module, by_value: bool = False) -> Any:
     """`run(*values)`, whose results know their gradient without what was computed on the way being kept.
 
     The second run draws the same random numbers as the first, starts from the buffers of `module` that the first one read,
-    and leaves no trace in them: what counts, averages or iterates in a forward does so once. The same holds for plain
-    attributes of the module and those inside it (numbers, strings, generators). A hook that `run` registers on an input is
-    called once.
+    and leaves no trace in them: what counts, averages or iterates in a forward does so once. The same holds for the
+    attributes of the module and those inside it (`AttributeState`), and for Python's and NumPy's generators. A hook that
+    `run` registers on an input is called once.
 
-    Raises UsageError when `run` changes an input in place: the second run would get another one. (Where something else does
-    so, torch finds out in the backward.)
+    Args:
+        by_value: find out by their values, too, whether `run` changes parameters: that takes a pass over them.
+
+    Raises UsageError when `run` changes an input in place, or a parameter: the second run would get another one. (Where
+    something else changes an input, torch finds out in the backward.)
     """
     if not torch.is_grad_enabled():
         return run(*values)
-    first = _First(values, module)
+    first = _First(values, module, by_value)
     try:
         return checkpoint(_on_aliases, run, *values, use_reentrant=False, context_fn=lambda: (first, _Again(first)))
     except RuntimeError as error:
@@ -48,10 +52,12 @@ def _takes_hooks(value: Any) -> bool:
 class _First:
     """The context of the first run: the state that it finds."""
 
-    def __init__(self, values: tuple[Any, ...], module: nn.Module) -> None:
+    def __init__(self, values: tuple[Any, ...], module: nn.Module, by_value: bool) -> None:
         self._module = module
+        self._parameters = ParameterState(module, by_value)
         self._inputs = [(value, value._version) for value in values if _counts_changes(value)]
-        self.states = BufferState(module), AttributeState(module)
+        self.buffers, self.attributes = BufferState(module), AttributeState(module)
+        self.states: tuple[BufferState | AttributeState, ...] = self.buffers, self.attributes
 
     def __enter__(self) -> None:
         pass
@@ -63,8 +69,18 @@ class _First:
                     f"{type(self._module).__name__} is recomputed, and its forward changes its input in place: work on a copy "
                     "there (inplace=False), or leave the layer out of `recompute`"
                 )
+            for name, _known in self._parameters.changed():
+                raise UsageError(
+                    f"{type(self._module).__name__} is recomputed, and its forward changes its parameter {name!r}: make it a "
+                    "buffer, or leave the layer out of `recompute`"
+                )
             for state in self.states:
                 state.keep_what_changed()
+            if self.buffers.share_memory:
+                raise UsageError(
+                    f"{type(self._module).__name__} is recomputed, and its forward changes buffers that share memory: keep one "
+                    "of them and make its views in the forward, or leave the layer out of `recompute`"
+                )
 
 
 def _counts_changes(value: Any) -> bool:

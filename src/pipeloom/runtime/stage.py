@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeloom.errors import ConfigError, UsageError
-from pipeloom.ops.buffer_state import BufferState, batch_statistics
+from pipeloom.ops.buffer_state import batch_statistics
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients
 from pipeloom.ops.layer import LossTerm
 from pipeloom.ops.recompute import recomputed
@@ -27,9 +27,11 @@ from pipeloom.runtime.built_parameters import ReplicatedParameters
 from pipeloom.runtime.overlap import CommStream, ComputeGroup, Coroutine, run_to_end, split_at_communications
 from pipeloom.runtime.program import StageProgram
 from pipeloom.runtime.stage_modules import StageModules
+from pipeloom.runtime.state_changes import StateChanges
 from pipeloom.runtime.tensor_spec import Boundary, BoundaryValues, as_values, require_plain, tensors_in
 
 _PROBES = 64  # forwards of a stage; a layer that changes its input in place does so in the first
+_LOOKS = 2  # of them; a layer that changes its parameters does so in the first
 
 ShareOfLoss = Callable[[Any], Tensor]
 """The output of a route's last stage -> the micro-batch's share of the step's loss, 0-dim."""
@@ -178,9 +180,8 @@ class Stage:
         if self.segmented:
             return run_to_end(self.forward_in_segments(microbatch, values, specs, keywords, program, loss))
         layers = self.layers
-        flight, inputs, buffers = self._begin_forward(values, specs, program, microbatch in program.split)
-        if before_layer is not None:
-            flight.versions = None  # it writes weights that arrive meanwhile
+        splits, arriving = microbatch in program.split, before_layer is not None
+        flight, inputs, before = self._begin_forward(values, specs, program, splits, arriving)
         self._grad_context.queue = flight.queue
         by_position = inputs[: len(inputs) - flight.read]
         names = None if self.silent else NamedInForward(layers, program, inputs[len(by_position) :], term)
@@ -194,7 +195,10 @@ class Stage:
                     before_layer(layers.names[at])
                 if layers.names[at] in layers.recomputed:
                     result = recomputed(
-                        partial(_by_name, module, accepted, tuple(read)), (*read.values(), *arguments), module
+                        partial(_by_name, module, accepted, tuple(read)),
+                        (*read.values(), *arguments),
+                        module,
+                        self._looks_at_values,
                     )
                 else:
                     result = module(*arguments, **accepted, **read)
@@ -205,7 +209,8 @@ class Stage:
             self._explain(error, by_position)
             raise
         self._note_changes(by_position, versions)
-        self._refuse_changes(buffers)
+        if before is not None:
+            before.refuse()
         return self._finish_forward(microbatch, flight, inputs, result, loss, names)
 
     def forward_in_segments(
@@ -224,11 +229,12 @@ class Stage:
         groups = split_at_communications(self.layers, keywords)
         # A backward that has communications computes weight gradients behind them even where it is one B.
         queues = len(groups) > 1 or microbatch in program.split
-        flight, inputs, buffers = self._begin_forward(values, specs, program, queues)
+        flight, inputs, before = self._begin_forward(values, specs, program, queues)
         for group in groups[:-1]:
             inputs = yield from self._compute_and_communicate(group, inputs, flight)
         result = self._compute(groups[-1], inputs, flight)
-        self._refuse_changes(buffers)
+        if before is not None:
+            before.refuse()
         return self._finish_forward(microbatch, flight, inputs, result, loss, None)
 
     def compute(
@@ -251,18 +257,39 @@ class Stage:
         return result
 
     def _begin_forward(
-        self, values: BoundaryValues, specs: Boundary | None, program: StageProgram, queues: bool
-    ) -> tuple[InFlight, tuple[Any, ...], list[tuple[str, BufferState]]]:
-        """Return what the forward will leave, its inputs as leaves, and the buffers that it may not change; `queues`: for W."""
+        self,
+        values: BoundaryValues,
+        specs: Boundary | None,
+        program: StageProgram,
+        queues: bool,
+        arriving: bool = False,
+    ) -> tuple[InFlight, tuple[Any, ...], StateChanges | None]:
+        """Return what the forward will leave, its inputs as leaves, and the state that it may not change.
+
+        Args:
+            queues: whether weight gradients wait for W.
+            arriving: whether weights are written to during the forward, by the pipeline.
+        """
         if not torch.is_grad_enabled():
-            return InFlight(None, read=len(program.reads)), values, []
+            return InFlight(None, read=len(program.reads)), values, None
         self._probes -= 1
         flight = InFlight(WeightGradQueue() if queues else None, read=len(program.reads))
-        if self._replicated is not None and self._probes >= 0:
+        if self._replicated is not None and self._probes >= 0 and not arriving:
             flight.versions = self._replicated.versions()
         leaves = _leaves(values, specs)
         flight.carrying = tuple([carries(value) for value in leaves])
-        return flight, leaves, [] if program.in_order else self._buffers()
+        if program.in_order and not self._looks_at_values:
+            return flight, leaves, None
+        before = StateChanges(
+            self.layers,
+            self.words,
+            in_order=program.in_order,
+            shared=self._shared,
+            attributes=self._probes >= 0,
+            parameters=self._probes >= 0 and not arriving,
+            by_value=self._looks_at_values,
+        )
+        return flight, leaves, before
 
     def _compute_and_communicate(
         self, group: ComputeGroup, inputs: tuple[Any, ...], flight: InFlight
@@ -356,6 +383,11 @@ class Stage:
             self._probes = math.inf
             error.add_note("(a layer changes its input in place, and did not before: the next step allows it)")
 
+    @property
+    def _looks_at_values(self) -> bool:
+        """Return whether this forward is one of the first, in which parameters are compared by their values too."""
+        return _PROBES - _LOOKS <= self._probes < _PROBES
+
     # -- buffers that a forward changes ----------------------------------------------------------------------------------
 
     def statistics(self) -> Iterator[tuple[str, str]]:
@@ -373,23 +405,6 @@ class Stage:
                 "process; choose "
                 "a schedule with one route, put the layer in eval mode, or build it with track_running_stats=False"
             )
-
-    def _buffers(self) -> list[tuple[str, BufferState]]:
-        named = zip(self.layers.names, self.layers.modules, strict=True)
-        return [(layer, BufferState(module)) for layer, module in named if any(True for _ in module.buffers())]
-
-    def _refuse_changes(self, buffers: Sequence[tuple[str, BufferState]]) -> None:
-        """Raises UsageError where a forward has changed a buffer, and its value depends on the order of the micro-batches.
-
-        Integers count, which does not depend on the order, where all replicas of the layer are one module.
-        """
-        for layer, before in buffers:
-            for name in before.changed(integers=not self._shared):
-                raise UsageError(
-                    f"the forward of layer {layer!r} changes its buffer {name!r}, and under this schedule stage {self.index} "
-                    "does not get every micro-batch in order, so the buffer would differ from that of one process; choose a "
-                    "schedule with one route"
-                )
 
     # -- backward --------------------------------------------------------------------------------------------------------
 
@@ -479,10 +494,18 @@ class Stage:
         if not starts:
             return
         roots, given = zip(*starts, strict=True)
-        if self._grad_context.stage_backward is not None and self._grad_context.writes:
-            self._grad_context.stage_backward.run(roots, given)
-        else:
-            torch.autograd.backward(roots, given)
+        try:
+            if self._grad_context.stage_backward is not None and self._grad_context.writes:
+                self._grad_context.stage_backward.run(roots, given)
+            else:
+                torch.autograd.backward(roots, given)
+        except RuntimeError as error:
+            if "modified by an inplace operation" in str(error):
+                error.add_note(
+                    "(forwards of other micro-batches run between the forward and the backward of one: a layer may not change "
+                    "in place what its backward needs, such as a weight or a buffer; let it work on a clone)"
+                )
+            raise
 
 
 class NamedInForward:
@@ -584,5 +607,6 @@ def _leaves(values: BoundaryValues, specs: Boundary | None) -> BoundaryValues:
 
 
 def _gradient(leaf: Tensor) -> Tensor:
-    """The leaf's gradient; zeros where nothing used it."""
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+    """The leaf's gradient, taken from it; zeros where nothing used it."""
+    gradient, leaf.grad = leaf.grad, None
+    return torch.zeros_like(leaf) if gradient is None else gradient
