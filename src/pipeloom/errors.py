@@ -116,7 +116,7 @@ def from_machine(error: BaseException) -> tuple[int, str] | None:
     if isinstance(error, UnicodeEncodeError) and error.reason == "surrogates not allowed":
         return (
             UsageError.exit_code,
-            f"{error.object!r:.200} is no text: it holds half of a character (a lone surrogate)",
+            f"{error.object!r:.200} is not text: it holds half of a character (a lone surrogate)",
         )
     if _errno(error) in _NAME:
         return (

@@ -187,7 +187,7 @@ def test_a_path_with_half_a_character_is_a_wrong_argument() -> None:
         Path("\ud800").resolve()
     assert from_machine(raised.value) == (
         UsageError.exit_code,
-        "'\\ud800' is no text: it holds half of a character (a lone surrogate)",
+        "'\\ud800' is not text: it holds half of a character (a lone surrogate)",
     )
 
 

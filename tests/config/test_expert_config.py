@@ -147,7 +147,7 @@ def test_own_classes_are_imported_from_the_folder_of_the_file_that_names_them(tm
     [
         ("experts_class", "own_experts_of_refusals:Nobody", "has no attribute 'Nobody'"),
         ("experts_class", "no_such_experts:Mine", "nor in "),
-        ("router_class", "own_experts_of_refusals:MyExperts", "no subclass of pipeloom.models.gate.TopKGate"),
+        ("router_class", "own_experts_of_refusals:MyExperts", "not a subclass of pipeloom.models.gate.TopKGate"),
         ("router_class", "own_experts_of_refusals:number", "is not a class"),
         ("router_class", "MyRouter", "it must be module:class"),
     ],

@@ -96,7 +96,7 @@ def test_a_schedule_that_cannot_run_is_refused() -> None:
 
 def test_a_pipeline_without_split_backwards_does_not_learn_them() -> None:
     pipeline = Pipeline(blocks(2), S.one_f_one_b(1, 4), loss=mse, mesh=PipelineMesh.of([0]))
-    with pytest.raises(ConfigError, match="splits no backward"):
+    with pytest.raises(ConfigError, match="without split backwards"):
         pipeline.adopt(S.zb_h1(1, 4))
 
 

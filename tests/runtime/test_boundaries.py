@@ -215,7 +215,9 @@ def test_keyword_arguments_reach_every_stage(schedule: pl.Schedule) -> None:
 def test_a_dictionary_is_refused_with_the_layer() -> None:
     layers = [*blocks(1), Layer("head", lambda: Dictionary(1)), Layer("tail", lambda: Block(2))]
     pipeline = LocalPipeline(layers, S.gpipe(3, 2), loss=mse)
-    with pytest.raises(UsageError, match=r"stage 1 returned dict; a boundary carries tensors and None") as caught:
+    with pytest.raises(
+        UsageError, match=r"stage 1 returned dict; between stages only tensors and None can be sent"
+    ) as caught:
         pipeline.step(*batch(4))
     assert any("F of stage 1 micro-batch 0" in note for note in caught.value.__notes__)
     inside = LocalPipeline(layers, S.gpipe(1, 2), loss=mse)

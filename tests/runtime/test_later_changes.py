@@ -44,7 +44,7 @@ def test_other_parameters_than_those_of_the_start_are_refused(change: Callable[[
     pipeline.step(*batch(4))
     change(pipeline.modules["block1"])  # type: ignore[arg-type]
     with pytest.raises(
-        UsageError, match=r"parameters of 'block1(\.linear)?' are not those that the pipeline was built"
+        UsageError, match=r"parameters of 'block1(\.linear)?' have changed since the pipeline was built"
     ):
         pipeline.step(*batch(4))
 

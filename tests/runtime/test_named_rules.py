@@ -35,7 +35,7 @@ REFUSED = {
         MIDDLE,
         Layer("up", Up, reads={"ship": "skip"}),
     ],
-    "layer 'up': reads is the text 'skip'; give names in a tuple": [DOWN, MIDDLE, Layer("up", Up, reads="skip")],
+    "layer 'up': reads is the string 'skip'; give names in a tuple": [DOWN, MIDDLE, Layer("up", Up, reads="skip")],
     "layer 'down': writes has the name 'output'; give a Python identifier other than 'output'": [
         Layer("down", Down, writes={"skip": "output"}),
         MIDDLE,
@@ -48,7 +48,7 @@ REFUSED = {
         Layer("up", Up, losses={"a": LossTerm(mse)}),
     ],
     "layer 'up': losses is {'a': 1.0}; give {key: LossTerm": [DOWN, MIDDLE, Layer("up", Up, losses={"a": 1.0})],  # type: ignore[dict-item]
-    "layer 'up' reads into the keyword 'microbatch', which the pipeline gives itself": [
+    "layer 'up' reads into the keyword 'microbatch', which the pipeline itself passes": [
         DOWN,
         MIDDLE,
         Layer("up", Up, reads={"microbatch": "skip"}),

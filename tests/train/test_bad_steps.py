@@ -94,5 +94,5 @@ def test_rollback_goes_on_from_the_last_checkpoint_past_the_bad_batch(tmp_path: 
 
 
 def test_rollbacks_are_limited(tmp_path: Any) -> None:
-    with pytest.raises(PipeloomError, match=r"bad again after 2 rollbacks \(train.rollbacks\)"):
+    with pytest.raises(PipeloomError, match=r"another bad step after 2 rollbacks \(train.rollbacks\)"):
         trained(tmp_path, dict.fromkeys(range(3, 100), math.nan), on_nan="rollback", rollbacks=2)

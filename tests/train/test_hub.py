@@ -168,7 +168,7 @@ def test_our_own_decoder_reads_its_boxes_of_a_directory(name: str, tmp_path: Pat
 
 def test_a_directory_that_our_own_decoder_does_not_compute_is_refused(tmp_path: Path) -> None:
     written("gpt2", tmp_path / "hub")
-    with pytest.raises(ConfigError, match=r"our own decoder does not compute this gpt2; nearest: model\.source"):
+    with pytest.raises(ConfigError, match=r"Pipeloom's own decoder cannot compute this gpt2; nearest: model\.source"):
         load_layout(None, {"model.weights": str(tmp_path / "hub")})
     sizes = {**_SIZES, "model_type": "llama", "num_key_value_heads": 4}
     for keys, why in [

@@ -60,7 +60,7 @@ def test_a_run_that_is_still_going_on_is_not_resumed(tmp_path: Path) -> None:
         root = first.folder.root
         before = (root / "config.toml").read_text()
         (root / EXIT_FILE).write_text("{}")
-        with pytest.raises(ConfigError, match="a run that is still going on; end that one first"):
+        with pytest.raises(ConfigError, match="a run that is still active; end that run first"):
             Report(config, root, origins={"train.steps": "another"})
         assert (root / EXIT_FILE).exists()
         assert (root / "config.toml").read_text() == before

@@ -34,7 +34,7 @@ def test_of_many_ranks_one_pipeline_is_shown() -> None:
     shape = MeshShape(4, 4, 4)
     lines = table([rank(shape, number) for number in range(64)])
     assert [line.split()[0] for line in lines[1:5]] == ["0", "16", "32", "48"]
-    assert lines[5] == "and 60 more ranks beside these, at other places of dp and tp"
+    assert lines[5] == "and 60 more ranks, which differ in dp and tp"
 
 
 def test_layers_in_words() -> None:

@@ -96,10 +96,10 @@ def import_(
     if checkpoint.exists() and (not checkpoint.is_dir() or any(checkpoint.iterdir())):
         raise ConfigError(f"{checkpoint} exists and is not empty; give a new directory")
     path, own = import_directory(source, checkpoint)
-    print(
-        f"{path}: "
-        f"{'of our own decoder, for any layout' if own else 'of the model in transformers, for layouts without tp and ep'}"
+    model = (
+        "Pipeloom's own decoder, for any layout" if own else "the model in transformers, for layouts without tp and ep"
     )
+    print(f"{path}: of {model}")
     print(f"pipeloom train {checkpoint / 'model.toml'}")
 
 

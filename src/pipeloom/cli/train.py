@@ -22,8 +22,8 @@ Trains a language model. Starts the worker processes on this machine, or runs as
 one of them under torchrun.
 
 CONFIG is a TOML file, or the name of one that comes with the package: default,
-tiny or moe. It may contain extends = "other.toml"; keys that it does not set have
-their values in default. Every key has a flag. Values are parsed as TOML, and taken
+tiny or moe. It may contain extends = "other.toml"; keys that it does not set take
+the values of default. Every key has a flag. Values are parsed as TOML, and taken
 as text if they are not valid TOML:
 
   pipeloom train --parallel.pp 2 --schedule.name 1f1b --train.steps 20

@@ -235,7 +235,7 @@ def _recomputed_blocks_exist(config: Config) -> Iterator[str]:
 def _shared_memory_posts_no_receives(config: Config) -> Iterator[str]:
     if config.schedule.overlap_p2p is False and config.schedule.transport == "shared":
         yield (
-            "schedule.overlap_p2p = false: the shared-memory transport posts no receives that could be posted later; set "
+            "schedule.overlap_p2p = false: the shared-memory transport posts no receives; set "
             'schedule.transport = "individual"'
         )
 

@@ -64,7 +64,7 @@ def user_classes(config: Config, folders: Mapping[str, Path]) -> tuple[dict[str,
         if not bases:
             problems.append(f'model.{key} = "{name}": it is a {type(classes[key]).__name__}, not a class')
         elif key == "router_class" and _GATE not in bases:
-            problems.append(f'model.{key} = "{name}": it is no subclass of {_GATE}')
+            problems.append(f'model.{key} = "{name}": it is not a subclass of {_GATE}')
     return classes, problems
 
 

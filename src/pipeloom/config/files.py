@@ -78,7 +78,9 @@ def read_toml(path: Path, text: str | None = None) -> dict[str, Any]:
         if text is None:
             text = read_file(path, CONFIG_BYTES, "a configuration").decode("utf-8")
         if any(line.count(".") > _MOST_DOTS for line in text.split("\n")):
-            raise ConfigError(f"{shown}: a line has more than {_MOST_DOTS} dots, and a key at most {MOST_NESTED} parts")
+            raise ConfigError(
+                f"{shown}: a line has more than {_MOST_DOTS} dots, but a key has at most {MOST_NESTED} parts"
+            )
         tables = tomllib.loads(text)
     except FileNotFoundError:
         near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.toml")]) if path.parent.is_dir() else ""

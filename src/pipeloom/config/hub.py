@@ -56,8 +56,8 @@ def own_sizes(directory: str) -> dict[str, Any]:
     if found is None:
         kind, why = values.get("model_type", "model"), _not_plain(values)
         raise ConfigError(
-            f'model.weights = "{directory}": our own decoder does not compute this {kind}{f" ({why})" if why else ""}; nearest: '
-            "model.source, which trains it as transformers has it"
+            f'model.weights = "{directory}": Pipeloom\'s own decoder cannot compute this {kind}{f" ({why})" if why else ""}; '
+            "nearest: model.source, which trains the model of transformers"
         )
     return found
 

@@ -183,7 +183,7 @@ def _notes(config: Config, stage_layers: tuple[int, ...], sizes: tuple[int, ...]
         )
     if 0 in stage_layers:
         empty = [str(at) for at, count in enumerate(stage_layers) if count == 0]
-        notes.append(f"stages without layers, as parallel.stages asks: {', '.join(empty)}")
+        notes.append(f"stages without layers, as parallel.stages specifies: {', '.join(empty)}")
     if len(set(sizes)) > 1:
         runs = " and ".join(f"{len(list(group))} of {size}" for size, group in groupby(sizes))
         notes.append(f"uneven micro-batches: {sum(sizes)} sequences in {len(sizes)}: {runs}; each counts by its tokens")

@@ -85,7 +85,7 @@ def nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
         for part in path:
             inner = table.setdefault(part, {})
             if not isinstance(inner, dict):
-                raise UsageError(f"--{dotted}: {part} was given a value of its own before")
+                raise UsageError(f"--{dotted}: {part} already has a value that is not a table")
             table = inner
         table[last] = value
     return tables

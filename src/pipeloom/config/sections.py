@@ -446,7 +446,7 @@ class DataSection(Section):
         "own source), or a list of these"
     )
     format: Literal["auto", "text", "jsonl", "parquet", "tokens", "dataset"] = Field(
-        description="format of the files; auto: by their names"
+        description="text, jsonl, parquet, tokens, or dataset (read by datasets); auto: by the names of the files"
     )
     field: str = Field(description='field of a record to train on; empty: "messages" or "text", whichever exists')
     weights: Weights = Field(
@@ -476,9 +476,9 @@ class DataSection(Section):
     template: Literal["auto", "tokenizer", "simple"] = Field(
         description="template for chats; auto: the tokenizer's if it has one, else simple"
     )
-    loss_on: Literal["answers", "all"] = Field(description="parts of a chat that count in the loss")
+    loss_on: Literal["answers", "all"] = Field(description="messages of a chat that count in the loss: answers or all")
     on_error: Literal["stop", "skip"] = Field(
-        description="what to do with a document that cannot be read, which is reported with file and line"
+        description="a document that cannot be read: stop with its file and line, or skip it"
     )
     cache: str = Field(description="folder of tokenized data; empty: pipeloom in the user's cache folder")
     sampling: SamplingName = Field(
@@ -523,7 +523,7 @@ class DebugSection(Section):
     """`[debug]`: faults on purpose, and checks that find faults."""
 
     fault: Annotated[str, AfterValidator(_is_fault)] = Field(
-        description="fault to inject, such as swap-microbatches:A,B (docs/failures.md); empty: none"
+        description="fault to inject, such as kill:RANK:STEP (docs/failures.md lists them); empty: none"
     )
     checksum: bool = Field(description="send a checksum with each message between pipeline ranks, and verify it")
 

@@ -197,7 +197,7 @@ def _refuse_renorming(names: Sequence[str], modules: Sequence[nn.Module], replic
                 name = f"{layer}.{path}.weight" if path else f"{layer}.weight"
                 raise ConfigError(
                     f"{name!r} has max_norm={part.max_norm:g}, which changes the rows that a forward uses, and the copies on the "
-                    f"{replicated} use others: build the embedding without max_norm"
+                    f"{replicated} use other rows: build the embedding without max_norm"
                 )
 
 

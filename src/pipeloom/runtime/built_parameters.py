@@ -50,20 +50,20 @@ class BuiltParameters:
         for name, part, parameters, children in self._parts:
             if not _same(part._parameters.values(), parameters) or not _same(part._modules.values(), children):
                 raise UsageError(
-                    f"the parameters of {name!r} are not those that the pipeline was built with: some were added, replaced or "
-                    "taken away; do so before the pipeline is built, or build it anew"
+                    f"the parameters of {name!r} have changed since the pipeline was built: some were added, replaced or "
+                    "removed; change them before the pipeline is built, or build it again"
                 )
         for name, parameter, dtype in self._dtypes:
             if parameter.dtype != dtype:
                 raise UsageError(
                     f"parameter {name!r} was {_short(dtype)} when the pipeline was built, and is {_short(parameter.dtype)}; "
-                    "convert it before, or build the pipeline anew"
+                    "convert it before, or build the pipeline again"
                 )
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise UsageError(
                     f"parameter {name!r} was frozen when the pipeline was built and trains now, so its gradient would not be "
-                    f"summed over {self._summed}; build the pipeline anew"
+                    f"summed over {self._summed}; build the pipeline again"
                 )
 
 
@@ -107,8 +107,8 @@ class ReplicatedParameters:
         for name, before, after in zip(self._named, versions, self.versions(), strict=True):
             if before != after:
                 raise UsageError(
-                    f"a forward changes its weight {name!r} in place, which the copies on the {self._over} do not do alike, so "
-                    "they would train on different; change it between steps, on all of them"
+                    f"a forward changes its weight {name!r} in place, and its copies on the {self._over} would change "
+                    "differently; change it between steps, on all of them"
                 )
 
     def require_known(self, roots: Sequence[GradientEdge], losses: Sequence[Tensor]) -> None:

@@ -210,7 +210,7 @@ class Executor:
         report_standstills_to(None)
         if self._has_loss and self._unreached:
             raise UsageError(
-                "the loss carries no gradient for any micro-batch, and the outputs that it is computed from do: nothing would "
+                "the loss carries no gradient for any micro-batch, but the outputs that it is computed from do: nothing would "
                 "train; compute it from them without detach(), .item() or torch.no_grad()"
             )
         self.result.exposed = self.communications.exposed()

@@ -43,7 +43,7 @@ class LayerNames:
             _require_identifier(name, "losses", key)
         if KEYWORD in reads:
             raise ConfigError(
-                f"layer {name!r} reads into the keyword {KEYWORD!r}, which the pipeline gives itself; rename it"
+                f"layer {name!r} reads into the keyword {KEYWORD!r}, which the pipeline itself passes; rename it"
             )
         return cls(name, reads, writes, dict(source.losses))
 
@@ -77,7 +77,7 @@ class LayerNames:
             found = sorted(map(str, written)) if isinstance(written, Mapping) else type(written).__name__
             raise UsageError(
                 f"layer {self.layer!r} declares {wanted} in writes and losses, and returned {found}; return them in a dict "
-                f'behind its output, as in "return x, {{{wanted[0]!r}: y}}"'
+                f'after its output, as in "return x, {{{wanted[0]!r}: y}}"'
             )
         for key, name in self.writes.items():
             if written[key] is not None and not isinstance(written[key], Tensor):
@@ -151,7 +151,7 @@ def _by_key(layer: str, which: str, declared: Sequence[str] | Mapping[str, str])
     """{key: name}, from names or from that. Raises ConfigError for anything else."""
     if isinstance(declared, str):
         raise ConfigError(
-            f"layer {layer!r}: {which} is the text {declared!r}; give names in a tuple, as in ({declared!r},)"
+            f"layer {layer!r}: {which} is the string {declared!r}; give names in a tuple, as in ({declared!r},)"
         )
     pairs = dict(declared) if isinstance(declared, Mapping) else {name: name for name in declared}
     for key, name in pairs.items():

@@ -88,7 +88,7 @@ def require_weighing(loss: object, weight: object, ignore_index: int | None) -> 
         return
     if class_weights is not None:
         raise ConfigError(
-            "the loss weighs its classes, so its mean is over the weights of a micro-batch's targets, and the pipeline would "
+            "the loss weighs its classes, so its mean is over the weights of a micro-batch's targets, but the pipeline would "
             "count the targets; pass weight=lambda targets: class_weights[targets].sum()"
         )
     if skipped != ignore_index and (ignore_index is not None or skipped != -100):

@@ -144,7 +144,7 @@ def require_same_stages(schedule: Schedule, current: Schedule, splits_backward: 
         if value != now:
             raise ConfigError(f"the pipeline cannot change its {words} from {now} to {value}")
     if schedule.splits_backward and not splits_backward:
-        raise ConfigError("the pipeline was made for a schedule that splits no backward, and this one does")
+        raise ConfigError("the pipeline was built for a schedule without split backwards, and this one has some")
 
 
 def lower(schedule: Schedule, rank: int, options: RuntimeOptions) -> RankProgram:

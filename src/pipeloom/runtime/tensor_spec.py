@@ -52,7 +52,7 @@ def as_values(result: Any, where: str) -> BoundaryValues:
     for value in values:
         if value is not None and not isinstance(value, Tensor):
             raise UsageError(
-                f"{where} returned {type(value).__name__}; a boundary carries tensors and None, alone or in a tuple"
+                f"{where} returned {type(value).__name__}; between stages only tensors and None can be sent, alone or in a tuple"
             )
     return values
 
@@ -68,11 +68,13 @@ def require_plain(values: Iterable[Tensor | None], where: str) -> None:
             continue
         if value.is_nested or value.layout is not torch.strided:
             kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
-            raise UsageError(f"{where} returned a {kind} tensor; a boundary carries dense ones: return its parts")
+            raise UsageError(
+                f"{where} returned a {kind} tensor; between stages only dense tensors can be sent: return its parts"
+            )
         if type(value) is not Tensor and not isinstance(value, (nn.Parameter, nn.Buffer, AsyncCollectiveTensor)):
             raise UsageError(
-                f"{where} returned a {type(value).__name__}, a subclass of torch.Tensor; a boundary carries plain tensors: "
-                "return value.as_subclass(torch.Tensor), and make the subclass again where it is read"
+                f"{where} returned a {type(value).__name__}, a subclass of torch.Tensor; between stages only plain tensors can "
+                "be sent: return value.as_subclass(torch.Tensor), and make the subclass again where it is read"
             )
 
 

@@ -85,8 +85,8 @@ def open_model(path: Path, prompts: int, flags: Mapping[str, Any], trust_code: b
     for key in CLASS_KEYS:
         if model.get(key) and not trust_code:
             raise ConfigError(
-                f"{checkpoint}: its model is code, model.{key} = {json.dumps(str(model[key])[:200])}, which would be imported "
-                "and run; --trust-code allows it"
+                f"{checkpoint}: its model contains code, model.{key} = {json.dumps(str(model[key])[:200])}, which would be "
+                "imported and run; --trust-code allows it"
             )
     values = {"source": source} if source else {key: value for key, value in model.items() if value is not None}
     if not config.get("lora", {}).get("r"):

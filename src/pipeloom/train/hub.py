@@ -191,7 +191,7 @@ def _export_adapters(reader: Reader, base: BaseWeights, out: Path, merge: bool) 
     now = directory_digest(path) if base.kind == "hugging face" else checkpoint_digest(path)
     if now != base.digest:
         raise CheckpointError(
-            f"{reader.directory}: its adapters belong to the weights in {path} as they were, and those have changed since"
+            f"{reader.directory}: its adapters were trained with the weights in {path}, which have changed since"
         )
     if base.kind == "hugging face":
         foreign = hf.layers(path)

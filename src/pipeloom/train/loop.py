@@ -349,11 +349,11 @@ class Trainer:
         used = self._rollbacks
         if used > options.rollbacks:
             raise PipeloomError(
-                f"step {bad}: it is bad again after {options.rollbacks} rollback{'s' * (options.rollbacks != 1)} "
+                f"step {bad}: another bad step after {options.rollbacks} rollback{'s' * (options.rollbacks != 1)} "
                 f"(train.rollbacks): use a smaller optimizer.lr than {self.config.optimizer.lr}"
             )
         if self.checkpoints is None:
-            raise PipeloomError(f"step {bad}: there is no checkpoint to go back to")
+            raise PipeloomError(f"step {bad}: there is no checkpoint to roll back to")
         self._adopt(self.checkpoints.back())
         left_out = f"batches {self.batch} to {batch - 1} are left out"
         self.batch, self._rollbacks = batch, used

@@ -118,8 +118,8 @@ def _require_receives(layout: Layout) -> None:
 
     if memory_here() is not None and require_devices(config.train.device, layout.world_size) == 0:
         raise ConfigError(
-            "schedule.overlap_p2p = false: the ranks of one machine send through shared memory, which posts no receives "
-            'that could be posted later; set schedule.transport = "individual"'
+            "schedule.overlap_p2p = false: the ranks of one machine send through shared memory, which posts no receives; "
+            'set schedule.transport = "individual"'
         )
 
 

@@ -76,7 +76,7 @@ def table(ranks: Sequence[RankSummary]) -> list[str]:
         lines.append(f"{number:>4}  {at}{figures}  {_clip(layer_words(held.layers), width)}")
     if len(shown) < len(ranks):
         others = " and ".join(axis for axis in axes if axis in ("dp", "tp"))
-        lines.append(f"and {len(ranks) - len(shown)} more ranks beside these, at other places of {others}")
+        lines.append(f"and {len(ranks) - len(shown)} more ranks, which differ in {others}")
     return lines
 
 

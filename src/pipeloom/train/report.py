@@ -126,7 +126,7 @@ class Report:
         if not locked(self._log):
             os.close(self._log)
             raise ConfigError(
-                f"{self.folder.root} is the folder of a run that is still going on; end that one first, or set "
+                f"{self.folder.root} is the folder of a run that is still active; end that run first, or set "
                 "checkpoint.resume to another checkpoint"
             )
         if folder is not None:

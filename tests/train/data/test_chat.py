@@ -91,7 +91,7 @@ def test_the_tokenizers_own_template_is_used(tmp_path: Path) -> None:
         tmp_path / "thinking", TEMPLATE.replace("[assistant] {% endif %}", "[assistant] <think>{% endif %}")
     )
     with pytest.raises(
-        ConfigError, match=r"line 1: .*asks for an answer with '\[assistant\] <think>', which it does not write"
+        ConfigError, match=r"line 1: .*prompts for an answer with '\[assistant\] <think>', which it does not write"
     ):
         data(tmp_path, **keys | {"tokenizer": str(thinking)}, model__vocab_size=400)
     changing = directory(tmp_path / "changing", "{{ messages | length }}" + TEMPLATE)

@@ -132,7 +132,7 @@ def test_what_datasets_reads_is_streamed_from_local_files(tmp_path: Path, monkey
     (tmp_path / "repo/data/train-00001.csv").write_bytes(b"id,body\n\xff\n")
     opened = records(find(str(tmp_path / "repo"), "dataset"), "body")
     assert [next(opened).value for _ in range(5)] == want[:5]  # type: ignore[union-attr]
-    with pytest.raises(ConfigError, match="datasets cannot read it behind row 8: "):
+    with pytest.raises(ConfigError, match="datasets cannot read it after row 8: "):
         list(opened)
     assert not (tmp_path / "none").exists()
 
@@ -175,7 +175,7 @@ def test_a_header_of_token_files_is_left_out(folder: Path) -> None:
 
 def test_tokens_that_the_model_does_not_know_are_refused(folder: Path) -> None:
     np.full(5000, 300, dtype=np.uint16).tofile(folder / "a.bin")
-    with pytest.raises(ConfigError, match=r"holds the token 300, and the model knows 256 \(model.vocab_size\)"):
+    with pytest.raises(ConfigError, match=r"holds the token 300, and the model has 256 tokens \(model.vocab_size\)"):
         data(folder, source=str(folder / "a.bin"))
     (folder / "odd.bin").write_bytes(b"123")
     with pytest.raises(ConfigError, match="has 3 bytes, which is not a whole number of uint16"):

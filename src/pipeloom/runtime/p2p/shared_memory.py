@@ -180,9 +180,7 @@ class SharedLinks:
                 if flags & _NEW_BOUNDARY:
                     inbox.boundaries.append(from_numbers(rest[new:]))
         except (struct.error, IndexError, ValueError) as error:
-            raise DistributedError(
-                f"rank {peer} sent {length} bytes that are no notice of a message: {error}"
-            ) from None
+            raise DistributedError(f"rank {peer} sent {length} bytes that are not a message notice: {error}") from None
         key = peer, _MESSAGE_KINDS[flags & _GRADIENT], index
         queue = self.arrived.get(key)
         if queue is None:
@@ -263,7 +261,7 @@ class SharedMemoryTransport:
             rest = [*sizes, *to_numbers(boundary)]
         if len(numbers) > _MOST_TENSORS:
             raise UsageError(
-                f"{len(numbers)} tensors are to cross one boundary through shared memory, which takes {_MOST_TENSORS}; "
+                f"{len(numbers)} tensors would be sent between two stages through shared memory, which allows {_MOST_TENSORS}; "
                 "pass fewer between two stages"
             )
         head = flags, len(numbers), len(sizes), outgoing.message.number, known, outgoing.checksum or 0

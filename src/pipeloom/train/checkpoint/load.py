@@ -192,8 +192,8 @@ def _require_base(directory: Path, stored: BaseWeights | None, given: BaseWeight
         )
     if given.digest != stored.digest:
         raise CheckpointError(
-            f"{directory}: its adapters belong to the weights in {stored.path} as they were (SHA-256 {stored.digest[:16]}…), and "
-            f"those in {given.path} are others ({given.digest[:16]}…)"
+            f"{directory}: its adapters were trained with the weights in {stored.path} (SHA-256 {stored.digest[:16]}…), and "
+            f"those in {given.path} differ ({given.digest[:16]}…)"
         )
 
 

@@ -148,7 +148,7 @@ def _look(config: Config, mine: Mapping[str, str], run: Path | None) -> dict[str
     if isinstance(section.resume, int):
         if folder is None:
             raise CheckpointError(
-                f"checkpoint.resume = {section.resume}: no run below {config.log.dir} has this model and data"
+                f"checkpoint.resume = {section.resume}: no run in {config.log.dir} has this model and data"
             )
         chosen = step_path(folder, section.resume)
         if not (chosen / MANIFEST).is_file():
@@ -200,7 +200,7 @@ def _differences(config: Config, mine: Mapping[str, str], extra: Mapping[str, An
     """A sentence where data or settings are others than those of the checkpoint."""
     notes = []
     if extra.get("data") not in (None, mine["data"]):
-        notes.append("the data is not that of the checkpoint: its order restarts at the current batch number")
+        notes.append("the data differs from the checkpoint's: its order restarts at the current batch number")
     dumped, before = config.model_dump(mode="json"), extra.get("config", {})
     changed = [
         f"{section}.{key} {before[section][key]!r} -> {value!r}"
@@ -216,7 +216,7 @@ def _differences(config: Config, mine: Mapping[str, str], extra: Mapping[str, An
         if earlier and earlier != now:
             notes.append(
                 f"a micro-batch has {_words(now)} instead of {_words(earlier)} sequences, and load-balance losses and "
-                "capacities of experts are those of a micro-batch: losses will differ by more than rounding"
+                "capacities of experts are computed per micro-batch: losses will differ by more than rounding"
             )
     return notes
 

@@ -138,7 +138,7 @@ class RunCheckpoints:
         """Puts the newest checkpoint's state back. Raises CheckpointError where that is not possible."""
         self.finish()
         if self.path is None:
-            raise CheckpointError("there is no checkpoint to go back to")
+            raise CheckpointError("there is no checkpoint to roll back to")
         loaded = load(self.path, self._pipeline, self._optimizer, self._base)
         self._saved = loaded.step, int(loaded.extra["batch"])
         return loaded

@@ -403,7 +403,7 @@ def _content(extra: Mapping[str, Any] | None) -> bytes | None:
         return json.dumps(dict(extra), allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(
-            f"extra is {extra!r:.200}; it must be a dict that JSON can hold, of finite numbers, texts, lists and dicts: {error}"
+            f"extra is {extra!r:.200}; it must be a dict that JSON can hold, of finite numbers, strings, lists and dicts: {error}"
         ) from None
 
 

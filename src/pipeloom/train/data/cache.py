@@ -46,7 +46,7 @@ def folder_of(configured: str) -> Path:
         raise ConfigError(f"{key}: it is a file, not a folder")
     if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & 0o022):
         raise ConfigError(
-            f"{key}: others can write there, and what is trained on would be theirs to choose; use a folder of your own"
+            f"{key}: other users can write there, and could change the training data; use a folder of your own"
         )
     return folder.absolute()
 

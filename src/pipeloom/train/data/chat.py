@@ -41,7 +41,7 @@ def checked(messages: Sequence[Any]) -> list[dict[str, str]]:
         try:
             (message["role"] + message["content"]).encode()
         except UnicodeEncodeError:
-            raise BadConversation(f"message {number} holds half of a surrogate pair, which is no text") from None
+            raise BadConversation(f"message {number} holds half of a surrogate pair, which is not text") from None
         found.append({"role": message["role"], "content": message["content"]})
     if not any(message["role"] == ANSWERS for message in found):
         raise BadConversation(f'no message has the role "{ANSWERS}", so there is nothing to learn')
@@ -87,13 +87,13 @@ class TokenizerTemplate:
             plain = self._render(given[:number], False)
             if plain.startswith(done) and whole.startswith(plain) and not whole.startswith(prompt):
                 raise BadConversation(
-                    f"the tokenizer's chat template asks for an answer with {shortened(prompt.removeprefix(plain))!r}, which it "
-                    f'does not write before message {number + 1}; data.template = "simple" does not ask'
+                    f"the tokenizer's chat template prompts for an answer with {shortened(prompt.removeprefix(plain))!r}, which "
+                    f'it does not write before message {number + 1}; use data.template = "simple"'
                 )
             if not prompt.startswith(done) or not whole.startswith(prompt):
                 raise BadConversation(
                     f"the tokenizer's chat template writes message {number + 1} differently when others follow it; "
-                    'data.template = "simple" does not'
+                    'use data.template = "simple"'
                 )
             found += [Piece(prompt[len(done) :], False), Piece(whole[len(prompt) :], True)]
             done = whole

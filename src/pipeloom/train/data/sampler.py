@@ -41,7 +41,7 @@ class Sampler:
         share = items // rows if remainder == "drop" else -(-items // rows)
         self.steps_per_epoch = share
         if rows % replicas:
-            raise ConfigError(f"a batch of {rows} sequences cannot be shared by {replicas} replicas evenly")
+            raise ConfigError(f"a batch of {rows} sequences cannot be split evenly over {replicas} replicas")
         if items < 1 or share == 0:
             raise ConfigError(
                 f'data.remainder = "drop": {items} windows do not fill one batch of {rows}; set train.global_batch_size to '

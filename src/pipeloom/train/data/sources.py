@@ -247,7 +247,7 @@ class _Fields:
             try:
                 value.encode()
             except UnicodeEncodeError:
-                return BadRecord(place, f'field "{self.name}" holds half of a surrogate pair, which is no text')
+                return BadRecord(place, f'field "{self.name}" holds half of a surrogate pair, which is not text')
             return Record(place, value)
         if isinstance(value, list) and all(isinstance(each, dict) for each in value):
             return Record(place, value)
@@ -377,7 +377,7 @@ def _dataset(file: Path, source: Source, fields: _Fields) -> Iterator[Record | B
             raise
         except Exception as error:
             words = next(iter(str(error).splitlines()), type(error).__name__)
-            after = f" behind row {number}" if number else ""
+            after = f" after row {number}" if number else ""
             raise ConfigError(f"{shown}: datasets cannot read it{after}: {shortened(words)}") from None
 
 

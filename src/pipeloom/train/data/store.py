@@ -222,8 +222,8 @@ def token_files(source: Source, vocabulary: int, kind: str, eos: int | None) -> 
         largest = max((int(array[at : at + 2**22].max()) for at in range(0, len(array), 2**22)), default=0)
         if largest >= vocabulary:
             raise ConfigError(
-                f'data.source = "{shortened(source.name)}": {file} holds the token {largest:,}, and the model knows '
-                f"{vocabulary:,} (model.vocab_size); numbers are read as {array.dtype} (data.token_type)"
+                f'data.source = "{shortened(source.name)}": {file} holds the token {largest:,}, and the model has '
+                f"{vocabulary:,} tokens (model.vocab_size); numbers are read as {array.dtype} (data.token_type)"
             )
     tokens = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
     if not len(tokens):
