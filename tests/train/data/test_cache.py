@@ -127,7 +127,7 @@ def test_the_folder_is_private(tmp_path: Path, source: str, monkeypatch: pytest.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     assert cache.folder_of("") == tmp_path / "home" / "pipeloom"
     (tmp_path / "cache").chmod(0o777)
-    with pytest.raises(ConfigError, match="others can write there"):
+    with pytest.raises(ConfigError, match="other users can write there"):
         prepare(config(tmp_path, source=source))
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="it is a file, not a folder"):
