@@ -198,6 +198,33 @@ def test_no_orphans_when_the_launcher_is_killed(tmp_path: Path) -> None:
     assert wait_for(lambda: not any(map(alive, pids)), 5.0)
 
 
+@pytest.mark.parametrize(("origin", "code", "fate"), [(1, 1, "exit code 1"), (0, 6, "it was stuck, and was killed")])
+def test_a_rank_that_told_the_others_of_its_failure_may_say_why(
+    origin: int, code: int, fate: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A busy machine takes its time for a traceback; the peer has ended by then. A rank that is silent is killed at once."""
+    text = f"""
+    from pipeloom.train.failures import record_failure
+    folder = pathlib.Path(os.environ['PIPELOOM_FAILURES'])
+    if rank == 0:
+        while not (folder / 'listening').exists():
+            time.sleep(0.01)
+        record_failure(0, 6, 'stopped, because rank 1 failed', (1,), {origin})
+        sys.exit(6)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (folder / 'listening').touch()
+    while not (folder / 'rank0.json').exists():
+        time.sleep(0.01)
+    time.sleep(1.0)
+    print('the traceback', file=sys.stderr)
+    sys.exit(1)
+    """
+    assert launch(worker(text), 2, patience=Patience(reports=20.0)) == code
+    err = capfd.readouterr().err
+    assert ("the traceback" in err) == (code == 1)
+    assert f"failed first: {fate}; the other one was stopped" in err
+
+
 def test_handlers_are_put_back() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     launch(worker("pass"), 1)

@@ -34,6 +34,7 @@ class WorkerFailure:
         exit_code: of the worker.
         text: what it wrote to stderr about it.
         blames: the ranks whose fault it is, as far as this one knows; empty: its own.
+        origin: the rank that told the others of the failure: one that is blamed and told them ends by itself. None: this one.
     """
 
     rank: int
@@ -41,16 +42,17 @@ class WorkerFailure:
     exit_code: int
     text: str
     blames: tuple[int, ...] = ()
+    origin: int | None = None
 
 
-def record_failure(rank: int, exit_code: int, text: str, blames: Sequence[int] = ()) -> None:
+def record_failure(rank: int, exit_code: int, text: str, blames: Sequence[int] = (), origin: int | None = None) -> None:
     """Leaves a note that this worker fails now; does nothing without a launcher of ours."""
     folder = os.environ.get(FAILURES)
     if folder is None or not Path(folder).is_dir():
         return
     note = Path(folder) / f"rank{rank}.json"
     fresh = note.with_suffix(".part")
-    facts = asdict(WorkerFailure(rank, time.time(), exit_code, text, tuple(blames)))
+    facts = asdict(WorkerFailure(rank, time.time(), exit_code, text, tuple(blames), origin))
     with contextlib.suppress(OSError):  # without room for the note the exit code says it
         fresh.write_text(json.dumps(facts), encoding="utf-8")
         fresh.replace(note)

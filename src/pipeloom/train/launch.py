@@ -316,9 +316,9 @@ def _fail(workers: list[_Worker], signals: _Signals, patience: Patience, folder:
             if worker.rank not in codes and (code := worker.process.poll()) is not None:
                 codes[worker.rank] = code
         failures = read_failures(folder)
-        blamed = {rank for note in failures.values() for rank in note.blames} - failures.keys()
+        silent = {rank for note in failures.values() for rank in note.blames if rank != note.origin} - failures.keys()
         left = {worker.rank for worker in workers} - codes.keys()
-        if left <= blamed or time.monotonic() > until or signals.interrupts:
+        if left <= silent or time.monotonic() > until or signals.interrupts:
             break
         if not told:
             told = True
@@ -336,7 +336,14 @@ def _fail(workers: list[_Worker], signals: _Signals, patience: Patience, folder:
     others = len(workers) - 1
     stopped = f"; the other {others} were stopped" if others > 1 else "; the other one was stopped" if others else ""
     process = workers[rank].process.pid
-    fate = "it was stuck, and was killed" if code is None else _fate(code)
+    spoke = rank in failures or any(note.origin == rank for note in failures.values())
+    fate = (
+        _fate(code)
+        if code is not None
+        else "it did not end, and was killed"
+        if spoke
+        else "it was stuck, and was killed"
+    )
     print(f"pipeloom: rank {rank} (process {process}) failed first: {fate}{stopped}", file=sys.stderr, flush=True)
     return code if code is not None and code > 0 else DistributedError.exit_code
 

@@ -91,24 +91,26 @@ def _run(layout: Layout, body: Callable[[WorkerContext], None], rank: int, log: 
         if isinstance(error, KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one does not change how this worker ends
         watchdog = watching[0] if watching else None
-        code, text, blames = _explain(error, watchdog, rank)
+        code, text, blames, origin = _explain(error, watchdog, rank)
         _record_end(watchdog, code, text, blames)
         if isinstance(error, Preempted | Interrupted) and rank != 0:
             return code
-        record_failure(rank, code, text, blames)
+        record_failure(rank, code, text, blames, origin)
         if text and first_to_say(text):
             print(printable(text), file=sys.stderr, flush=True)
         return code
 
 
-def _explain(error: BaseException, watchdog: Watchdog | None, rank: int) -> tuple[int, str, tuple[int, ...]]:
-    """(exit code, what to write to stderr, the ranks to blame) for the error that ended this worker; the others are told."""
+def _explain(error: BaseException, watchdog: Watchdog | None, rank: int) -> tuple[int, str, tuple[int, ...], int]:
+    """(exit code, what to write to stderr, the ranks to blame, the one that told the others) for the error that ended this
+    worker; the others are told.
+    """
     code, text = describe(error)
     if watchdog is None:
-        return code, text, (rank,)
+        return code, text, (rank,), rank
     if code == 0 or isinstance(error, Preempted | Interrupted):
         watchdog.close()
-        return code, text, ()
+        return code, text, (), rank
     if lost_peer(error):
         cause = watchdog.cause(1.5)
         code = DistributedError.exit_code
@@ -121,7 +123,7 @@ def _explain(error: BaseException, watchdog: Watchdog | None, rank: int) -> tupl
         what = text.splitlines()[-1] if trace else text or describe_end(code)
         failure = watchdog.failed(f"rank {rank} failed: {what}", (rank,), trace)
     blames = (rank,) if failure.origin == rank and not failure.blames else failure.blames
-    return code, text, blames if code == DistributedError.exit_code else (rank,)
+    return code, text, blames if code == DistributedError.exit_code else (rank,), failure.origin
 
 
 def describe_end(code: int) -> str:
@@ -225,7 +227,7 @@ def _meeting_watchdog(layout: Layout, store: Store, rank: int, world: int, secon
 
 def _watch(links: Sequence[Link], layout: Layout, rank: int, world: int) -> Watchdog:
     def record(failure: Failure, code: int, words: str) -> None:
-        record_failure(rank, code, words, failure.blames)
+        record_failure(rank, code, words, failure.blames, failure.origin)
         write_exit(watchdog.folder, code, failure.text, failure.blames)
 
     watchdog = Watchdog(
