@@ -51,8 +51,8 @@ def gallery(folder: Path) -> str:
     folder.mkdir(parents=True)
     parts = [
         "# Gallery",
-        f"Every family with {RANKS} ranks and {MICROBATCHES} micro-batches at equal costs. A click on a picture opens the live",
-        "page: zoom, follow a micro-batch, ask why an action is late, and change the schedule.",
+        f"Every family with {RANKS} ranks and {MICROBATCHES} micro-batches at equal costs. Click a picture to open its",
+        "live page, on which you can zoom, follow a micro-batch, see why an action is late, and change the schedule.",
     ]
     for name, family in FAMILIES.items():
         timeline = pl.simulate(build(name, RANKS, MICROBATCHES))
