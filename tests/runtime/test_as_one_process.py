@@ -12,9 +12,11 @@ from one_process import Plain, built, differences, in_a_pipeline, one_process
 from torch import Tensor, nn
 
 import pipeloom as pl
-from models import WIDTH
+from models import WIDTH, batch, gradients, mse
 from pipeloom.errors import UsageError
+from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
 from pipeloom.schedule.model import Schedule
+from processes import run_ranks
 
 ONE_ROUTE = [pl.schedules.build(name, 2, 4) for name in ("1f1b", "zb-h1", "zbv")]
 SPLIT = pl.schedules.build("zb-h1", 2, 4)
@@ -297,3 +299,67 @@ class Decays(Plain):
 def test_a_weight_that_a_forward_changes_unseen_is_refused(schedule: Schedule) -> None:
     with pytest.raises(UsageError, match=r"changes its weight 'linear.weight' through .data"):
         differences([Decays] * 4, schedule)
+
+
+# -- tensors between stages --------------------------------------------------------------------------------------------
+
+
+class Aliases(Plain):
+    """Its output two times: itself, a view of it, or off the graph."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+        out = self.linear(x)
+        return out, {"same": out, "view": out[..., :2], "detached": out.detach()}[self.what]
+
+
+class ChangesOne(Plain):
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:  # type: ignore[override]
+        changed = x.mul_(2) if other.requires_grad else other.mul_(0.5)
+        return super().forward(x + changed) + other.sum()
+
+
+@pytest.mark.parametrize("what", ["same", "view", "detached"])
+@schedules
+def test_changing_one_of_two_inputs_of_one_memory_is_refused(schedule: Schedule, what: str) -> None:
+    with pytest.raises(UsageError, match="beside another tensor of the same memory"):
+        differences([Plain, lambda: Aliases(what), ChangesOne, Plain], schedule)
+
+
+class Conjugates(nn.Module):
+    """Complex numbers that are marked as conjugates, and real ones that are marked as negatives."""
+
+    def forward(self, x: Tensor) -> Any:
+        both = torch.complex(x, 2 * x).conj()
+        return both, both.imag
+
+
+class Joins(Plain):
+    def forward(self, both: Tensor, imaginary: Tensor) -> Tensor:  # type: ignore[override]
+        both = both.conj()
+        return super().forward(both.real + 3 * both.imag + imaginary)
+
+
+def conjugates(rank: int, transport: str, checksum: bool) -> tuple[float, dict[str, list[float]]]:
+    options = RuntimeOptions(transport=transport, checksum=checksum, monitor=False)  # type: ignore[arg-type]
+    layers = [Layer(f"layer{at}", lambda m=m: m) for at, m in enumerate(built([Plain, Conjugates, Joins, Plain]))]
+    pipeline = Pipeline(layers, ONE_ROUTE[0], loss=mse, options=options)
+    loss = pipeline.step(*batch(8)).item()
+    pipeline.close()
+    return loss, {name: gradient.tolist() for name, gradient in gradients(pipeline).items()}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("checksum", [False, True])
+@pytest.mark.parametrize("transport", ["individual", "batched", "shared"])
+def test_conjugates_and_negatives_cross_as_the_numbers_that_they_are(transport: str, checksum: bool) -> None:
+    want = dict(one_process(built([Plain, Conjugates, Joins, Plain]), 4, steps=1))
+    for loss, found in run_ranks(conjugates, 2, transport, checksum):
+        assert loss == pytest.approx(want["loss 0"].item(), rel=1e-5)
+        for name, gradient in found.items():
+            assert torch.allclose(
+                torch.tensor(gradient), want[f"{name.removeprefix('layer')} in step 0"], rtol=1e-4, atol=1e-6
+            )

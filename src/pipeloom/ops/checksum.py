@@ -19,7 +19,7 @@ def checksum(tensor: Tensor) -> Tensor:
     A sum modulo 2^64 of the memory's words, those of each row of 8 KB times an odd number of the row: any one flipped bit
     changes it, and so does the order of rows.
     """
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    data = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     if data.storage_offset() % 8:
         data = data.clone()
     whole = data.numel() // 8 * 8
@@ -43,7 +43,8 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
 
 def joint_checksum(tensors: Sequence[Tensor]) -> Tensor:
     """One checksum for all tensors of a device, in order: int64, 0-dim. Quick also where they are many and small."""
-    small = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors if tensor.nbytes <= _SMALL_BYTES]
+    plain = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors if tensor.nbytes <= _SMALL_BYTES]
+    small = [tensor.reshape(-1).view(torch.uint8) for tensor in plain]
     parts = [tensor for tensor in tensors if tensor.nbytes > _SMALL_BYTES]
     if small:
         parts.append(torch.cat(small))

@@ -94,6 +94,7 @@ class InFlight:
         read: how many of the stage's inputs, the last ones, it reads by name.
         carrying: which of the stage's inputs a gradient goes back for; a layer may call `requires_grad_` on another one.
         versions: of the stage's parameters before the forward, where it may not change them.
+        aliases: inputs that shared their memory where they were made, with their versions; no layer may change them.
     """
 
     queue: WeightGradQueue | None
@@ -102,6 +103,7 @@ class InFlight:
     read: int = 0
     carrying: tuple[bool, ...] = ()
     versions: list[int] | None = None
+    aliases: tuple[tuple[Tensor, int], ...] = ()
 
 
 class Stage:
@@ -278,6 +280,8 @@ class Stage:
             flight.versions = self._replicated.versions()
         leaves = _leaves(values, specs)
         flight.carrying = tuple([carries(value) for value in leaves])
+        if specs is not None and any(spec is not None and spec.shares for spec in specs):
+            flight.aliases = _versions_of_aliases(leaves, specs)
         if program.in_order and not self._looks_at_values:
             return flight, leaves, None
         before = StateChanges(
@@ -331,6 +335,11 @@ class Stage:
         names: NamedInForward | None,
     ) -> StageOutputs:
         """The forward's outputs, with what the backward needs kept for it."""
+        if any(_version(value) != version for value, version in flight.aliases):
+            raise UsageError(
+                f"a layer of {self.words} changes its input in place, and the layer before returned it beside another tensor "
+                "of the same memory, which in one process would change with it; return a clone of one of them, or work on a copy"
+            )
         outputs: BoundaryValues = ()
         share: Tensor | None = None
         if loss is None:
@@ -561,6 +570,11 @@ class NamedInForward:
                     "write a clone of it, or work on a copy (inplace=False)"
                 )
         return {name: self._tensors[name] for name in self._program.writes}
+
+
+def _versions_of_aliases(values: BoundaryValues, specs: Boundary) -> tuple[tuple[Tensor, int], ...]:
+    pairs = zip(values, specs, strict=True)
+    return tuple([(v, _version(v)) for v, s in pairs if v is not None and s is not None and s.shares])
 
 
 def _version(value: Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -33,11 +34,17 @@ BoundaryValues = tuple[Tensor | None, ...]
 
 
 class TensorSpec(NamedTuple):
-    """A tensor at a boundary; `carries`: a gradient comes back for it (it is floating and requires one)."""
+    """A tensor at a boundary.
+
+    Attributes:
+        carries: a gradient comes back for it (it is floating and requires one).
+        shares: its memory is that of another tensor there, too, until they have crossed.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     carries: bool
+    shares: bool = False
 
     def empty(self, device: torch.device) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
@@ -80,14 +87,22 @@ def require_plain(values: Iterable[Tensor | None], where: str) -> None:
 
 def boundary_of(values: BoundaryValues) -> Boundary:
     """The specs of these values."""
-    return tuple(
-        [  # a generator would cost as much again as these specs
-            None
-            if v is None
-            else TensorSpec(v.dtype, tuple(v.shape), v.requires_grad and (v.is_floating_point() or v.is_complex()))
-            for v in values
-        ]
-    )
+    specs = [  # a generator would cost as much again as these specs
+        None
+        if v is None
+        else TensorSpec(v.dtype, tuple(v.shape), v.requires_grad and (v.is_floating_point() or v.is_complex()))
+        for v in values
+    ]
+    if len(values) > 1:
+        memory = Counter(_memory(value) for value in values if value is not None and value.numel())
+        for at, (value, spec) in enumerate(zip(values, specs, strict=True)):
+            if value is not None and spec is not None and memory[_memory(value)] > 1:
+                specs[at] = spec._replace(shares=True)
+    return tuple(specs)
+
+
+def _memory(value: Tensor) -> int:
+    return value.untyped_storage().data_ptr()
 
 
 def gradients_of(boundary: Boundary) -> Boundary:
@@ -106,7 +121,7 @@ def encode(boundary: Boundary) -> Tensor:
 
 
 def to_numbers(boundary: Boundary) -> list[int]:
-    """Return the boundary as integers: the number of values, then -1 for None, or dtype, `carries`, dimensions and sizes."""
+    """Return the boundary as integers: the number of values, then -1 for None, or dtype, marks, dimensions and sizes."""
     numbers = [len(boundary)]
     for spec in boundary:
         if spec is None:
@@ -114,7 +129,8 @@ def to_numbers(boundary: Boundary) -> list[int]:
         elif spec.dtype not in _BOUNDARY_DTYPES:
             raise UsageError(f"a tensor of dtype {spec.dtype} cannot cross a boundary")
         else:
-            numbers += [_BOUNDARY_DTYPES.index(spec.dtype), int(spec.carries), len(spec.shape), *spec.shape]
+            marks = int(spec.carries) + 2 * int(spec.shares)
+            numbers += [_BOUNDARY_DTYPES.index(spec.dtype), marks, len(spec.shape), *spec.shape]
     return numbers
 
 
@@ -132,8 +148,9 @@ def from_numbers(each: Iterable[int]) -> Boundary:
         if kind < 0:
             specs.append(None)
         else:
-            carries, ndim = bool(next(numbers)), next(numbers)
-            specs.append(TensorSpec(_BOUNDARY_DTYPES[kind], tuple(next(numbers) for _ in range(ndim)), carries))
+            marks, ndim = next(numbers), next(numbers)
+            shape = tuple(next(numbers) for _ in range(ndim))
+            specs.append(TensorSpec(_BOUNDARY_DTYPES[kind], shape, bool(marks & 1), bool(marks & 2)))
     return tuple(specs)
 
 

@@ -208,5 +208,8 @@ class InProcessBatches:
 
 
 def tensors(values: BoundaryValues) -> list[Tensor]:
-    """The tensors among the values, detached and in one piece each, ready to be sent."""
-    return [value.detach().contiguous() for value in values if value is not None]
+    """The tensors among the values, detached and in one piece each, ready to be sent.
+
+    A conjugate or a negative that is only a mark on other numbers is computed: a message carries memory, and no marks.
+    """
+    return [value.detach().resolve_conj().resolve_neg().contiguous() for value in values if value is not None]
