@@ -19,6 +19,7 @@ from typing import Any
 
 from fuzz._cases import LARGEST_WORLD, Case, draw_case, schedule_of
 from fuzz._crew import Crew, Hang
+from fuzz._layers import CUTTING
 from fuzz._runs import Observation, differences, distributed, local, observed, reference
 from fuzz._shrink import shrink
 
@@ -65,6 +66,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "is recomputed, and its forward changes its input in place: work on a copy there",
         "the second run would see the changed input",
         lambda case: case.recompute != "none" and _has("changed input")(case),
+    ),
+    Refusal(
+        "the loss carries no gradient for any micro-batch, but the outputs that it is computed from do",
+        "the loss reads an output that carries none, beside one that does",
+        _has(*CUTTING),
     ),
     Refusal(
         "torch.func.* don't yet support saved tensor hooks",

@@ -268,15 +268,19 @@ def test_statistics_over_two_routes_are_refused(schedule: pl.Schedule) -> None:
     assert worst(gradients(pipeline), serial(frozen, x, y, [2] * 4)[1]) <= 1e-5
 
 
-def _counting(rank: int) -> None:
+def _counting(rank: int, schedule: pl.Schedule) -> None:
     log = Log()
-    pipeline = Pipeline([Layer(f"layer{n}", lambda n=n: Dropping(n, log)) for n in range(2)], TWO_ROUTES[0], loss=mse)
+    pipeline = Pipeline([Layer(f"layer{n}", lambda n=n: Dropping(n, log)) for n in range(2)], schedule, loss=mse)
     pipeline.step(*batch(8))
 
 
 @pytest.mark.dist
-def test_replicas_on_two_ranks_do_not_count_half_each(tmp_path: Path) -> None:
-    for end in run_until_dead(_counting, 2, tmp_path):  # one raises; whoever waits for it may be ended by its watchdog
+@pytest.mark.parametrize(
+    "schedule", [TWO_ROUTES[0], pl.schedules.chimera(ranks=2, microbatches=1)], ids=["half each", "all or nothing"]
+)
+def test_replicas_on_two_ranks_do_not_count_a_part_each(schedule: pl.Schedule, tmp_path: Path) -> None:
+    """A single micro-batch comes through one of the two replicas only, and the other would not count it."""
+    for end in run_until_dead(_counting, 2, tmp_path, schedule):  # one raises; whoever waits for it may be ended by its watchdog
         assert end.code != 0
         assert re.search(r"the forward of layer 'layer\d' changes its buffer 'seen'", end.words), end.words
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -54,7 +55,8 @@ class StageProgram:
         takes, gives: what it gets from the stage before it in its route, and hands to the one after; None: it is the first,
             the last.
         split: the micro-batches whose backward is I and W.
-        in_order: whether every micro-batch comes through it, in order.
+        in_order: whether every micro-batch comes through it, in order, and through no replica of it: one that gets no micro-batch
+            would keep the state from before.
         reads: the tensors that it gets by name, from stages further before.
         writes: name of a tensor -> the later stages that get it.
     """
@@ -189,12 +191,14 @@ def _stage_programs(schedule: Schedule, rank: int) -> dict[int, StageProgram]:
     takes, gives = _neighbour_edges(schedule)
     actions = [action for cell in schedule.programs[rank] for action in parts(cell)]
     everything = list(range(schedule.microbatches))
+    replicas = Counter(schedule.position_of)
     return {
         stage: StageProgram(
             takes[stage],
             gives[stage],
             frozenset(mb for kind, at, mb in actions if at == stage and kind_of(kind).produces == (INPUT_GRADIENT,)),
-            [mb for kind, at, mb in actions if at == stage and kind_of(kind).is_forward] == everything,
+            replicas[schedule.position_of[stage]] == 1
+            and [mb for kind, at, mb in actions if at == stage and kind_of(kind).is_forward] == everything,
             named.reads[stage],
             {name: tuple(e for e in named.writes[stage] if e.name == name) for _, _, name in named.writes[stage]},
         )
