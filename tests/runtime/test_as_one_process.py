@@ -363,3 +363,39 @@ def test_conjugates_and_negatives_cross_as_the_numbers_that_they_are(transport: 
             assert torch.allclose(
                 torch.tensor(gradient), want[f"{name.removeprefix('layer')} in step 0"], rtol=1e-4, atol=1e-6
             )
+
+
+# -- tensors past the pipeline -----------------------------------------------------------------------------------------
+
+
+class Stash:
+    """What one layer leaves for another."""
+
+    def __init__(self) -> None:
+        self.value: Tensor | None = None
+
+
+class Leaves(Plain):
+    def __init__(self, stash: Stash) -> None:
+        super().__init__()
+        self.stash = stash
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.stash.value = x
+        return super().forward(x)
+
+
+class Finds(Leaves):
+    def forward(self, x: Tensor) -> Tensor:
+        return Plain.forward(self, x) + self.stash.value
+
+
+@schedules
+def test_a_tensor_that_another_stage_left_is_refused(schedule: Schedule) -> None:
+    stash = Stash()
+    layers = [Plain, lambda: Leaves(stash), Plain, lambda: Finds(stash)]
+    assert differences(layers, pl.schedules.build("1f1b", 1, 4)) == []
+    with pytest.raises(
+        UsageError, match=r"computed before the stage's forward, with its graph .* or pass it on by name"
+    ):
+        differences(layers, schedule)

@@ -113,7 +113,7 @@ class ReplicatedParameters:
 
     def require_known(self, roots: Sequence[GradientEdge], losses: Sequence[Tensor]) -> None:
         """Raise UsageError for a parameter that a graph reaches and no layer of the stage holds."""
-        for parameter in _leaves([*(root.node for root in roots), *(loss.grad_fn for loss in losses)]):
+        for parameter in _leaves(_nodes_of(roots, losses)):
             if isinstance(parameter, nn.Parameter) and parameter not in self._known:
                 raise UsageError(
                     f"the loss or a layer uses a parameter of shape {list(parameter.shape)} that no layer of its stage holds, so "
@@ -122,14 +122,47 @@ class ReplicatedParameters:
                 )
 
 
+def next_operation() -> int:
+    """Return autograd's number of an operation recorded now; those that come later have higher ones."""
+    marker = torch.zeros(1, requires_grad=True).view(1).grad_fn
+    assert marker is not None
+    return int(marker._sequence_nr())
+
+
+def require_own_graph(stage: str, began: int, roots: Sequence[GradientEdge], losses: Sequence[Tensor]) -> None:
+    """Raise UsageError where a stage's graph reaches an operation from before the stage's forward.
+
+    In one process that may be a tensor of an earlier layer, left for a later one in an attribute or a global variable. Here it
+    is of another stage, whose backward is another one, and often of another micro-batch.
+
+    Args:
+        began: autograd's number of the forward's first operation.
+    """
+    for node in _nodes(_nodes_of(roots, losses)):
+        if type(node).__name__ != "AccumulateGrad" and node._sequence_nr() < began:
+            raise UsageError(
+                f"a layer of {stage} uses a tensor that was computed before the stage's forward, with its graph ({node.name()}): "
+                "a tensor that an earlier layer leaves in an attribute or a variable is of another micro-batch by then; return "
+                "it, or pass it on by name (Layer(..., writes=...) and reads=...)"
+            )
+
+
+def _nodes_of(roots: Sequence[GradientEdge], losses: Sequence[Tensor]) -> list[Any]:
+    return [*(root.node for root in roots), *(loss.grad_fn for loss in losses)]
+
+
 def _leaves(nodes: Sequence[Any]) -> Iterator[Tensor]:
     """The tensors in which a backward pass from these nodes accumulates gradients."""
+    return (node.variable for node in _nodes(nodes) if type(node).__name__ == "AccumulateGrad")
+
+
+def _nodes(nodes: Sequence[Any]) -> Iterator[Any]:
+    """Return the nodes of a graph, from these on."""
     waiting, seen = [node for node in nodes if node is not None], set()
     while waiting:
         node = waiting.pop()
         if node in seen:
             continue
         seen.add(node)
-        if type(node).__name__ == "AccumulateGrad":
-            yield node.variable
+        yield node
         waiting += [after for after, _ in node.next_functions if after is not None]

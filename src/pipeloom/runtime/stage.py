@@ -23,7 +23,7 @@ from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weig
 from pipeloom.ops.layer import LossTerm
 from pipeloom.ops.recompute import recomputed
 from pipeloom.ops.segments import Communication, carries, is_segmented, saved_of
-from pipeloom.runtime.built_parameters import ReplicatedParameters
+from pipeloom.runtime.built_parameters import ReplicatedParameters, next_operation, require_own_graph
 from pipeloom.runtime.overlap import CommStream, ComputeGroup, Coroutine, run_to_end, split_at_communications
 from pipeloom.runtime.program import StageProgram
 from pipeloom.runtime.stage_modules import StageModules
@@ -95,6 +95,7 @@ class InFlight:
         carrying: which of the stage's inputs a gradient goes back for; a layer may call `requires_grad_` on another one.
         versions: of the stage's parameters before the forward, where it may not change them.
         aliases: inputs that shared their memory where they were made, with their versions; no layer may change them.
+        began: autograd's number of the forward's first operation, where older ones are looked for.
     """
 
     queue: WeightGradQueue | None
@@ -104,6 +105,7 @@ class InFlight:
     carrying: tuple[bool, ...] = ()
     versions: list[int] | None = None
     aliases: tuple[tuple[Tensor, int], ...] = ()
+    began: int = 0
 
 
 class Stage:
@@ -282,6 +284,8 @@ class Stage:
         flight.carrying = tuple([carries(value) for value in leaves])
         if specs is not None and any(spec is not None and spec.shares for spec in specs):
             flight.aliases = _versions_of_aliases(leaves, specs)
+        if self._looks_at_values and not self.segmented:
+            flight.began = next_operation()
         if program.in_order and not self._looks_at_values:
             return flight, leaves, None
         before = StateChanges(
@@ -360,6 +364,8 @@ class Stage:
                 if flight.versions is not None:
                     self._replicated.require_unchanged(flight.versions)
                 self._replicated.require_known(roots, losses)
+            if flight.began:
+                require_own_graph(self.words, flight.began, roots, losses)
             flight.groups.append(SavedGroup(inputs, roots, losses))
             flight.outputs = () if self._deallocate else (*outputs, *tensors.values())
             self._alive[microbatch] = flight
