@@ -280,7 +280,9 @@ def _counting(rank: int, schedule: pl.Schedule) -> None:
 )
 def test_replicas_on_two_ranks_do_not_count_a_part_each(schedule: pl.Schedule, tmp_path: Path) -> None:
     """A single micro-batch comes through one of the two replicas only, and the other would not count it."""
-    for end in run_until_dead(_counting, 2, tmp_path, schedule):  # one raises; whoever waits for it may be ended by its watchdog
+    for end in run_until_dead(
+        _counting, 2, tmp_path, schedule
+    ):  # one raises; whoever waits for it may be ended by its watchdog
         assert end.code != 0
         assert re.search(r"the forward of layer 'layer\d' changes its buffer 'seen'", end.words), end.words
 
