@@ -139,7 +139,10 @@ def require_own_graph(stage: str, began: int, roots: Sequence[GradientEdge], los
         began: autograd's number of the forward's first operation.
     """
     for node in _nodes(_nodes_of(roots, losses)):
-        if type(node).__name__ != "AccumulateGrad" and node._sequence_nr() < began:
+        after = [getattr(each, "variable", None) for each, _ in node.next_functions if each is not None]
+        # Autocast's copy of a weight, say, which all micro-batches share.
+        of_a_weight = len(after) == 1 and isinstance(after[0], nn.Parameter)
+        if type(node).__name__ != "AccumulateGrad" and not of_a_weight and node._sequence_nr() < began:
             raise UsageError(
                 f"a layer of {stage} uses a tensor that was computed before the stage's forward, with its graph ({node.name()}): "
                 "a tensor that an earlier layer leaves in an attribute or a variable is of another micro-batch by then; return "
