@@ -113,6 +113,10 @@ def test_a_batch_smaller_than_m_is_refused_for_training() -> None:
     pipeline = LocalPipeline(blocks(2), pl.schedules.gpipe(2, 4), loss=mse)
     with pytest.raises(UsageError, match="3 rows cannot be split into 4 micro-batches"):
         pipeline.step(*batch(3))
+    x, y = batch(3)
+    for call in (lambda: pipeline.predict(x[:0]), lambda: pipeline.evaluate(x[:0], y[:0])):
+        with pytest.raises(UsageError, match="the batch has 0 rows"):
+            call()
 
 
 def test_a_second_run_is_bitwise_the_same() -> None:

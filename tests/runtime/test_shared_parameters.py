@@ -5,10 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from dying import run_until_dead
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
@@ -438,3 +440,50 @@ def narrow(rank: int) -> str:
 def test_a_vocabulary_smaller_than_tp() -> None:
     said = run_ranks(narrow, 2)
     assert said == ["tp=2 is more than a vocabulary of 1; nearest: 1"] * 2
+
+
+class Borrowing(nn.Module):
+    """A head whose weight is another layer's, and no parameter of its own."""
+
+    def __init__(self, embed: Embed) -> None:
+        super().__init__()
+        self.others = [embed]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.others[0].weight)
+
+
+def borrowing(rank: int, way: str) -> None:
+    middle: list[Any] = [Layer("b0", lambda: Block(0)), Layer("b1", lambda: Block(1))]
+    loss: Callable[[Any, Any], Tensor] = loss_of
+    embed = Embed(weight())
+    if way == "modules":
+        given: list[Any] = [embed, *middle, Borrowing(embed)]
+    elif way == "factories":
+        given = [Layer("embed", lambda: embed), *middle, Layer("head", lambda: Borrowing(embed))]
+    else:
+        assert way == "loss"
+        given = [embed, *middle, Layer("b2", lambda: Block(2))]
+
+        def loss(output: Tensor, target: Tensor) -> Tensor:
+            return loss_of(linear(output, embed.weight), target)
+
+    Pipeline(given, S.one_f_one_b(2, 4), loss=loss).step(*data())
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("way", ["modules", "factories", "loss"])
+def test_a_weight_of_another_rank_that_no_layer_here_holds_is_refused(way: str, tmp_path: Path) -> None:
+    """Its gradient would stay on the rank that uses it."""
+    ends = run_until_dead(borrowing, 2, tmp_path, way)
+    assert all(end.code != 0 for end in ends)
+    name = "embed.weight" if way == "factories" else "0.weight"
+    assert f"uses {name!r}, a parameter of a layer of another rank" in ends[1].words
+
+
+def test_one_process_may_use_a_weight_of_another_stage() -> None:
+    embed = Embed(weight())
+    pipeline = LocalPipeline([embed, Block(0), Block(1), Borrowing(embed)], S.one_f_one_b(2, 4), loss=loss_of)
+    pipeline.step(*data())
+    assert embed.weight.grad is not None
+    assert embed.weight.grad.flatten().tolist() == pytest.approx(serial("modules")[0], abs=1e-6)

@@ -135,6 +135,7 @@ def assemble(
     communications = CommStream(device, options.trace, status)
     copies_on = None if shared_build is not None else _replicated_over(schedule, tied, summed)
     stages: dict[int, Stage] = {}
+    of_other_ranks: dict[nn.Parameter, str] = {}  # known once all ranks have built their layers
     failure: Exception | None = None
     try:
         for s in schedule.stages_of[rank]:
@@ -148,6 +149,7 @@ def assemble(
                 communications,
                 shared_build is not None,
                 copies_on,
+                of_other_ranks,
             )
             _refuse_renorming(stages[s].layers.names, stages[s].modules, copies_on)
     except Exception as error:
@@ -159,6 +161,8 @@ def assemble(
     if failure is not None:
         raise failure
     _refuse(facts)
+    if shared_build is None:
+        of_other_ranks.update(build.shared.of_other_ranks([fact["shared"] for fact in facts], modules))
     asked = make_ties(
         merged([*(tie.names for tie in ties), *shared_groups([fact["shared"] for fact in facts])]), owners
     )

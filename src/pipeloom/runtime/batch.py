@@ -252,8 +252,14 @@ def chosen_sizes(inputs: Any, count: int, configured: Sequence[int] | None) -> t
 
 
 def forward_count(microbatches: int, inputs: Any) -> int:
-    """Return the number of micro-batches of a forward pass: the schedule's, or fewer where the batch has fewer rows."""
-    return min(microbatches, batch_rows(as_inputs(inputs)))
+    """Return the number of micro-batches of a forward pass: the schedule's, or fewer where the batch has fewer rows.
+
+    Raises UsageError for a batch of no rows.
+    """
+    rows = batch_rows(as_inputs(inputs))
+    if not rows:
+        raise UsageError("the batch has 0 rows: there is nothing to compute")
+    return min(microbatches, rows)
 
 
 def batch_rows(inputs: Sequence[Any]) -> int:

@@ -122,6 +122,19 @@ class ReplicatedParameters:
                 )
 
 
+def require_of_rank(
+    elsewhere: Mapping[nn.Parameter, str], roots: Sequence[GradientEdge], losses: Sequence[Tensor]
+) -> None:
+    """Raise UsageError for a parameter that a graph reaches and a layer of another rank holds (`elsewhere`, with its name)."""
+    for parameter in _leaves(_nodes_of(roots, losses)):
+        if isinstance(parameter, nn.Parameter) and parameter in elsewhere:
+            raise UsageError(
+                f"the loss or a layer uses {elsewhere[parameter]!r}, a parameter of a layer of another rank, and that rank would "
+                "not get its gradient: make it a parameter of the layer that uses it too (self.weight = other.weight), or, if "
+                "the loss does, of the last layer; it is then tied"
+            )
+
+
 def next_operation() -> int:
     """Return autograd's number of an operation recorded now; those that come later have higher ones."""
     marker = torch.zeros(1, requires_grad=True).view(1).grad_fn

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weig
 from pipeloom.ops.layer import LossTerm
 from pipeloom.ops.recompute import recomputed
 from pipeloom.ops.segments import Communication, carries, is_segmented, saved_of
-from pipeloom.runtime.built_parameters import ReplicatedParameters, next_operation, require_own_graph
+from pipeloom.runtime.built_parameters import ReplicatedParameters, next_operation, require_of_rank, require_own_graph
 from pipeloom.runtime.overlap import CommStream, ComputeGroup, Coroutine, run_to_end, split_at_communications
 from pipeloom.runtime.program import StageProgram
 from pipeloom.runtime.stage_modules import StageModules
@@ -120,6 +121,8 @@ class Stage:
         communications: the rank's.
         shared: whether the replicas of a layer are one module.
         replicated: what holds copies of these layers' parameters, in words; None: nothing does.
+        elsewhere: parameters that this process can reach and layers of other ranks hold -> their names; complete at the first
+            forward.
     """
 
     def __init__(
@@ -132,6 +135,7 @@ class Stage:
         communications: CommStream,
         shared: bool = False,
         replicated: str | None = None,
+        elsewhere: Mapping[nn.Parameter, str] = MappingProxyType({}),
     ) -> None:
         self.index = index
         self.words = f"stage {index}"
@@ -144,6 +148,7 @@ class Stage:
         self._grad_context = grad_context
         self._communications = communications
         self._shared = shared
+        self._elsewhere = elsewhere
         self._alive: dict[int, InFlight] = {}
         self._awaiting_w: dict[int, WeightGradQueue] = {}
         self._probes: float = _PROBES
@@ -364,6 +369,8 @@ class Stage:
                 if flight.versions is not None:
                     self._replicated.require_unchanged(flight.versions)
                 self._replicated.require_known(roots, losses)
+            if self._elsewhere and self._probes >= 0:
+                require_of_rank(self._elsewhere, roots, losses)
             if flight.began:
                 require_own_graph(self.words, flight.began, roots, losses)
             flight.groups.append(SavedGroup(inputs, roots, losses))

@@ -277,11 +277,32 @@ class SharedParameters:
         before = self._lengths.get(id(value))
         return isinstance(value, list) and (before is None or before[1] != len(value))
 
+    def of_other_ranks(self, facts: Sequence[Mapping[str, Any]], here: Mapping[str, Any]) -> dict[nn.Parameter, str]:
+        """Parameters that this process can reach and only layers of other ranks hold -> their names there.
+
+        Args:
+            facts: of every rank of the pipeline.
+            here: this rank's layers by name.
+        """
+        names = {parameter: name for name, parameter in reversed(self._objects.items())}
+        if _number_alike(facts):
+            by_number = {number: parameter for parameter, number in self._numbers.items()}
+            for each in facts:
+                for name, number in each["numbers"].items():
+                    names.setdefault(by_number[number], name)
+        held = {p for name, p in self._objects.items() if layer_of(name, here) is not None}
+        return {parameter: name for parameter, name in names.items() if parameter not in held}
+
+
+def _number_alike(facts: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the ranks have found the same parameter objects, so that their numbers mean the same."""
+    return len({each["digest"] for each in facts}) == 1
+
 
 def shared_groups(facts: Sequence[Mapping[str, Any]]) -> Groups:
     """Names of parameters that are one object, from the `facts` of every rank of a pipeline."""
     groups: Groups = [tuple(names) for each in facts for names in each["groups"]]
-    if len({each["digest"] for each in facts}) == 1:  # else the ranks number different objects
+    if _number_alike(facts):
         groups += _grouped({name: number for each in facts for name, number in each["numbers"].items()})
     paths: dict[str, dict[str, bool]] = {}
     for each in facts:
