@@ -42,6 +42,14 @@ def test_full_collections_come_every_so_many_steps() -> None:
         assert found() is None
 
 
+def test_the_heap_is_trimmed_with_each_of_them() -> None:
+    trimmed: list[int] = []
+    with StepGarbage(lambda: trimmed.append(1)) as garbage:
+        for step in range(1, 2 * EVERY_STEPS + 2):
+            garbage.after_step(step)
+    assert len(trimmed) == 2
+
+
 def test_what_is_there_after_the_first_step_is_set_aside_until_the_end() -> None:
     before = old_cycle()
     assert gc.get_freeze_count() == 0

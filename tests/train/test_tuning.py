@@ -62,6 +62,43 @@ def test_freed_memory_is_used_again() -> None:
     assert usual > 5_000
 
 
+HOLES = """
+import ctypes, pathlib
+from pipeloom.train.tuning import keep_freed_memory, trim_freed_memory
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+if %r:
+    keep_freed_memory()
+
+def resident():
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+pieces = [libc.malloc(2**20) for _ in range(64)]
+for piece in pieces:
+    ctypes.memset(piece, 1, 2**20)
+pages = [libc.malloc(2**12) for _ in range(64)]  # behind them, and kept
+for piece in pieces:
+    libc.free(piece)
+before = resident()
+trim_freed_memory()
+print(before - resident() > 2**25)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's heap")
+@pytest.mark.parametrize("kept", [True, False])
+def test_freed_memory_goes_back_when_it_is_trimmed(kept: bool) -> None:
+    """Only where it is kept: the library changes nothing about a process that the trainer has not tuned."""
+    if faults()[0] == "False":
+        pytest.skip("not glibc")
+    usual = {name: value for name, value in os.environ.items() if "MALLOC" not in name}
+    ran = subprocess.run(
+        [sys.executable, "-c", HOLES % kept], env=usual, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ran.stdout.split() == [str(kept)]
+
+
 LIBRARY = """
 import ctypes, os, resource, signal, sys, threading
 import torch

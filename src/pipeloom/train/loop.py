@@ -52,6 +52,7 @@ from pipeloom.train.restarts import note_run, restarted_run
 from pipeloom.train.sample import generate
 from pipeloom.train.schedule_search import MeasureThenSearch, resolve_before_start
 from pipeloom.train.speculative import Outcome, SpeculativeOptimizer
+from pipeloom.train.tuning import trim_freed_memory
 
 if TYPE_CHECKING:
     from pipeloom.train.context import WorkerContext
@@ -230,7 +231,7 @@ class Trainer:
         if options.on_nan == "rollback" or options.on_spike == "rollback":
             self._save()  # something to go back to
         final = self.made
-        with StepGarbage() as garbage:
+        with StepGarbage(trim_freed_memory) as garbage:
             while self.made < options.steps:
                 if self._profile is not None:
                     self._profile.before_step(self.made + 1)

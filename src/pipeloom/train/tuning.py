@@ -44,3 +44,12 @@ def keep_freed_memory() -> bool:
         return False
     # a threshold that is set stays: by default it, and with it the other, grows with the largest piece freed so far
     return all([library.mallopt(_MMAP_THRESHOLD, _LARGEST), library.mallopt(_TRIM_THRESHOLD, _KEEP)])
+
+
+def trim_freed_memory() -> None:
+    """Give the system back what is free now, where `keep_freed_memory` keeps it.
+
+    Between pieces that stay, the heap has holes that later pieces do not fit, and it would grow for thousands of steps.
+    """
+    if keep_freed_memory.cache_info().currsize and keep_freed_memory():  # called before, and with success
+        ctypes.CDLL(None).malloc_trim(0)
