@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from checkpoint_states import Run, contents, layout_of
 
 from pipeloom import checkpoint
 from pipeloom.train.checkpoint.folder import complete
+from pipeloom.train.loop import Trainer
+from pipeloom.train.requests import SAVE, Requests
 from processes import run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -76,6 +79,24 @@ def test_sigterm_saves_and_the_next_run_goes_on_with_the_next_batch(tmp_path: Pa
     again = command(tmp_path, "a", "--train.steps", str(last + 2), "--checkpoint.resume", "auto")
     assert again.returncode == 0, again.stderr
     assert [step for step, _ in steps_of(folder)] == [*range(1, last + 3)]
+
+
+def test_who_asks_while_a_checkpoint_is_saved_gets_another_one(tmp_path: Path) -> None:
+    """The one being saved may be seen, complete, before the trainer goes on."""
+    requests, file = Requests(save=True), tmp_path / "save"
+    file.write_text("")
+    seen: list[tuple[bool, bool]] = []
+
+    def save() -> None:
+        seen.append((requests.save, file.exists()))
+        requests.note(signal.SIGUSR1)
+        file.write_text("")
+
+    trainer: Any = SimpleNamespace(_context=SimpleNamespace(requests=requests), _save_file=file, _save=save)
+    Trainer._save_as_asked(trainer, SAVE)
+    assert seen == [(False, False)]
+    assert requests.save
+    assert file.exists()
 
 
 def test_sigterm_to_torchrun_saves_too(tmp_path: Path) -> None:
