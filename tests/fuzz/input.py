@@ -427,7 +427,8 @@ def _is_large(case: Case, found: Answer) -> bool:
     Such a schedule takes time and memory in proportion to its size; the limits on sizes bound both.
     """
     texts = (*case.words, *(number for _, text in case.files for number in re.findall(r"\b[0-9_]{4,8}\b", text)))
-    sizes = [int(text) for text in texts if text.replace("_", "").isdigit() and len(text) < 9]
+    digits = [text.replace("_", "") for text in texts if len(text) < 9]
+    sizes = [int(text) for text in digits if text.isdecimal()]
     return found.code in (0, 3) and max(sizes, default=0) >= LARGE
 
 
