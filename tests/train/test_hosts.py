@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -129,9 +130,10 @@ def test_a_host_that_is_frozen_is_named_by_the_other(tmp_path: Path) -> None:
     line = faults.command(tmp_path, *faults.LAYOUTS["gloo"])
     with Hosts() as hosts:
         runs = [hosts.start(host, line) for host in range(2)]
+        frozen: list[int] = []
         try:
             faults.wait_for_steps(tmp_path, 3, runs[0])
-            frozen = faults.children(runs[1].pid)
+            frozen += faults.children(runs[1].pid)
             assert len(frozen) == 2
             for number in frozen:
                 os.kill(number, signal.SIGSTOP)
@@ -139,6 +141,9 @@ def test_a_host_that_is_frozen_is_named_by_the_other(tmp_path: Path) -> None:
         finally:
             for run in runs:
                 run.kill()
+            for number in frozen:  # SIGTERM, by which torchrun ends its workers, waits as long as they are frozen
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(number, signal.SIGKILL)
     assert outcome.code == 1  # torchrun's own, whatever its workers' were
     found = exit_file(tmp_path)
     assert found["exit_code"] == 6
