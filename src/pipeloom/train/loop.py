@@ -275,7 +275,7 @@ class Trainer:
                 if evaluates:
                     self._evaluate(made, held_out)
                 if due or flags & SAVE:
-                    self._save_as_asked(flags)
+                    self.save_as_asked(flags)
                 if self.measuring is not None and self.measuring.after_step():
                     self.measuring = None
                     self.traces.clear()  # of another schedule
@@ -314,7 +314,7 @@ class Trainer:
         if self.checkpoints is not None:
             self.checkpoints.save(self.made, self.batch)
 
-    def _save_as_asked(self, flags: int) -> None:
+    def save_as_asked(self, flags: int) -> None:
         """Saves what has been asked for until now; who asks meanwhile asks for another checkpoint."""
         if flags & SAVE:
             self._context.requests.save = False

@@ -93,7 +93,7 @@ def test_who_asks_while_a_checkpoint_is_saved_gets_another_one(tmp_path: Path) -
         file.write_text("")
 
     trainer: Any = SimpleNamespace(_context=SimpleNamespace(requests=requests), _save_file=file, _save=save)
-    Trainer._save_as_asked(trainer, SAVE)
+    Trainer.save_as_asked(trainer, SAVE)
     assert seen == [(False, False)]
     assert requests.save
     assert file.exists()
