@@ -198,9 +198,16 @@ def test_no_orphans_when_the_launcher_is_killed(tmp_path: Path) -> None:
     assert wait_for(lambda: not any(map(alive, pids)), 5.0)
 
 
-@pytest.mark.parametrize(("origin", "code", "fate"), [(1, 1, "exit code 1"), (0, 6, "it was stuck, and was killed")])
+@pytest.mark.parametrize(
+    ("origin", "seconds", "code", "fate"),
+    [
+        (1, 20.0, 1, "exit code 1"),
+        (1, 0.3, 6, "it did not end, and was killed"),
+        (0, 20.0, 6, "it was stuck, and was killed"),
+    ],
+)
 def test_a_rank_that_told_the_others_of_its_failure_may_say_why(
-    origin: int, code: int, fate: str, capfd: pytest.CaptureFixture[str]
+    origin: int, seconds: float, code: int, fate: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A busy machine takes its time for a traceback; the peer has ended by then. A rank that is silent is killed at once."""
     text = f"""
@@ -215,11 +222,11 @@ def test_a_rank_that_told_the_others_of_its_failure_may_say_why(
     (folder / 'listening').touch()
     while not (folder / 'rank0.json').exists():
         time.sleep(0.01)
-    time.sleep(1.0)
+    time.sleep(2.0)
     print('the traceback', file=sys.stderr)
     sys.exit(1)
     """
-    assert launch(worker(text), 2, patience=Patience(reports=20.0)) == code
+    assert launch(worker(text), 2, patience=Patience(reports=seconds)) == code
     err = capfd.readouterr().err
     assert ("the traceback" in err) == (code == 1)
     assert f"failed first: {fate}; the other one was stopped" in err

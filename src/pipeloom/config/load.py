@@ -120,8 +120,12 @@ def _make_absolute(merged: Merged, section: str, key: str, words: Sequence[str])
     table = merged.values.get(section)
     value = table.get(key) if isinstance(table, dict) else None
     if isinstance(table, dict) and isinstance(value, str) and value not in words:
-        path = expanded(value)
-        table[key] = str(path.absolute()) if os.path.exists(path) else value
+        table[key] = _absolute(value)
+
+
+def _absolute(name: str) -> str:
+    path = expanded(name)
+    return str(path.absolute()) if os.path.exists(path) else name
 
 
 def _adopt_file_sizes(merged: Merged) -> None:
@@ -149,7 +153,7 @@ def _adopt_model_sizes(merged: Merged) -> None:
     source, weights = (model.get(key) for key in ("source", "weights"))
     if isinstance(source, str) and source:
         _take_sizes(merged, model, "source", source, sizes(source))
-        model["source"] = str(expanded(source).absolute())
+        model["source"] = _absolute(source)
     elif isinstance(weights, str) and weights and is_directory(weights):
         _take_sizes(merged, model, "weights", weights, own_sizes(weights))
 
@@ -182,7 +186,7 @@ def _adopt_adapter(merged: Merged) -> None:
         if f"lora.{name}" in merged.given and (list(given) if isinstance(given, tuple) else given) != own[name]:
             raise ConfigError(f'lora.{name} = {given}: the adapter of lora.adapter = "{adapter}" sets it; leave it out')
     kept = {name: value for name, value in own.items() if f"lora.{name}" not in merged.given}
-    section.update(kept, adapter=str(expanded(adapter).absolute()))
+    section.update(kept, adapter=_absolute(adapter))
 
 
 def _adopt_vocabulary(merged: Merged) -> None:

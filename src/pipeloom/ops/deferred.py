@@ -212,7 +212,8 @@ class _Linear(torch.autograd.Function):
         if not ctx.grad_context.writes_now(ctx.weight, ctx.queue):
             dw = multiply(as_rows(gradient).t(), adjoint(as_rows(x)))
         elif ctx.queue is not None:
-            work = partial(add_weight_gradient, ctx.weight, x.detach(), gradient, ctx.grad_context.main)
+            x = x.detach()  # of the same version, and without the graph
+            work = partial(add_weight_gradient, ctx.weight, x, gradient, ctx.grad_context.main)
             ctx.queue.put(work, reads=(x, gradient))
         else:
             add_weight_gradient(ctx.weight, x, gradient, ctx.grad_context.main)

@@ -369,7 +369,7 @@ class Stage:
                 if flight.versions is not None:
                     self._replicated.require_unchanged(flight.versions)
                 self._replicated.require_known(roots, losses)
-            if self._elsewhere and self._probes >= 0:
+            elif self._elsewhere and self._probes >= 0:
                 require_of_rank(self._elsewhere, roots, losses)
             if flight.began:
                 require_own_graph(self.words, flight.began, roots, losses)

@@ -336,14 +336,12 @@ def _fail(workers: list[_Worker], signals: _Signals, patience: Patience, folder:
     others = len(workers) - 1
     stopped = f"; the other {others} were stopped" if others > 1 else "; the other one was stopped" if others else ""
     process = workers[rank].process.pid
-    spoke = rank in failures or any(note.origin == rank for note in failures.values())
-    fate = (
-        _fate(code)
-        if code is not None
-        else "it did not end, and was killed"
-        if spoke
-        else "it was stuck, and was killed"
-    )
+    if code is not None:
+        fate = _fate(code)
+    elif rank in failures or any(note.origin == rank for note in failures.values()):
+        fate = "it did not end, and was killed"
+    else:
+        fate = "it was stuck, and was killed"
     print(f"pipeloom: rank {rank} (process {process}) failed first: {fate}{stopped}", file=sys.stderr, flush=True)
     return code if code is not None and code > 0 else DistributedError.exit_code
 
