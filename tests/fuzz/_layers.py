@@ -366,7 +366,7 @@ class _Product(torch.autograd.Function):
         return gradients[0] * weight, (gradients[0] * x).sum((0, 1))
 
 
-class _Straight(torch.autograd.Function):
+class Straight(torch.autograd.Function):
     """Rounds; its input gets no gradient in the backward, and the weight does."""
 
     @staticmethod
@@ -716,7 +716,7 @@ KINDS: dict[str, Kind] = {
     "functional gradient": Kind(in_cell(FunctionalGradient), 0.5),
     "functional call": Kind(in_cell(FunctionalCall), 0.5),
     "function": Kind(in_cell(scaled)),
-    "function without input gradient": Kind(in_cell(lambda: Function(_Straight)), 0.5),
+    "function without input gradient": Kind(in_cell(lambda: Function(Straight)), 0.5),
     "reversible": Kind(in_cell(Reversible)),
     "complex": Kind(in_cell(Complex)),
     "phase": Kind(Phase, 0.5),

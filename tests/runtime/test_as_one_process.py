@@ -12,6 +12,7 @@ from one_process import Plain, built, differences, in_a_pipeline, one_process
 from torch import Tensor, nn
 
 import pipeloom as pl
+from fuzz._layers import Straight
 from models import WIDTH, batch, gradients, mse
 from pipeloom.errors import UsageError
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
@@ -37,18 +38,6 @@ def test_a_linear_layer_takes_its_input_by_keyword(schedule: Schedule) -> None:
     assert differences([ByKeyword, Plain, Plain, ByKeyword], schedule) == []
 
 
-class _NoInputGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.round() * weight
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        return None, (gradients[0] * x.round()).sum((0, 1))
-
-
 class Rounded(Plain):
     """Its function gives no gradient to its input: to that of the layer, or to a linear layer inside."""
 
@@ -57,7 +46,7 @@ class Rounded(Plain):
         self.inside, self.scale = inside, nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        return _NoInputGradient.apply(self.linear(x) if self.inside else x, self.scale)  # type: ignore[no-any-return, no-untyped-call]
+        return Straight.apply(self.linear(x) if self.inside else x, self.scale)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @pytest.mark.parametrize("inside", [False, True])
