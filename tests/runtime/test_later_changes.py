@@ -206,3 +206,50 @@ def test_lazy_modules_are_refused() -> None:
     for layer in (nn.LazyLinear(WIDTH), Layer("0", lambda: nn.LazyLinear(WIDTH))):
         with pytest.raises(ConfigError, match=r"layer '0' has a lazy module: 'weight' has no shape yet"):
             LocalPipeline([layer, *blocks(1)], S.one_f_one_b(2, 2), loss=mse)
+
+
+class Starts(nn.Module):
+    """Does what it is not known for once it has run for a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros(1))
+        self.late = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.late:
+            self.seen += x.detach().mean()
+        return torch.tanh(self.linear(x))
+
+
+def test_a_buffer_that_changes_later_under_two_routes_is_refused() -> None:
+    pipeline = LocalPipeline([Layer(str(at), Starts) for at in range(2)], S.build("dualpipe", 2, 4), loss=mse)
+    for _ in range(70):
+        pipeline.step(*batch(4))
+    for module in pipeline.modules.values():
+        module.late = True  # type: ignore[assignment]
+    with pytest.raises(UsageError, match="changes its buffer 'seen'"):
+        pipeline.step(*batch(4))
+
+
+class Twins(Starts):
+    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+        out = super().forward(x)
+        return out, out[..., :2]
+
+
+class Changes(Starts):
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:  # type: ignore[override]
+        changed = x * 2 if not self.late else other.detach().mul_(0.5)
+        return torch.tanh(self.linear(x)) + changed.sum() + other.sum()
+
+
+def test_an_input_of_shared_memory_that_is_changed_later_is_refused() -> None:
+    pipeline = LocalPipeline([Layer("0", Twins), Layer("1", Changes)], S.build("1f1b", 2, 4), loss=mse)
+    for _ in range(20):
+        pipeline.step(*batch(4))
+    for module in pipeline.modules.values():
+        module.late = True  # type: ignore[assignment]
+    with pytest.raises(UsageError, match="beside another tensor of the same memory"):
+        pipeline.step(*batch(4))

@@ -190,3 +190,23 @@ def test_every_place_of_a_communication_gets_a_gradient_in_the_backward(name: st
     for parameter in (p for n, p in pipeline.named_parameters() if n.endswith("unused")):
         assert parameter.grad is not None
         assert not parameter.grad.any()
+
+
+class Widening(Forwarding):
+    """Makes gradients of one column, which would be added to every column."""
+
+    def start_backward(self, gradients: Values, saved: Values) -> Pending:
+        return Done(tuple(gradient[..., :1] for gradient in gradients))
+
+
+class Widened(Dropping):
+    def segments(self, **keywords: Any) -> tuple[Segment, ...]:
+        before, _, after = super().segments()
+        return before, Widening(), after
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "1f1b-overlap"])
+def test_a_communication_that_makes_gradients_of_another_shape_is_an_error(name: str) -> None:
+    pipeline = LocalPipeline([Widened(), Widened()], pl.schedules.build(name, 2, 4), loss=mse)
+    with pytest.raises(RuntimeError, match="ismatch in shape"):
+        pipeline.step(*data(0, 4))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from pipeloom.errors import UsageError
+from pipeloom.ops.backward_pass import run_backward
 from pipeloom.ops.main_gradient import MainGradients
 from pipeloom.ops.products import add_product, adjoint, as_rows, linear, multiply, plain_operations_only
 
@@ -120,14 +121,16 @@ class StageBackward:
         """Return whether the node that asks is run by the stage's own pass."""
         return bool(torch._C._current_graph_task_id() == self._task)
 
-    def run(self, roots: Sequence[GradientEdge | Tensor], gradients: Sequence[Tensor | None]) -> None:
-        """`torch.autograd.backward(roots, gradients)` as the stage's own pass."""
+    def run(
+        self, roots: Sequence[GradientEdge | Tensor], gradients: Sequence[Tensor | None], trusted: bool = False
+    ) -> None:
+        """Run a backward pass, as `run_backward` does, as the stage's own."""
         # A pass begins with a node on which no other depends, which is one of its roots: the first that runs knows the number.
         nodes: list[Any] = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
         hooks = [node.register_prehook(self._enter) for node in nodes]
         self._task = None
         try:
-            torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
+            run_backward(roots, gradients, trusted)
         finally:
             self._task = _NO_TASK
             for hook in hooks:

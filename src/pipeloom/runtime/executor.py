@@ -171,7 +171,10 @@ class Executor:
     def execute_next(self) -> None:
         """Run the next instruction: receive, compute, send what it made, and open the receives of the one behind it."""
         instruction = self.program.instructions[self._next]
-        received = [self._received(*awaited) for awaited in zip(instruction.actions, instruction.receives, strict=True)]
+        received = [
+            self._received(action, messages) if messages else {}
+            for action, messages in zip(instruction.actions, instruction.receives, strict=True)
+        ]
         if instruction.completes_stages:
             self._announce_last_backwards(instruction.completes_stages)
         report_standstills_to(self.communications.standing_still)  # another rank of this thread may have run
@@ -192,7 +195,7 @@ class Executor:
                 except Exception as error:
                     add_note(error, f"({self.hooks.status.name}, {action.words})")
                     raise
-                outgoing = self._outgoing(instruction.sends[at], output)
+                outgoing = self._outgoing(instruction.sends[at], output) if instruction.sends[at] else []
         self._ends.append(self.clock.now())
         self._next += 1
         self.unfinished = self._next < len(self.program.instructions)
@@ -229,8 +232,8 @@ class Executor:
 
     def _forward(self, action: Action, received: Deliveries) -> Deliveries:
         """F. On a route's last stage the loss comes with it."""
-        mb = action.microbatch
-        stage, program = self.stages[action.stage], self.program.stages[action.stage]
+        _, index, mb = action
+        stage, program = self.stages[index], self.program.stages[index]
         values, specs = self._forward_inputs(action, received)
         if self.keep_outputs and program.gives is None:
             self.result.outputs[mb] = stage.compute(values, self.batch.keywords[mb], program, self.hooks.before_layer)
@@ -242,8 +245,8 @@ class Executor:
                 specs,
                 self.batch.keywords[mb],
                 program,
-                self._share_of_loss(action),
-                self._share_of_term(action),
+                None if program.gives is not None else self._share_of_loss(action),
+                None if stage.silent else self._share_of_term(action),
                 self.hooks.before_layer,
             )
         return self._forward_done(action, outputs, received)
@@ -340,14 +343,15 @@ class Executor:
 
     def _forward_inputs(self, action: Action, received: Deliveries) -> tuple[BoundaryValues, Boundary | None]:
         """A forward's inputs, those by name last; their specs, None for those of the user."""
-        stage, mb = action.stage, action.microbatch
+        _, stage, mb = action
         program = self.program.stages[stage]
         if self.training:
             self._alive += 1
-            self.result.peak_alive = max(self.result.peak_alive, self._alive)
+            if self._alive > self.result.peak_alive:
+                self.result.peak_alive = self._alive
         if program.takes is None:
             return self.batch.inputs[self.hooks.faults.input_of(mb)], None
-        if self.training:
+        if self.training and received:
             self._inputs[stage, mb] = received
         values: BoundaryValues = ()
         specs: Boundary = ()
@@ -393,27 +397,29 @@ class Executor:
         for key, share, weight in outputs.terms:
             self.result.loss.add_term(key, share, weight)
         program = self.program.stages[action.stage]
-        made = [] if program.gives is None else [(program.gives, outputs.values)]
+        deliveries: dict[Edge, Delivery] = {}
+        if program.gives is not None:
+            self._give(program.gives, action.microbatch, outputs.values, deliveries)
         for name, edges in program.writes.items():
-            made += [(edge, (outputs.tensors[name],)) for edge in edges]
-        deliveries = {}
-        for edge, values in made:
-            specs = boundary_of(values)
-            self.specs.learn(edge, action.microbatch, specs)
-            if edge.consumer in self.stages:
-                self._local["activation", edge, action.microbatch] = Delivery(_handed_over(edge, values), specs)
-            else:
-                deliveries[edge] = Delivery(values, specs)
+            for edge in edges:
+                self._give(edge, action.microbatch, (outputs.tensors[name],), deliveries)
         return deliveries
+
+    def _give(self, edge: Edge, microbatch: int, values: BoundaryValues, deliveries: dict[Edge, Delivery]) -> None:
+        """A forward's `values` to the stage that `edge` leads to: here, or by way of `deliveries`."""
+        specs = boundary_of(values)
+        self.specs.learn(edge, microbatch, specs)
+        if edge.consumer in self.stages:
+            self._local["activation", edge, microbatch] = Delivery(_handed_over(edge, values), specs)
+        else:
+            deliveries[edge] = Delivery(values, specs)
 
     def _output_gradients(self, action: Action, received: Deliveries) -> BoundaryValues:
         """Return the gradients that a backward starts from, beside losses: the gradients of the outputs, then those of what
         others read by name.
         """
         program, mb = self.program.stages[action.stage], action.microbatch
-        gradients: BoundaryValues = ()
-        if program.gives is not None:
-            gradients = self._gradients_of(program.gives, mb, received)
+        gradients = () if program.gives is None else self._gradients_of(program.gives, mb, received)
         for edges in program.writes.values():
             # One gradient each, None where the reader has none; none at all of a tensor that carries no gradient.
             parts = [value for edge in edges for value in self._gradients_of(edge, mb, received)]
@@ -424,11 +430,12 @@ class Executor:
 
     def _backward_done(self, action: Action, gradients: Sequence[BoundaryValues], received: Deliveries) -> Deliveries:
         """A backward's input gradients for the stages that made the inputs; receive buffers go back to the transport."""
-        stage, mb = action.stage, action.microbatch
+        _, stage, mb = action
         program = self.program.stages[stage]
-        for arrived in (self._inputs.pop((stage, mb), {}), received):
-            for delivery in arrived.values():
-                self.transport.recycle(delivery.values)
+        for arrived in (self._inputs.pop((stage, mb), None), received):
+            if arrived:
+                for delivery in arrived.values():
+                    self.transport.recycle(delivery.values)
         deliveries = {}
         for edge, values in zip(program.inputs, gradients[program.takes is None :], strict=True):
             if edge.producer in self.stages:
@@ -488,12 +495,14 @@ class Executor:
 
 
 def _handed_over(edge: Edge, values: BoundaryValues) -> BoundaryValues:
-    """`values` for a stage of the same rank, off the graph.
+    """`values` for a stage of the same rank.
 
     The next stage may change its input in place, and a tensor with a name may be that: its readers get a copy.
     """
-    detached = tuple(None if value is None else value.detach() for value in values)
-    return detached if edge.name == OUTPUT else tuple(None if value is None else value.clone() for value in detached)
+    if edge.name == OUTPUT:
+        # What requires a gradient becomes a leaf of the next stage's own graph.
+        return tuple([value if value is None or value.requires_grad else value.detach() for value in values])
+    return tuple([None if value is None else value.detach().clone() for value in values])
 
 
 _EXECUTE: dict[str, Callable[[Executor, Action, Deliveries], Deliveries]] = {

@@ -7,7 +7,6 @@ segmented stage is cut at its communications (runtime/overlap.py); its forward a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,20 +18,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeloom.errors import ConfigError, UsageError
+from pipeloom.ops.backward_pass import run_backward
 from pipeloom.ops.buffer_state import batch_statistics
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients
 from pipeloom.ops.layer import LossTerm
 from pipeloom.ops.recompute import recomputed
 from pipeloom.ops.segments import Communication, carries, is_segmented, saved_of
-from pipeloom.runtime.built_parameters import ReplicatedParameters, next_operation, require_of_rank, require_own_graph
+from pipeloom.runtime.forward_checks import CheckedForward, ForwardChecks, version_of
 from pipeloom.runtime.overlap import CommStream, ComputeGroup, Coroutine, run_to_end, split_at_communications
 from pipeloom.runtime.program import StageProgram
 from pipeloom.runtime.stage_modules import StageModules
-from pipeloom.runtime.state_changes import StateChanges
 from pipeloom.runtime.tensor_spec import Boundary, BoundaryValues, as_values, require_plain, tensors_in
-
-_PROBES = 64  # forwards of a stage; a layer that changes its input in place does so in the first
-_LOOKS = 2  # of them; a layer that changes its parameters does so in the first
 
 ShareOfLoss = Callable[[Any], Tensor]
 """The output of a route's last stage -> the micro-batch's share of the step's loss, 0-dim."""
@@ -92,21 +88,16 @@ class InFlight:
         queue: the weight gradients that wait for W, or for a communication that they hide; None: autograd computes them.
         groups: those whose backward is to come, in order; one, where the stage is not segmented.
         outputs: kept where the options do not deallocate them.
-        read: how many of the stage's inputs, the last ones, it reads by name.
-        carrying: which of the stage's inputs a gradient goes back for; a layer may call `requires_grad_` on another one.
-        versions: of the stage's parameters before the forward, where it may not change them.
-        aliases: inputs that shared their memory where they were made, with their versions; no layer may change them.
-        began: autograd's number of the forward's first operation, where older ones are looked for.
+        specs: of the stage's inputs, which say for which of them a gradient goes back (a layer may call `requires_grad_` on
+            another one); None: they are the user's, and none does.
+        read: how many of the inputs, the last ones, the stage reads by name.
     """
 
     queue: WeightGradQueue | None
     groups: list[SavedGroup] = field(default_factory=list)
     outputs: BoundaryValues = ()
+    specs: Boundary | None = None
     read: int = 0
-    carrying: tuple[bool, ...] = ()
-    versions: list[int] | None = None
-    aliases: tuple[tuple[Tensor, int], ...] = ()
-    began: int = 0
 
 
 class Stage:
@@ -147,13 +138,16 @@ class Stage:
         self._deallocate = deallocate
         self._grad_context = grad_context
         self._communications = communications
-        self._shared = shared
-        self._elsewhere = elsewhere
         self._alive: dict[int, InFlight] = {}
         self._awaiting_w: dict[int, WeightGradQueue] = {}
-        self._probes: float = _PROBES
-        named = dict(zip(layers.names, layers.modules, strict=True))
-        self._replicated = None if replicated is None else ReplicatedParameters(named, replicated)
+        self._checks = ForwardChecks(
+            layers,
+            self.words,
+            segmented=self.segmented,
+            shared=shared,
+            replicated=replicated,
+            elsewhere=elsewhere,
+        )
         if writes_weight_gradients or self.segmented:  # else plain layers stay as they are
             for module in layers.modules:
                 defer_weight_gradients(module, grad_context)
@@ -189,25 +183,25 @@ class Stage:
         if self.segmented:
             return run_to_end(self.forward_in_segments(microbatch, values, specs, keywords, program, loss))
         layers = self.layers
-        splits, arriving = microbatch in program.split, before_layer is not None
-        flight, inputs, before = self._begin_forward(values, specs, program, splits, arriving)
+        flight, inputs, checks = self._begin_forward(
+            values, specs, program, microbatch in program.split, before_layer is not None
+        )
         self._grad_context.queue = flight.queue
-        by_position = inputs[: len(inputs) - flight.read]
+        by_position = inputs if not flight.read else inputs[: len(inputs) - flight.read]
         names = None if self.silent else NamedInForward(layers, program, inputs[len(by_position) :], term)
-        result: Any
-        result, versions = self._changeable(by_position)
+        result: Any = by_position if checks is None else checks.changeable(by_position)
         try:
-            for at, module in enumerate(layers.modules):
-                arguments = as_values(result, f"layer {layers.names[at - 1]!r}") if at else result
+            for at, (name, module) in enumerate(zip(layers.names, layers.modules, strict=True)):
+                arguments = self._arguments(at, result)
                 accepted, read = layers.accepted(at, keywords), {} if names is None else names.read(at)
                 if before_layer is not None:
-                    before_layer(layers.names[at])
-                if layers.names[at] in layers.recomputed:
+                    before_layer(name)
+                if name in layers.recomputed:
                     result = recomputed(
                         partial(_by_name, module, accepted, tuple(read)),
                         (*read.values(), *arguments),
                         module,
-                        self._looks_at_values,
+                        self._checks.by_value,
                     )
                 else:
                     result = module(*arguments, **accepted, **read)
@@ -215,12 +209,18 @@ class Stage:
                 if names is not None:
                     result = names.written(at, result)
         except RuntimeError as error:
-            self._explain(error, by_position)
+            self._checks.explain(error, by_position)
             raise
-        self._note_changes(by_position, versions)
-        if before is not None:
-            before.refuse()
-        return self._finish_forward(microbatch, flight, inputs, result, loss, names)
+        if checks is not None:
+            checks.note_changes(by_position)
+            checks.require_unchanged()
+        return self._finish_forward(microbatch, flight, inputs, result, loss, names, checks)
+
+    def _arguments(self, at: int, result: Any) -> BoundaryValues:
+        """Return what layer `at` is called with, from the result of the one before it, or from the stage's inputs."""
+        if isinstance(result, Tensor):
+            return (result,)
+        return as_values(result, f"layer {self.layers.names[at - 1]!r}") if at else result
 
     def forward_in_segments(
         self,
@@ -238,13 +238,13 @@ class Stage:
         groups = split_at_communications(self.layers, keywords)
         # A backward that has communications computes weight gradients behind them even where it is one B.
         queues = len(groups) > 1 or microbatch in program.split
-        flight, inputs, before = self._begin_forward(values, specs, program, queues)
+        flight, inputs, checks = self._begin_forward(values, specs, program, queues)
         for group in groups[:-1]:
-            inputs = yield from self._compute_and_communicate(group, inputs, flight)
-        result = self._compute(groups[-1], inputs, flight)
-        if before is not None:
-            before.refuse()
-        return self._finish_forward(microbatch, flight, inputs, result, loss, None)
+            inputs = yield from self._compute_and_communicate(group, inputs, flight, checks)
+        result = self._compute(groups[-1], inputs, flight, checks)
+        if checks is not None:
+            checks.require_unchanged()
+        return self._finish_forward(microbatch, flight, inputs, result, loss, None, checks)
 
     def compute(
         self,
@@ -259,7 +259,7 @@ class Stage:
         names = NamedInForward(self.layers, program, values[len(values) - read :], None)
         result: Any = values[: len(values) - read]
         for at, module in enumerate(self.layers.modules):
-            values = as_values(result, f"layer {self.layers.names[at - 1]!r}") if at else result
+            values = self._arguments(at, result)
             if before_layer is not None:
                 before_layer(self.layers.names[at])
             result = names.written(at, module(*values, **self.layers.accepted(at, keywords), **names.read(at)))
@@ -272,45 +272,27 @@ class Stage:
         program: StageProgram,
         queues: bool,
         arriving: bool = False,
-    ) -> tuple[InFlight, tuple[Any, ...], StateChanges | None]:
-        """Return what the forward will leave, its inputs as leaves, and the state that it may not change.
+    ) -> tuple[InFlight, tuple[Any, ...], CheckedForward | None]:
+        """Return what the forward will leave, its inputs as leaves, and its checks, if it needs any.
 
         Args:
             queues: whether weight gradients wait for W.
             arriving: whether weights are written to during the forward, by the pipeline.
         """
+        read = len(program.reads)
         if not torch.is_grad_enabled():
-            return InFlight(None, read=len(program.reads)), values, None
-        self._probes -= 1
-        flight = InFlight(WeightGradQueue() if queues else None, read=len(program.reads))
-        if self._replicated is not None and self._probes >= 0 and not arriving:
-            flight.versions = self._replicated.versions()
-        leaves = _leaves(values, specs)
-        flight.carrying = tuple([carries(value) for value in leaves])
-        if specs is not None and any(spec is not None and spec.shares for spec in specs):
-            flight.aliases = _versions_of_aliases(leaves, specs)
-        if self._looks_at_values and not self.segmented:
-            flight.began = next_operation()
-        if program.in_order and not self._looks_at_values:
-            return flight, leaves, None
-        before = StateChanges(
-            self.layers,
-            self.words,
-            in_order=program.in_order,
-            shared=self._shared,
-            attributes=self._probes >= 0,
-            parameters=self._probes >= 0 and not arriving,
-            by_value=self._looks_at_values,
-        )
-        return flight, leaves, before
+            return InFlight(None, read=read), values, None
+        leaves = values if specs is None else _leaves(values, specs)
+        flight = InFlight(WeightGradQueue() if queues else None, specs=specs, read=read)
+        return flight, leaves, self._checks.begin(leaves, specs, program, arriving)
 
     def _compute_and_communicate(
-        self, group: ComputeGroup, inputs: tuple[Any, ...], flight: InFlight
+        self, group: ComputeGroup, inputs: tuple[Any, ...], flight: InFlight, checks: CheckedForward | None
     ) -> Coroutine[tuple[Any, ...]]:
         """A group and the communication behind it; the next group's inputs."""
         assert group.after is not None
         training = torch.is_grad_enabled()
-        outputs = self._compute(group, inputs, flight)
+        outputs = self._compute(group, inputs, flight, checks)
         which = [training and carries(value) for value in outputs]
         if training:
             flight.groups.append(SavedGroup(inputs, _roots(outputs), (), group.after, saved_of(outputs)))
@@ -322,16 +304,18 @@ class Stage:
         results = self._communications.wait(pending, group.after.name)
         return tuple(v.detach().requires_grad_() if leaf else v for v, leaf in zip(results, which, strict=True))
 
-    def _compute(self, group: ComputeGroup, inputs: tuple[Any, ...], flight: InFlight) -> Any:
+    def _compute(
+        self, group: ComputeGroup, inputs: tuple[Any, ...], flight: InFlight, checks: CheckedForward | None
+    ) -> Any:
         """The group's computations. Another micro-batch may have run since the last ones, so the queue is set anew."""
         self._grad_context.queue = flight.queue
-        changeable, versions = self._changeable(inputs)
         try:
-            result = group.compute(changeable)
+            result = group.compute(inputs if checks is None else checks.changeable(inputs))
         except RuntimeError as error:
-            self._explain(error, inputs)
+            self._checks.explain(error, inputs)
             raise
-        self._note_changes(inputs, versions)
+        if checks is not None:
+            checks.note_changes(inputs)
         return result
 
     def _finish_forward(
@@ -342,13 +326,9 @@ class Stage:
         result: Any,
         loss: ShareOfLoss | None,
         names: NamedInForward | None,
+        checks: CheckedForward | None,
     ) -> StageOutputs:
         """The forward's outputs, with what the backward needs kept for it."""
-        if any(_version(value) != version for value, version in flight.aliases):
-            raise UsageError(
-                f"a layer of {self.words} changes its input in place, and the layer before returned it beside another tensor "
-                "of the same memory, which in one process would change with it; return a clone of one of them, or work on a copy"
-            )
         outputs: BoundaryValues = ()
         share: Tensor | None = None
         if loss is None:
@@ -364,51 +344,19 @@ class Stage:
             if share is not None:
                 shares.append(share)
             losses = tuple([each for each in shares if each.requires_grad])
-            roots = _roots((*outputs, *tensors.values()))
-            if self._replicated is not None and self._probes >= 0:
-                if flight.versions is not None:
-                    self._replicated.require_unchanged(flight.versions)
-                self._replicated.require_known(roots, losses)
-            elif self._elsewhere and self._probes >= 0:
-                require_of_rank(self._elsewhere, roots, losses)
-            if flight.began:
-                require_own_graph(self.words, flight.began, roots, losses)
+            kept = (*outputs, *tensors.values()) if tensors else outputs
+            roots = _roots(kept)
+            if checks is not None:
+                checks.require_own(roots, losses)
             flight.groups.append(SavedGroup(inputs, roots, losses))
-            flight.outputs = () if self._deallocate else (*outputs, *tensors.values())
+            if not self._deallocate:
+                flight.outputs = kept
             self._alive[microbatch] = flight
         if share is None and not terms:
             return StageOutputs(outputs, tensors)
         detached = tuple([(key, each.detach(), weight) for key, each, weight in terms])
         unreached = share is not None and not share.requires_grad and _all_carry(result)
         return StageOutputs(outputs, tensors, None if share is None else share.detach(), detached, unreached)
-
-    # -- inputs that layers change in place ------------------------------------------------------------------------------
-
-    def _changeable(self, inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-        """The inputs as layers may change them in place, as in one process, where no cut makes them leaves; their versions.
-
-        That takes an operation more for each input, so it ends after some forwards in which no layer changed one.
-        """
-        if self._probes < 0 or not torch.is_grad_enabled():
-            return inputs, ()
-        versions = tuple(value._version for value in inputs if carries(value))
-        return tuple(_Given.apply(v) if carries(v) else v for v in inputs), versions  # type: ignore[no-untyped-call]
-
-    def _note_changes(self, inputs: tuple[Any, ...], versions: tuple[int, ...]) -> None:
-        """Keeps inputs changeable for good where a layer has changed one."""
-        if versions and versions != tuple(value._version for value in inputs if carries(value)):
-            self._probes = math.inf
-
-    def _explain(self, error: RuntimeError, inputs: tuple[Any, ...]) -> None:
-        """Return where a layer changes its input for the first time after the probes: this step fails, the next one allows it."""
-        if self._probes < 0 and "leaf Variable that requires grad" in str(error) and any(map(carries, inputs)):
-            self._probes = math.inf
-            error.add_note("(a layer changes its input in place, and did not before: the next step allows it)")
-
-    @property
-    def _looks_at_values(self) -> bool:
-        """Return whether this forward is one of the first, in which parameters are compared by their values too."""
-        return _PROBES - _LOOKS <= self._probes < _PROBES
 
     # -- buffers that a forward changes ----------------------------------------------------------------------------------
 
@@ -498,8 +446,11 @@ class Stage:
         """The backward of the first group: of an unsegmented stage the only one."""
         group = flight.groups.pop()
         self._run_autograd(flight, group, gradients)
-        cut = len(group.inputs) - flight.read
-        found = [(v.grad,) if carried else () for v, carried in zip(group.inputs, flight.carrying, strict=True)]
+        if flight.specs is None:
+            return ((),)
+        pairs = zip(group.inputs, flight.specs, strict=True)
+        found = [(leaf.grad,) if spec is not None and spec.carries else () for leaf, spec in pairs]
+        cut = len(found) - flight.read
         return tuple([gradient for each in found[:cut] for gradient in each]), *found[cut:]
 
     def _keep_weights(self, microbatch: int, flight: InFlight) -> None:
@@ -509,18 +460,26 @@ class Stage:
     def _run_autograd(self, flight: InFlight, group: SavedGroup, seeds: Sequence[Tensor | None]) -> None:
         """Autograd's backward of a group, from its outputs and losses. A root whose seed is None has no gradient."""
         self._grad_context.queue = flight.queue  # for layers that are recomputed now
-        starts: list[tuple[GradientEdge | Tensor, Tensor | None]] = [
-            (root, seed) for root, seed in zip(group.roots, seeds, strict=True) if seed is not None
-        ]
-        starts += [(loss, None) for loss in group.losses]
-        if not starts:
+        roots: list[GradientEdge | Tensor] = []
+        given: list[Tensor | None] = []
+        for root, seed in zip(group.roots, seeds, strict=True):
+            if seed is not None:
+                roots.append(root)
+                given.append(seed)
+        for loss in group.losses:
+            roots.append(loss)
+            given.append(None)
+        if not roots:
             return
-        roots, given = zip(*starts, strict=True)
+        context, trusted = (
+            self._grad_context,
+            not self.segmented,
+        )  # of a segmented stage, a layer's communication makes some
         try:
-            if self._grad_context.stage_backward is not None and self._grad_context.writes:
-                self._grad_context.stage_backward.run(roots, given)
+            if context.stage_backward is not None and context.writes:
+                context.stage_backward.run(roots, given, trusted)
             else:
-                torch.autograd.backward(roots, given)
+                run_backward(roots, given, trusted)
         except RuntimeError as error:
             if "modified by an inplace operation" in str(error):
                 error.add_note(
@@ -564,7 +523,7 @@ class NamedInForward:
         for name in declared.writes.values():
             value = self._tensors[name]
             if value is not None:
-                self._versions[name] = declared.layer, _version(value)
+                self._versions[name] = declared.layer, version_of(value)
         if self._term is not None:
             for key, value in values.items():
                 term = declared.losses[key]
@@ -577,7 +536,7 @@ class NamedInForward:
         """
         for name in self._program.writes:
             value = self._tensors[name]
-            if value is not None and name in self._versions and self._versions[name][1] != _version(value):
+            if value is not None and name in self._versions and self._versions[name][1] != version_of(value):
                 raise UsageError(
                     f"tensor {name!r} of layer {self._versions[name][0]!r} was changed in place after the layer had returned it; "
                     "write a clone of it, or work on a copy (inplace=False)"
@@ -585,32 +544,10 @@ class NamedInForward:
         return {name: self._tensors[name] for name in self._program.writes}
 
 
-def _versions_of_aliases(values: BoundaryValues, specs: Boundary) -> tuple[tuple[Tensor, int], ...]:
-    pairs = zip(values, specs, strict=True)
-    return tuple([(v, _version(v)) for v, s in pairs if v is not None and s is not None and s.shares])
-
-
-def _version(value: Tensor) -> int:
-    return 0 if value.is_inference() else value._version
-
-
 def _by_name(module: nn.Module, accepted: Mapping[str, Any], keywords: Sequence[str], *values: Any) -> Any:
     """`module` on values of which the first are its arguments called `keywords`."""
     count = len(keywords)
     return module(*values[count:], **accepted, **dict(zip(keywords, values[:count], strict=True)))
-
-
-class _Given(torch.autograd.Function):
-    """The same memory, as an operation's result: it counts changes with its input, and is no leaf."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)  # where a layer's input gets no gradient, neither does the stage before
-        return leaf.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0]
 
 
 def _all_carry(output: Any) -> bool:
@@ -623,10 +560,8 @@ def _roots(outputs: tuple[Any, ...]) -> tuple[GradientEdge, ...]:
     return tuple([get_gradient_edge(value) for value in outputs if carries(value)])
 
 
-def _leaves(values: BoundaryValues, specs: Boundary | None) -> BoundaryValues:
-    """Inputs that carry a gradient as leaves of the stage's own graph; the user's carry none."""
-    if specs is None:
-        return values
+def _leaves(values: BoundaryValues, specs: Boundary) -> BoundaryValues:
+    """Inputs that carry a gradient as leaves of the stage's own graph."""
     pairs = zip(values, specs, strict=True)
     return tuple(
         [v.detach().requires_grad_() if v is not None and s is not None and s.carries else v for v, s in pairs]

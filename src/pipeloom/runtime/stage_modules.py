@@ -44,6 +44,8 @@ class StageModules:
     def accepted(self, at: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return those of `arguments` that layer `at` takes; the micro-batch's context only where the layer names it."""
         known = self.keywords[at]
+        if known is not None and not known:
+            return {}
         return {key: value for key, value in arguments.items() if (key != KEYWORD if known is None else key in known)}
 
     def read(self, at: int, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:

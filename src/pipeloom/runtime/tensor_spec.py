@@ -201,20 +201,22 @@ class ShapeCache:
 
     def __init__(self, policy: Literal["once", "each"]) -> None:
         self.policy = policy
-        self._known: dict[tuple[Edge, Hashable], Boundary] = {}
-        self._without: dict[tuple[Edge, Hashable], tuple[int, ...]] = {}
-        self._introduced: set[tuple[str, Edge, Hashable]] = set()
-        self._signatures: Sequence[Hashable] = ()
+        self._known: dict[tuple[Edge, int], Boundary] = {}
+        self._without: dict[tuple[Edge, int], tuple[int, ...]] = {}
+        self._introduced: set[tuple[str, Edge, int]] = set()
+        self._numbers: dict[Hashable, int] = {}  # of input signatures, which are slow to hash
+        self._signatures: Sequence[int] = ()
 
     def begin(self, signatures: Sequence[Hashable]) -> None:
-        """A new step whose micro-batches have these input signatures."""
-        self._signatures = signatures
-        if self.policy == "each":
+        """Start a step whose micro-batches have these input signatures."""
+        if self.policy == "once":
+            self._signatures = [self._numbers.setdefault(each, len(self._numbers)) for each in signatures]
+        else:
             self._known.clear()
             self._without.clear()
             self._introduced.clear()
 
-    def _key(self, edge: Edge, microbatch: int) -> tuple[Edge, Hashable]:
+    def _key(self, edge: Edge, microbatch: int) -> tuple[Edge, int]:
         return edge, (microbatch if self.policy == "each" else self._signatures[microbatch])
 
     def introduces(self, message: Message) -> bool:

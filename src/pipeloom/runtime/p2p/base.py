@@ -102,7 +102,8 @@ class InProcessTransport:
         for outgoing in sends:
             delivery = Delivery(_off_graph(outgoing), outgoing.boundary, outgoing.checksum)
             self._boxes.setdefault(outgoing.message.channel, {})[outgoing.message.number] = outgoing.message, delivery
-        self._open.update(posts)
+        if posts:
+            self._open.update(posts)
 
     def arrived(self, message: Message) -> bool:
         return message in self._open and message.number in self._boxes.get(message.channel, {})

@@ -1,0 +1,187 @@
+"""Checks of a stage's forwards: that layers change only what they may, and that gradients will reach what the stage holds.
+
+A stage's first forwards are looked at in full, since a layer that does such a thing does it from the start. Later ones cost
+next to nothing: only what can happen at any time is checked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from pipeloom.errors import UsageError
+from pipeloom.ops.segments import carries
+from pipeloom.runtime.built_parameters import ReplicatedParameters, next_operation, require_of_rank, require_own_graph
+from pipeloom.runtime.program import StageProgram
+from pipeloom.runtime.stage_modules import StageModules
+from pipeloom.runtime.state_changes import StateChanges
+from pipeloom.runtime.tensor_spec import Boundary, BoundaryValues
+
+_FIRST = 64  # forwards of a stage; a layer that changes its input in place does so in one of them
+_LOOKS = 2  # of them; a layer that changes its parameters does so in one of these
+
+
+class ForwardChecks:
+    """The checks of one stage, for its forwards that keep a graph.
+
+    Args:
+        where: the stage, in words.
+        segmented: whether the stage runs in segments.
+        shared: whether the replicas of a layer are one module.
+        replicated: what holds copies of these layers' parameters, in words; None: nothing does.
+        elsewhere: parameters that this process can reach and layers of other ranks hold -> their names; complete at the first
+            forward.
+    """
+
+    def __init__(
+        self,
+        layers: StageModules,
+        where: str,
+        *,
+        segmented: bool,
+        shared: bool,
+        replicated: str | None,
+        elsewhere: Mapping[nn.Parameter, str],
+    ) -> None:
+        self.layers = layers
+        self.where = where
+        self.segmented = segmented
+        self.shared = shared
+        self.elsewhere = elsewhere
+        named = dict(zip(layers.names, layers.modules, strict=True))
+        self.replicated = None if replicated is None else ReplicatedParameters(named, replicated)
+        self._left: float = _FIRST
+
+    def begin(
+        self, inputs: BoundaryValues, specs: Boundary | None, program: StageProgram, arriving: bool
+    ) -> CheckedForward | None:
+        """Return the checks of one more forward; None: it needs none.
+
+        Args:
+            inputs: of the stage, as leaves.
+            specs: of the inputs; None: they are the user's.
+            arriving: whether weights are written to during the forward, by the pipeline.
+        """
+        aliases = [] if specs is None or len(specs) == 1 else _aliases(inputs, specs)
+        if self._left < 0 and program.in_order and not aliases:
+            return None
+        self._left -= 1
+        return CheckedForward(self, program.in_order, arriving, aliases)
+
+    @property
+    def first(self) -> bool:
+        """Return whether the present forward is one of the first."""
+        return self._left >= 0
+
+    @property
+    def by_value(self) -> bool:
+        """Return whether parameters are compared by their values, too, in the present forward."""
+        return _FIRST - _LOOKS <= self._left < _FIRST
+
+    def allow_changes(self) -> None:
+        """From now on, layers may change their inputs in place in every forward."""
+        self._left = math.inf
+
+    def explain(self, error: RuntimeError, inputs: Sequence[Any]) -> None:
+        """Add a note to an error that says that a leaf was changed in place, where the next forward allows that."""
+        if not self.first and "leaf Variable that requires grad" in str(error) and any(map(carries, inputs)):
+            self.allow_changes()
+            error.add_note("(a layer changes its input in place, and did not before: the next step allows it)")
+
+
+class CheckedForward:
+    """The state before one forward, and what is refused afterwards.
+
+    Args:
+        in_order: whether every micro-batch comes through the stage, in order.
+        aliases: inputs that shared their memory where they were made, with their versions.
+    """
+
+    def __init__(
+        self, checks: ForwardChecks, in_order: bool, arriving: bool, aliases: Sequence[tuple[Tensor, int]]
+    ) -> None:
+        self._checks = checks
+        self._aliases = aliases
+        first, by_value = checks.first, checks.by_value
+        replicated = checks.replicated if first and not arriving else None
+        self._versions = None if replicated is None else replicated.versions()
+        self._began = next_operation() if by_value and not checks.segmented else None
+        self._state: StateChanges | None = None
+        if by_value or not in_order:
+            self._state = StateChanges(
+                checks.layers,
+                checks.where,
+                in_order=in_order,
+                shared=checks.shared,
+                attributes=first,
+                parameters=first and not arriving,
+                by_value=by_value,
+            )
+
+    def changeable(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the inputs as layers may change them in place: as in one process, where no cut makes them leaves.
+
+        That takes an operation more for each input, so it ends after some forwards in which no layer changed one.
+        """
+        self._input_versions: tuple[int, ...] = ()
+        if not self._checks.first:
+            return inputs
+        self._input_versions = tuple(value._version for value in inputs if carries(value))
+        return tuple(_Given.apply(v) if carries(v) else v for v in inputs)  # type: ignore[no-untyped-call]
+
+    def note_changes(self, inputs: tuple[Any, ...]) -> None:
+        """Keep inputs changeable for good where a layer has changed one of these since `changeable`."""
+        before = self._input_versions
+        if before and before != tuple(value._version for value in inputs if carries(value)):
+            self._checks.allow_changes()
+
+    def require_unchanged(self) -> None:
+        """Raise UsageError for state, or an input, that layers have changed and may not change."""
+        if self._state is not None:
+            self._state.refuse()
+        if any(version_of(value) != version for value, version in self._aliases):
+            raise UsageError(
+                f"a layer of {self._checks.where} changes its input in place, and the layer before returned it beside another "
+                "tensor of the same memory, which in one process would change with it; return a clone of one of them, or work "
+                "on a copy"
+            )
+
+    def require_own(self, roots: Sequence[GradientEdge], losses: Sequence[Tensor]) -> None:
+        """Raise UsageError where the forward's graph reaches what is not the stage's, or a replicated weight has changed."""
+        checks = self._checks
+        if checks.first and checks.replicated is not None:
+            if self._versions is not None:
+                checks.replicated.require_unchanged(self._versions)
+            checks.replicated.require_known(roots, losses)
+        elif checks.first and checks.elsewhere:
+            require_of_rank(checks.elsewhere, roots, losses)
+        if self._began is not None:
+            require_own_graph(checks.where, self._began, roots, losses)
+
+
+def version_of(value: Tensor) -> int:
+    """Return how often the tensor has been written to; 0 for one made in inference mode, which does not count that."""
+    return 0 if value.is_inference() else value._version
+
+
+def _aliases(values: BoundaryValues, specs: Boundary) -> list[tuple[Tensor, int]]:
+    pairs = zip(values, specs, strict=True)
+    return [(v, version_of(v)) for v, s in pairs if v is not None and s is not None and s.shares]
+
+
+class _Given(torch.autograd.Function):
+    """The same memory, as an operation's result: it counts changes with its input, and is no leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)  # where a layer's input gets no gradient, neither does the stage before
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0]

@@ -1,0 +1,84 @@
+"""A stage's backward pass against torch's own call: gradients, hooks, context variables; a torch without the short way."""
+
+from __future__ import annotations
+
+import contextvars
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from pipeloom.ops.backward_pass import run_backward
+
+PLACE: contextvars.ContextVar[str] = contextvars.ContextVar("PLACE", default="nowhere")
+
+
+def graph() -> tuple[nn.Linear, Tensor, list[GradientEdge | Tensor], list[Tensor | None]]:
+    """A layer, its input, and what a backward starts from: an output of a complex dtype, one of bf16, and a loss."""
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4)
+    x = torch.randn(3, 4, requires_grad=True)
+    out = layer(x)
+    outputs = (torch.complex(out, out * 2), out.bfloat16())
+    gradients = [torch.randn_like(each) for each in outputs]
+    loss = out.square().mean()
+    return layer, x, [*map(get_gradient_edge, outputs), loss], [*gradients, None]
+
+
+def found(run: Any) -> list[Tensor]:
+    layer, x, roots, gradients = graph()
+    run(roots, gradients)
+    assert x.grad is not None
+    assert layer.weight.grad is not None
+    assert layer.bias.grad is not None
+    return [x.grad, layer.weight.grad, layer.bias.grad]
+
+
+@pytest.mark.parametrize("way", ["trusted", "not trusted", "another torch"])
+def test_gradients_are_those_of_torch(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = found(torch.autograd.backward)
+    if way == "another torch":
+        monkeypatch.delattr(torch.autograd.graph, "_engine_run_backward")
+    got = found(lambda roots, gradients: run_backward(roots, gradients, way != "not trusted"))
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+def test_hooks_run_and_see_the_context_of_the_caller() -> None:
+    layer, x, roots, gradients = graph()
+    seen: list[str] = []
+    x.register_hook(lambda _: seen.append(PLACE.get()))
+    layer.weight.register_post_accumulate_grad_hook(lambda _: seen.append(PLACE.get()))
+    token = PLACE.set("here")
+    try:
+        run_backward(roots, gradients, trusted=True)
+    finally:
+        PLACE.reset(token)
+    assert seen == ["here", "here"]
+
+
+def test_a_second_pass_through_a_graph_is_refused() -> None:
+    """It is freed by the first one."""
+    _, _, roots, gradients = graph()
+    run_backward(roots, gradients, trusted=True)
+    with pytest.raises(RuntimeError, match="second time"):
+        run_backward(roots, gradients, trusted=True)
+
+
+class Counted(torch.Tensor):
+    """A loss of the user's own class, which sees torch's functions."""
+
+    calls: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        cls.calls.append(getattr(function, "__name__", ""))
+        return super().__torch_function__(function, types, arguments, keywords or {})
+
+
+def test_a_loss_of_a_class_of_its_own_sees_the_call() -> None:
+    x = torch.ones(3, requires_grad=True)
+    run_backward([x.square().sum().as_subclass(Counted)], [None], trusted=True)
+    assert "backward" in Counted.calls
+    assert torch.equal(x.grad, torch.full((3,), 2.0))  # type: ignore[arg-type]
