@@ -207,6 +207,26 @@ def test_how_many_targets_count(targets: Any, index: int | None, count: int) -> 
     assert count_targets(targets, index) == count
 
 
+@pytest.mark.parametrize("sizes", [None, (1, 3, 1, 2)], ids=["as even as possible", "chosen"])
+@pytest.mark.parametrize(
+    "targets",
+    [torch.tensor(0.5), (torch.tensor(0.5), torch.ones(2, 3)), (torch.ones(3), [torch.zeros(7, 2)])],
+    ids=["scalar", "of other lengths", "rows inside a list"],
+)
+def test_targets_without_rows_count_by_the_micro_batches_rows(targets: Any, sizes: tuple[int, ...] | None) -> None:
+    def loss(output: Tensor, _: Any) -> Tensor:
+        return output.square().mean()
+
+    x, _ = data(7, 1, None)
+    found = []
+    for schedule in (S.gpipe(1, 1), SCHEDULES["gpipe"]):
+        options = RuntimeOptions(microbatch_sizes=sizes if schedule.microbatches > 1 else None)
+        pipeline = LocalPipeline(layers(4), schedule, loss=loss, options=options)
+        found.append((pipeline.step(x, targets).item(), gradients(pipeline)))
+    assert found[0][0] == pytest.approx(found[1][0])
+    assert worst(found[1][1], found[0][1]) < BOUND
+
+
 def test_refusals() -> None:
     x, y = data(4, 1, None)
     pipeline = LocalPipeline(layers(4), S.one_f_one_b(2, 2), loss=loss_of)

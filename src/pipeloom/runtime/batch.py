@@ -70,17 +70,25 @@ def count_targets(targets: Any, ignore_index: int | None = IGNORE_INDEX) -> floa
 
     NaN for integers on the meta device, which do not say. Raises UsageError when the targets hold no tensor.
     """
-    tensor = _first_tensor(targets)
+    return _count(_first_tensor(targets), ignore_index)
+
+
+def _count(tensor: Tensor, ignore_index: int | None) -> float:
     if ignore_index is None or not _holds(tensor, ignore_index):
         return float(tensor.numel())
     return math.nan if tensor.is_meta else float(torch.ne(tensor, ignore_index).sum())
 
 
 def _count_by_part(targets: Any, sizes: Sequence[int], rows: int, ignore_index: int | None) -> list[float]:
-    """`count_targets` of every micro-batch, with one look at the tensor for all of them."""
-    tensor = _first_tensor(targets)
-    if not tensor.ndim or tensor.shape[0] != rows:
-        return [count_targets(tensor, ignore_index)] * len(sizes)
+    """`count_targets` of every micro-batch, with one look at the tensor for all of them.
+
+    The tensor is the first one with a row for each sample. Where there is none, every micro-batch gets the same targets, and
+    its rows count.
+    """
+    tensor = next((each for each in tensors_in(targets) if each.ndim and each.shape[0] == rows), None)
+    if tensor is None:
+        counted = _count(_first_tensor(targets), ignore_index)
+        return [counted if math.isnan(counted) else float(size if counted else 0) for size in sizes]
     if ignore_index is None or not _holds(tensor, ignore_index):
         return [float(tensor.numel() // rows * size) for size in sizes]
     if tensor.is_meta:
@@ -99,9 +107,8 @@ def _holds(tensor: Tensor, index: int) -> bool:
 
 
 def _first_tensor(targets: Any) -> Tensor:
-    for value in targets if isinstance(targets, (tuple, list)) else (targets,):
-        if isinstance(value, Tensor):
-            return value
+    for value in tensors_in(targets):
+        return value
     raise UsageError(
         f"the targets ({type(targets).__name__}) hold no tensor whose elements could be counted; pass weight= to the "
         f"pipeline, the weight of a micro-batch's targets"

@@ -72,8 +72,8 @@ class Pipeline:
         mesh: a Mesh of parallel pipelines (data and tensor parallel); or one pipeline's processes: a PipelineMesh, a
             torch DeviceMesh with an axis `pp` (over other axes the caller sums the gradients), or None for all processes.
         weight: `weight(targets)`, at least 0: the weight of a micro-batch's loss in the step's mean. Default:
-            the number of targets (elements of their first tensor) other than `ignore_index`. A micro-batch of weight 0 is
-            not given to the loss; its gradient is zero.
+            the number of targets (elements of their first tensor with a row for each sample; without one, the micro-batch's
+            rows) other than `ignore_index`. A micro-batch of weight 0 is not given to the loss; its gradient is zero.
         ignore_index: the target that the loss skips, as in torch's cross entropy; None: every target counts. Only the
             default weight uses it.
         stages: number of layers of each stage position; default: spread evenly.
