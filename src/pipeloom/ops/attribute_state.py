@@ -6,7 +6,7 @@ import collections
 import random
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,14 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict)
 # Classes of these packages keep no state of a forward in their attributes, or keep it where no attribute shows.
 _OPAQUE = {"torch", "numpy", "builtins", "random", "threading", "logging", "multiprocessing", "pipeloom", "collections"}
+
+
+class Attribute(NamedTuple):
+    """An attribute of a module, or of an object that it holds; `path` is its name for a message to a person."""
+
+    owner: Any
+    name: str
+    path: str
 
 
 class AttributeState:
@@ -34,6 +42,7 @@ class AttributeState:
         self._tensors: list[tuple[Tensor, int]] = []  # with their versions
         self._generators: list[tuple[_Generator, Any]] = [(each, each.get()) for each in _shared_generators()]
         self._names: dict[int, str] = {}  # id of a container, a tensor or a generator -> its name
+        self._owned: dict[int, Attribute] = {}  # id of a container or a tensor -> the attribute that leads to it
         for path, part in module.named_modules():
             self._names[id(part)] = path
             self._look_into(part)
@@ -47,7 +56,9 @@ class AttributeState:
             if type(value) in _IMMUTABLE or isinstance(value, (nn.Module, nn.Parameter)) or id(value) in self._seen:
                 continue
             self._seen[id(value)] = value
-            self._names[id(value)] = _joined(self._names[id(holder)], key)
+            self._names[id(value)] = path = _joined(self._names[id(holder)], key)
+            if isinstance(value, Tensor) or type(value) in _CONTAINERS:
+                self._owned[id(value)] = self._owned.get(id(holder)) or Attribute(holder, str(key), path)
             if isinstance(value, Tensor):
                 if not value.is_inference():
                     self._tensors.append((value, value._version))
@@ -78,6 +89,20 @@ class AttributeState:
         for each, state in self._generators:
             if id(each) in self._names and not _same_state(each.get(), state):
                 yield self._names[id(each)]
+
+    def written(self) -> Iterator[Attribute]:
+        """Return the attributes that were replaced, made or taken away since, or whose values were changed in place."""
+        for holder, before in self._holders:
+            now = _held_by(holder)
+            if not _differ(before, now):
+                continue
+            if id(holder) in self._owned:
+                yield self._owned[id(holder)]
+                continue
+            for name in {**before, **now}:
+                if before.get(name, self) is not now.get(name, self):
+                    yield Attribute(holder, name, _joined(self._names[id(holder)], name))
+        yield from (self._owned[id(tensor)] for tensor, version in self._tensors if tensor._version != version)
 
     def keep_what_changed(self) -> None:
         """Drops what the forward has left alone. Call it once, behind the forward.
@@ -154,9 +179,20 @@ def _joined(path: str, key: Any) -> str:
 
 def _depends(before: Any, now: Any) -> bool:
     """Return whether an attribute has another value, which may depend on the one before."""
-    if now is before or (isinstance(now, Tensor) and now.requires_grad):
+    if isinstance(now, Tensor) and now.requires_grad:
         return False
-    return not (type(before) in _IMMUTABLE and type(now) is type(before) and now == before)
+    return not equal_values(before, now)
+
+
+def equal_values(before: Any, now: Any) -> bool:
+    """Return whether two values are one object, or equal ones of a type that cannot be changed."""
+    if now is before:
+        return True
+    if type(before) is not type(now) or type(before) not in _IMMUTABLE:
+        return False
+    if isinstance(before, tuple):  # of tensors, too, whose equality is no truth value
+        return len(before) == len(now) and all(map(equal_values, before, now))
+    return bool(before == now)
 
 
 def _differ(before: Any, now: Any) -> bool:

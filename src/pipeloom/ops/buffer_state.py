@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from pipeloom.errors import UsageError
+from pipeloom.ops.attribute_state import Attribute
 
 
 class BufferState:
@@ -18,16 +19,16 @@ class BufferState:
         self._module = module
         self._parts = [_Part(part) for part in module.modules() if part._buffers]
 
-    def changed(self, *, integers: bool = True) -> Iterator[str]:
-        """The names of buffers that have been changed in place or replaced; `integers`: those that are not floating, too."""
+    def changed(self) -> Iterator[Attribute]:
+        """The buffers that have been changed in place or replaced."""
         for part in self._parts:
             for name, buffer in part.before.items():
                 now = part.module._buffers.get(name)
-                if buffer is None or now is None or not (integers or buffer.is_floating_point() or buffer.is_complex()):
+                if buffer is None or now is None:
                     continue
                 copy, version = part.copies[name]
                 if now is not buffer or buffer._version != version or not torch.equal(buffer, copy):
-                    yield name
+                    yield Attribute(part.module, name, name)
 
     def keep_what_changed(self) -> None:
         """Drops the copies of what has not been changed. A buffer that was replaced keeps its values itself."""

@@ -45,6 +45,10 @@ def _on_aliases(run: Callable[..., Any], *values: Any) -> Any:
     return run(*(v.view_as(v) if _takes_hooks(v) else v for v in values))
 
 
+RECOMPUTATION = _on_aliases.__code__
+"""The code of a frame inside which a layer runs that is recomputed."""
+
+
 def _takes_hooks(value: Any) -> bool:
     return type(value) is Tensor and value.requires_grad and value.layout is torch.strided
 

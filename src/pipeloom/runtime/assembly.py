@@ -147,7 +147,6 @@ def assemble(
                 build.grad_context,
                 schedule.splits_backward or summed is not None or products.uses_onednn(),
                 communications,
-                shared_build is not None,
                 copies_on,
                 of_other_ranks,
             )

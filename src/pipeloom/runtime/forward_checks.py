@@ -7,7 +7,9 @@ next to nothing: only what can happen at any time is checked.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +17,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from pipeloom.errors import UsageError
+from pipeloom.ops.attribute_reads import AttributeReads
+from pipeloom.ops.attribute_state import Attribute
 from pipeloom.ops.segments import carries
 from pipeloom.runtime.built_parameters import ReplicatedParameters, next_operation, require_of_rank, require_own_graph
 from pipeloom.runtime.program import StageProgram
 from pipeloom.runtime.stage_modules import StageModules
-from pipeloom.runtime.state_changes import StateChanges
+from pipeloom.runtime.state_changes import BackwardChanges, StateChanges, require_unread
 from pipeloom.runtime.tensor_spec import Boundary, BoundaryValues
 
 _FIRST = 64  # forwards of a stage; a layer that changes its input in place does so in one of them
@@ -32,10 +36,12 @@ class ForwardChecks:
     Args:
         where: the stage, in words.
         segmented: whether the stage runs in segments.
-        shared: whether the replicas of a layer are one module.
         replicated: what holds copies of these layers' parameters, in words; None: nothing does.
         elsewhere: parameters that this process can reach and layers of other ranks hold -> their names; complete at the first
             forward.
+
+    Attributes:
+        written_in_backward: what backwards write, and no forward may read before all those of earlier micro-batches.
     """
 
     def __init__(
@@ -44,18 +50,17 @@ class ForwardChecks:
         where: str,
         *,
         segmented: bool,
-        shared: bool,
         replicated: str | None,
         elsewhere: Mapping[nn.Parameter, str],
     ) -> None:
         self.layers = layers
         self.where = where
         self.segmented = segmented
-        self.shared = shared
         self.elsewhere = elsewhere
         named = dict(zip(layers.names, layers.modules, strict=True))
         self.replicated = None if replicated is None else ReplicatedParameters(named, replicated)
         self._left: float = _FIRST
+        self.written_in_backward: list[Attribute] = []
 
     def begin(
         self, inputs: BoundaryValues, specs: Boundary | None, program: StageProgram, arriving: bool
@@ -83,6 +88,17 @@ class ForwardChecks:
         """Return whether parameters are compared by their values, too, in the present forward."""
         return _FIRST - _LOOKS <= self._left < _FIRST
 
+    @contextmanager
+    def watched_forward(self) -> Iterator[None]:
+        """Raise UsageError where the forward inside reads what backwards write. Ends with the first forwards."""
+        written, self.written_in_backward = self.written_in_backward, []
+        reads = AttributeReads(written, recomputed=True)
+        with reads:
+            yield
+        require_unread(reads, self.where)
+        if self.first:
+            self.written_in_backward = written
+
     def allow_changes(self) -> None:
         """From now on, layers may change their inputs in place in every forward."""
         self._left = math.inf
@@ -100,6 +116,9 @@ class CheckedForward:
     Args:
         in_order: whether every micro-batch comes through the stage, in order.
         aliases: inputs that shared their memory where they were made, with their versions.
+
+    Attributes:
+        of_backward: makes the checks of the micro-batch's backward, once the forward has ended; None: it needs none.
     """
 
     def __init__(
@@ -111,16 +130,18 @@ class CheckedForward:
         replicated = checks.replicated if first and not arriving else None
         self._versions = None if replicated is None else replicated.versions()
         self._began = next_operation() if by_value and not checks.segmented else None
+        self._in_order = in_order
+        self._by_value = by_value
+        self.of_backward: Callable[[], BackwardChanges] | None = None
         self._state: StateChanges | None = None
         if by_value or not in_order:
             self._state = StateChanges(
                 checks.layers,
                 checks.where,
                 in_order=in_order,
-                shared=checks.shared,
                 attributes=first,
                 parameters=first and not arriving,
-                by_value=by_value,
+                closely=by_value,
             )
 
     def changeable(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -144,6 +165,9 @@ class CheckedForward:
         """Raise UsageError for state, or an input, that layers have changed and may not change."""
         if self._state is not None:
             self._state.refuse()
+            if self._by_value:
+                checks, written = self._checks, self._state.written()
+                self.of_backward = partial(BackwardChanges, checks.layers, checks.where, written, self._in_order)
         if any(version_of(value) != version for value, version in self._aliases):
             raise UsageError(
                 f"a layer of {self._checks.where} changes its input in place, and the layer before returned it beside another "

@@ -8,6 +8,7 @@ segmented stage is cut at its communications (runtime/overlap.py); its forward a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -28,6 +29,7 @@ from pipeloom.runtime.forward_checks import CheckedForward, ForwardChecks, versi
 from pipeloom.runtime.overlap import CommStream, ComputeGroup, Coroutine, run_to_end, split_at_communications
 from pipeloom.runtime.program import StageProgram
 from pipeloom.runtime.stage_modules import StageModules
+from pipeloom.runtime.state_changes import BackwardChanges
 from pipeloom.runtime.tensor_spec import Boundary, BoundaryValues, as_values, require_plain, tensors_in
 
 ShareOfLoss = Callable[[Any], Tensor]
@@ -91,6 +93,7 @@ class InFlight:
         specs: of the stage's inputs, which say for which of them a gradient goes back (a layer may call `requires_grad_` on
             another one); None: they are the user's, and none does.
         read: how many of the inputs, the last ones, the stage reads by name.
+        backward_checks: makes the checks of the backward, where it needs any.
     """
 
     queue: WeightGradQueue | None
@@ -98,6 +101,7 @@ class InFlight:
     outputs: BoundaryValues = ()
     specs: Boundary | None = None
     read: int = 0
+    backward_checks: Callable[[], BackwardChanges] | None = None
 
 
 class Stage:
@@ -110,7 +114,6 @@ class Stage:
         writes_weight_gradients: whether linear layers write their weight gradients past autograd: because a backward is split,
             a main gradient receives them, or their products do not go through torch.
         communications: the rank's.
-        shared: whether the replicas of a layer are one module.
         replicated: what holds copies of these layers' parameters, in words; None: nothing does.
         elsewhere: parameters that this process can reach and layers of other ranks hold -> their names; complete at the first
             forward.
@@ -124,7 +127,6 @@ class Stage:
         grad_context: WeightGradContext,
         writes_weight_gradients: bool,
         communications: CommStream,
-        shared: bool = False,
         replicated: str | None = None,
         elsewhere: Mapping[nn.Parameter, str] = MappingProxyType({}),
     ) -> None:
@@ -144,7 +146,6 @@ class Stage:
             layers,
             self.words,
             segmented=self.segmented,
-            shared=shared,
             replicated=replicated,
             elsewhere=elsewhere,
         )
@@ -180,6 +181,8 @@ class Stage:
             term: what becomes of layers' losses; None: they are not computed.
             before_layer: called with each layer's name before the layer; of a segmented stage its caller does.
         """
+        if self._checks.written_in_backward and self._alive and torch.is_grad_enabled():
+            return self._watched_forward(microbatch, values, specs, keywords, program, loss, term, before_layer)
         if self.segmented:
             return run_to_end(self.forward_in_segments(microbatch, values, specs, keywords, program, loss))
         layers = self.layers
@@ -221,6 +224,11 @@ class Stage:
         if isinstance(result, Tensor):
             return (result,)
         return as_values(result, f"layer {self.layers.names[at - 1]!r}") if at else result
+
+    def _watched_forward(self, *arguments: Any) -> StageOutputs:
+        """`forward`, where backwards write state that it may not read while some of earlier micro-batches are to come."""
+        with self._checks.watched_forward():
+            return self.forward(*arguments)
 
     def forward_in_segments(
         self,
@@ -348,6 +356,7 @@ class Stage:
             roots = _roots(kept)
             if checks is not None:
                 checks.require_own(roots, losses)
+                flight.backward_checks = checks.of_backward
             flight.groups.append(SavedGroup(inputs, roots, losses))
             if not self._deallocate:
                 flight.outputs = kept
@@ -475,11 +484,13 @@ class Stage:
             self._grad_context,
             not self.segmented,
         )  # of a segmented stage, a layer's communication makes some
+        before = None if flight.backward_checks is None else flight.backward_checks()
         try:
-            if context.stage_backward is not None and context.writes:
-                context.stage_backward.run(roots, given, trusted)
-            else:
-                run_backward(roots, given, trusted)
+            with nullcontext() if before is None else before.reads:
+                if context.stage_backward is not None and context.writes:
+                    context.stage_backward.run(roots, given, trusted)
+                else:
+                    run_backward(roots, given, trusted)
         except RuntimeError as error:
             if "modified by an inplace operation" in str(error):
                 error.add_note(
@@ -487,6 +498,8 @@ class Stage:
                     "in place what its backward needs, such as a weight or a buffer; let it work on a clone)"
                 )
             raise
+        if before is not None:
+            self._checks.written_in_backward += before.refuse(others=bool(self._alive))
 
 
 class NamedInForward:
