@@ -251,8 +251,9 @@ class Watched(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = super().forward(x)
-        hidden.register_hook(lambda _: self.there.append(sum(not ref.expired() for ref in self.outputs)))
-        self.outputs.append(StorageWeakRef(hidden.untyped_storage()))
+        outputs = self.outputs  # a hook may not read an attribute that other forwards have changed meanwhile
+        hidden.register_hook(lambda _: self.there.append(sum(not ref.expired() for ref in outputs)))
+        outputs.append(StorageWeakRef(hidden.untyped_storage()))
         return hidden
 
 
