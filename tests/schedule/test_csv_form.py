@@ -176,3 +176,11 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 )
 def test_what_names_a_file(name: str, is_file: bool) -> None:
     assert names_a_file(name) is is_file
+
+
+def test_tensors_with_names_are_not_left_out() -> None:
+    schedule = pl.schedules.one_f_one_b(3, 4).with_tensors([("skip", 0, [2])])
+    with pytest.raises(
+        pl.ScheduleError, match="passes tensor 'skip' by name between stages, which the CSV form cannot say"
+    ):
+        to_csv(schedule)

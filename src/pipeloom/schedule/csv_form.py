@@ -31,12 +31,17 @@ class _Place(NamedTuple):
 def to_csv(schedule: Schedule) -> str:
     """One line per rank, its cells in program order, without idle cells; `from_csv` and torch read it.
 
-    Raises ScheduleError for a schedule with two routes, which this form cannot say.
+    Raises ScheduleError for a schedule with two routes or with tensors that stages pass by name, which this form cannot say.
     """
     if len(schedule.routes) > 1:
         raise ScheduleError(
             f"{schedule.name} has {len(schedule.routes)} routes, and the CSV form cannot say which micro-batch takes "
             "which; write it as JSON"
+        )
+    if schedule.tensors:
+        raise ScheduleError(
+            f"{schedule.name} passes tensor {schedule.tensors[0].name!r} by name between stages, which the CSV form cannot say; "
+            "write it as JSON"
         )
     return "".join(",".join(map(str, program)) + "\n" for program in schedule.programs)
 
