@@ -367,16 +367,16 @@ class Stash:
 class Leaves(Plain):
     def __init__(self, stash: Stash) -> None:
         super().__init__()
-        self.stash = stash
+        self.stash = (stash,)  # a tuple is not looked into, so only the graph shows it
 
     def forward(self, x: Tensor) -> Tensor:
-        self.stash.value = x
+        self.stash[0].value = x
         return super().forward(x)
 
 
 class Finds(Leaves):
     def forward(self, x: Tensor) -> Tensor:
-        return Plain.forward(self, x) + self.stash.value
+        return Plain.forward(self, x) + self.stash[0].value
 
 
 @schedules

@@ -15,7 +15,7 @@ from pipeloom.errors import UsageError
 
 _MOST_ENTRIES = 10_000  # a longer list or dict is data, such as a vocabulary, and looking at it would take too long
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
-_CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict)
+CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict)
 # Classes of these packages keep no state of a forward in their attributes, or keep it where no attribute shows.
 _OPAQUE = {"torch", "numpy", "builtins", "random", "threading", "logging", "multiprocessing", "pipeloom", "collections"}
 
@@ -41,6 +41,7 @@ class AttributeState:
         self._holders: list[tuple[Any, Any]] = []  # a container, and what it held
         self._tensors: list[tuple[Tensor, int]] = []  # with their versions
         self._generators: list[tuple[_Generator, Any]] = [(each, each.get()) for each in _shared_generators()]
+        self._sources: list[tuple[Any, str]] = []  # random generators as the module holds them, with their names
         self._names: dict[int, str] = {}  # id of a container, a tensor or a generator -> its name
         self._owned: dict[int, Attribute] = {}  # id of a container or a tensor -> the attribute that leads to it
         for path, part in module.named_modules():
@@ -50,22 +51,23 @@ class AttributeState:
         self._outside: list[tuple[list[Any], list[Any]]] = []
 
     def _look_into(self, holder: Any) -> None:
-        held = _held_by(holder)
+        held = held_by(holder)
         self._holders.append((holder, held))
         for key, value in held.items() if isinstance(held, dict) else enumerate(held):
             if type(value) in _IMMUTABLE or isinstance(value, (nn.Module, nn.Parameter)) or id(value) in self._seen:
                 continue
             self._seen[id(value)] = value
             self._names[id(value)] = path = _joined(self._names[id(holder)], key)
-            if isinstance(value, Tensor) or type(value) in _CONTAINERS:
+            if isinstance(value, Tensor) or type(value) in CONTAINERS:
                 self._owned[id(value)] = self._owned.get(id(holder)) or Attribute(holder, str(key), path)
             if isinstance(value, Tensor):
                 if not value.is_inference():
                     self._tensors.append((value, value._version))
-            elif (generator := _generator(value)) is not None:
+            elif (generator := generator_of(value)) is not None:
                 self._generators.append((generator, generator.get()))
                 self._names[id(generator)] = self._names[id(value)]
-            elif _is_object(value) or (type(value) in _CONTAINERS and len(value) <= _MOST_ENTRIES):
+                self._sources.append((value, self._names[id(value)]))
+            elif is_object(value) or (type(value) in CONTAINERS and len(value) <= _MOST_ENTRIES):
                 self._look_into(value)
 
     def changed(self) -> Iterator[str]:
@@ -76,7 +78,7 @@ class AttributeState:
         all modules share are not among them.
         """
         for holder, before in self._holders:
-            now, name = _held_by(holder), self._names[id(holder)]
+            now, name = held_by(holder), self._names[id(holder)]
             if isinstance(before, dict):
                 pairs = [(_joined(name, key), value, now.get(key)) for key, value in before.items()]
             elif isinstance(holder, set):
@@ -87,13 +89,19 @@ class AttributeState:
             yield from (each for each, value, value_now in pairs if value is not None and _depends(value, value_now))
         yield from (self._names[id(tensor)] for tensor, version in self._tensors if tensor._version != version)
         for each, state in self._generators:
-            if id(each) in self._names and not _same_state(each.get(), state):
+            if id(each) in self._names and not same_state(each.get(), state):
                 yield self._names[id(each)]
+
+    def reached(self) -> Iterator[tuple[Any, str]]:
+        """Return the modules, objects, lists, dicts, tensors and generators among the attributes, with their names."""
+        yield from ((holder, self._names[id(holder)]) for holder, _ in self._holders)
+        yield from ((tensor, self._names[id(tensor)]) for tensor, _ in self._tensors)
+        yield from self._sources
 
     def written(self) -> Iterator[Attribute]:
         """Return the attributes that were replaced, made or taken away since, or whose values were changed in place."""
         for holder, before in self._holders:
-            now = _held_by(holder)
+            now = held_by(holder)
             if not _differ(before, now):
                 continue
             if id(holder) in self._owned:
@@ -117,12 +125,12 @@ class AttributeState:
                     "instead of changing it, or leave the layer out of `recompute`"
                 )
         self._tensors.clear()
-        self._holders = [(holder, held) for holder, held in self._holders if _differ(held, _held_by(holder))]
-        self._generators = [(each, state) for each, state in self._generators if not _same_state(each.get(), state)]
+        self._holders = [(holder, held) for holder, held in self._holders if _differ(held, held_by(holder))]
+        self._generators = [(each, state) for each, state in self._generators if not same_state(each.get(), state)]
 
     def swap_in(self) -> None:
         """Puts what was there at that moment in place, until `swap_out`."""
-        outside = [_held_by(holder) for holder, _ in self._holders], [each.get() for each, _ in self._generators]
+        outside = [held_by(holder) for holder, _ in self._holders], [each.get() for each, _ in self._generators]
         self._outside.append(outside)
         for holder, held in self._holders:
             _fill(holder, held)
@@ -143,20 +151,20 @@ _IMMUTABLE = frozenset(
 )
 
 
-def _is_object(value: Any) -> bool:
+def is_object(value: Any) -> bool:
     """Return whether this is an object of a class of the user's, whose attributes say what it is."""
     if isinstance(value, type) or callable(value) or not hasattr(value, "__dict__"):
         return False
     return type(value).__module__.partition(".")[0] not in _OPAQUE
 
 
-def _held_by(holder: Any) -> Any:
+def held_by(holder: Any) -> Any:
     """A copy of what a container or an object refers to: a dict, or a list."""
     if isinstance(holder, nn.Module):
         return {name: value for name, value in holder.__dict__.items() if name not in _OF_EVERY_MODULE}
     if isinstance(holder, dict):
         return dict(holder)
-    return list(holder) if type(holder) in _CONTAINERS else dict(vars(holder))
+    return list(holder) if type(holder) in CONTAINERS else dict(vars(holder))
 
 
 def _fill(holder: Any, held: Any) -> None:
@@ -168,7 +176,7 @@ def _fill(holder: Any, held: Any) -> None:
         holder.update(held) if isinstance(holder, set) else holder.extend(held)
     else:
         attributes = holder if isinstance(holder, dict) else holder.__dict__
-        for name in [name for name in _held_by(holder) if name not in held]:
+        for name in [name for name in held_by(holder) if name not in held]:
             del attributes[name]
         attributes.update(held)
 
@@ -217,7 +225,7 @@ def _shared_generators() -> Iterator[_Generator]:
         yield _Generator(numpy.get_state, numpy.set_state)
 
 
-def _generator(value: Any) -> _Generator | None:
+def generator_of(value: Any) -> _Generator | None:
     if isinstance(value, torch.Generator):
         return _Generator(value.get_state, value.set_state)
     if isinstance(value, random.Random):
@@ -231,13 +239,13 @@ def _generator(value: Any) -> _Generator | None:
     return None
 
 
-def _same_state(a: Any, b: Any) -> bool:
+def same_state(a: Any, b: Any) -> bool:
     """Return whether two states of a generator are equal: tensors, or tuples and dicts of numbers and NumPy arrays."""
     if isinstance(a, Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same_state(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(same_state(a[key], b[key]) for key in a)
     if isinstance(a, tuple) and not (a and type(a[-1]) is int and len(a) > 100):
-        return len(a) == len(b) and all(map(_same_state, a, b))
+        return len(a) == len(b) and all(map(same_state, a, b))
     same = a == b
     return bool(same.all()) if hasattr(same, "all") else bool(same)

@@ -19,6 +19,7 @@ from pipeloom.parallel.sharding import ParameterSharding, shardings_of
 from pipeloom.runtime.health.status import Status
 from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.runtime.overlap import CommStream
+from pipeloom.runtime.shared_state import SharedState
 from pipeloom.runtime.stage import Stage
 from pipeloom.runtime.stage_modules import LayerSource, build_stage, layer_name, split_layers
 from pipeloom.runtime.tied_weights import (
@@ -92,11 +93,15 @@ class SharedBuild:
     Attributes:
         shared: which layers share a parameter.
         built: position of a layer -> its module; replicas of a layer on several ranks are one module.
+        state: which layers of several stages share state.
         grad_context: where linear layers find the queue for their weight gradients.
     """
 
-    def __init__(self, shared: SharedParameters, schedule: Schedule, summed: str | None = None) -> None:
+    def __init__(
+        self, shared: SharedParameters, state: SharedState, schedule: Schedule, summed: str | None = None
+    ) -> None:
         self.shared = shared
+        self.state = state
         self.built: dict[int, nn.Module] = {}
         main = MainGradients() if summed is not None else None
         self.grad_context = WeightGradContext(StageBackward(), main=main, in_place=schedule.splits_backward)
@@ -131,7 +136,9 @@ def assemble(
     names = [layer_name(layer, at) for at, layer in enumerate(layers)]
     _check_names(names, options.recompute)
     ranges = split_layers(len(layers), schedule.positions, sizes)
-    build = shared_build or SharedBuild(SharedParameters(layers, names), schedule, summed)
+    build = shared_build or SharedBuild(
+        SharedParameters(layers, names), SharedState.of_layers(layers, names, ranges), schedule, summed
+    )
     communications = CommStream(device, options.trace, status)
     copies_on = None if shared_build is not None else _replicated_over(schedule, tied, summed)
     stages: dict[int, Stage] = {}
@@ -149,19 +156,23 @@ def assemble(
                 communications,
                 copies_on,
                 of_other_ranks,
+                build.state,
             )
             _refuse_renorming(stages[s].layers.names, stages[s].modules, copies_on)
     except Exception as error:
         failure = error  # the other ranks must not wait for this one
     modules = {n: m for stage in stages.values() for n, m in zip(stage.layers.names, stage.modules, strict=True)}
+    for name, module in modules.items():
+        build.state.learn(name, module)
     owners = _holders_of(names, ranges, schedule)
     ties = make_ties(tied, owners)
-    facts = exchange(_facts(stages, modules, ties, build.shared, failure))
+    facts = exchange(_facts(stages, modules, ties, build, failure))
     if failure is not None:
         raise failure
     _refuse(facts)
     if shared_build is None:
         of_other_ranks.update(build.shared.of_other_ranks([fact["shared"] for fact in facts], modules))
+        build.state.add([fact["state"] for fact in facts])
     asked = make_ties(
         merged([*(tie.names for tie in ties), *shared_groups([fact["shared"] for fact in facts])]), owners
     )
@@ -232,7 +243,7 @@ def _facts(
     stages: Mapping[int, Stage],
     modules: Mapping[str, nn.Module],
     ties: Sequence[Tie],
-    shared: SharedParameters,
+    build: SharedBuild,
     failure: Exception | None,
 ) -> dict[str, Any]:
     """Return what this rank tells the others of its layers, as JSON holds it."""
@@ -242,7 +253,8 @@ def _facts(
         "sparse": _sparse(modules),
         "layers": list(modules),
         "frozen": frozen_names(modules),
-        "shared": shared.facts(),
+        "shared": build.shared.facts(),
+        "state": build.state.facts(),
         "segmented": [s for s, stage in stages.items() if stage.segmented],
     }
 

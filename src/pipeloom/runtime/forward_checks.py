@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from pipeloom.ops.attribute_state import Attribute
 from pipeloom.ops.segments import carries
 from pipeloom.runtime.built_parameters import ReplicatedParameters, next_operation, require_of_rank, require_own_graph
 from pipeloom.runtime.program import StageProgram
+from pipeloom.runtime.shared_state import Holder, SharedChanges, SharedState
 from pipeloom.runtime.stage_modules import StageModules
 from pipeloom.runtime.state_changes import BackwardChanges, StateChanges, require_unread
 from pipeloom.runtime.tensor_spec import Boundary, BoundaryValues
@@ -39,6 +40,7 @@ class ForwardChecks:
         replicated: what holds copies of these layers' parameters, in words; None: nothing does.
         elsewhere: parameters that this process can reach and layers of other ranks hold -> their names; complete at the first
             forward.
+        shared: the state that layers of several stages share.
 
     Attributes:
         written_in_backward: what backwards write, and no forward may read before all those of earlier micro-batches.
@@ -52,11 +54,13 @@ class ForwardChecks:
         segmented: bool,
         replicated: str | None,
         elsewhere: Mapping[nn.Parameter, str],
+        shared: SharedState | None,
     ) -> None:
         self.layers = layers
         self.where = where
         self.segmented = segmented
         self.elsewhere = elsewhere
+        self._shared = shared
         named = dict(zip(layers.names, layers.modules, strict=True))
         self.replicated = None if replicated is None else ReplicatedParameters(named, replicated)
         self._left: float = _FIRST
@@ -77,6 +81,11 @@ class ForwardChecks:
             return None
         self._left -= 1
         return CheckedForward(self, program.in_order, arriving, aliases)
+
+    @cached_property
+    def shared(self) -> list[tuple[str, Holder]]:
+        """The state that other stages hold too, each with its layer. At the first forward: all layers are built by then."""
+        return [] if self._shared is None else self._shared.of(self.layers.names)
 
     @property
     def first(self) -> bool:
@@ -130,6 +139,7 @@ class CheckedForward:
         replicated = checks.replicated if first and not arriving else None
         self._versions = None if replicated is None else replicated.versions()
         self._began = next_operation() if by_value and not checks.segmented else None
+        self._shared = SharedChanges(checks.shared, by_value) if first and checks.shared else None
         self._in_order = in_order
         self._by_value = by_value
         self.of_backward: Callable[[], BackwardChanges] | None = None
@@ -163,6 +173,8 @@ class CheckedForward:
 
     def require_unchanged(self) -> None:
         """Raise UsageError for state, or an input, that layers have changed and may not change."""
+        if self._shared is not None:
+            self._shared.refuse()
         if self._state is not None:
             self._state.refuse()
             if self._by_value:

@@ -39,7 +39,15 @@ from pipeloom.runtime.measured_timeline import measured_rank, timeline_of
 from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.runtime.p2p.base import Communicator, InProcessBatches, InProcessTransport, Mailroom
 from pipeloom.runtime.program import RankProgram, RankPrograms, as_executed, require_same_stages
-from pipeloom.runtime.stage_modules import KnownKeywords, LayerSource, layer_name, model_names, require_arguments
+from pipeloom.runtime.shared_state import SharedState
+from pipeloom.runtime.stage_modules import (
+    KnownKeywords,
+    LayerSource,
+    layer_name,
+    model_names,
+    require_arguments,
+    split_layers,
+)
 from pipeloom.runtime.stats import RankStats
 from pipeloom.runtime.tensor_spec import ShapeCache
 from pipeloom.runtime.tied_weights import SharedParameters, Tie, merged, share, shared_groups
@@ -102,8 +110,10 @@ class LocalPipeline:
         self.next_step = 0
         self.mesh = Mesh.of_pipeline(PipelineMesh((0,), 0, None))
         device = self.device = options.device if options.device is not None else torch.device("cpu")
-        shared = SharedParameters(layers, [layer_name(layer, at) for at, layer in enumerate(layers)])
-        shared_build = SharedBuild(shared, schedule)
+        names = [layer_name(layer, at) for at, layer in enumerate(layers)]
+        shared = SharedParameters(layers, names)
+        ranges = split_layers(len(layers), schedule.positions, stages)
+        shared_build = SharedBuild(shared, SharedState.of_layers(layers, names, ranges), schedule)
         seed = torch.initial_seed() if options.seed is None else options.seed
         self._statuses = [Status(rank) for rank in range(schedule.ranks)]
         self._assemblies: list[Assembly] = [
@@ -126,8 +136,8 @@ class LocalPipeline:
         modules = {name: module for assembly in self._assemblies for name, module in assembly.modules.items()}
         for tie in {tie for assembly in self._assemblies for tie in assembly.ties}:
             share(tie, modules)
-        for names in merged([*tied, *shared_groups([shared.facts()])]):
-            share(Tie(names, ()), modules)
+        for group in merged([*tied, *shared_groups([shared.facts()])]):
+            share(Tie(group, ()), modules)
         self._keywords = KnownKeywords.of(
             stage.layers for assembly in self._assemblies for stage in assembly.stages.values()
         )

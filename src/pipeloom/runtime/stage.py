@@ -28,6 +28,7 @@ from pipeloom.ops.segments import Communication, carries, is_segmented, saved_of
 from pipeloom.runtime.forward_checks import CheckedForward, ForwardChecks, version_of
 from pipeloom.runtime.overlap import CommStream, ComputeGroup, Coroutine, run_to_end, split_at_communications
 from pipeloom.runtime.program import StageProgram
+from pipeloom.runtime.shared_state import SharedState
 from pipeloom.runtime.stage_modules import StageModules
 from pipeloom.runtime.state_changes import BackwardChanges
 from pipeloom.runtime.tensor_spec import Boundary, BoundaryValues, as_values, require_plain, tensors_in
@@ -117,6 +118,7 @@ class Stage:
         replicated: what holds copies of these layers' parameters, in words; None: nothing does.
         elsewhere: parameters that this process can reach and layers of other ranks hold -> their names; complete at the first
             forward.
+        shared: the state that layers of several stages share.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class Stage:
         communications: CommStream,
         replicated: str | None = None,
         elsewhere: Mapping[nn.Parameter, str] = MappingProxyType({}),
+        shared: SharedState | None = None,
     ) -> None:
         self.index = index
         self.words = f"stage {index}"
@@ -148,6 +151,7 @@ class Stage:
             segmented=self.segmented,
             replicated=replicated,
             elsewhere=elsewhere,
+            shared=shared,
         )
         if writes_weight_gradients or self.segmented:  # else plain layers stay as they are
             for module in layers.modules:

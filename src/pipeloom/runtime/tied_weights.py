@@ -359,6 +359,11 @@ def _numbers(found: Iterable[_Found]) -> dict[nn.Parameter, int]:
     return numbers
 
 
+def referred_to(layers: Sequence[Any]) -> list[Any]:
+    """Return every object that `layers`, or their factories, refer to, once, in an order that every process finds alike."""
+    return list({id(each.value): each.value for each in _objects(layers)}.values())
+
+
 def _collects(module: nn.Module, built: Container[int]) -> bool:
     """Return whether a module that is no part of a built layer holds parts of some, as a list of all layers does."""
     return id(module) not in built and any(id(part) in built for part in module.modules())
