@@ -354,6 +354,45 @@ def test_conjugates_and_negatives_cross_as_the_numbers_that_they_are(transport: 
             )
 
 
+# -- hooks on the nodes that accumulate gradients ----------------------------------------------------------------------
+
+
+class KeepsSums(Plain):
+    """Adds its gradients to sums of its own as soon as they are accumulated, as some optimizers' wrappers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = []
+        for name, parameter in list(self.named_parameters()):
+            total = torch.zeros_like(parameter)
+            self.register_buffer(name.replace(".", "_"), total)
+            self.held.append(parameter.expand_as(parameter))
+            self.held[-1].grad_fn.next_functions[0][0].register_hook(
+                lambda *_, parameter=parameter, total=total: self.add(parameter, total)
+            )
+
+    def add(self, parameter: nn.Parameter, total: Tensor) -> None:
+        if parameter.grad is not None:
+            total.add_(parameter.grad)
+        parameter.grad = None
+
+
+class Halves(Plain):
+    """Halves its gradients before they are accumulated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = [parameter.expand_as(parameter).grad_fn.next_functions[0][0] for parameter in self.parameters()]
+        for node in self.held:
+            node.register_prehook(lambda values: tuple(None if value is None else 0.5 * value for value in values))
+
+
+@pytest.mark.parametrize("kind", [KeepsSums, Halves])
+@schedules
+def test_hooks_on_the_accumulation_of_gradients(schedule: Schedule, kind: type[Plain]) -> None:
+    assert differences([Plain, kind, kind, Plain], schedule) == []
+
+
 # -- tensors past the pipeline -----------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ and W).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,6 +20,8 @@ from pipeloom.ops.backward_pass import run_backward
 from pipeloom.ops.main_gradient import MainGradients
 from pipeloom.ops.products import add_product, adjoint, as_rows, linear, multiply, plain_operations_only
 
+_LOOKS = 2  # steps before which hooks on the accumulation of gradients are looked for
+_MARK = 12345  # autograd's own number of such a node is the largest there is
 _NO_TASK = -2  # autograd's number outside a backward is -1
 
 
@@ -151,6 +153,7 @@ class WeightGradContext:
             place of a product, its memory and a sum.
         stage_backward: the pass in which they do so; in any other, autograd gets the weight gradients. None: in every pass, for
             layers without a stage whose caller starts no other.
+        accumulated: weights whose gradients autograd accumulates because someone holds the node that does, as hooks on it need.
     """
 
     def __init__(
@@ -164,6 +167,17 @@ class WeightGradContext:
         self.main = main
         self.in_place = in_place
         self.stage_backward = stage_backward
+        self.accumulated: set[Tensor] = set()
+        self._looks = _LOOKS
+
+    def look_for_accumulation(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Fill `accumulated`. Call it before a step, when no graph is alive; the first calls look."""
+        self._looks -= 1
+        for parameter in parameters if self._looks >= 0 and self.writes else ():
+            if parameter.requires_grad and _accumulation_is_held(parameter):
+                self.accumulated.add(parameter)
+                if self.main is not None:
+                    self.main.watch(parameter)
 
     @property
     def writes(self) -> bool:
@@ -179,12 +193,35 @@ class WeightGradContext:
         Args:
             queue: the one of the layer's forward.
         """
-        if weight._backward_hooks or (self.stage_backward is not None and not self.stage_backward.running):
+        if weight._backward_hooks or (self.accumulated and weight in self.accumulated):
+            return False
+        if self.stage_backward is not None and not self.stage_backward.running:
             return False
         main = self.main if self.main is not None and weight in self.main else None
         if weight._post_accumulate_grad_hooks and (main is None or main.watched(weight)):
             return False
         return queue is not None or main is not None or self.in_place
+
+
+def _accumulation_is_held(parameter: nn.Parameter) -> bool:
+    """Return whether the node that accumulates the parameter's gradient outlives its graphs.
+
+    Its hooks cannot be seen, but a node that nobody holds is made anew for each graph, without hooks.
+    """
+    node = _accumulation(parameter)
+    number = node._sequence_nr()
+    node._set_sequence_nr(_MARK)
+    del node
+    node = _accumulation(parameter)
+    held = bool(node._sequence_nr() == _MARK)
+    node._set_sequence_nr(number)
+    return held
+
+
+def _accumulation(parameter: nn.Parameter) -> Any:
+    with torch.enable_grad():
+        node: Any = parameter.view_as(parameter).grad_fn
+        return node.next_functions[0][0]
 
 
 class _Linear(torch.autograd.Function):

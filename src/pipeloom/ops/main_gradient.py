@@ -31,6 +31,7 @@ class MainGradients:
         self._empty: set[nn.Parameter] = set()
         self.absent: set[nn.Parameter] = set()
         self._hooked: set[nn.Parameter] = set()
+        self._watched: set[Tensor] = set()
 
     def __contains__(self, parameter: Tensor) -> bool:
         """Return whether gradients of `parameter` go to a buffer now."""
@@ -66,12 +67,18 @@ class MainGradients:
                 self._buffers[parameter].zero_()
                 self._empty.discard(parameter)
 
+    def watch(self, parameter: Tensor) -> None:
+        """Someone waits, by a hook on the node that does it, for the parameter's gradient to be accumulated."""
+        self._watched.add(parameter)
+
     def watched(self, parameter: Tensor) -> bool:
         """Return whether someone else waits, by a hook, for the parameter's gradient to be accumulated.
 
         Its gradients then add up in `.grad` until `complete`, so that the hook sees them as it does in one process.
         """
-        return len(parameter._post_accumulate_grad_hooks or ()) > (parameter in self._hooked)
+        return parameter in self._watched or len(parameter._post_accumulate_grad_hooks or ()) > (
+            parameter in self._hooked
+        )
 
     def _arrived(self, parameter: Tensor) -> None:
         if self.opened and not self.watched(parameter):

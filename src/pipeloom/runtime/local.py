@@ -178,6 +178,7 @@ class LocalPipeline:
         """As `step`; the loss is already computed when it returns."""
         require_gradients("forward_backward")
         self._built.require_same()
+        self._assemblies[0].grad_context.look_for_accumulation(self._parameters.values())
         batch = self._split("forward_backward", inputs, targets, keywords, self.schedule.microbatches)
         self._results = self._run([programs.step for programs in self._programs], batch)
         self.next_step += 1

@@ -256,6 +256,7 @@ class Pipeline:
         """As `step`, but return when this rank is done: the loss may not have arrived from another rank yet."""
         require_gradients("forward_backward")
         self._built.require_same()
+        self._assembly.grad_context.look_for_accumulation(self._assembly.parameters.values())
         status, begun = self._status, time.monotonic()
         status.step = self.next_step
         self._hooks.faults.at_step(self.next_step)
