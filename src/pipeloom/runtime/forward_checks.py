@@ -22,7 +22,7 @@ from pipeloom.ops.attribute_state import Attribute
 from pipeloom.ops.segments import carries
 from pipeloom.runtime.built_parameters import ReplicatedParameters, next_operation, require_of_rank, require_own_graph
 from pipeloom.runtime.program import StageProgram
-from pipeloom.runtime.shared_state import Holder, SharedChanges, SharedState
+from pipeloom.runtime.shared_state import SharedChanges, SharedState, StateHolder
 from pipeloom.runtime.stage_modules import StageModules
 from pipeloom.runtime.state_changes import BackwardChanges, StateChanges, require_unread
 from pipeloom.runtime.tensor_spec import Boundary, BoundaryValues
@@ -83,7 +83,7 @@ class ForwardChecks:
         return CheckedForward(self, program.in_order, arriving, aliases)
 
     @cached_property
-    def shared(self) -> list[tuple[str, Holder]]:
+    def shared(self) -> list[tuple[str, StateHolder]]:
         """The state that other stages hold too, each with its layer. At the first forward: all layers are built by then."""
         return [] if self._shared is None else self._shared.of(self.layers.names)
 

@@ -31,7 +31,7 @@ from pipeloom.runtime.tied_weights import referred_to
 _LEAVES = (bool, int, str, bytes, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 
 
-class Holder(NamedTuple):
+class StateHolder(NamedTuple):
     """Something that holds state: a module, an object, a list or dict, a tensor, a generator, or a variable.
 
     Attributes:
@@ -48,7 +48,7 @@ class Holder(NamedTuple):
 
 
 class SharedState:
-    """What holds state in the layers of each position of the model, as far as the ranks can tell.
+    """The holders of state in the layers of each position of the model, as far as the ranks can tell.
 
     Args:
         position_of: layer -> its position.
@@ -68,7 +68,7 @@ class SharedState:
                     self._alive.append(each)
                     kinds.append(type(each).__qualname__)
         self._digest = hashlib.sha256(repr(kinds).encode()).hexdigest()[:16]
-        self._held: dict[str, dict[Any, Holder]] = {}
+        self._held: dict[str, dict[Any, StateHolder]] = {}
         self._places: dict[Any, set[int]] = {}
 
     @classmethod
@@ -87,8 +87,8 @@ class SharedState:
                 self._held[layer].setdefault(key, holder)
                 self._places.setdefault(key, set()).add(self._position_of[layer])
 
-    def _keys(self, holder: Holder) -> Iterator[Any]:
-        """What is equal for the same thing: in this process, and, of integers and strings, on other ranks."""
+    def _keys(self, holder: StateHolder) -> Iterator[Any]:
+        """Keys that are equal for the same thing: in this process, and, of integers and strings, on other ranks."""
         if isinstance(holder.value, _Variable):
             yield holder.value.key
             return
@@ -112,12 +112,12 @@ class SharedState:
             for key, places in (*each["globals"], *(each["numbers"] if alike else ())):
                 self._places.setdefault(key, set()).update(places)
 
-    def of(self, layers: Sequence[str]) -> list[tuple[str, Holder]]:
+    def of(self, layers: Sequence[str]) -> list[tuple[str, StateHolder]]:
         """Return what these layers of one stage hold and layers of other stages hold too, each with the layer.
 
         Call it once all ranks have built their layers.
         """
-        found: dict[int, tuple[str, Holder]] = {}
+        found: dict[int, tuple[str, StateHolder]] = {}
         for layer in layers:
             for key, holder in self._held.get(layer, {}).items():
                 if len(self._places[key]) > 1:
@@ -132,7 +132,7 @@ class SharedChanges:
         by_value: compare values of tensors, too: some kernels change them and do not count it.
     """
 
-    def __init__(self, holders: Sequence[tuple[str, Holder]], by_value: bool) -> None:
+    def __init__(self, holders: Sequence[tuple[str, StateHolder]], by_value: bool) -> None:
         self._before = [(layer, holder, _state(holder.value, by_value)) for layer, holder in holders]
         self._by_value = by_value
 
@@ -148,20 +148,20 @@ class SharedChanges:
                 )
 
 
-def _inside(module: nn.Module) -> Iterator[Holder]:
+def _inside(module: nn.Module) -> Iterator[StateHolder]:
     """The parts of a module, and what they hold."""
     for path, part in module.named_modules():
-        yield Holder(part, path)
+        yield StateHolder(part, path)
         for name, buffer in part._buffers.items():
             if buffer is not None:
-                yield Holder(buffer, f"{path}.{name}" if path else name)
+                yield StateHolder(buffer, f"{path}.{name}" if path else name)
     for value, path in AttributeState(module).reached():
         if not isinstance(value, nn.Module):
-            yield Holder(value, path)
+            yield StateHolder(value, path)
 
 
-def _outside(module: nn.Module) -> Iterator[Holder]:
-    """What the code of a module's forward refers to by global names and in closures."""
+def _outside(module: nn.Module) -> Iterator[StateHolder]:
+    """The variables that a module's code refers to by global names and in closures, and what they hold."""
     kinds = {kind: None for part in module.modules() for kind in type(part).mro() if not _is_library(kind)}
     functions = [f for kind in kinds for f in vars(kind).values() if isinstance(f, types.FunctionType)]
     seen: set[types.FunctionType] = set()
@@ -177,10 +177,10 @@ def _outside(module: nn.Module) -> Iterator[Holder]:
             elif isinstance(value, (nn.Module, nn.Parameter, *_LEAVES)):
                 continue
             else:
-                yield Holder(variable, variable.name, outside=True)
+                yield StateHolder(variable, variable.name, outside=True)
                 if type(value) in CONTAINERS or is_object(value) or isinstance(value, Tensor):
                     name = variable.key if isinstance(variable.key, str) else None
-                    yield Holder(value, variable.name, outside=True, name=name)
+                    yield StateHolder(value, variable.name, outside=True, name=name)
 
 
 class _Variable:
@@ -248,7 +248,7 @@ def _mark(value: Any, by_value: bool) -> _Mark:
     return _Mark(value, value._version, value.detach().clone() if by_value else None)
 
 
-def _changes(holder: Holder, before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+def _changes(holder: StateHolder, before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """The names of what has other values.
 
     What was None, or not there, has been made only now, as caches are, and lists and dicts that grow keep a record, unless it
