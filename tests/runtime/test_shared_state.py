@@ -17,6 +17,7 @@ from models import WIDTH, batch, mse
 from pipeloom.errors import UsageError
 from pipeloom.runtime import Layer, Pipeline
 from pipeloom.schedule.model import Schedule
+from processes import run_ranks
 
 ALONE = pl.schedules.build("1f1b", 1, 4)
 SCHEDULES = [
@@ -241,3 +242,41 @@ def test_state_of_layers_on_two_ranks_is_refused(case: str, tmp_path: Path) -> N
     ends = run_until_dead(on_ranks, 2, tmp_path, case)
     assert all(end.code != 0 for end in ends)
     assert any("which a layer of another stage shares" in end.words for end in ends)
+
+
+def one_memory(rank: int, case: str) -> None:
+    modules = [Plain() for _ in range(4)]
+    weight = modules[0].linear.weight
+    tied = []
+    if case == "buffer":
+        modules[3].register_buffer("weights", weight.detach())
+    elif case == "overlapping":
+        whole = torch.randn(2 * WIDTH, WIDTH)
+        modules[0].linear.weight, modules[3].linear.weight = (
+            nn.Parameter(whole[:WIDTH]),
+            nn.Parameter(whole[1 : WIDTH + 1]),
+        )
+    elif case == "side by side":
+        whole = torch.randn(2 * WIDTH, WIDTH)
+        modules[0].linear.weight, modules[3].linear.weight = nn.Parameter(whole[:WIDTH]), nn.Parameter(whole[WIDTH:])
+    else:
+        modules[1 if case == "one rank" else 3].linear.weight = nn.Parameter(weight.data)
+    if case == "tied":
+        tied = [("layer0.linear.weight", "layer3.linear.weight")]
+    layers = [Layer(f"layer{at}", lambda module=module: module) for at, module in enumerate(modules)]
+    pipeline = Pipeline(layers, pl.schedules.build("1f1b", 2, 4), loss=mse, tied=tied)
+    pipeline.step(*batch(8))
+    pipeline.close()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("case", ["parameter", "buffer", "overlapping"])
+def test_two_tensors_of_one_memory_on_two_ranks_are_refused(case: str, tmp_path: Path) -> None:
+    ends = run_until_dead(one_memory, 2, tmp_path, case)
+    assert all("are two tensors of one memory, which ranks do not share" in end.words for end in ends)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("case", ["one rank", "tied", "side by side"])
+def test_tensors_of_one_memory_may_be_tied_or_on_one_rank_or_side_by_side(case: str) -> None:
+    assert run_ranks(one_memory, 2, case) == [None, None]

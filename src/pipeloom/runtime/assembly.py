@@ -172,7 +172,7 @@ def assemble(
     _refuse(facts)
     if shared_build is None:
         of_other_ranks.update(build.shared.of_other_ranks([fact["shared"] for fact in facts], modules))
-        build.state.add([fact["state"] for fact in facts])
+        build.state.add([fact["state"] for fact in facts], tied)
     asked = make_ties(
         merged([*(tie.names for tie in ties), *shared_groups([fact["shared"] for fact in facts])]), owners
     )

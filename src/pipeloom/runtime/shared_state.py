@@ -11,12 +11,14 @@ import hashlib
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from pipeloom.errors import UsageError
+from pipeloom.errors import ConfigError, UsageError
 from pipeloom.ops.attribute_state import (
     CONTAINERS,
     AttributeState,
@@ -68,6 +70,7 @@ class SharedState:
                     self._alive.append(each)
                     kinds.append(type(each).__qualname__)
         self._digest = hashlib.sha256(repr(kinds).encode()).hexdigest()[:16]
+        self._overlaps = _Overlaps(found)
         self._held: dict[str, dict[Any, StateHolder]] = {}
         self._places: dict[Any, set[int]] = {}
 
@@ -80,6 +83,7 @@ class SharedState:
     def learn(self, layer: str, module: nn.Module) -> None:
         """The built layer is `module`."""
         self._held[layer] = {}
+        self._overlaps.learn(layer, module)
         if len(set(self._position_of.values())) < 2:
             return
         for holder in (*_inside(module), *_outside(module)):
@@ -103,11 +107,17 @@ class SharedState:
             "digest": self._digest,
             "numbers": [[key, each] for key, each in places.items() if isinstance(key, int)],
             "globals": [[key, each] for key, each in places.items() if isinstance(key, str)],
+            "memory": list(self._overlaps.names.items()),
         }
 
-    def add(self, facts: Sequence[Mapping[str, Any]]) -> None:
-        """Take what other ranks hold."""
+    def add(self, facts: Sequence[Mapping[str, Any]], tied: Sequence[Sequence[str]]) -> None:
+        """Take what other ranks hold.
+
+        Raises ConfigError for parameters and buffers of one memory that are not on the same ranks, and not `tied`.
+        """
         alike = len({each["digest"] for each in facts}) == 1
+        if alike:
+            self._overlaps.require_together([dict(each["memory"]) for each in facts], tied)
         for each in facts:
             for key, places in (*each["globals"], *(each["numbers"] if alike else ())):
                 self._places.setdefault(key, set()).update(places)
@@ -123,6 +133,66 @@ class SharedState:
                 if len(self._places[key]) > 1:
                     found.setdefault(id(holder.value), (layer, holder))
         return list(found.values())
+
+
+class _Overlaps:
+    """Parameters and buffers that are not one object and have memory in common.
+
+    Attributes:
+        names: number of such a tensor -> its name in a layer that is built here.
+    """
+
+    def __init__(self, found: Iterable[Any]) -> None:
+        tensors: dict[int, Tensor] = {}
+        for value in found:
+            inside = (*value.parameters(), *value.buffers()) if isinstance(value, nn.Module) else (value,)
+            tensors.update((id(each), each) for each in inside if isinstance(each, Tensor) and _has_memory(each))
+        by_memory: dict[int, list[Tensor]] = {}
+        for each in tensors.values():
+            by_memory.setdefault(each.untyped_storage().data_ptr(), []).append(each)
+        self._numbers: dict[int, int] = {}
+        self._pairs: list[tuple[int, int]] = []
+        self._alive: list[Tensor] = []
+        for together in by_memory.values():
+            extents = sorted(((*_extent(each), each) for each in together), key=itemgetter(0, 1))
+            for at, (_, end, one) in enumerate(extents):
+                for start, _, other in extents[at + 1 :]:
+                    if start >= end:
+                        break
+                    self._pairs.append((self._number(one), self._number(other)))
+        self.names: dict[int, str] = {}
+
+    def _number(self, tensor: Tensor) -> int:
+        self._alive.append(tensor)
+        return self._numbers.setdefault(id(tensor), len(self._numbers))
+
+    def learn(self, layer: str, module: nn.Module) -> None:
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()) if self._pairs else ():
+            if id(tensor) in self._numbers:
+                self.names.setdefault(self._numbers[id(tensor)], f"{layer}.{name}")
+
+    def require_together(self, names: Sequence[Mapping[int, str]], tied: Sequence[Sequence[str]]) -> None:
+        for one, other in self._pairs:
+            ranks = [[rank for rank, held in enumerate(names) if number in held] for number in (one, other)]
+            if not all(ranks) or ranks[0] == ranks[1]:
+                continue
+            pair = names[ranks[0][0]][one], names[ranks[1][0]][other]
+            if not any(set(pair) <= set(group) for group in tied):
+                raise ConfigError(
+                    f"{pair[0]!r} and {pair[1]!r} are two tensors of one memory, which ranks do not share: in one process a "
+                    "change of one changes the other; make them one nn.Parameter, which is then tied, or clone one of them"
+                )
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta and not is_lazy(tensor) and tensor.numel() > 0
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """The bytes of its storage between which a tensor's elements lie."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    return start, start + (int(last) + 1) * tensor.element_size()
 
 
 class SharedChanges:
