@@ -106,6 +106,25 @@ class Borrowing(Block):
         return super().forward(x) * self.borrowed[0]
 
 
+class Raw(Block):
+    """Trains a tensor that is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.scale = torch.ones(WIDTH, requires_grad=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+class Probing(Block):
+    """Keeps a leaf that its forward makes, as forces need one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.at = x.detach().requires_grad_()
+        return super().forward(self.at)
+
+
 class Clamping(Block):
     """Clamps its weight as it goes."""
 
@@ -127,6 +146,8 @@ class Renorming(nn.Module):
 CASES: dict[str, tuple[Any, Callable[..., Tensor]]] = {
     "loss": (partial(Block, 1), Scaled()),
     "borrowing": (Borrowing, mse),
+    "raw": (Raw, mse),
+    "probing": (partial(Probing, 1), mse),
     "clamping": (partial(Clamping, 1), mse),
     "renorming": (Renorming, mse),
 }
@@ -155,6 +176,9 @@ def test_what_replicas_would_not_share_is_refused() -> None:
             )
             with pytest.raises(UsageError, match=pattern):
                 _raise(found[name])
+        with pytest.raises(UsageError, match=r"'layer\.scale' requires a gradient and is no parameter of its layer"):
+            _raise(found["raw"])
+        assert found["probing"] == "accepted"
         with pytest.raises(UsageError, match=r"changes its weight 'layer\.linear\.weight' in place"):
             _raise(found["clamping"])
         with pytest.raises(UsageError, match=r"ConfigError: .*'layer\.words\.weight' has max_norm=1"):
@@ -165,7 +189,7 @@ def _raise(text: str) -> None:
     raise UsageError(text)
 
 
-@pytest.mark.parametrize("kind", ["loss", "borrowing"])
+@pytest.mark.parametrize("kind", ["loss", "borrowing", "raw"])
 def test_one_pipeline_takes_them(kind: str) -> None:
     build, loss = CASES[kind]
     LocalPipeline([Layer("layer", build), *blocks(1)], S.one_f_one_b(2, 2), loss=loss).step(*batch(4))

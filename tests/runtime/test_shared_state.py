@@ -280,3 +280,27 @@ def test_two_tensors_of_one_memory_on_two_ranks_are_refused(case: str, tmp_path:
 @pytest.mark.parametrize("case", ["one rank", "tied", "side by side"])
 def test_tensors_of_one_memory_may_be_tied_or_on_one_rank_or_side_by_side(case: str) -> None:
     assert run_ranks(one_memory, 2, case) == [None, None]
+
+
+class Scaled(Plain):
+    """Trains a tensor that is no parameter."""
+
+    def __init__(self, scale: Tensor) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+def scaled(rank: int) -> None:
+    scale = torch.ones(WIDTH, requires_grad=True)
+    makes: list[Callable[[], nn.Module]] = [lambda: Scaled(scale), Plain, Plain, lambda: Scaled(scale)]
+    layers = [Layer(f"layer{at}", make) for at, make in enumerate(makes)]
+    Pipeline(layers, pl.schedules.build("1f1b", 2, 4), loss=mse).step(*batch(8))
+
+
+@pytest.mark.dist
+def test_a_tensor_that_trains_on_two_ranks_is_refused(tmp_path: Path) -> None:
+    ends = run_until_dead(scaled, 2, tmp_path)
+    assert all("scale' requires a gradient, and layers of two ranks hold it" in end.words for end in ends)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from pipeloom.errors import UsageError
+from pipeloom.ops.attribute_state import AttributeState
 
 
 class BuiltParameters:
@@ -86,6 +87,13 @@ class ReplicatedParameters:
     def __init__(self, modules: Mapping[str, nn.Module], over: str) -> None:
         self._over = over
         self._modules = modules
+        # Now: a tensor that a forward makes and keeps trains nothing.
+        self._tensors = {
+            id(value): f"{layer}.{path}"
+            for layer, module in modules.items()
+            for value, path in AttributeState(module).reached()
+            if isinstance(value, Tensor) and value.requires_grad
+        }
 
     @cached_property
     def _named(self) -> dict[str, nn.Parameter]:
@@ -119,6 +127,11 @@ class ReplicatedParameters:
                     f"the loss or a layer uses a parameter of shape {list(parameter.shape)} that no layer of its stage holds, so "
                     f"its gradient would not be summed over the {self._over}; make it a parameter of the layer that uses it, "
                     "or, if the loss does, of the last layer"
+                )
+            if id(parameter) in self._tensors:
+                raise UsageError(
+                    f"{self._tensors[id(parameter)]!r} requires a gradient and is no parameter of its layer, so its gradient "
+                    f"would not be summed over the {self._over}; make it an nn.Parameter"
                 )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import types
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
@@ -118,9 +119,21 @@ class SharedState:
         alike = len({each["digest"] for each in facts}) == 1
         if alike:
             self._overlaps.require_together([dict(each["memory"]) for each in facts], tied)
+            self._require_no_gradients([number for each in facts for number, _ in each["numbers"]])
         for each in facts:
             for key, places in (*each["globals"], *(each["numbers"] if alike else ())):
                 self._places.setdefault(key, set()).update(places)
+
+    def _require_no_gradients(self, held: Sequence[int]) -> None:
+        """Raise ConfigError for a tensor that trains, is no parameter, and is `held` by two ranks."""
+        twice = {number for number, count in Counter(held).items() if count > 1}
+        for layer, holders in self._held.items():
+            for key, holder in holders.items():
+                if key in twice and isinstance(holder.value, Tensor) and holder.value.requires_grad:
+                    raise ConfigError(
+                        f"'{layer}.{holder.path}' requires a gradient, and layers of two ranks hold it: make it an nn.Parameter "
+                        "of both, which is then tied, and its gradient summed"
+                    )
 
     def of(self, layers: Sequence[str]) -> list[tuple[str, StateHolder]]:
         """Return what these layers of one stage hold and layers of other stages hold too, each with the layer.
