@@ -173,7 +173,7 @@ class WeightGradContext:
     def look_for_accumulation(self, parameters: Iterable[nn.Parameter]) -> None:
         """Fill `accumulated`. Call it before a step, when no graph is alive; the first calls look."""
         self._looks -= 1
-        for parameter in parameters if self._looks >= 0 and self.writes else ():
+        for parameter in parameters if self._looks >= 0 else ():
             if parameter.requires_grad and _accumulation_is_held(parameter):
                 self.accumulated.add(parameter)
                 if self.main is not None:
