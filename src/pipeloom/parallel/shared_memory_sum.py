@@ -93,7 +93,7 @@ class SharedBuffers:
         self._advance()
 
     def wait(self, at: int, timeout: float) -> None:
-        """Returns when buffer `at` of this process holds the sum. Raises DistributedError after `timeout` seconds."""
+        """Wait until buffer `at` of this process holds the sum. Raises DistributedError after `timeout` seconds."""
         begin = time.monotonic()
         for look in itertools.count():
             self._advance()

@@ -77,7 +77,7 @@ class SharedState:
 
     @classmethod
     def of_layers(cls, layers: Sequence[Any], names: Sequence[str], ranges: Sequence[range]) -> SharedState:
-        """Return that of `layers`, of which `ranges` says which stand at each position."""
+        """Return the state of `layers`; `ranges` says which of them stand at each position of the model."""
         position_of = {names[layer]: position for position, which in enumerate(ranges) for layer in which}
         return cls(position_of, referred_to(layers) if len(ranges) > 1 else ())
 

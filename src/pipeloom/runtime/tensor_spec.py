@@ -257,7 +257,7 @@ class ShapeCache:
             )
 
     def learn(self, edge: Edge, microbatch: int, boundary: Boundary) -> None:
-        """Return what crosses `edge` for `microbatch` has these specs; raises UsageError when they were others before."""
+        """Keep the specs of what crosses `edge` for `microbatch`. Raises UsageError when they were others before."""
         key = self._key(edge, microbatch)
         known = self._known.setdefault(key, boundary)
         if known != boundary:
