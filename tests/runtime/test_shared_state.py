@@ -304,3 +304,22 @@ def scaled(rank: int) -> None:
 def test_a_tensor_that_trains_on_two_ranks_is_refused(tmp_path: Path) -> None:
     ends = run_until_dead(scaled, 2, tmp_path)
     assert all("scale' requires a gradient, and layers of two ranks hold it" in end.words for end in ends)
+
+
+class Counted(Plain):
+    """Counts its forwards in a dict that all layers share."""
+
+    def __init__(self, counts: dict[str, int]) -> None:
+        super().__init__()
+        self.counts = counts
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts["F"] = self.counts.get("F", 0) + 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("schedule", [s for s in SCHEDULES if len(s.routes) == 1], ids=lambda schedule: schedule.name)
+def test_counts_in_a_dict_may_be_shared(schedule: Schedule) -> None:
+    counts: dict[str, int] = {}
+    assert differences([lambda: Counted(counts) for _ in range(4)], schedule) == []
+    assert counts["F"]

@@ -123,6 +123,65 @@ class WritesFirst(Plain):
         return 0.5 * self.last
 
 
+class Notes(Plain):
+    """Notes its forwards and backwards in one list, and counts them in one dict and one number, as tests and monitors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[Any] = []
+        self.counts = {"F": 0, "B": 0}
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.note("F", out.detach().mean().item())
+        out.register_hook(lambda _: self.note("B"))
+        return out * 1.0
+
+    def note(self, kind: str, *values: float) -> None:
+        self.notes.append((kind, *values))
+        self.counts[kind] += 1
+        self.calls += 1
+
+
+@recomputing
+@schedules
+def test_records_and_counts_of_forwards_and_backwards_are_kept(schedule: Schedule, recompute: str) -> None:
+    built: list[Notes] = []
+
+    def kept() -> Notes:
+        built.append(Notes())
+        return built[-1]
+
+    assert differences([Plain, kept, Plain, kept], schedule, recompute) == []
+    layers = [layer for layer in built if layer.calls]
+    assert layers
+    for layer in layers:
+        assert layer.calls == len(layer.notes) == sum(layer.counts.values())
+        assert layer.counts["B"]
+
+
+class ReadsCount(Plain):
+    """Its hook takes the number of the micro-batch from its own count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.index += 1
+        out.register_hook(lambda gradient: gradient * (1 + 0.1 * self.index))
+        return out * 1.0
+
+
+@schedules
+def test_a_count_of_forwards_that_a_backward_uses_is_refused(schedule: Schedule) -> None:
+    assert differences([Plain, ReadsCount, Plain, ReadsCount], ALONE) == []
+    with pytest.raises(UsageError, match=r"the backward of a layer of stage \d reads 'layer\d.index'"):
+        differences([Plain, ReadsCount, Plain, ReadsCount], schedule)
+
+
 @pytest.mark.parametrize("kind", [Keeps, WritesFirst])
 @recomputing
 @schedules

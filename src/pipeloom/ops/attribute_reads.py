@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeloom.ops.attribute_state import Attribute, equal_values
+from pipeloom.ops.attribute_state import CONTAINERS, Attribute, equal_values
 from pipeloom.ops.recompute import RECOMPUTATION
 
 
 class WrittenAttributes:
-    """Attributes with the values that they have now, which another micro-batch may replace."""
+    """Attributes with the values that they have now, which another micro-batch may replace. Records do not count."""
 
     def __init__(self, attributes: Iterable[Attribute]) -> None:
-        self._marks = [(attribute, _mark(attribute)) for attribute in attributes]
+        self._marks = [(attribute, _mark(attribute)) for attribute in attributes if not is_record(attribute)]
 
     def stale(self) -> list[Attribute]:
         """Return those that have other values by now."""
@@ -28,7 +28,7 @@ class WrittenAttributes:
 class AttributeReads:
     """A context that watches for reads of some attributes.
 
-    Objects of classes that do something when they get a subclass are not watched.
+    Objects of classes that do something when they get a subclass are not watched. To count (`self.calls += 1`) is not to read.
 
     Args:
         recomputed: whether reads in layers that are recomputed count: not in a backward, where these get their own values.
@@ -44,6 +44,7 @@ class AttributeReads:
             self._watched.setdefault(id(each.owner), (each.owner, {}))[1][each.name] = each
         self._kinds: list[tuple[Any, type]] = []
         self.found: Attribute | None = None
+        self._counts_read: dict[tuple[int, str], Attribute] = {}
 
     def __enter__(self) -> AttributeReads:
         for owner, names in self._watched.values():
@@ -60,18 +61,26 @@ class AttributeReads:
         while self._kinds:
             owner, kind = self._kinds.pop()
             object.__setattr__(owner, "__class__", kind)
+        if self.found is None:
+            self.found = next(iter(self._counts_read.values()), None)
 
     def _watching(self, kind: Any, names: dict[str, Attribute]) -> Any:
         """Return a subclass of `kind` whose objects note reads of `names`."""
 
         def read(owner: Any, name: str) -> Any:
             if name in names and self.found is None and self._counts():
-                self.found = names[name]
+                if type(vars(owner).get(name)) is int:  # until it is written
+                    self._counts_read[id(owner), name] = names[name]
+                else:
+                    self.found = names[name]
             return kind.__getattribute__(owner, name)
 
         def write(owner: Any, name: str, value: Any) -> None:
             if name in names and self._counts():
-                del names[name]
+                if (id(owner), name) not in self._counts_read:
+                    del names[name]
+                elif type(value) is int:
+                    del self._counts_read[id(owner), name]
             kind.__setattr__(owner, name, value)
 
         def remove(owner: Any, name: str) -> None:
@@ -89,6 +98,21 @@ class AttributeReads:
         while frame is not None and frame.f_code is not RECOMPUTATION:
             frame = frame.f_back
         return frame is None
+
+
+def is_record(attribute: Attribute) -> bool:
+    """Return whether the attribute is a list, set or dict of notes for people: without numbers that a layer computes with."""
+    value = _value(attribute)
+    return type(value) in CONTAINERS and not _holds_numbers(value)
+
+
+def _holds_numbers(value: Any, depth: int = 4) -> bool:
+    """Return whether there are tensors or arrays in a container, or floats in a dict, which are more than a record of them."""
+    if isinstance(value, dict):
+        return any(isinstance(each, float) or _holds_numbers(each, depth - 1) for each in value.values())
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return depth > 0 and any(_holds_numbers(each, depth - 1) for each in value)
+    return hasattr(value, "dtype")
 
 
 def _value(attribute: Attribute) -> Any:

@@ -352,7 +352,9 @@ def _changes(holder: StateHolder, before: Mapping[str, Any], now: Mapping[str, A
                 yield name
         elif _same(old, new) or (graph and isinstance(holder.value, nn.Module)):
             continue
-        elif not holder.outside or isinstance(new.value, (Tensor, float)):  # a count in a global variable is for people
+        elif type(new.value) is int and (holder.outside or type(holder.value) in CONTAINERS):
+            continue  # a count, for people
+        elif not holder.outside or isinstance(new.value, (Tensor, float)):
             yield name
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from pipeloom.errors import UsageError
-from pipeloom.ops.attribute_reads import AttributeReads, WrittenAttributes
+from pipeloom.ops.attribute_reads import AttributeReads, WrittenAttributes, is_record
 from pipeloom.ops.attribute_state import Attribute, AttributeState
 from pipeloom.ops.buffer_state import BufferState
 from pipeloom.ops.parameter_state import ParameterState
@@ -91,7 +91,7 @@ class BackwardChanges:
         self.reads = AttributeReads(written.stale(), recomputed=False)
 
     def refuse(self, others: bool) -> list[Attribute]:
-        """Return what the backward has written. Raise UsageError for what would have other values in one process.
+        """Return what the backward has written, but records. Raise UsageError for what would have other values in one process.
 
         Args:
             others: whether other micro-batches wait for their backwards.
@@ -108,7 +108,7 @@ class BackwardChanges:
                     f"the backward of layer {layer!r} changes its weight {name!r} (an optimizer in a hook?), and other "
                     "micro-batches, whose backwards still come, have been computed with the value before: change it between steps"
                 )
-        written = list(_written(self._buffers, self._attributes))
+        written = [each for each in _written(self._buffers, self._attributes) if not is_record(each)]
         if not self._in_order:
             for layer, buffers in self._buffers:
                 for buffer in buffers.changed():
