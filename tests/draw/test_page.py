@@ -210,11 +210,24 @@ def test_files_that_are_saved(opened: Opened, tmp_path: Path) -> None:
     assert _saved(opened, "#png", tmp_path).read_bytes().startswith(b"\x89PNG")
 
 
-def test_two_routes_have_no_csv(running: Any, tmp_path: Path) -> None:
-    page = Opened(running, tmp_path, pl.simulate(pl.schedules.dualpipe(ranks=4, microbatches=8)))
+@pytest.mark.parametrize(
+    ("schedule", "missing"),
+    [
+        (pl.schedules.dualpipe(ranks=4, microbatches=8), "which micro-batch takes which route"),
+        (
+            pl.schedules.zb_h1(ranks=3, microbatches=4).with_tensors([("skip", 0, [2])]),
+            "which tensors stages pass by name",
+        ),
+    ],
+    ids=["two routes", "named tensors"],
+)
+def test_what_csv_cannot_say_is_saved_as_json(
+    schedule: pl.Schedule, missing: str, running: Any, tmp_path: Path
+) -> None:
+    page = Opened(running, tmp_path, pl.simulate(schedule))
     assert page.page.is_disabled("#csv")
-    schedule = load(_saved(page, "#json", tmp_path))
-    assert schedule == pl.schedules.dualpipe(ranks=4, microbatches=8)
+    assert page.page.get_attribute("#csv", "title") == f"The CSV form cannot say {missing}; save JSON"
+    assert load(_saved(page, "#json", tmp_path)) == schedule
     page.close()
 
 

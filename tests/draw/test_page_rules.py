@@ -36,7 +36,7 @@ SETTLE = """(text) => JSON.stringify(JSON.parse(text).map(([pane, kinds, edit]) 
     simulated();
     const again = state();
     const out = {given, again, json: JSON.parse(schedule.json())};
-    if (schedule.routes.length === 1) out.csv = schedule.csv();
+    if (!schedule.beyondCsv()) out.csv = schedule.csv();
     schedule.move(...edit);
     out.invalid = schedule.invalid;
     if (!schedule.invalid) out.edited = state();
@@ -168,6 +168,7 @@ def test_the_page_simulates_and_checks_as_python_does(tmp_path: Path) -> None:
         _agrees(answer["undone"], timeline)
         written = json.loads(json.dumps(to_dict(schedule)))
         assert answer["json"] == written
+        assert ("csv" in answer) == (len(schedule.routes) == 1 and not schedule.tensors)
         if "csv" in answer:
             assert answer["csv"] == to_csv(schedule)
         changed = _moved(schedule, *edit)

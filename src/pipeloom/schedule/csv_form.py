@@ -40,8 +40,8 @@ def to_csv(schedule: Schedule) -> str:
         )
     if schedule.tensors:
         raise ScheduleError(
-            f"{schedule.name} passes tensor {schedule.tensors[0].name!r} by name between stages, which the CSV form cannot say; "
-            "write it as JSON"
+            f"{schedule.name} passes tensor {schedule.tensors[0].name!r:.200} by name between stages, which the CSV form "
+            "cannot say; write it as JSON"
         )
     return "".join(",".join(map(str, program)) + "\n" for program in schedule.programs)
 

@@ -533,10 +533,10 @@ function buttons() {
   for (const id of ["svg", "png", "csv", "json"]) element(id).disabled = !pane;
   element("edit").disabled = !pane;
   if (!pane) return;
-  const routes = pane.schedule.routes.length > 1;
-  element("csv").disabled = routes;
+  const missing = pane.schedule.beyondCsv();
+  element("csv").disabled = Boolean(missing);
   const which = panes.length > 1 ? ` of ${pane.schedule.document.heading}` : "";
-  element("csv").title = routes ? "The CSV form cannot say which micro-batch takes which route; save JSON" : `The schedule${which} as torch's CSV`;
+  element("csv").title = missing ? `The CSV form cannot say ${missing}; save JSON` : `The schedule${which} as torch's CSV`;
   element("json").title = `The schedule${which} as JSON, which check and train take`;
   for (const name of ["critical", "memory", "edit"]) element(name).setAttribute("aria-pressed", String(state[name]));
   for (const each of panes) each.stage.classList.toggle("editing", state.edit);

@@ -745,9 +745,15 @@ class Schedule {
 
   // ---- forms ----
 
+  /** What the CSV form cannot say of this schedule; empty where it says all. */
+  beyondCsv() {
+    if (this.routes.length > 1) return "which micro-batch takes which route";
+    return this.tensors.length ? "which tensors stages pass by name" : "";
+  }
+
   csv() {
-    if (this.routes.length > 1)
-      throw new Error(`${this.document.name} has ${this.routes.length} routes, and the CSV form cannot say which micro-batch takes which; export JSON`);
+    const missing = this.beyondCsv();
+    if (missing) throw new Error(`${this.document.name}: the CSV form cannot say ${missing}; save JSON`);
     return this.programs.map((program, rank) => Array.from(program.first, (_, at) => this.cell(rank, at)).join(",") + "\n").join("");
   }
 
