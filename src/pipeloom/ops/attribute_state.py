@@ -73,9 +73,9 @@ class AttributeState:
     def changed(self) -> Iterator[str]:
         """The names of attributes that were changed or replaced since, and of generators that have drawn.
 
-        Those that were None or not there have been made only now, and lists and dicts that have grown keep a record. A tensor
-        that replaces another and is part of a graph is computed anew by each forward, as a normed weight is. Generators that
-        all modules share are not among them.
+        Those that were None or not there have been made only now; lists and dicts that have grown keep a record, and integers in
+        a dict are counts. A tensor that replaces another and is part of a graph is computed anew by each forward, as a normed
+        weight is. Generators that all modules share are not among them.
         """
         for holder, before in self._holders:
             now, name = held_by(holder), self._names[id(holder)]
@@ -86,7 +86,12 @@ class AttributeState:
             else:
                 grown = [*now, *[None] * len(before)]
                 pairs = [(_joined(name, at), value, grown[at]) for at, value in enumerate(before)]
-            yield from (each for each, value, value_now in pairs if value is not None and _depends(value, value_now))
+            counts = isinstance(holder, dict)
+            for path, value, value_now in pairs:
+                if counts and type(value) is int and type(value_now) is int:
+                    continue
+                if value is not None and _depends(value, value_now):
+                    yield path
         yield from (self._names[id(tensor)] for tensor, version in self._tensors if tensor._version != version)
         for each, state in self._generators:
             if id(each) in self._names and not same_state(each.get(), state):
