@@ -11,6 +11,7 @@ import torch
 from dying import run_until_dead
 from one_process import Plain, differences
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import pipeloom as pl
 from models import WIDTH, batch, mse
@@ -323,3 +324,18 @@ def test_counts_in_a_dict_may_be_shared(schedule: Schedule) -> None:
     counts: dict[str, int] = {}
     assert differences([lambda: Counted(counts) for _ in range(4)], schedule) == []
     assert counts["F"]
+
+
+def computed_twice(rank: int) -> bool:
+    """Modules that both ranks hold, with a weight that is computed from others, as `torch.nn.utils.prune` makes it."""
+    kept = [Plain() for _ in range(2)]
+    for each in kept:
+        prune.random_unstructured(each.linear, "weight", amount=0.5)  # type: ignore[no-untyped-call]
+    pipeline = Pipeline(kept, pl.schedules.build("chimera", 2, 2), loss=mse)
+    pipeline.step(*batch(4))
+    return all(p.grad is not None for p in pipeline.parameters())
+
+
+@pytest.mark.dist
+def test_a_weight_that_is_computed_from_others_may_be_on_two_ranks() -> None:
+    assert run_ranks(computed_twice, 2) == [True, True]

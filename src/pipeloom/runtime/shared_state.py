@@ -129,7 +129,8 @@ class SharedState:
         twice = {number for number, count in Counter(held).items() if count > 1}
         for layer, holders in self._held.items():
             for key, holder in holders.items():
-                if key in twice and isinstance(holder.value, Tensor) and holder.value.requires_grad:
+                value = holder.value  # one with a graph has been computed from others, as pruned weights are
+                if key in twice and isinstance(value, Tensor) and value.requires_grad and value.is_leaf:
                     raise ConfigError(
                         f"'{layer}.{holder.path}' requires a gradient, and layers of two ranks hold it: make it an nn.Parameter "
                         "of both, which is then tied, and its gradient summed"
