@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -211,6 +212,31 @@ def test_a_layer_that_is_recomputed_reads_the_state_of_its_forward(
 def test_a_layer_whose_state_depends_on_the_order_is_refused_under_two_routes(kind: type[Plain]) -> None:
     with pytest.raises(UsageError, match=r"changes its attribute .* choose a schedule with one route"):
         differences([kind] * 4, pl.schedules.build("dualpipe", 2, 4))
+
+
+class Replaced(Plain):
+    """Replaces a tensor that does not train in each forward: a weight under a mask, say.
+
+    Args:
+        masked: weight -> the one that replaces it.
+    """
+
+    def __init__(self, masked: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fixed, self.masked = torch.ones(WIDTH), masked
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.fixed = self.masked(self.fixed)
+        return super().forward(x * self.fixed.to_dense().float())
+
+
+def test_an_attribute_that_is_replaced_by_equal_values_does_not_depend_on_the_order() -> None:
+    two_routes = pl.schedules.build("dualpipe", 2, 4)
+    assert differences([lambda: Replaced(torch.clone)] * 4, two_routes) == []
+    others = [lambda t: t * 1.5, lambda t: t.double(), lambda t: t.to_dense().to_sparse()]
+    for masked in others:
+        with pytest.raises(UsageError, match=r"changes its attribute 'fixed', .* choose a schedule with one route"):
+            differences([lambda masked=masked: Replaced(masked)] * 4, two_routes)
 
 
 class Drawing(Plain):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pipeloom.errors import UsageError
 
 _MOST_ENTRIES = 10_000  # a longer list or dict is data, such as a vocabulary, and looking at it would take too long
+_ALIKE = ("layout", "device", "dtype")  # what tensors with the same values have in common
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict)
 # Classes of these packages keep no state of a forward in their attributes, or keep it where no attribute shows.
@@ -74,8 +75,8 @@ class AttributeState:
         """The names of attributes that were changed or replaced since, and of generators that have drawn.
 
         Those that were None or not there have been made only now; lists and dicts that have grown keep a record, and integers in
-        a dict are counts. A tensor that replaces another and is part of a graph is computed anew by each forward, as a normed
-        weight is. Generators that all modules share are not among them.
+        a dict are counts. A tensor that replaces another and is part of a graph, or has the same values, is computed anew by
+        each forward, as a normed weight is. Generators that all modules share are not among them.
         """
         for holder, before in self._holders:
             now, name = held_by(holder), self._names[id(holder)]
@@ -192,9 +193,18 @@ def _joined(path: str, key: Any) -> str:
 
 def _depends(before: Any, now: Any) -> bool:
     """Return whether an attribute has another value, which may depend on the one before."""
-    if isinstance(now, Tensor) and now.requires_grad:
-        return False
+    if isinstance(now, Tensor):
+        return not now.requires_grad and not _same_tensor(before, now)
     return not equal_values(before, now)
+
+
+def _same_tensor(before: Any, now: Tensor) -> bool:
+    """Return whether a tensor is the one before, or has the same values: as a frozen weight that each forward masks anew."""
+    if now is before:
+        return True
+    if not isinstance(before, Tensor) or any(getattr(before, each) != getattr(now, each) for each in _ALIKE):
+        return False
+    return now.layout is torch.strided and torch.equal(before, now)
 
 
 def equal_values(before: Any, now: Any) -> bool:
