@@ -316,6 +316,20 @@ def test_a_weight_that_a_forward_changes_unseen_is_refused(schedule: Schedule) -
         differences([Decays] * 4, schedule)
 
 
+class DecaysBias(Plain):
+    """Changes a weight that no backward needs, where autograd sees it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.linear.bias.mul_(0.9)
+        return super().forward(x)
+
+
+@schedules
+def test_a_weight_that_no_backward_needs_may_be_changed_in_place(schedule: Schedule) -> None:
+    assert differences([DecaysBias] * 4, schedule) == []
+
+
 # -- tensors between stages --------------------------------------------------------------------------------------------
 
 

@@ -22,7 +22,11 @@ _OPAQUE = {"torch", "numpy", "builtins", "random", "threading", "logging", "mult
 
 
 class Attribute(NamedTuple):
-    """An attribute of a module, or of an object that it holds; `path` is its name for a message to a person."""
+    """An attribute, a buffer or a parameter of a module, or an attribute of an object that the module holds.
+
+    Attributes:
+        path: its name for a message to a person.
+    """
 
     owner: Any
     name: str
@@ -71,8 +75,8 @@ class AttributeState:
             elif is_object(value) or (type(value) in CONTAINERS and len(value) <= _MOST_ENTRIES):
                 self._look_into(value)
 
-    def changed(self) -> Iterator[str]:
-        """The names of attributes that were changed or replaced since, and of generators that have drawn.
+    def changed(self) -> Iterator[Attribute]:
+        """The attributes that were changed or replaced since, and the generators that have drawn.
 
         Those that were None or not there have been made only now; lists and dicts that have grown keep a record, and integers in
         a dict are counts. A tensor that replaces another and is part of a graph, or has the same values, is computed anew by
@@ -81,22 +85,23 @@ class AttributeState:
         for holder, before in self._holders:
             now, name = held_by(holder), self._names[id(holder)]
             if isinstance(before, dict):
-                pairs = [(_joined(name, key), value, now.get(key)) for key, value in before.items()]
+                entries = [(_joined(name, key), value, now.get(key)) for key, value in before.items()]
             elif isinstance(holder, set):
-                pairs = [(name, True, set(before) <= holder)]
+                entries = [(name, True, set(before) <= holder)]
             else:
                 grown = [*now, *[None] * len(before)]
-                pairs = [(_joined(name, at), value, grown[at]) for at, value in enumerate(before)]
+                entries = [(_joined(name, at), value, grown[at]) for at, value in enumerate(before)]
             counts = isinstance(holder, dict)
-            for path, value, value_now in pairs:
+            for path, value, value_now in entries:
                 if counts and type(value) is int and type(value_now) is int:
                     continue
                 if value is not None and _depends(value, value_now):
-                    yield path
-        yield from (self._names[id(tensor)] for tensor, version in self._tensors if tensor._version != version)
+                    yield Attribute(holder, path.rpartition(".")[2], path)
+        yield from (self._owned[id(tensor)] for tensor, version in self._tensors if tensor._version != version)
         for each, state in self._generators:
             if id(each) in self._names and not same_state(each.get(), state):
-                yield self._names[id(each)]
+                path = self._names[id(each)]
+                yield Attribute(self._module, path, path)
 
     def reached(self) -> Iterator[tuple[Any, str]]:
         """Return the modules, objects, lists, dicts, tensors and generators among the attributes, with their names."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from pipeloom.ops.attribute_state import Attribute
 from pipeloom.ops.checksum import checksums
 
 
@@ -17,23 +18,32 @@ class ParameterState:
     """
 
     def __init__(self, module: nn.Module, by_value: bool) -> None:
+        self._module = module
         self._named = dict(module.named_parameters())
         self._versions = self._marks()
         self._values = self._sums() if by_value else None
 
-    def changed(self) -> Iterator[tuple[str, bool]]:
-        """(name, whether autograd knows) of each parameter that has been written to, or that has other memory."""
-        before = self._versions
+    def changed(self) -> Iterator[Attribute]:
+        """The parameters that have been written to, or that have other memory."""
+        yield from (parameter for parameter, _ in self._changes())
+
+    def changed_unseen(self) -> Iterator[Attribute]:
+        """Those of them that train and have been changed behind autograd's back."""
+        for parameter, seen in self._changes():
+            if not seen and self._named[parameter.path].requires_grad:
+                yield parameter
+
+    def _changes(self) -> Iterator[tuple[Attribute, bool]]:
+        """Each parameter that has changed, with whether autograd knows."""
         sums = None if self._values is None else self._sums()
         for at, (name, mark) in enumerate(zip(self._named, self._marks(), strict=True)):
-            if mark[0] != before[at][0]:
-                yield name, True
-            elif mark != before[at] or (sums is not None and self._values is not None and sums[at] != self._values[at]):
-                yield name, False
-
-    def trains(self, name: str) -> bool:
-        """Return whether the parameter called so requires a gradient."""
-        return self._named[name].requires_grad
+            parameter = Attribute(self._module, name, name)
+            if mark[0] != self._versions[at][0]:
+                yield parameter, True
+            elif mark != self._versions[at] or (
+                sums is not None and self._values is not None and sums[at] != self._values[at]
+            ):
+                yield parameter, False
 
     def _marks(self) -> list[tuple[int, int]]:
         return [(0 if p.is_inference() else p._version, p.data_ptr()) for p in self._named.values()]

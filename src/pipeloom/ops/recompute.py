@@ -73,10 +73,10 @@ class _First:
                     f"{type(self._module).__name__} is recomputed, and its forward changes its input in place: work on a copy "
                     "there (inplace=False), or leave the layer out of `recompute`"
                 )
-            for name, _known in self._parameters.changed():
+            for parameter in self._parameters.changed():
                 raise UsageError(
-                    f"{type(self._module).__name__} is recomputed, and its forward changes its parameter {name!r}: make it a "
-                    "buffer, or leave the layer out of `recompute`"
+                    f"{type(self._module).__name__} is recomputed, and its forward changes its parameter {parameter.path!r}: "
+                    "make it a buffer, or leave the layer out of `recompute`"
                 )
             for state in self.states:
                 state.keep_what_changed()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
-from torch import nn
+from collections.abc import Iterator
 
 from pipeloom.errors import UsageError
 from pipeloom.ops.attribute_reads import AttributeReads, WrittenAttributes, is_record
@@ -12,6 +10,36 @@ from pipeloom.ops.attribute_state import Attribute, AttributeState
 from pipeloom.ops.buffer_state import BufferState
 from pipeloom.ops.parameter_state import ParameterState
 from pipeloom.runtime.stage_modules import StageModules
+
+
+class LayerStates:
+    """The buffers, attributes and parameters of a stage's layers at one moment, as (name of the layer, its state).
+
+    Args:
+        by_value: compare the values of parameters, too.
+    """
+
+    def __init__(
+        self, layers: StageModules, *, buffers: bool, attributes: bool, parameters: bool, by_value: bool
+    ) -> None:
+        named = list(zip(layers.names, layers.modules, strict=True))
+        self.buffers = [(name, BufferState(m)) for name, m in named if buffers and any(True for _ in m.buffers())]
+        self.attributes = [(name, AttributeState(m)) for name, m in named if attributes]
+        self.parameters = [(name, ParameterState(m, by_value)) for name, m in named if parameters]
+
+    def changed(self) -> Iterator[tuple[str, str, Attribute]]:
+        """(layer, what it is, it) of whatever a layer would find with another value."""
+        kinds = ("buffer", self.buffers), ("attribute", self.attributes), ("parameter", self.parameters)
+        for kind, states in kinds:
+            for layer, state in states:
+                yield from ((layer, kind, change) for change in state.changed())
+
+    def written(self) -> Iterator[Attribute]:
+        """The buffers and attributes that have been written to, with paths that begin with the layer."""
+        for layer, buffers in self.buffers:
+            yield from (each._replace(path=f"{layer}.{each.path}") for each in buffers.changed())
+        for layer, attributes in self.attributes:
+            yield from (each._replace(path=f"{layer}.{each.path}") for each in attributes.written())
 
 
 class StateChanges:
@@ -41,36 +69,31 @@ class StateChanges:
     ) -> None:
         self._where = where
         self._in_order = in_order
-        named = list(zip(layers.names, layers.modules, strict=True))
-        self._buffers, self._attributes = _held(
-            named, buffers=closely or not in_order, attributes=closely or attributes
+        parameters = parameters and (closely or not in_order)
+        self._states = LayerStates(
+            layers,
+            buffers=closely or not in_order,
+            attributes=closely or attributes,
+            parameters=parameters,
+            by_value=closely,
         )
-        self._parameters = [
-            (name, ParameterState(m, closely)) for name, m in named if parameters and (closely or not in_order)
-        ]
 
     def refuse(self) -> None:
         """Raise UsageError for what a forward has changed since."""
         if not self._in_order:
-            for layer, buffers in self._buffers:
-                for buffer in buffers.changed():
-                    refuse_out_of_order("forward", layer, f"its buffer {buffer.path!r}", self._where)
-            for layer, attributes in self._attributes:
-                for name in attributes.changed():
-                    refuse_out_of_order("forward", layer, f"its attribute {name!r}", self._where)
-        for layer, parameters in self._parameters:
-            for name, known in parameters.changed():
-                if not self._in_order:
-                    refuse_out_of_order("forward", layer, f"its parameter {name!r}", self._where)
-                if not known and parameters.trains(name):
-                    raise UsageError(
-                        f"the forward of layer {layer!r} changes its weight {name!r} through .data, which autograd does not see, "
-                        "and the backwards of earlier micro-batches still need the value before: change the weight between steps"
-                    )
+            for layer, kind, change in self._states.changed():
+                refuse_out_of_order("forward", layer, f"its {kind} {change.path!r}", self._where)
+            return
+        for layer, parameters in self._states.parameters:
+            for weight in parameters.changed_unseen():
+                raise UsageError(
+                    f"the forward of layer {layer!r} changes its weight {weight.path!r} through .data, which autograd does not "
+                    "see, and the backwards of earlier micro-batches still need the value before: change the weight between steps"
+                )
 
     def written(self) -> WrittenAttributes:
         """Return what the forward has written, with its values now."""
-        return WrittenAttributes(_written(self._buffers, self._attributes))
+        return WrittenAttributes(self._states.written())
 
 
 class BackwardChanges:
@@ -85,9 +108,7 @@ class BackwardChanges:
     def __init__(self, layers: StageModules, where: str, written: WrittenAttributes, in_order: bool) -> None:
         self._where = where
         self._in_order = in_order
-        named = list(zip(layers.names, layers.modules, strict=True))
-        self._buffers, self._attributes = _held(named, buffers=True, attributes=True)
-        self._parameters = [(name, ParameterState(module, by_value=True)) for name, module in named]
+        self._states = LayerStates(layers, buffers=True, attributes=True, parameters=True, by_value=True)
         self.reads = AttributeReads(written.stale(), recomputed=False)
 
     def refuse(self, others: bool) -> list[Attribute]:
@@ -102,15 +123,15 @@ class BackwardChanges:
                 "micro-batch has written meanwhile: what a hook or a function's backward needs must not be left in a module; "
                 "keep it in the function's context, or in a hook that the forward registers"
             )
-        for layer, parameters in self._parameters if others else ():
-            for name, _ in parameters.changed():
+        for layer, parameters in self._states.parameters if others else ():
+            for weight in parameters.changed():
                 raise UsageError(
-                    f"the backward of layer {layer!r} changes its weight {name!r} (an optimizer in a hook?), and other "
+                    f"the backward of layer {layer!r} changes its weight {weight.path!r} (an optimizer in a hook?), and other "
                     "micro-batches, whose backwards still come, have been computed with the value before: change it between steps"
                 )
-        written = [each for each in _written(self._buffers, self._attributes) if not is_record(each)]
+        written = [each for each in self._states.written() if not is_record(each)]
         if not self._in_order:
-            for layer, buffers in self._buffers:
+            for layer, buffers in self._states.buffers:
                 for buffer in buffers.changed():
                     refuse_out_of_order("backward", layer, f"its buffer {buffer.path!r}", self._where)
         return written
@@ -131,21 +152,3 @@ def refuse_out_of_order(what: str, layer: str, state: str, where: str) -> None:
         f"the {what} of layer {layer!r} changes {state}, and under this schedule {where} does not get every "
         "micro-batch in order, so it would differ from that of one process; choose a schedule with one route"
     )
-
-
-Buffers = list[tuple[str, BufferState]]
-Attributes = list[tuple[str, AttributeState]]
-
-
-def _held(named: Sequence[tuple[str, nn.Module]], *, buffers: bool, attributes: bool) -> tuple[Buffers, Attributes]:
-    return (
-        [(name, BufferState(m)) for name, m in named if buffers and any(True for _ in m.buffers())],
-        [(name, AttributeState(m)) for name, m in named if attributes],
-    )
-
-
-def _written(buffers: Buffers, attributes: Attributes) -> Iterator[Attribute]:
-    for layer, found in buffers:
-        yield from (each._replace(path=f"{layer}.{each.path}") for each in found.changed())
-    for layer, state in attributes:
-        yield from (each._replace(path=f"{layer}.{each.path}") for each in state.written())
