@@ -141,44 +141,40 @@ def assemble(
     )
     communications = CommStream(device, options.trace, status)
     copies_on = None if shared_build is not None else _replicated_over(schedule, tied, summed)
-    stages: dict[int, Stage] = {}
     of_other_ranks: dict[nn.Parameter, str] = {}  # known once all ranks have built their layers
-    failure: Exception | None = None
-    try:
-        for s in schedule.stages_of[rank]:
-            which = ranges[schedule.position_of[s]]
-            stages[s] = Stage(
-                s,
-                build_stage(layers, which, device, build.built, options.recompute, seed, build.shared.learn),
-                options.deallocate,
-                build.grad_context,
-                schedule.splits_backward or summed is not None or products.uses_onednn(),
-                communications,
-                copies_on,
-                of_other_ranks,
-                build.state,
-            )
-            _refuse_renorming(stages[s].layers.names, stages[s].modules, copies_on)
-    except Exception as error:
-        failure = error  # the other ranks must not wait for this one
-    modules = {n: m for stage in stages.values() for n, m in zip(stage.layers.names, stage.modules, strict=True)}
+
+    def stage(number: int) -> Stage:
+        which = ranges[schedule.position_of[number]]
+        return Stage(
+            number,
+            build_stage(layers, which, device, build.built, options.recompute, seed, build.shared.learn),
+            options.deallocate,
+            build.grad_context,
+            schedule.splits_backward or summed is not None or products.uses_onednn(),
+            communications,
+            copies_on,
+            of_other_ranks,
+            build.state,
+        )
+
+    stages, failure = _build_stages(stage, schedule.stages_of[rank], copies_on)
+    modules = {n: m for s in stages.values() for n, m in zip(s.layers.names, s.modules, strict=True)}
     for name, module in modules.items():
         build.state.learn(name, module)
     owners = _holders_of(names, ranges, schedule)
-    ties = make_ties(tied, owners)
-    facts = exchange(_facts(stages, modules, ties, build, failure))
+    declared = make_ties(tied, owners)
+    facts = exchange(_facts(stages, modules, declared, build, failure))
     if failure is not None:
         raise failure
     _refuse(facts)
+    shared = [fact["shared"] for fact in facts]
     if shared_build is None:
-        of_other_ranks.update(build.shared.of_other_ranks([fact["shared"] for fact in facts], modules))
+        of_other_ranks.update(build.shared.of_other_ranks(shared, modules))
         build.state.add([fact["state"] for fact in facts], tied)
-    asked = make_ties(
-        merged([*(tie.names for tie in ties), *shared_groups([fact["shared"] for fact in facts])]), owners
-    )
+    ties = make_ties(merged([*(tie.names for tie in declared), *shared_groups(shared)]), owners)
     replicated = {layer: holders for layer, holders in owners.items() if len(holders) > 1}
-    _check_sparse([name for fact in facts for name in fact["sparse"]], asked, replicated, summed)
-    across = _share_tied((*asked, *replica_ties(modules, owners, asked)), modules, facts)
+    _check_sparse([name for fact in facts for name in fact["sparse"]], ties, replicated, summed)
+    across = _share_tied((*ties, *replica_ties(modules, owners, ties)), modules, facts)
     parameters = unique_parameters(modules)
     elsewhere = {weight for tie, weight in across.items() if tie.holders[0] != rank}
     return Assembly(
@@ -191,10 +187,24 @@ def assemble(
         ties=across,
         replicated_layers=replicated,
         copies=frozenset(name for name, parameter in parameters.items() if parameter in elsewhere),
-        first_names={name: tie.names[0] for tie in asked for name in tie.names[1:]},
+        first_names={name: tie.names[0] for tie in ties for name in tie.names[1:]},
         held=_held(parameters, modules, stages, across),
         grad_context=build.grad_context,
     )
+
+
+def _build_stages(
+    build: Callable[[int], Stage], numbers: Sequence[int], copies_on: str | None
+) -> tuple[dict[int, Stage], Exception | None]:
+    """Return the stages that could be built, and the error of the first that could not: the other ranks must not wait for it."""
+    stages: dict[int, Stage] = {}
+    try:
+        for number in numbers:
+            stages[number] = build(number)
+            _refuse_renorming(stages[number].layers.names, stages[number].modules, copies_on)
+    except Exception as error:
+        return stages, error
+    return stages, None
 
 
 def _replicated_over(schedule: Schedule, tied: Sequence[Sequence[str]], summed: str | None) -> str | None:
