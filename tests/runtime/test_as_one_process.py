@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -237,6 +238,83 @@ def test_an_attribute_that_is_replaced_by_equal_values_does_not_depend_on_the_or
     for masked in others:
         with pytest.raises(UsageError, match=r"changes its attribute 'fixed', .* choose a schedule with one route"):
             differences([lambda masked=masked: Replaced(masked)] * 4, two_routes)
+
+
+class History(Plain):
+    """Keeps what its forwards have found, and reads it."""
+
+    def __init__(self, empty: Any, keep: Callable[[Any, Tensor], None], read: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.past, self.keep, self.read = empty, keep, read
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.keep(self.past, out.detach().mean())
+        return out - self.read(self.past)
+
+
+HISTORIES: dict[str, Callable[[], nn.Module]] = {
+    "tensors in a list": lambda: History([], list.append, lambda past: torch.stack(past).mean()),
+    "floats in a list": lambda: History(
+        [], lambda past, mean: past.append(mean.item()), lambda past: sum(past) / len(past)
+    ),
+    "pairs in a list": lambda: History([], lambda past, mean: past.append((1, mean)), lambda past: past[0][1]),
+    "tensors in a dict": lambda: History({}, lambda past, mean: past.update({len(past): mean}), lambda past: past[0]),
+    "tensors in a deque": lambda: History(deque(), deque.append, lambda past: past[0]),
+}
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+def test_a_layer_that_reads_its_history_is_right_or_refused(name: str) -> None:
+    for schedule in ONE_ROUTE:
+        for recompute in ("none", "full"):
+            assert differences([HISTORIES[name]] * 4, schedule, recompute) == []
+    with pytest.raises(UsageError, match=r"changes its attribute 'past', .* choose a schedule with one route"):
+        differences([HISTORIES[name]] * 4, pl.schedules.build("dualpipe", 2, 4))
+
+
+class Table(Plain):
+    """Makes tables in its first forward: a buffer, an attribute, an entry of a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.empty(0), persistent=False)
+        self.ones, self.tables = torch.empty(0), dict[int, Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.table.numel():
+            self.table = torch.linspace(0, 1, WIDTH)
+            self.ones, self.tables[WIDTH] = torch.ones(WIDTH), 1 + self.table
+        return super().forward(x * self.tables[WIDTH] + self.table * self.ones)
+
+
+class TakesAway(Plain):
+    """Leaves something in itself during its forward only, behind the last operation that a backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: Tensor | None = None
+        self.inner = [Counts()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kept is not None or self.inner[0].calls:
+            raise AssertionError("the forward before has not come to its end")
+        self.kept, self.inner[0].calls = x, 1
+        out = super().forward(self.kept)
+        self.kept, self.inner[0].calls = None, 0
+        return out
+
+
+def scripted() -> nn.Module:
+    return torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))  # type: ignore[no-any-return,no-untyped-call]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("kind", [Table, TakesAway, scripted])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_layer_that_depends_on_no_order_runs_everywhere(recompute: str, kind: Callable[[], nn.Module]) -> None:
+    for schedule in (*ONE_ROUTE, pl.schedules.build("dualpipe", 2, 4)):
+        assert differences([kind] * 4, schedule, recompute) == []
 
 
 class Drawing(Plain):

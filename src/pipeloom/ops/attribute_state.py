@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import itertools
+import operator
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -53,7 +55,8 @@ class AttributeState:
             self._names[id(part)] = path
             self._look_into(part)
         self._seen.clear()
-        self._outside: list[tuple[list[Any], list[Any]]] = []
+        self._unchanged: list[Any] = []  # containers that the forward has left as they were
+        self._outside: list[tuple[list[tuple[Any, Any]], list[Any]]] = []
 
     def _look_into(self, holder: Any) -> None:
         held = held_by(holder)
@@ -75,12 +78,17 @@ class AttributeState:
             elif is_object(value) or (type(value) in CONTAINERS and len(value) <= _MOST_ENTRIES):
                 self._look_into(value)
 
+    def of(self, kind: type) -> bool:
+        """Return whether a module or an object of this class is among those whose attributes these are."""
+        return any(isinstance(holder, kind) for holder, _ in self._holders)
+
     def changed(self) -> Iterator[Attribute]:
         """The attributes that were changed or replaced since, and the generators that have drawn.
 
-        Those that were None or not there have been made only now; lists and dicts that have grown keep a record, and integers in
-        a dict are counts. A tensor that replaces another and is part of a graph, or has the same values, is computed anew by
-        each forward, as a normed weight is. Generators that all modules share are not among them.
+        Those that were None, empty or not there have been made only now, and integers in a dict are counts. Lists and dicts that
+        have grown keep a record, unless they held tensors or floats, which a layer may compute with. A tensor that replaces
+        another and is part of a graph, or has the same values, is computed anew by each forward, as a normed weight is.
+        Generators that all modules share are not among them.
         """
         for holder, before in self._holders:
             now, name = held_by(holder), self._names[id(holder)]
@@ -91,11 +99,13 @@ class AttributeState:
             else:
                 grown = [*now, *[None] * len(before)]
                 entries = [(_joined(name, at), value, grown[at]) for at, value in enumerate(before)]
+            if type(holder) in CONTAINERS and len(now) > len(before) and any(map(_is_number, _values(before))):
+                yield Attribute(holder, name, name)
             counts = isinstance(holder, dict)
             for path, value, value_now in entries:
                 if counts and type(value) is int and type(value_now) is int:
                     continue
-                if value is not None and _depends(value, value_now):
+                if value is not None and not _is_empty(value) and _depends(value, value_now):
                     yield Attribute(holder, path.rpartition(".")[2], path)
         yield from (self._owned[id(tensor)] for tensor, version in self._tensors if tensor._version != version)
         for each, state in self._generators:
@@ -136,12 +146,15 @@ class AttributeState:
                     "instead of changing it, or leave the layer out of `recompute`"
                 )
         self._tensors.clear()
-        self._holders = [(holder, held) for holder, held in self._holders if _differ(held, held_by(holder))]
+        changed = [_differ(held, held_by(holder)) for holder, held in self._holders]
+        self._unchanged = [holder for (holder, _), differs in zip(self._holders, changed, strict=True) if not differs]
+        self._holders = list(itertools.compress(self._holders, changed))
         self._generators = [(each, state) for each, state in self._generators if not same_state(each.get(), state)]
 
     def swap_in(self) -> None:
         """Puts what was there at that moment in place, until `swap_out`."""
-        outside = [held_by(holder) for holder, _ in self._holders], [each.get() for each, _ in self._generators]
+        holders = (*(holder for holder, _ in self._holders), *self._unchanged)
+        outside = [(holder, _everything_in(holder)) for holder in holders], [each.get() for each, _ in self._generators]
         self._outside.append(outside)
         for holder, held in self._holders:
             _fill(holder, held)
@@ -149,10 +162,11 @@ class AttributeState:
             each.set(state)
 
     def swap_out(self) -> None:
-        """Puts back what stood there."""
+        """Puts back what stood there, also where the forward ends early and leaves what it takes away at its end."""
         contents, states = self._outside.pop()
-        for (holder, _), held in zip(self._holders, contents, strict=True):
-            _fill(holder, held)
+        for holder, held in contents:
+            if _differ(held, _everything_in(holder)):
+                _fill(holder, held)
         for (each, _), state in zip(self._generators, states, strict=True):
             each.set(state)
 
@@ -203,6 +217,22 @@ def _depends(before: Any, now: Any) -> bool:
     return not equal_values(before, now)
 
 
+def _is_number(value: Any) -> bool:
+    """Return whether a layer may compute with it: a tensor, an array or a float, or a tuple of such."""
+    return (
+        any(map(_is_number, value)) if isinstance(value, tuple) else isinstance(value, float) or hasattr(value, "dtype")
+    )
+
+
+def _values(held: Any) -> Any:
+    return held.values() if isinstance(held, dict) else held
+
+
+def _is_empty(value: Any) -> bool:
+    """Return whether it holds no values yet, as a table that the first forward makes."""
+    return isinstance(value, Tensor) and value.numel() == 0
+
+
 def _same_tensor(before: Any, now: Tensor) -> bool:
     """Return whether a tensor is the one before, or has the same values: as a frozen weight that each forward masks anew."""
     if now is before:
@@ -224,11 +254,15 @@ def equal_values(before: Any, now: Any) -> bool:
 
 
 def _differ(before: Any, now: Any) -> bool:
-    if len(before) != len(now):
-        return True
+    """Return whether two copies of what a container refers to hold other objects, or in another order."""
     if isinstance(before, dict):
-        return any(name not in now or now[name] is not value for name, value in before.items())
-    return any(a is not b for a, b in zip(before, now, strict=True))
+        return list(before) != list(now) or not all(map(operator.is_, before.values(), now.values()))
+    return len(before) != len(now) or not all(map(operator.is_, before, now))
+
+
+def _everything_in(holder: Any) -> Any:
+    """The same as `held_by`, with what torch keeps in every module: quicker."""
+    return dict(holder.__dict__) if isinstance(holder, nn.Module) else held_by(holder)
 
 
 class _Generator:

@@ -24,7 +24,7 @@ class BufferState:
         for part in self._parts:
             for name, buffer in part.before.items():
                 now = part.module._buffers.get(name)
-                if buffer is None or now is None:
+                if buffer is None or now is None or not buffer.numel():  # a table without values yet is made only now
                     continue
                 copy, version = part.copies[name]
                 if now is not buffer or buffer._version != version or not torch.equal(buffer, copy):

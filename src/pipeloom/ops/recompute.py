@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from pipeloom.errors import UsageError
 from pipeloom.ops.attribute_state import AttributeState
@@ -33,7 +34,9 @@ def recomputed(run: Callable[..., Any], values: tuple[Any, ...], module: nn.Modu
         return run(*values)
     first = _First(values, module, by_value)
     try:
-        return checkpoint(_on_aliases, run, *values, use_reentrant=False, context_fn=lambda: (first, _Again(first)))
+        # TorchScript does not let the exception through that ends a second run early
+        with set_checkpoint_early_stop(False) if first.attributes.of(torch.jit.ScriptModule) else nullcontext():
+            return checkpoint(_on_aliases, run, *values, use_reentrant=False, context_fn=lambda: (first, _Again(first)))
     except RuntimeError as error:
         if "saved tensor hooks" in str(error) or "Inference tensors" in str(error):
             error.add_note(f"({type(module).__name__} is recomputed: leave the layer out of `recompute`)")

@@ -97,15 +97,15 @@ def share(tie: Tie, modules: Mapping[str, nn.Module]) -> nn.Parameter | None:
         layer = layer_of(name, modules)
         if layer is None:
             continue
-        path, _, leaf = name[len(layer) + 1 :].rpartition(".")
-        home = modules[layer].get_submodule(path)
-        own = home.get_parameter(leaf)
+        inner = name[len(layer) + 1 :]
+        own = dict(modules[layer].named_parameters(remove_duplicate=False))[inner]  # get_parameter fails in TorchScript
         if shared is None:
             shared, first = own, name
         elif own.shape != shared.shape:
             raise ConfigError(f"tied: {first} is {list(shared.shape)} and {name} is {list(own.shape)}")
         else:
-            setattr(home, leaf, shared)
+            path, _, leaf = inner.rpartition(".")
+            setattr(modules[layer].get_submodule(path), leaf, shared)
     return shared
 
 
