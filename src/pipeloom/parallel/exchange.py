@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import DistributedError, UsageError
+from pipeloom.parallel.tags import Tag
 
-_ROWS_TAG = 19
 _EXCHANGED_DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -87,7 +87,7 @@ def gather_tree(value: Any, group: Any, destination: int) -> list[Any] | None:
     if dist.get_rank() != destination:
         for tensor in tensors:
             if tensor.numel():
-                dist.send(_bytes_of(tensor.detach().to(device).contiguous()), destination, group=group, tag=_ROWS_TAG)
+                dist.send(_bytes_of(tensor.detach().to(device).contiguous()), destination, group=group, tag=Tag.ROWS)
         return None
     trees = []
     for index, shape in enumerate(shapes):
@@ -98,7 +98,7 @@ def gather_tree(value: Any, group: Any, destination: int) -> list[Any] | None:
         received = _like(shape, device)
         for tensor in received:
             if tensor.numel():
-                dist.recv(_bytes_of(tensor), source, group=group, tag=_ROWS_TAG)
+                dist.recv(_bytes_of(tensor), source, group=group, tag=Tag.ROWS)
         trees.append(_build(shape, iter([tensor.cpu() for tensor in received])))
     return trees
 

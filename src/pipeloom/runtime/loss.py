@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from pipeloom.errors import ConfigError, UsageError
 from pipeloom.parallel.mesh import Mesh
+from pipeloom.parallel.tags import Tag
 from pipeloom.parallel.through_host import carrier_of
 from pipeloom.runtime.health.report import FailureReporter
 from pipeloom.runtime.p2p.base import PeerGone
@@ -25,15 +26,18 @@ from pipeloom.schedule.model import Schedule
 Loss = Callable[[Any, Any], Tensor]
 """`loss(output, targets)` of one micro-batch: the mean over its targets, 0-dim."""
 
-_LOSS_TAG = 16
-
 
 @dataclass
 class _Transfers:
-    """Transfers of losses of one process group that may still be under way: (work, tensor) each."""
+    """Transfers of losses of one process group that may still be under way: (work, tensor) each.
+
+    Attributes:
+        expected: rank that knows the loss -> a receive from it that no step has taken yet.
+    """
 
     sends: list[tuple[Any, Tensor]] = field(default_factory=list)
     receives: list[tuple[Any, Tensor]] = field(default_factory=list)
+    expected: dict[int, tuple[Any, Tensor]] = field(default_factory=dict)
 
 
 # They stay for as long as the group does, also when their pipeline is dropped. gloo forgets a send whose work is gone, while
@@ -193,12 +197,23 @@ class LossBroadcast:
         self._carrier = carrier_of(device, self._group)
         self._terms = terms
         self._sum = not one_pipeline or len(schedule.routes) > 1 or bool(terms)
+        self._receives = self._group is not None and not self._sum and self._line.rank != self._source
         self._counts = mesh.tp.index == 0  # the tp ranks of a last stage all know the same share
 
     @property
     def terms(self) -> dict[str, Tensor]:
         """The layers' terms of the last loss."""
         return self._pending.terms()
+
+    def expect(self) -> None:
+        """Open the receive of the loss before the work of a step, so that the rank that knows it need not wait for this one.
+
+        gloo's thread would otherwise find the answer to an opened receive while the rank still opens it, and then look again
+        and again, on the rank's own core, for up to 4 ms. NCCL's receives occupy a stream, and are opened in `start`.
+        """
+        expected = self._transfers.expected
+        if self._receives and self._source not in expected and self._carrier.type == "cpu":
+            expected[self._source] = self._receive()
 
     def start(self, share: LossSum) -> PendingLoss:
         """The sum of all shares, each of them a part of the step's mean."""
@@ -208,22 +223,26 @@ class LossBroadcast:
 
     def _start(self, share: LossSum) -> PendingLoss:
         # in fp32 on every rank: those that know no share cannot know that the model computes in fp64
+        if self._receives:
+            receipt = self._transfers.expected.pop(self._source, None) or self._receive()
+            return PendingLoss(lambda: self._take(receipt))
         total = (share if self._counts else LossSum()).together(self._terms, self._carrier)
         if self._group is None:
             return PendingLoss(lambda: total, self._terms)
-        line = self._line
         if self._sum:
             with self._alarm.reporting():
                 reduction = self._group.allreduce([total])
             return PendingLoss(lambda: self._await(reduction, total, None), self._terms)
-        if line.rank != self._source:
-            with self._telling(self._source, "it never sent the loss"):
-                receipt = line.group.recv([total], self._source, _LOSS_TAG), total
-            self._transfers.receives.append(receipt)
-            return PendingLoss(lambda: self._take(receipt))
         self._send(total)
         own = total.to(self._device, copy=True)
         return PendingLoss(lambda: own)
+
+    def _receive(self) -> tuple[Any, Tensor]:
+        total = torch.zeros((), dtype=torch.float32, device=self._carrier)
+        with self._telling(self._source, "it never sent the loss"):
+            receipt = self._line.group.recv([total], self._source, Tag.LOSS), total
+        self._transfers.receives.append(receipt)
+        return receipt
 
     def _send(self, total: Tensor) -> None:
         with self._alarm.reporting():
@@ -231,7 +250,7 @@ class LossBroadcast:
         for rank in range(len(self._line.ranks)):
             if rank != self._source:
                 with self._telling(rank, "it did not take the loss"):
-                    self._transfers.sends.append((self._line.group.send([total], rank, _LOSS_TAG), total))
+                    self._transfers.sends.append((self._line.group.send([total], rank, Tag.LOSS), total))
 
     def _wait_for_sends(self) -> None:
         sends = self._transfers.sends

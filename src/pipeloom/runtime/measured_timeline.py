@@ -10,13 +10,13 @@ import torch
 
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.parallel.mesh import PipelineMesh
+from pipeloom.parallel.tags import Tag
 from pipeloom.runtime.executor import StepResult
 from pipeloom.schedule.exposed import Exposed
 from pipeloom.schedule.measured import measured_costs
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.timeline import Timeline
 
-_CLOCK_TAG = 15
 _ROUND_TRIPS = 5
 
 
@@ -32,15 +32,15 @@ def clock_offset(mesh: PipelineMesh, group: Any) -> float:
     for rank in range(1, len(mesh.ranks)):
         if mesh.rank == 0:
             for _ in range(_ROUND_TRIPS):
-                group.recv([stamp], rank, _CLOCK_TAG).wait()
+                group.recv([stamp], rank, Tag.CLOCK).wait()
                 stamp[0] = time.perf_counter()
-                group.send([stamp], rank, _CLOCK_TAG).wait()
+                group.send([stamp], rank, Tag.CLOCK).wait()
         elif mesh.rank == rank:
             best = (float("inf"), 0.0)
             for _ in range(_ROUND_TRIPS):
                 sent = time.perf_counter()
-                group.send([stamp], 0, _CLOCK_TAG).wait()
-                group.recv([stamp], 0, _CLOCK_TAG).wait()
+                group.send([stamp], 0, Tag.CLOCK).wait()
+                group.recv([stamp], 0, Tag.CLOCK).wait()
                 back = time.perf_counter()
                 best = min(best, (back - sent, (sent + back) / 2 - stamp.item()))
             return best[1]

@@ -264,6 +264,7 @@ class Pipeline:
         batch = self._split("forward_backward", inputs, targets, keywords, self.schedule.microbatches)
         self._gradients.begin()
         executor = self._executor(self._programs.step)
+        self._losses.expect()
         with self._alarm.reporting():
             self._result = executor.run(batch)
         self._result.after = self._gradients.finish(self._connections.sums)
@@ -294,6 +295,7 @@ class Pipeline:
                 "evaluate", inputs, targets, keywords, forward_count(self.schedule.microbatches, inputs)
             )
             executor = self._executor(self._programs.forwards(batch.count))
+            self._losses.expect()
             with self._alarm.reporting():
                 result = executor.run(batch)
             return self._losses.start(result.loss).wait()

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import DistributedError
+from pipeloom.parallel.tags import Tag
 from pipeloom.runtime import Pipeline
 from pipeloom.runtime.health.report import plain_words, timed_out
-
-_NUMBERS_TAG = 17
 
 
 class NumberGather:
@@ -31,10 +30,10 @@ class NumberGather:
         self._known: tuple[tuple[float, ...], ...] | None = None
         others = [rank for rank in range(ranks) if rank != self._rank]
         self._receipts: list[tuple[int, Any]] = [
-            (rank, self._group.recv([self._rows[rank]], rank, _NUMBERS_TAG)) for rank in others
+            (rank, self._group.recv([self._rows[rank]], rank, Tag.NUMBERS)) for rank in others
         ]
         self._sends: list[tuple[int, Any]] = [
-            (rank, self._group.send([self._own], rank, _NUMBERS_TAG)) for rank in others
+            (rank, self._group.send([self._own], rank, Tag.NUMBERS)) for rank in others
         ]
 
     def wait(self) -> tuple[tuple[float, ...], ...]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pipeloom.errors import DistributedError, UsageError
 from pipeloom.parallel.mesh import PipelineMesh, group_of_members
+from pipeloom.parallel.tags import Tag
 from pipeloom.parallel.through_host import goes_through_host
 from pipeloom.runtime.p2p.base import BatchQueue, Delivery, Outgoing, tensors
 from pipeloom.runtime.p2p.buffer_pool import BufferPool
@@ -32,8 +33,8 @@ from pipeloom.runtime.tensor_spec import (
 from pipeloom.schedule.batched_p2p import MessageBatch
 from pipeloom.schedule.channels import Channel, Edge, Message
 
-_TAGS = {"activation": 11, "gradient": 12}
-_HEADER_TAGS = {"activation": 13, "gradient": 16}
+_TAGS: dict[str, Tag] = {"activation": Tag.ACTIVATION, "gradient": Tag.GRADIENT}
+_HEADER_TAGS: dict[str, Tag] = {"activation": Tag.ACTIVATION_HEADER, "gradient": Tag.GRADIENT_HEADER}
 
 
 class _TorchTransfer(NamedTuple):
