@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from pipeloom.config import MeshShape
 from pipeloom.errors import ConfigError, DistributedError
-from pipeloom.parallel.mesh import Axis, Mesh, PipelineMesh
+from pipeloom.parallel.mesh import Axis, Mesh, PipelineMesh, group_of_members
 from processes import run_ranks
 
 NAMES = ("tp", "ep", "edp", "dp", "everyone")
@@ -70,6 +70,24 @@ def test_groups_reduce_over_the_ranks_of_the_arithmetic() -> None:
         assert (experts == {}) == (rank > 3)
     assert results[2][1] == {"pp": (2, 6), "tp": (2, 3), "everyone": (2, 3, 6, 7)}
     assert results[1][0] == {"ep": (0, 1), "edp": (1, 3), "dp": (0, 1, 2, 3), "everyone": (0, 1, 2, 3)}
+
+
+def totals_over_members(rank: int) -> list[float]:
+    """The sums over groups of members in the order in which a pipeline of ranks 0 to 2 makes them; rank 3 makes none."""
+    found = []
+    for ranks in [(0, 1), (0, 1), (1, 2), (1, 2), (0, 1, 2)] if rank < 3 else []:
+        group = group_of_members(ranks, group_desc=f"of {ranks}")
+        if rank in ranks:
+            total = torch.tensor(float(2**rank))
+            dist.all_reduce(total, group=group)
+            found.append(total.item())
+    return found
+
+
+@pytest.mark.dist
+def test_members_in_different_numbers_of_groups_make_one_together() -> None:
+    """torch names a group after the number of those that a process is in: a middle rank would wait under another name."""
+    assert run_ranks(totals_over_members, 4, timeout=20.0) == [[3, 3, 7], [3, 3, 6, 6, 7], [6, 6, 7], []]
 
 
 def test_without_processes() -> None:

@@ -97,6 +97,7 @@ def test_a_group_of_some_ranks_is_made_without_the_device_of_the_default_group(m
 
     monkeypatch.setattr(mesh.dist, "group", SimpleNamespace(WORLD=world))
     monkeypatch.setattr(mesh.dist, "new_group", new_group)
+    monkeypatch.setattr(mesh.dist, "get_rank", lambda: 0)
     assert mesh.group_of_members((2, 3), backend="gloo") == "group"
     assert made == [([2, 3], {"use_local_synchronization": True, "backend": "gloo"}, None)]
     assert world.bound_device_id == torch.device("cuda", 1)

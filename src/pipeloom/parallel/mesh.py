@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import warnings
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipeloom.errors import DistributedError, UsageError
 from pipeloom.mesh_shape import AXES, MeshShape, Place
+
+_MADE: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+"""Default group -> how many groups `group_of_members` has made of these ranks here, the same on all of them."""
 
 
 def group_of_members(ranks: Sequence[int], **options: Any) -> Any:
@@ -23,9 +31,32 @@ def group_of_members(ranks: Sequence[int], **options: Any) -> Any:
     # With a device bound to the default group torch splits NCCL's communicator, and that takes every rank of it.
     world.bound_device_id = None
     try:
-        return dist.new_group(list(ranks), use_local_synchronization=True, **options)
+        with _named_alike(tuple(ranks)):
+            return dist.new_group(list(ranks), use_local_synchronization=True, **options)
     finally:
         world.bound_device_id = bound
+
+
+@contextlib.contextmanager
+def _named_alike(ranks: tuple[int, ...]) -> Iterator[None]:
+    """Inside, the next group of `ranks` has the same name on all of them.
+
+    torch puts the number of groups that the process is in into the name. Members that are in different numbers of other groups,
+    such as the first and the middle rank of a pipeline with a group for each channel, would wait in the store under different
+    keys for ever (pytorch/pytorch#189073).
+    """
+    name_of = getattr(distributed_c10d, "_hash_ranks_to_str", None)  # an internal name, which may go
+    if name_of is None or dist.get_rank() not in ranks:
+        yield
+        return
+    count = _MADE.setdefault(dist.group.WORLD, Counter())
+    words = f"pipeloom {' '.join(map(str, ranks))} {count[ranks]}"
+    count[ranks] += 1
+    distributed_c10d._hash_ranks_to_str = lambda ranks: hashlib.sha1(words.encode(), usedforsecurity=False).hexdigest()
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = name_of
 
 
 @dataclass(frozen=True)
