@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +14,17 @@ import torch.distributed as dist
 import pipeloom as pl
 from models import batch, blocks, gradients, mse, serial, worst
 from pipeloom.mesh_shape import MeshShape
-from pipeloom.parallel import through_host
+from pipeloom.parallel import collectives, through_host
 from pipeloom.parallel.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
-from pipeloom.parallel.mesh import Mesh
+from pipeloom.parallel.mesh import Axis, Mesh
 from pipeloom.runtime import Pipeline, RuntimeOptions
 from pipeloom.runtime.batch import split_sizes
 from pipeloom.runtime.p2p import torch_p2p
+from pipeloom.runtime.p2p.base import Outgoing
+from pipeloom.runtime.p2p.buffer_pool import BufferPool
+from pipeloom.runtime.tensor_spec import ShapeCache, boundary_of
+from pipeloom.schedule.actions import OUTPUT
+from pipeloom.schedule.channels import Channel, Edge, Message
 from processes import run_ranks
 
 
@@ -98,3 +104,64 @@ def test_nccl_and_the_cpu_move_tensors_themselves(monkeypatch: pytest.MonkeyPatc
     ):
         monkeypatch.setattr(dist, "get_backend_config", lambda group, backend=backend: backend)
         assert through_host.goes_through_host(torch.device(device), None) == expected
+
+
+# What ProcessGroupNCCL has a type for, of the dtypes that may cross a boundary.
+NCCL_DTYPES = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+}
+
+
+class NcclGroup:
+    """A group that refuses what NCCL refuses, and notes what it sends and receives."""
+
+    def __init__(self) -> None:
+        self.carried: list[torch.Tensor] = []
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        assert all(tensor.dtype in NCCL_DTYPES and tensor.is_contiguous() for tensor in tensors)
+        self.carried += tensors
+        return SimpleNamespace(wait=lambda: None)
+
+    recv = send
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.int16, torch.bfloat16, torch.bool])
+def test_messages_have_dtypes_that_nccl_knows(dtype: torch.dtype) -> None:
+    """Both ends of a message take the memory of a tensor whose dtype NCCL refuses, and the receiver has the dtype again."""
+    group = NcclGroup()
+    control = NcclGroup()  # for headers
+    links: Any = SimpleNamespace(
+        peer=lambda channel, rank: (group, 0), through_host=False, device=torch.device("cpu"), control=control
+    )
+    values = (torch.arange(6).view(2, 3).to(dtype),)
+    message = Message(Channel(0, 1, "activation"), Edge(0, 1, OUTPUT), 0, 0)
+    book = ShapeCache("once")
+    book.begin([True])
+    book.learn(message.edge, 0, boundary_of(values))
+    transport = torch_p2p.TorchTransport(links, {}, book, BufferPool(torch.device("cpu")))
+    transport.exchange([Outgoing(message, values, boundary_of(values))], [])
+    transport.exchange([], [message])
+    sent, received = group.carried
+    received.copy_(sent)
+    (arrived,) = transport.take(message).values
+    assert arrived is not None
+    assert arrived.dtype == dtype
+    assert torch.equal(arrived, values[0])
+
+
+def test_a_sum_of_complex_numbers_is_scattered_as_one_of_real_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own reduce-scatter hands complex tensors to NCCL, which refuses them."""
+    given: list[Any] = []
+
+    def scattered(out: torch.Tensor, rows: torch.Tensor, **options: Any) -> Any:
+        given.extend((each.dtype, tuple(each.shape)) for each in (out, rows))
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(collectives.dist, collectives._SCATTER, scattered)
+    x = torch.zeros(1, 4, 3, dtype=torch.complex64, device="meta")  # as on a GPU, not through host memory
+    part = start_reduce_scatter(x, Axis((0, 1), 0, None)).wait()
+    assert given == [(torch.float32, (6, 2)), (torch.float32, (12, 2))]
+    assert part.dtype == torch.complex64
+    assert part.shape == (1, 2, 3)

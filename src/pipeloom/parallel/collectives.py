@@ -160,7 +160,10 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> PendingCollective:
     if parts.device.type == "cpu" or goes_through_host(parts.device, axis.group):
         return _exchange_and_sum(parts, axis)
     own = torch.empty_like(parts[0])
-    work = start(getattr(dist, _SCATTER), _rows(own), _rows(parts), group=axis.group)
+    out, given = (
+        torch.view_as_real(x) if x.is_complex() else x for x in (own, parts)
+    )  # as torch does in its other sums
+    work = start(getattr(dist, _SCATTER), _rows(out), _rows(given), group=axis.group)
     return PendingCollective(work, lambda: own, parts)
 
 

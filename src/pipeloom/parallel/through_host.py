@@ -1,4 +1,6 @@
-"""Collectives of CUDA tensors through host memory and gloo: for several processes on one GPU, where NCCL refuses to run.
+"""Ways around what a backend cannot send: GPU tensors without NCCL, and dtypes that NCCL does not know.
+
+Collectives of CUDA tensors through host memory and gloo are for several processes on one GPU, where NCCL refuses to run.
 
 Slow and simple, for debugging a layout on one device: each call waits for the device before it starts, and copies back when
 it is waited for.
@@ -25,6 +27,14 @@ def carrier_of(device: torch.device, group: Any) -> torch.device:
     gloo sums tensors of a GPU by itself, but sends the address of one as if it were host memory.
     """
     return torch.device("cpu") if group is not None and goes_through_host(device, group) else device
+
+
+def as_sent(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as a message between two ranks carries it: its memory as bytes where NCCL has no such dtype.
+
+    NCCL refuses complex and 16-bit integer tensors; both ends have the same dtype, so both take the same way.
+    """
+    return tensor.view(-1).view(torch.uint8) if tensor.is_complex() or tensor.dtype == torch.int16 else tensor
 
 
 def start(call: Callable[..., Any], out: Tensor, given: Tensor | None, *rest: Any, group: Any) -> Any:

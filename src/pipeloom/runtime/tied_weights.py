@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import ConfigError, did_you_mean
 from pipeloom.parallel.tags import Tag
-from pipeloom.parallel.through_host import goes_through_host
+from pipeloom.parallel.through_host import as_sent, goes_through_host
 
 Owners = Mapping[str, tuple[int, ...]]
 
@@ -133,10 +133,10 @@ def send_first(holders: tuple[int, ...], rank: int, flat: Tensor, group: Any) ->
     """Writes the first holder's `flat` into that of every other holder."""
     values = flat.cpu() if goes_through_host(flat.device, group) else flat
     if rank == holders[0]:
-        for work in [group.send([values], to, Tag.TIED_WEIGHT) for to in holders[1:]]:
+        for work in [group.send([as_sent(values)], to, Tag.TIED_WEIGHT) for to in holders[1:]]:
             work.wait()
     else:
-        group.recv([values], holders[0], Tag.TIED_WEIGHT).wait()
+        group.recv([as_sent(values)], holders[0], Tag.TIED_WEIGHT).wait()
         if values is not flat:
             flat.copy_(values)
 
@@ -165,7 +165,7 @@ def sum_over(
         calls = [(group.send, own), (group.recv, received[other])]
         # On NCCL a send ends when the other end receives, and calls between two ranks run one after the other.
         for call, tensor in calls if rank < other else reversed(calls):
-            works.append(call([tensor], other, Tag.TIED_WEIGHT))
+            works.append(call([as_sent(tensor)], other, Tag.TIED_WEIGHT))
     for work in works:
         work.wait()
     total = received[holders[0]].clone()

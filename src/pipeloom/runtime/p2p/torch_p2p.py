@@ -17,7 +17,7 @@ from torch import Tensor
 from pipeloom.errors import DistributedError, UsageError
 from pipeloom.parallel.mesh import PipelineMesh, group_of_members
 from pipeloom.parallel.tags import Tag
-from pipeloom.parallel.through_host import goes_through_host
+from pipeloom.parallel.through_host import as_sent, goes_through_host
 from pipeloom.runtime.p2p.base import BatchQueue, Delivery, Outgoing, tensors
 from pipeloom.runtime.p2p.buffer_pool import BufferPool
 from pipeloom.runtime.tensor_spec import (
@@ -284,7 +284,7 @@ class TorchTransport:
         group, peer = self._links.peer(message.channel, other)
         start = group.send if other == message.channel.destination else group.recv
         for tensor in transfer.tensors:
-            transfer.works.append(start([tensor], peer, _TAGS[message.channel.kind]))
+            transfer.works.append(start([as_sent(tensor)], peer, _TAGS[message.channel.kind]))
 
     def _start_batch(self, batch: Sequence[Outgoing | Message]) -> None:
         """Starts the messages of `batch` in one call, or in more where it must wait for the header of a receive.
@@ -315,7 +315,7 @@ class TorchTransport:
             call, other = (dist.isend, message.channel.destination) if sent else (dist.irecv, message.channel.source)
             for tensor in buffers:
                 group, tag = self._links.group, _TAGS[message.channel.kind]
-                operations.append(dist.P2POp(call, tensor, group=group, tag=tag, group_peer=other))
+                operations.append(dist.P2POp(call, as_sent(tensor), group=group, tag=tag, group_peer=other))
                 works_of.append(works)
         if operations:
             started = dist.batch_isend_irecv(operations)
