@@ -20,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from pipeloom.errors import DistributedError
@@ -27,7 +28,7 @@ from pipeloom.runtime.health import links as linking
 from pipeloom.runtime.health import watchdog as watching
 from pipeloom.runtime.health.links import Link, LinkClosed, inherited, meet, neighbours, read_secret
 from pipeloom.runtime.health.places import main_thread_communicates
-from pipeloom.runtime.health.report import PeerGone, lost_peer
+from pipeloom.runtime.health.report import FailureReporter, PeerGone, lost_peer
 from pipeloom.runtime.health.status import Limits, Status
 from pipeloom.runtime.health.store import RunStore, within
 from pipeloom.runtime.health.watchdog import Failure, RankState, Watchdog, judge, printable
@@ -306,6 +307,22 @@ def test_limits() -> None:
     assert automatic.of("first step", 0.0) == automatic.of("evaluation", 0.0) == automatic.of("start-up", 0.0) == 300.0
     assert automatic.of("save", 0.0) > 300.0
     assert Limits(12.0).of("save", 100.0) == Limits(12.0).of("step", 0.0) == 12.0
+
+
+def test_a_wait_for_a_gpu_is_one_of_a_step_that_the_watchdog_sees() -> None:
+    """Under NCCL a message that never comes holds up a stream, and the host where it reads a value of the device."""
+    reporter = FailureReporter(Status(0))
+    status = reporter.status
+    status.step, status.phase = 3, "step"
+    with reporter.waiting_for_device(torch.device("cuda", 0)):
+        assert status.words.startswith("step 3, waits for its GPU")
+        assert status.kind == "step"
+        # The whole step may still be ahead of the device, whatever an action may take.
+        assert Limits().of(status.phase, 0.1) == Limits(12.0).of(status.phase, 0.1) == 300.0
+        assert Limits(900.0).of(status.phase, 0.1) == 900.0
+    assert (status.waiting, status.phase) == (None, "step")
+    with reporter.waiting_for_device(torch.device("cpu")):  # a CPU has computed what it is asked for
+        assert status.waiting is None
 
 
 def test_who_holds_up_a_run() -> None:

@@ -216,8 +216,11 @@ class Executor:
                 "the loss carries no gradient for any micro-batch, but the outputs that it is computed from do: nothing would "
                 "train; compute it from them without detach(), .item() or torch.no_grad()"
             )
-        self.result.exposed = self.communications.exposed()
-        self._read_clock()
+        with self.hooks.status.during("device"):
+            self.hooks.status.wait_between("its GPU")  # a clock of the host is read at once
+            self.result.exposed = self.communications.exposed()
+            self._read_clock()
+            self.hooks.status.leave()
         return self.result
 
     def _read_clock(self) -> None:

@@ -155,12 +155,16 @@ class StepGradients:
         """
         own = [gradient for name, gradient in self._reduced() if counts(name)]
         carrier = carrier_of(device, everyone.group)
-        row = torch.tensor([*square_norm(own), float(any(map(_is_wide, own)))], dtype=torch.float64, device=carrier)
-        rows = [torch.empty_like(row) for _ in range(everyone.size)] if everyone.group is not None else [row]
+        with self._alarm.waiting_for_device(device):
+            square = square_norm(own)
+        row = torch.tensor([*square, float(any(map(_is_wide, own)))], dtype=torch.float64, device=carrier)
+        rows = [row]
         if everyone.group is not None:
+            rows = [torch.empty_like(row) for _ in range(everyone.size)]
             with self._alarm.reporting():
                 self._alarm.status.wait_between("the other ranks' parts of the gradient norm")
                 dist.all_gather(rows, row, group=everyone.group)
+                rows = [each.cpu() for each in rows]  # under NCCL the host waits here
                 self._alarm.status.leave()
         totals, remainders, wide = zip(*(each.tolist() for each in rows), strict=True)
         norm = global_norm([*totals, *remainders])

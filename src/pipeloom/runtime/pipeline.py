@@ -500,6 +500,12 @@ class Pipeline:
         """
         return self._alarm.waiting(what, phase)
 
+    def waiting_for_device(self) -> AbstractContextManager[None]:
+        """Return a context in which to read a value of this pipeline's device, such as a loss: on a GPU the host waits there
+        until the messages of other ranks have arrived, and the watchdog reports it.
+        """
+        return self._alarm.waiting_for_device(self.device)
+
     def close(self) -> None:
         """End the watchdog. Call it on every rank before the process group is destroyed."""
         self._gradients.wait_for_weights()

@@ -16,11 +16,12 @@ def gather(pipeline: Pipeline, values: Sequence[float]) -> list[list[float]]:
     """The values of every rank of the run, in order of their numbers, in fp64."""
     everyone = pipeline.mesh.everyone
     own = torch.tensor(values, dtype=torch.float64, device=carrier_of(pipeline.device, everyone.group))
-    rows = [torch.empty_like(own) for _ in range(everyone.size)] if everyone.group is not None else [own]
     if everyone.group is not None:
+        rows = [torch.empty_like(own) for _ in range(everyone.size)]
         with pipeline.waiting("the other ranks' numbers"):
             dist.all_gather(rows, own, group=everyone.group)
-    return [row.tolist() for row in rows]
+            return [row.tolist() for row in rows]  # under NCCL the host waits here
+    return [own.tolist()]
 
 
 def maxima(pipeline: Pipeline, values: Sequence[float]) -> list[float]:
@@ -40,4 +41,5 @@ def _reduce(
     if group is not None:
         with pipeline.waiting("the other ranks' numbers"):
             dist.all_reduce(tensor, operation, group=group)
+            tensor = tensor.cpu()  # under NCCL the host waits here
     return [float(value) for value in tensor.tolist()]

@@ -411,7 +411,9 @@ class Trainer:
         """
         there = batch.to(self.pipeline.device)
         loss = self.pipeline.step(there.tokens, there.targets, **there.keywords)
-        rows = gather(self.pipeline, self._row.make(float(self._flags())))
+        with self.pipeline.waiting_for_device():
+            row = self._row.make(float(self._flags()))
+        rows = gather(self.pipeline, row)
         norm = norm_of(rows, 1)
         by_layer = layer_norms(self.pipeline, self.optimizer, self.config.log.norms) if norms else None
         bad = self._bad_steps.judge(norm)
@@ -428,7 +430,8 @@ class Trainer:
             there = own.to(device)
             loss = self.pipeline.evaluate(there.tokens, there.targets, **there.keywords)
             targets = count_targets(batch.targets)
-            total += loss.item() * targets
+            with self.pipeline.waiting_for_device():
+                total += loss.item() * targets
             count += targets
             flags = together(row[0] for row in gather(self.pipeline, [float(self._flags())]))
             if flags & (STOP | INTERRUPT):

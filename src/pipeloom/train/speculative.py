@@ -108,7 +108,8 @@ class SpeculativeOptimizer:
 
     def _advance(self, loss: PendingLoss, rate: float, flags: int) -> None:
         """Steps now if this rank sees no reason to wait, else when everyone's numbers are here."""
-        row = self._row.make(0.0, float(flags))
+        with self._pipeline.waiting_for_device():
+            row = self._row.make(0.0, float(flags))
         speculate = self._calm and self._harmless(math.sqrt(own_square(row, _FLAG_COLUMNS)))
         row[0] = float(speculate)
         exchange = NumberGather(self._pipeline, row)
@@ -145,7 +146,9 @@ class SpeculativeOptimizer:
                 self._optimizer.publish_again()
         step.exchange.finish()
         flags = together(row[1] for row in rows)
-        return Outcome(step.loss.wait().item(), norm, step.rate, flags, wrong), wrong
+        loss = step.loss.wait()
+        with self._pipeline.waiting_for_device():
+            return Outcome(loss.item(), norm, step.rate, flags, wrong), wrong
 
     def _harmless(self, norm: float) -> bool:
         """Return whether a norm asks for neither clipping nor skipping."""

@@ -8,12 +8,16 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from pipeloom.errors import DistributedError
 from pipeloom.runtime.health.places import communicates
 from pipeloom.runtime.health.status import Status
 from pipeloom.runtime.health.watchdog import Watchdog
 from pipeloom.schedule.channels import Message
+
+if TYPE_CHECKING:
+    import torch
 
 _PATIENCE_SECONDS = 1.5
 _TOLD = (
@@ -86,6 +90,13 @@ class FailureReporter:
             self.status.wait_between(what)
             yield
             self.status.leave()
+
+    def waiting_for_device(self, device: torch.device) -> AbstractContextManager[None]:
+        """As `waiting`, for a value of `device` that the host reads: a GPU has it when other ranks' messages have come, too.
+
+        Under NCCL a wait for a message holds up a stream and not the host, so a lost one is seen here.
+        """
+        return contextlib.nullcontext() if device.type == "cpu" else self.waiting("its GPU", "device")
 
     def tell(self, error: BaseException) -> None:
         """Tell the other ranks of an error, once; raises DistributedError as `reporting` does."""

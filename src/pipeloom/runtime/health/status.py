@@ -23,6 +23,7 @@ _PHASES = {  # seconds; longer than any of them takes where nothing is wrong, on
     "search": 330.0,
     "save": 900.0,
     "load": 900.0,
+    "device": 300.0,  # a GPU may be behind its host by much of a step
 }
 
 
@@ -31,16 +32,16 @@ class Limits:
     """Longest time that a rank may go without progress.
 
     Attributes:
-        timeout: seconds, in every phase; None: 20 times the slowest measured step, at least 30 and at most 300 seconds, in
-            steps, and a constant of their own in the other phases.
+        timeout: seconds, in every phase ("device": that phase's constant at least); None: 20 times the slowest measured step, at
+            least 30 and at most 300 seconds, in steps, and a constant of their own in the other phases.
     """
 
     timeout: float | None = None
 
     def of(self, phase: str, slowest: float) -> float:
         """Seconds for a phase; `slowest`: seconds of the slowest step so far."""
-        if self.timeout is not None:
-            return self.timeout
+        if self.timeout is not None:  # which is about an action; a wait for the device may be about the whole step
+            return max(self.timeout, _PHASES[phase]) if phase == "device" else self.timeout
         return _PHASES.get(phase, min(_LONGEST_LIMIT, max(_SHORTEST_LIMIT, _SLOWEST_STEPS * slowest)))
 
 
@@ -110,7 +111,7 @@ class Status:
     @property
     def doing(self) -> str:
         """`"step 3"`, or the name of what the rank does outside of steps."""
-        if self.phase not in ("step", "first step"):
+        if self.phase not in ("step", "first step", "device"):
             return self.phase
         return f"step {self.step}" if self.step >= 0 else "start-up"
 
