@@ -7,7 +7,7 @@ import enum
 
 @enum.unique
 class Tag(enum.IntEnum):
-    """What a message of a process group carries. Each has a number of its own, so that no receive takes another's message."""
+    """Content of a message of a process group. Each has a number of its own, so that no receive takes another's message."""
 
     ACTIVATION = 11
     GRADIENT = 12
