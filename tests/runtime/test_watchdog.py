@@ -354,6 +354,15 @@ def test_a_lost_peer_is_told_by_type_and_place_and_never_by_words() -> None:
     assert lost_peer(inside.value)
 
 
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_a_device_that_fails_inside_a_communication_is_no_lost_peer(kind: type[RuntimeError]) -> None:
+    """Memory runs out where a receive makes room, and a failed kernel is reported where a count is read."""
+    error = kind("CUDA error: device-side assert triggered")
+    with pytest.raises(kind) as inside:
+        exec(compile("raise error", dist.__file__, "exec"), {"error": error})
+    assert not lost_peer(inside.value)
+
+
 # -- the watchdog ------------------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from pipeloom.errors import DistributedError
+from pipeloom.errors import DistributedError, from_machine
 from pipeloom.runtime.health.places import communicates
 from pipeloom.runtime.health.status import Status
 from pipeloom.runtime.health.watchdog import Watchdog
@@ -47,6 +47,9 @@ def lost_peer(error: BaseException) -> bool:
     if isinstance(error, PeerGone):
         return True
     if not isinstance(error, RuntimeError) or isinstance(error, (NotImplementedError, RecursionError)):
+        return False
+    # Communications make room for what arrives, and read the device, which says there what failed in an earlier kernel.
+    if from_machine(error) is not None or type(error).__name__ == "AcceleratorError":
         return False
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
