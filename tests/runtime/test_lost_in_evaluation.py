@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from dying import run_until_dead
 import pipeloom as pl
 from models import batch, blocks, mse
 from pipeloom.config.fault import parse_fault
+from pipeloom.errors import DistributedError
 from pipeloom.parallel.mesh import PipelineMesh
 from pipeloom.runtime import Pipeline, RuntimeOptions
-from pipeloom.runtime.health.report import plain_words, timed_out
+from pipeloom.runtime.health.report import FailureReporter, PeerGone, plain_words, timed_out
+from pipeloom.runtime.health.status import Status
 
 pytestmark = pytest.mark.dist
 
@@ -64,3 +67,31 @@ def test_words_of_torch_and_gloo() -> None:
     )
     assert not timed_out(closed)
     assert plain_words(closed) == "Connection closed by peer [127.0.0.1]:29500"
+
+
+class Quiet:
+    """A watchdog that hears of no cause."""
+
+    def __init__(self) -> None:
+        self.output = ""
+        self.asked: list[float] = []
+
+    def cause(self, seconds: float) -> None:
+        self.asked.append(seconds)
+
+    def failed(self, text: str, blames: Any) -> Any:
+        return SimpleNamespace(shown_on=lambda output: text)
+
+
+def test_a_closed_connection_waits_longer_for_a_cause_than_the_rank_that_gives_up() -> None:
+    """The other rank has given up, say, and says so once it has waited for a cause itself."""
+    words, watchdog = [], Quiet()
+    reporter = FailureReporter(Status(0))
+    reporter.watchdog = watchdog  # type: ignore[assignment]
+    for text in ("Timed out waiting 2000ms for recv operation to complete", "Connection closed by peer"):
+        with pytest.raises(DistributedError) as told:
+            reporter.tell(PeerGone(1, text))
+        words.append(str(told.value))
+    assert watchdog.asked[1] >= 2 * watchdog.asked[0]
+    assert "the step stalls: rank 0" in words[0]
+    assert "the connection to rank 1 is closed" in words[1]

@@ -112,19 +112,21 @@ class FailureReporter:
                 watchdog.failed(f"{status.name} failed: {status.words}: {what}", (status.number,), trace)
             error.__dict__[_TOLD] = True
             return
-        known = watchdog.cause(_PATIENCE_SECONDS) if watchdog is not None else None
+        late = timed_out(error)
+        # A connection may be closed because its other end has given up, and waits for a cause itself before it says so.
+        patience = _PATIENCE_SECONDS if late else 2 * _PATIENCE_SECONDS
+        known = watchdog.cause(patience) if watchdog is not None else None
         if known is None:
             peer, why = _peer(error, status), plain_words(error)
-            if timed_out(error):
+            if late:
                 peer = None  # alive or not, it is not known to be gone, and a lost message is nobody's
                 text = f"the {status.kind} stalls: {status.name}, {status.words}: {why}"
             elif peer is None:
                 text = f"{status.name} has lost a peer: {status.words}: {why}"
             else:
                 name = f"rank {peer}" if status.names is None else status.names.of(peer)
-                # without a watchdog nothing tells a dead process from one that has given up and closed its connections
-                gone = f"{name} is gone" if watchdog is not None else f"the connection to {name} is closed"
-                text = f"{gone}: {status.name}, {status.words}: {why}"
+                # not "is gone": its watchdog has not said so, or there is none, and it may have closed its connections alive
+                text = f"the connection to {name} is closed: {status.name}, {status.words}: {why}"
             blames: tuple[int, ...] = () if peer is None else (peer,)
             if watchdog is not None:
                 text = watchdog.failed(text, blames).shown_on(watchdog.output)
