@@ -120,6 +120,12 @@ def test_a_layer_that_takes_any_keyword_takes_it() -> None:
 X, Y = batch(4)
 
 
+def test_both_pipelines_have_the_same_public_names() -> None:
+    """A training loop that was written for one runs with the other."""
+    names, local = ({name for name in dir(kind) if not name.startswith("_")} for kind in (Pipeline, LocalPipeline))
+    assert names == local
+
+
 @pytest.mark.parametrize("make", [LocalPipeline, Pipeline])
 @pytest.mark.parametrize(
     ("arguments", "text"),

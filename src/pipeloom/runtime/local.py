@@ -305,6 +305,10 @@ class LocalPipeline:
         """Return an empty context: there is no other process to wait for."""
         return contextlib.nullcontext()
 
+    def waiting_for_device(self) -> AbstractContextManager[None]:
+        """Return an empty context: no message of another process can be missing."""
+        return contextlib.nullcontext()
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Return an empty context: there are no replicas."""
         return contextlib.nullcontext()
