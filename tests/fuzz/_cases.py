@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 import pipeloom as pl
-from fuzz._layers import ALIASING, CLOSING, CUTTING, FROZEN, HOOKS, KINDS, OPENING, ORDERED, STATEFUL, Layout
+from fuzz._layers import ALIASING, CLOSING, CUTTING, FROZEN, HOOKS, KINDS, OPENING, STATEFUL, Layout
 from pipeloom.errors import ScheduleError, UsageError
 
 LARGEST_WORLD = 4
@@ -227,7 +227,7 @@ def _draw(draw: random.Random) -> Case:
     except (UsageError, ScheduleError):
         return dataclasses.replace(case, rows=())  # not valid: drawn again
     in_order = len(schedule.routes) == 1 and not case.shuffle
-    case = _layers(draw, case, schedule.positions, stateful=in_order or draw.random() < 0.1, ordered=in_order)
+    case = _layers(draw, case, schedule.positions, stateful=in_order or draw.random() < 0.1)
     count = len(case.layers)
     rows = [draw.randint(1, 2)] * case.microbatches
     if draw.random() < 0.4:
@@ -262,11 +262,11 @@ def _distributed(draw: random.Random, case: Case) -> Case:
     )
 
 
-def _layers(draw: random.Random, case: Case, positions: int, stateful: bool, ordered: bool) -> Case:
+def _layers(draw: random.Random, case: Case, positions: int, stateful: bool) -> Case:
     """Random layers, their stages, and their ties.
 
-    `stateful`: some whose buffers depend on the order of the micro-batches; `ordered`: some whose attributes do. Where a stage
-    does not see all of them in order a layer of the first kind is refused, so there most models have none.
+    `stateful`: some whose buffers or attributes depend on the order of the micro-batches. Where a stage does not see all of
+    them in order such a layer is refused, so there most models have none.
     """
     count = positions + draw.choice((0, 0, 1, 2))
     stages = None
@@ -284,7 +284,6 @@ def _layers(draw: random.Random, case: Case, positions: int, stateful: bool, ord
             if (beside or kind not in CLOSING)
             and not (how.bare and (beside or not plain))
             and not (kind in STATEFUL and not stateful)
-            and not (kind in ORDERED and not ordered)
             and not (kind in COMPLEX and case.shard_gradients)
             and not (kind in CUTTING and any(layout.kind == "segmented" for layout in layers))
         ]

@@ -246,6 +246,34 @@ class Remember(Linear):
         return self.linear(x) * (1 + self.calls % 3) + torch.rand(WIDTH, generator=self.generator) * x
 
 
+class History(Linear):
+    """Subtracts the mean of what its forwards have found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.past: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.linear(x)
+        self.past.append(out.detach().mean())
+        return out - torch.stack(self.past).mean()
+
+
+class TakesAway(Linear):
+    """Holds its input during its forward; its last operation but one is the last that a backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 1.0 if self.held is None else 2.0
+        self.held = x
+        out = self.linear(self.held) * scale
+        self.held = None
+        return out
+
+
 class Checkpointed(nn.Module):
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -714,6 +742,8 @@ KINDS: dict[str, Kind] = {
     "pruned": Kind(in_cell(pruned), 0.5),
     "input hook": Kind(in_cell(InputHook)),
     "remember": Kind(in_cell(Remember), 0.5),
+    "history": Kind(in_cell(History), 0.5),
+    "takes away": Kind(in_cell(TakesAway), 0.5),
     "checkpoint": Kind(in_cell(partial(Checkpointed, False))),
     "reentrant checkpoint": Kind(in_cell(partial(Checkpointed, True))),
     "compiled": Kind(in_cell(Compiled), 0.05),
@@ -766,8 +796,9 @@ STATEFUL = (
     "read average",
     "spectral norm",
     "old spectral norm",
-)  # their buffers depend on the order of the micro-batches
-ORDERED = ("remember",)  # their attributes do, which nobody checks
+    "remember",
+    "history",
+)  # their buffers or attributes depend on the order of the micro-batches
 
 
 # -- a layer from its text ---------------------------------------------------------------------------------------------
