@@ -484,10 +484,8 @@ class Stage:
             given.append(None)
         if not roots:
             return
-        context, trusted = (
-            self._grad_context,
-            not self.segmented,
-        )  # of a segmented stage, a layer's communication makes some
+        context = self._grad_context
+        trusted = not self.segmented  # in a segmented stage, communications make some of the gradients
         before = None if flight.backward_checks is None else flight.backward_checks()
         try:
             with nullcontext() if before is None else before.reads:
