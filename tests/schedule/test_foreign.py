@@ -138,13 +138,13 @@ def test_chrome_traces_of_ours_and_of_torch(tmp_path: Path) -> None:
     ("file", "change", "words"),
     [
         ("config.json", {"pp_size": None}, "the key pp_size is missing"),
-        ("config.json", {"pp_size": -1}, "pp_size is -1; it is a whole number"),
+        ("config.json", {"pp_size": -1}, "pp_size is -1; it must be a whole number"),
         ("config.json", {"pp_size": 3}, r"pp_rank_2\.json is missing"),
         ("pp_rank_1.json", {"fwd_end": []}, "2 fwd_start and 0 fwd_end"),
         ("pp_rank_1.json", {"fwd_end": [0.5, 0.6]}, "fwd 0 runs from 1.0 to 0.5"),
-        ("pp_rank_1.json", {"fwd_start": 5}, "fwd_start is 5; it is a list"),
+        ("pp_rank_1.json", {"fwd_start": 5}, "fwd_start is 5; it must be a list"),
         ("pp_rank_1.json", {"fwd_start": ["a", "b"]}, "fwd 0 runs from 'a'"),
-        ("pp_rank_0.json", {"fwd_minibatch": ["a", -1]}, "fwd_minibatch holds other than whole numbers"),
+        ("pp_rank_0.json", {"fwd_minibatch": ["a", -1]}, "fwd_minibatch must hold only whole numbers"),
         ("pp_rank_0.json", {"fwd_chunk": [0]}, "2 fwd_start and 1 fwd_chunk"),
         ("pp_rank_1.json", {"bwd_start": [0.0, 5.0], "bwd_end": [0.5, 6.0]}, "do not form a schedule"),
     ],
@@ -344,7 +344,7 @@ ODD: dict[str, Any] = {
         lambda it: {
             "7": {key: [1e3 * t for t in value] if isinstance(value, list) else value for key, value in it.items()}
         },
-        "total says 12 ms, and the events of rank 1 span 6000",
+        "total is 12 ms, but the events of rank 1 span 6000",
     ),
     "overlap": (0, lambda it: {"7": it | {"fwd_end": [1.5, 2.0]}}, "rank 0 begins 0F1 0.5 ms before 0F0 ends"),
     "no event": (0, lambda it: {"7": {}}, "rank 0 .*F|do not form a schedule"),
@@ -393,11 +393,11 @@ def test_keys_that_stand_twice_and_sizes_that_are_too_large(tmp_path: Path) -> N
     test_a_dump_written_by_hand(tmp_path)
     text = (tmp_path / "pp_rank_0.json").read_text()
     (tmp_path / "pp_rank_0.json").write_text(text.replace('"memory"', '"total"'))
-    with pytest.raises(PipeloomError, match="the key 'total' stands twice"):
+    with pytest.raises(PipeloomError, match="the key 'total' appears twice"):
         load_foreign(tmp_path)
     (tmp_path / "pp_rank_0.json").write_text(text)
     (tmp_path / "config.json").write_text('{"pp_size": 2, "vp_size": 9, "num_mbs": 100000}')
-    with pytest.raises(PipeloomError, match="900,000 forwards by these sizes, and the files have 2"):
+    with pytest.raises(PipeloomError, match="900,000 forwards, but the files have at most 2"):
         load_foreign(tmp_path)
     (tmp_path / "config.json").unlink()
     with pytest.raises(PipeloomError, match=r"cannot read .*config\.json"):

@@ -90,7 +90,7 @@ def _broken(**changes: Any) -> str:
         (_broken(microbatches="2"), UsageError, "microbatches holds '2', which is not a whole number"),
         (_broken(placement=[0, 1, 1, True]), UsageError, "placement holds True"),
         (_broken(programs=["0F0"]), UsageError, "one list of cells for each rank"),
-        (_broken(programs=[[0], []]), UsageError, "rank 0, action 0: 0 is not a text"),
+        (_broken(programs=[[0], []]), UsageError, "rank 0, action 0: 0 is not a string"),
         (_broken(ranks=3), pl.ScheduleError, "ranks is 3, and there are programs for 2"),
         (_broken(placement=[0, 1, 1, 5]), pl.ScheduleError, "stage 3 is placed on rank 5 of 2"),
         (_broken(route_of=[0]), pl.ScheduleError, "route_of must give each of the 2"),

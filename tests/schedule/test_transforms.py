@@ -213,7 +213,7 @@ def test_by_name() -> None:
     [
         ("unpiar", "there is no transform 'unpiar'; did you mean 'unpair'"),
         ("", "there is no transform ''; known: cut-stages, "),
-        ("unpair=2", "transform unpair takes no number, and is given '2'"),
+        ("unpair=2", "transform unpair takes no number, but is given '2'"),
         ("cut-stages", "transform cut-stages needs a number (pieces of a stage), such as cut-stages=2"),
         ("cut-stages=0", "cut_stages: pieces is 0; use 1 or more"),
         ("half-split=x", "transform half-split: 'x' is not a whole number of at least 0 (the first micro-batch"),

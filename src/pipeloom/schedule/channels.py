@@ -137,7 +137,7 @@ def traffic(schedule: Schedule) -> tuple[tuple[EntryTraffic, ...], ...]:
 
 
 def message_kind(action: Action) -> MessageKind | None:
-    """Return what the action takes from one neighbouring stage and gives to the other; None where it stays within its stage."""
+    """Return the kind of message that the action receives from one neighbouring stage and sends to the other; None: none."""
     produces = kind_of(action.kind).produces
     return "activation" if OUTPUT in produces else "gradient" if INPUT_GRADIENT in produces else None
 

@@ -31,8 +31,8 @@ def check(
     Checked: each (stage, micro-batch) of a route has F and either B or I and W, once, on the placed rank; no cycle among
     data dependencies and program order. Sends do not block, and each channel keeps at least `smallest_depths` receives open,
     so the individual transport adds no cycle of its own; a smaller `receive_depth` given here is refused by name. The
-    batched transport does add order (a batch ends when all its messages have met, and batches of a rank follow one
-    another). Its batches are formed so that they meet, whatever the schedule; they are walked all the same.
+    batched transport does add order (a batch ends when both ends of all its messages have reached it, and a rank runs its
+    batches one after another). Batches are formed so that this adds no deadlock to any schedule; they are walked all the same.
 
     Time is linear in the number of actions.
     """
@@ -48,7 +48,7 @@ def check(
 
 
 def _check_actions(schedule: Schedule) -> None:
-    """Complete, once each, on the placed rank. The quick way says only yes or no; `_diagnose` then finds the sentence."""
+    """Raise unless each action is present once, on its placed rank. A fast test detects a fault; `_diagnose` finds which."""
     stride, m, numbers = schedule.kind_stride, schedule.microbatches, range(len(kinds()))
     seen = bytearray(schedule.no_action)
     total = 0
@@ -78,7 +78,7 @@ def _check_actions(schedule: Schedule) -> None:
 
 
 def _diagnose(schedule: Schedule) -> None:
-    """Raises for the first fault, in the order of the programs, then of the stages."""
+    """Raise ScheduleError for the first fault, in the order of the programs, then of the stages."""
     place: dict[Action, int] = {}
     for rank, program in enumerate(schedule.programs):
         for at, cell in enumerate(program):
@@ -141,7 +141,7 @@ def _explain(schedule: Schedule, reached: list[int]) -> str:
 
 
 def _need(schedule: Schedule, place: dict[Action, tuple[int, int]], action: Action) -> Action | None:
-    """The action whose result `action` waits for, among those still to come (None if it has happened, or none)."""
+    """The pending action whose result `action` waits for; None if that result exists already or nothing is needed."""
     need, stage = kind_of(action.kind).waits_for, action.stage
     if need is None:
         return None

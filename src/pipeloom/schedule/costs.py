@@ -13,7 +13,7 @@ from pipeloom.schedule.actions import OUTPUT, kinds
 from pipeloom.schedule.model import Schedule
 
 TIME_TOLERANCE = 1e-9
-"""Times and amounts of memory that differ by less count as equal: sums of the same costs in another order do."""
+"""Times and amounts of memory that differ by less count as equal: rounding makes sums depend on their order."""
 
 PerStage = float | tuple[float, ...]
 PerLink = float | tuple[tuple[float, ...], ...]
@@ -201,13 +201,13 @@ class StageCosts:
 class PairTimes:
     """Durations of overlapped pairs.
 
-    Its computation adds and its communication adds, and it takes the longer of the two sums. With a forward of stage s and a
-    backward of stage t, and x the stages' shares of all-to-all:
+    The computation of the two halves adds up, as does their communication; the pair takes the longer of the sums.
+    With a forward of stage s and a backward of stage t, and x the stages' shares of all-to-all:
 
         max((1 - x_s) F_s + (1 - x_t) I_t + W_t, x_s F_s + x_t I_t)        F|I: the same without W_t
 
-    With no all-to-all declared: F + B. A given `Costs.pair` replaces F|B, and for F|I loses W_t (at least F_s stays), unless
-    `Costs.pair_split` is given, too.
+    With no all-to-all declared: F + B. A given `Costs.pair` is the time of F|B; F|I then takes that less W_t, but at
+    least F_s, unless `Costs.pair_split` is given, too.
     """
 
     spread: StageCosts

@@ -1,8 +1,8 @@
 """The CSV form: one row per rank, one action or pair a cell, as `torch.distributed.pipelining` reads and writes it.
 
 A row says nothing about the number of micro-batches or about where a stage belongs, so that both are derived: m is
-the number of micro-batches that most stages have, and a stage's rank is the one that holds most of its actions. What
-disagrees with the majority is then refused by name, here or by `check`.
+the number of micro-batches that most stages have, and a stage's rank is the one that holds most of its actions. A cell
+that disagrees with the majority is then refused, here or by `check`, in a message that names it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipeloom.schedule.actions import Action, Cell, parse_cell
 from pipeloom.schedule.model import Schedule, parts
 
 _REDUCE = re.compile(r"\d+REDUCE_GRAD")
-_ACTION = re.compile(r"\(?\d+[FBIW]\d")  # the beginning of one: what follows may make it an invalid one
+_ACTION = re.compile(r"\(?\d+[FBIW]\d")  # the start of an action; the rest of the cell may still be invalid
 _COMMUNICATION_CELL = re.compile(r"\d+(SEND|RECV|UNSHARD|RESHARD)")
 
 
@@ -31,7 +31,7 @@ class _Place(NamedTuple):
 def to_csv(schedule: Schedule) -> str:
     """One line per rank, its cells in program order, without idle cells; `from_csv` and torch read it.
 
-    Raises ScheduleError for a schedule with two routes or with tensors that stages pass by name, which this form cannot say.
+    Raises ScheduleError for a schedule with two routes or with tensors that stages pass by name, which this form cannot express.
     """
     if len(schedule.routes) > 1:
         raise ScheduleError(
@@ -47,7 +47,7 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def from_csv(text: str, name: str = "csv", source: str | None = None) -> Schedule:
-    """The schedule that `text` writes, with one route through all stages in order; `check` is the caller's to run.
+    """The schedule written in `text`, with one route through all stages in order. Does not run `check`.
 
     Empty cells are idle and are left out; spaces around a cell, quotes, trailing commas and empty lines at the end do
     not matter. torch's `sREDUCE_GRAD` is left out too: gradients are always reduced after a stage's last backward.
@@ -59,7 +59,7 @@ def from_csv(text: str, name: str = "csv", source: str | None = None) -> Schedul
     Raises:
         UsageError: the text is no schedule: not one of its cells is an action.
         ScheduleError: with file:line:column, for a cell that is no action (torch's sends and receives among them) and
-            for a stage or micro-batch that only some rows know.
+            for a stage or micro-batch beyond the number that the other cells imply.
     """
     where = source or name
     _require_size(text, where)

@@ -2,8 +2,8 @@
 
 A dump is a folder with `config.json` (`pp_size`, `vp_size` or `vpp_size`, `num_mbs` or `micro_batches`) and `pp_rank_N.json`:
 iteration -> `fwd_start`, `fwd_end`, `bwd_start`, `bwd_end` and, where the backward is split, `wgrad_start`, `wgrad_end`, in ms
-from the start of the iteration on that rank; `fwd_minibatch`, `fwd_chunk` and their like say what each event is, `total` (ms) and
-`memory` (GB) what the step took.
+from the start of the iteration on that rank; `fwd_minibatch`, `fwd_chunk` and their like label each event; `total` (ms) and
+`memory` (GB) are the time and memory of the step.
 
 Chrome traces and folders of them are read by `chrome.py`, CSV files with durations by `timed_csv.py`.
 """
@@ -29,7 +29,7 @@ from pipeloom.schedule.timed_csv import load_timed_csv
 from pipeloom.schedule.timeline import Timeline
 
 _CONFIG = "config.json"
-_LARGEST = 1e12  # ms and GB: thirty years
+_LARGEST = 1e12  # the largest time (ms, about thirty years) or memory (GB) that is accepted
 _UNITS = 100.0  # milliseconds for microseconds, or for seconds, are a thousand times off
 _RANK = re.compile(r"pp_rank_(\d{1,5})\.json")
 
@@ -61,7 +61,7 @@ _Ranks = Sequence[Sequence[_Event]]
 
 
 def is_foreign(path: Path) -> bool:
-    """Return whether `path` is a dump's folder, a Chrome trace by its beginning, a folder of them, or a CSV file."""
+    """Return whether `path` is a dump's folder, a file that begins like a Chrome trace, a folder of these, or a CSV file."""
     if path.is_dir():
         return _is_dump(path) or bool(trace_files(path))
     return is_trace(path) or (path.suffix.lower() == ".csv" and path.is_file())
@@ -77,7 +77,7 @@ def load_foreign(path: Path) -> Foreign:
 
     Raises:
         UsageError: a file that cannot be read or is not of its format.
-        ScheduleError: events that are no schedule, with the nearest reason.
+        ScheduleError: events that do not form a schedule, with the likeliest reason.
     """
     if path.is_dir() and _is_dump(path):
         return _load_dump(path)
@@ -98,11 +98,11 @@ def _json(path: Path) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these pairs. Raises ValueError for a key that stands there twice."""
+    """The JSON object of these pairs. Raises ValueError for a repeated key."""
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r:.60} stands twice in an object")
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r:.60} appears twice in an object")
     return found
 
 
@@ -143,7 +143,7 @@ def _load_dump(folder: Path) -> Foreign:
 
 
 def _gigabytes(iteration: Mapping[str, Any]) -> float:
-    """Return what the iteration says of memory; 0 where it says nothing."""
+    """Return the memory that the iteration records, in GB; 0 where it records none."""
     value = iteration.get("memory")
     return float(value) if _is_number(value) and value >= 0 else 0.0
 
@@ -153,7 +153,7 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def _require_milliseconds(iterations: Sequence[Mapping[str, Any]], rows: _Ranks, where: str) -> None:
-    """Raise UsageError where the events are in another unit than the `total` of the iteration, which is in ms."""
+    """Raise UsageError where the events are not in ms, as the `total` of the iteration is."""
     for rank, (iteration, row) in enumerate(zip(iterations, rows, strict=True)):
         total = iteration.get("total")
         if not row or not _is_number(total) or total <= 0:
@@ -161,16 +161,16 @@ def _require_milliseconds(iterations: Sequence[Mapping[str, Any]], rows: _Ranks,
         took = 1e3 * (max(event.end for event in row) - min(event.start for event in row))
         if not 1 / _UNITS < took / total < _UNITS:
             raise UsageError(
-                f"{where}: total says {total:g} ms, and the events of rank {rank} span {took:g}; they are in ms too"
+                f"{where}: total is {total:g} ms, but the events of rank {rank} span {took:g}; they must be in ms, too"
             )
 
 
 def _require_enough(rows: _Ranks, forwards: int, folder: Path) -> None:
     """Raise ScheduleError for sizes that name many more micro-batches than there are events."""
     most = max(sum(event.kind == "F" for event in row) for row in rows)
-    if forwards > 2 * most:  # of two routes a rank's stages take half of the micro-batches each
+    if forwards > 2 * most:  # with two routes, each of a rank's stages runs half of the micro-batches
         raise ScheduleError(
-            f"{folder / _CONFIG}: a rank runs {forwards:,} forwards by these sizes, and the files have {most:,} at most"
+            f"{folder / _CONFIG}: with these sizes a rank runs {forwards:,} forwards, but the files have at most {most:,}"
         )
 
 
@@ -179,7 +179,7 @@ def _size(config: Any, keys: Sequence[str], folder: Path, default: int | None = 
         value = config.get(key) if isinstance(config, dict) else None
         if value is not None:
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 100_000:
-                raise UsageError(f"{folder / _CONFIG}: {key} is {value!r:.60}; it is a whole number of at least 1")
+                raise UsageError(f"{folder / _CONFIG}: {key} is {value!r:.60}; it must be a whole number of at least 1")
             return value
     if default is None:
         raise UsageError(f"{folder / _CONFIG}: the key {' or '.join(keys)} is missing")
@@ -196,7 +196,7 @@ def _events(iteration: Any, where: str) -> list[_Event]:
         lists = {side: iteration.get(f"{name}_{side}") or [] for side in ("start", "end", "minibatch", "chunk")}
         for side, values in lists.items():
             if not isinstance(values, list):
-                raise UsageError(f"{where}: {name}_{side} is {values!r:.60}; it is a list")
+                raise UsageError(f"{where}: {name}_{side} is {values!r:.60}; it must be a list")
         starts, ends = lists["start"], lists["end"]
         if len(starts) != len(ends):
             raise UsageError(f"{where}: {len(starts)} {name}_start and {len(ends)} {name}_end")
@@ -205,7 +205,7 @@ def _events(iteration: Any, where: str) -> list[_Event]:
             if values and len(values) != len(starts):
                 raise UsageError(f"{where}: {len(starts)} {name}_start and {len(values)} {name}_{what}")
             if not all(isinstance(value, int) and 0 <= value < 10**9 for value in values):
-                raise UsageError(f"{where}: {name}_{what} holds other than whole numbers from 0 on")
+                raise UsageError(f"{where}: {name}_{what} must hold only whole numbers of at least 0")
         for at, (start, end) in enumerate(zip(starts, ends, strict=True)):
             if not _is_number(start) or not _is_number(end) or end < start:
                 raise UsageError(f"{where}: {name} {at} runs from {start!r:.40} to {end!r:.40}")
@@ -349,5 +349,5 @@ def _times(schedule: Schedule, rows: _Ranks) -> tuple[list[list[float]], list[li
 
 
 def _lateness(schedule: Schedule, rows: _Ranks) -> float:
-    """By how much messages arrive before they are sent, whatever the ranks' clocks: the smaller, the likelier the schedule."""
+    """The most by which a message arrives before it is sent, with clocks shifted; the smaller, the likelier the schedule."""
     return offsets(schedule, *_times(schedule, rows))[1]

@@ -1,4 +1,4 @@
-"""The dependency graph of a schedule, and the one loop that walks it: `check` asks whether it ends, `simulate` when.
+"""The dependency graph of a schedule, and the loops that walk it: for `check`, whether every rank ends; for `simulate`, when.
 
 An event is what a stage produces for a micro-batch: its output (F), its input gradient (B or I), its weight gradient (W).
 Every action waits for at most one event beside its place in the program (`Kind.waits_for`):
@@ -6,9 +6,9 @@ Every action waits for at most one event beside its place in the program (`Kind.
     F of a route's first stage: nothing        F: the output of the stage before
     B, I of a route's last stage: its output   B, I: the input gradient of the stage after      W: its own input gradient
 
-That a backward follows its own F needs no edge of its own: the chain through the last stage implies it. So is a tensor
-that goes past stages by its name, and its gradient, made before the neighbour's message that the action waits for; but its
-message may arrive later, so a walk that counts hops waits for it too (`NamedNeeds`).
+That a backward follows its own F needs no edge of its own: the chain through the last stage implies it. Nor does
+a tensor that stages read by name, or its gradient: it is produced before the neighbour's message that the action waits for.
+Its message may arrive later, however, so a walk that counts hops waits for it, too (`NamedNeeds`).
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Graph:
 
     @classmethod
     def of(cls, schedule: Schedule, full: bool = False) -> Graph:
-        """`full`: with the tables of all kinds, needed or not."""
+        """Return the graph of `schedule`; `full`: with tables of all kinds, even those that it does not use."""
         stride = schedule.kind_stride
         always = len(EVENTS) * stride
         every = schedule.has_split or full
-        columns: dict[Need | None, list[int]] = {}  # kinds that wait for the same share its integers
+        columns: dict[Need | None, list[int]] = {}  # kinds with the same need share one table
         needs: list[int] = []
         for kind in kinds() if every else kinds()[:2]:
             if kind.waits_for not in columns:
@@ -226,7 +226,7 @@ def walk(
     clocks: Sequence[float] | None = None,
     overlap_p2p: bool = True,
 ) -> Run:
-    """Every rank runs its program as early as order and messages allow; each starts at its clock (default 0).
+    """Run every rank's program as early as order and messages allow; each rank starts at its clock (default 0).
 
     With `overlap_p2p` a message travels while its receiver computes; without, its hop starts when the receiver is free.
     Linear in the number of actions. A schedule with a cycle leaves ranks that wait for ever, listed in `stuck`.

@@ -1,4 +1,4 @@
-"""The JSON form: everything that a Schedule says, routes and options included."""
+"""The JSON form: everything that a Schedule holds, routes and options included."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def to_json(schedule: Schedule) -> str:
 
 
 def from_json(text: str, source: str = "json") -> Schedule:
-    """The schedule that `text` writes; keys that are not of the form are ignored, and `check` is the caller's to run.
+    """The schedule written in `text`; unknown keys are ignored. Does not run `check`.
 
     Args:
         source: the file, for messages.
@@ -78,7 +78,7 @@ def from_json(text: str, source: str = "json") -> Schedule:
         )
     name, options = found.get("name", "json"), found.get("options", {})
     if not isinstance(name, str) or not isinstance(options, dict):
-        raise UsageError(f"{source}: name must be a text and options an object")
+        raise UsageError(f"{source}: name must be a string and options an object")
     try:
         return Schedule.of(
             programs,
@@ -147,12 +147,12 @@ def _programs(found: dict[str, Any], source: str) -> list[list[str]]:
     for rank, program in enumerate(programs):
         for at, cell in enumerate(program):
             if not isinstance(cell, str):
-                raise UsageError(f'{source}: rank {rank}, action {at}: {cell!r:.60} is not a text such as "0F0"')
+                raise UsageError(f'{source}: rank {rank}, action {at}: {cell!r:.60} is not a string such as "0F0"')
     return programs
 
 
 def _plain(value: Any) -> Any:
-    """An option as JSON can say it: tuples as lists, a dataclass as an object, what is not finite as null."""
+    """An option in the types of JSON: tuples as lists, a dataclass as an object, non-finite numbers as null."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {spec.name: _plain(getattr(value, spec.name)) for spec in dataclasses.fields(value)}
     if isinstance(value, (list, tuple)):

@@ -190,7 +190,7 @@ class Schedule:
 
     @property
     def no_action(self) -> int:
-        """The index behind the last action in tables by code: it stands where an entry has no second action."""
+        """The index just past the last action in tables by code; it marks an entry without a second action."""
         return len(kinds()) * self.kind_stride
 
     @property
@@ -253,7 +253,7 @@ class Schedule:
 
         Raises UsageError for another ending or a file that cannot be written, ScheduleError for two routes as CSV.
         """
-        from pipeloom.schedule.files import save  # that module reads this one
+        from pipeloom.schedule.files import save  # imported here because that module imports this one
 
         save(self, path)
 

@@ -1,9 +1,9 @@
 """Transforms: functions from a schedule to a schedule that trains the same model with the same gradients.
 
-Whatever should run otherwise than a family draws it is said here, before the schedule is checked, drawn, simulated and
-executed. A transform keeps the placement, the routes and the work: every stage and micro-batch gets the same forward, input
-gradient and weight gradient as before, a B counting as both. The exceptions are `forward_only`, which drops the backwards,
-and `cut_stages`, which cuts every stage into several.
+Anything that should run differently from what a family creates is written as a transform, and applied before the schedule
+is checked, drawn, simulated and executed. A transform keeps the placement, the routes and the work: every stage and
+micro-batch gets the same forward, input gradient and weight gradient as before, a B counting as both. The exceptions are
+`forward_only`, which drops the backwards, and `cut_stages`, which cuts every stage into several.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def unpair(schedule: Schedule, stages: Collection[int] | None = None) -> Schedul
 def half_split(schedule: Schedule, parity: int = 0) -> Schedule:
     """Return `schedule` with the backwards of every second micro-batch as I and W, and those of the others as one B.
 
-    A W stands right behind its I where there was a B; an I becomes the B where there were two. Pairs are taken apart.
+    A B that is split becomes an I directly followed by its W; a merged B stands where its I was. Pairs are taken apart.
     Memory: no rank's peak is larger than before.
 
     Args:
@@ -100,8 +100,8 @@ def split_cooldown(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     """Return `schedule` with every B after a rank's last forward that another rank waits for written as I and W.
 
     The order of the input gradients stays. The last micro-batch's gradient goes back through p-1 input gradients, not p-1
-    backwards (what the zero-bubble paper, arXiv 2401.10241, does everywhere, only where no forward is left): with uniform
-    stages, m >= p and w <= f the idle time of `1f1b`, `gpipe`, `interleaved` and `looped-bfs` falls from (p-1)(f+B) to
+    backwards. (The zero-bubble paper, arXiv 2401.10241, splits every backward, this only those after the last forward.) With
+    uniform stages, m >= p and w <= f the idle time of `1f1b`, `gpipe`, `interleaved` and `looped-bfs` falls from (p-1)(f+B) to
     (p-1)(f+b). Memory: no rank's peak is larger than before, as nothing is allocated after the last forward.
 
     A W follows its I at once, or fills the first wait that it fits, wholly or half: what is shortest at `costs` (default
@@ -128,8 +128,8 @@ def defer_last_stage_weights(schedule: Schedule, last: int = 0, costs: Costs | N
     activation); on other ranks as before.
 
     Args:
-        last: how many micro-batches of each rank that holds a last stage, the last ones, because what is held for them is
-            held for the shortest time; 0: all.
+        last: how many micro-batches to defer on each rank that holds a last stage; 0: all. The last ones are deferred,
+            because what they hold is held for the shortest time.
         costs: at which waits are measured; default 1, 1, 1, 0.
 
     Raises UsageError for a number below 0 or above the number of micro-batches.
@@ -160,7 +160,7 @@ class _Cooldown:
 
     @classmethod
     def split(cls, schedule: Schedule, rank: int, awaited: Sequence[bool]) -> _Cooldown:
-        """Every B of the cool-down whose stage is `awaited` (another rank waits for its input gradient) is split."""
+        """Split every B of the cool-down whose stage is `awaited`: another rank waits for its input gradient."""
         stride = schedule.kind_stride
         backward, input_grad, weight_grad = (kind_number(letter) * stride for letter in "BIW")
         head, tail = _behind_last_forward(schedule, rank)
@@ -180,7 +180,7 @@ class _Cooldown:
 
     @classmethod
     def deferred(cls, schedule: Schedule, rank: int, ends: Collection[int], last: int) -> _Cooldown:
-        """Every B of the stages `ends` is split, and the last `last` W (0: all) of them are to be placed."""
+        """Split every B of the stages `ends`, and leave the last `last` W (0: all) of them to be placed."""
         stride, limit, microbatches = schedule.kind_stride, schedule.pair_stride, schedule.microbatches
         backward, input_grad, weight_grad = (kind_number(letter) * stride for letter in "BIW")
 
@@ -311,7 +311,7 @@ def forward_only(schedule: Schedule, microbatches: int | None = None) -> Schedul
     """Return the forwards of `schedule` alone, in their order: what an evaluation runs. `check` is for training steps.
 
     Args:
-        microbatches: of the first so many only; None: of all.
+        microbatches: how many of the first micro-batches to run; None: all.
     """
     count = schedule.microbatches if microbatches is None else microbatches
     programs = [
@@ -417,7 +417,7 @@ def parsed_transform(word: str) -> tuple[NamedTransform, int | None]:
             raise UsageError(f"transform {name} needs a number ({transform.number}), such as {name}=2")
         return transform, None
     if transform.number is None:
-        raise UsageError(f"transform {name} takes no number, and is given {text!r:.200}")
+        raise UsageError(f"transform {name} takes no number, but is given {text!r:.200}")
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
         raise UsageError(f"transform {name}: {text!r:.200} is not a whole number of at least 0 ({transform.number})")
     return transform, int(text)
