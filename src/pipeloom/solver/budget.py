@@ -74,13 +74,13 @@ class Budget:
         return now < self.deadline and now < self.slice_end
 
     def grant(self, share: float) -> None:
-        """Gives a share of the moves, or of the time that is left, to the search of one period."""
+        """Give a share of the moves, or of the time that is left, to the search of one period."""
         now = time.monotonic()
         self.periodic = share * self.allowed * self.size
         self.periodic_end = now + share * (self.deadline - now)
 
     def periodic_slice(self, worker: Worker, share: float) -> Callable[[], bool]:
-        """Return whether `worker` may go on: until it has used this share of what is left for the search of one period."""
+        """Return a function that says whether `worker` may go on, which ends with `share` of what is left for one period."""
         begin = time.monotonic()
         end = min(self.deadline, begin + max(0.0, share * (self.periodic_end - begin)))
         if self.timed:

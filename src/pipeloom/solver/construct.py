@@ -39,7 +39,11 @@ CONSTRUCTION = ConstructionParameters()
 
 @dataclass(frozen=True)
 class ListSchedule:
-    """Sequences to start from, and where they come from."""
+    """Sequences that a search starts from.
+
+    Attributes:
+        origin: what built them, in words.
+    """
 
     origin: str
     sequences: Sequences
@@ -118,8 +122,8 @@ def sequences_of(instance: Instance, schedule: Schedule, pairs: bool = False) ->
     """The schedule's sequences, its micro-batches numbered anew in the order in which each type comes.
 
     Without `pairs`, every B becomes an I and a W, and every pair its parts. Neither makes it longer, where pairs do not gain.
-    With them, a W leaves its pair or its B where it may follow at once without making the two longer: that is never worse, but
-    where the pair frees memory with it. A sequence that does not fit the memory limit so keeps its pairs and Bs.
+    With them, a W leaves its pair or its B where it may follow at once without making the two longer: that is never worse, except
+    where the pair frees memory with it. A sequence that would then exceed the memory limit keeps its pairs and Bs.
     """
     entries = [
         [[(action.kind, action.stage) for action in parts(cell)] for cell in program] for program in schedule.programs

@@ -188,7 +188,7 @@ class SearchDriver:
     def _families(self, instance: Instance) -> Iterator[Schedule]:
         sizes = instance.placement, instance.microbatches
         yield from family_schedules(*sizes, instance.costs, instance.memory_limit)
-        if instance.costs.uneven:  # those that are made for a limit count on micro-batches that are alike
+        if instance.costs.uneven:  # families made for a memory limit assume equal micro-batches
             yield from family_schedules(*sizes, instance.even.costs, instance.memory_limit)
         if self.pairs and instance.nodes > CONSTRUCTION.largest:
             yield from families_with_pairs(instance)  # few others are built at that size

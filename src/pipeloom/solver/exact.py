@@ -73,7 +73,7 @@ def certify(instance: Instance, value: float, seconds: float, hint: Sequences | 
     solver.parameters.num_workers = min(8, max(2, usable_cores()))
     status = solver.solve(model.model)
     if status == cp_model.INFEASIBLE:
-        # sequences that are as good as `value` would have to be a solution: where there are, nothing is claimed
+        # sequences as good as `value` would be a solution of the model; if there are any, it is no proof
         return Certificate(value if hint is None else 0.0, None, value)
     bound = min(value, max(0.0, solver.best_objective_bound - slack) / factor)
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
@@ -95,8 +95,8 @@ def require_solver() -> Any:
 def _least_times(instance: Instance) -> list[float]:
     """node -> how long it keeps its rank at least, in whatever pair.
 
-    A receiver that is kept waiting (no `overlap_p2p`) waits in a pair for both messages at once: an F may owe its wait to the
-    backward beside it. Not so a rank's first F, which nothing can be paired with.
+    A receiver that is kept waiting (no `overlap_p2p`) waits in a pair for both messages at once: the wait of an F may be
+    for the message of the backward beside it. That cannot be so for a rank's first F, which nothing can be paired with.
     """
     table, m, stride = instance.table, instance.microbatches, instance.stages * instance.microbatches
     times = table.time[: table.none]

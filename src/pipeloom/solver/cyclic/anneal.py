@@ -75,7 +75,7 @@ class AnnealingRun:
         return sum(self.excess)
 
     def run(self, steps: int, goal: float, carry_on: Callable[[int], bool] = lambda done: True) -> None:
-        """`steps` moves, from hot to cold; ends early at a length of `goal` or when `carry_on(moves made)` says no."""
+        """`steps` moves, from hot to cold; ends early at a length of `goal` or when `carry_on(moves made)` returns false."""
         random, now, initial_temperature = self.random, self.now, self.initial_temperature
         for step in range(steps):
             if self.interval <= goal + TIME_TOLERANCE or (step % ANNEALING.poll_interval == 0 and not carry_on(step)):
@@ -86,7 +86,7 @@ class AnnealingRun:
             self._iterate(now.interval + self.penalty * self.over - temperature * math.log(1.0 - random.random()))
 
     def _iterate(self, most: float) -> None:
-        """One random move; it stays if the period, and the price of what is above the memory limit, are at most `most` then."""
+        """One random move; it stays if the period, and the penalty for memory above the limit, are at most `most` then."""
         now, random = self.now, self.random
         runs = critical_blocks_of(now) if random.random() < ANNEALING.critical_share else []
         run = random.choice(runs) if runs else []

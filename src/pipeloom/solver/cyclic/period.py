@@ -49,7 +49,7 @@ class PeriodicSchedule:
         self.work = max(sum(table.time[node] for node in sequence) for sequence in self.sequences)
 
     def link(self, rank: int) -> None:
-        """Sets what comes before each node of `rank`, and by how many periods it is ahead."""
+        """Set what comes before each node of `rank`, and by how many periods it is ahead."""
         sequence, shift = self.sequences[rank], self.shift
         last = sequence[-1]
         ahead = shift[last] - 1
@@ -75,7 +75,7 @@ class PeriodicSchedule:
         return all(self.peak(rank) <= memory_limit for rank in range(self.instance.ranks))
 
     def measure(self, most: float = math.inf) -> bool:
-        """Finds the length, the ends and a critical cycle; false if sequences wait for one another, or the length passes `most`.
+        """Find the length, the ends and a critical cycle; false if sequences wait for one another, or the length passes `most`.
 
         False too where that takes too many passes over the nodes.
 
@@ -149,7 +149,7 @@ class PeriodicSchedule:
         return best
 
     def _ratio(self, cycle: Sequence[int]) -> float | None:
-        """Time over height of a cycle; None if it never gets ahead."""
+        """Time over height of a cycle, in periods; None if the height is 0."""
         table = self.instance.table
         time, periods = 0.0, 0
         last = cycle[-1]

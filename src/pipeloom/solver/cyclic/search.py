@@ -64,7 +64,7 @@ class PeriodSearch:
         self.starts = periodic_starts(instance, seeds)
 
     def run(self, carry_on: Callable[[], bool]) -> None:
-        """Anneals from the starts and from what came of them, until `carry_on()` says no."""
+        """Anneals from the starts and from what came of them, until `carry_on()` returns false."""
         for start in self.starts:
             self.work += len(start.shift)
             if start.interval <= PERIOD.slowest * start.instance.microbatches * self._shortest():

@@ -29,7 +29,7 @@ def repeat_period(small: Instance, sequences: Sequences, instance: Instance) -> 
     """`sequences` of `small` for all micro-batches of `instance`; None if no stretch of them can be repeated within the
     memory limit.
 
-    Of the stretches of different lengths that is taken whose repetition takes the least time a micro-batch.
+    Of the stretches tried, the one whose repetition takes the least time per micro-batch is used.
     """
     p, missing = instance.ranks, instance.microbatches - small.microbatches
     chosen, least = None, float("inf")
@@ -78,7 +78,7 @@ def with_repeated_part(small: Instance, sequences: Sequences, each: int, instanc
     """`sequences` of `small` with a stretch of `each` micro-batches repeated until there are as many as in `instance`.
 
     None if a rank has no such stretch. The number of micro-batches that are missing must be a multiple of `each`. What comes
-    before and after the stretch stays, so that it may be longer or hold more memory than expected: the caller looks.
+    before and after the stretch stays, so that it may be longer or hold more memory than expected: the caller checks.
     """
     m, more = small.microbatches, (instance.microbatches - small.microbatches) // each
     result = []
