@@ -15,6 +15,7 @@ import pipeloom as pl
 from models import batch, blocks, mse
 from pipeloom.draw import svg, terminal
 from pipeloom.draw.trace import trace
+from pipeloom.errors import UsageError
 from pipeloom.runtime import LocalPipeline, Pipeline
 from pipeloom.schedule.csv_form import from_csv, to_csv
 from pipeloom.schedule.json_form import from_json, to_json
@@ -47,9 +48,20 @@ def main() -> None:
     twice = [[*map(str, program), "0N0"] if not rank else program for rank, program in enumerate(schedule.programs)]
     with pytest.raises(pl.ScheduleError, match="0N0 appears twice"):
         pl.check(pl.Schedule.of(twice, placement=range(2), microbatches=3))
-    for wrong in (pl.Kind("N", "again"), pl.Kind("n", "small"), pl.Kind("X", "x", duration="furlong")):
-        with pytest.raises(pl.PipeloomError):
-            pl.register_kind(wrong)
+    refused: dict[str, dict[str, Any]] = {
+        "the kind 'N' .note. exists already": {"letter": "N"},
+        "1 to 16 capital letters, not 'n'": {"letter": "n"},
+        "duration is 'furlong'; give a time of at least 0, or forward, backward": {"duration": "furlong"},
+        "duration is -1": {"duration": -1},
+        "duration is nan": {"duration": float("nan")},
+        "memory is .1.0,.; give 2 numbers in a tuple": {"memory": (1.0,)},
+        "memory is 1.0": {"memory": 1.0},
+        "colour is .1.0, inf, 0.0.; give 3 numbers": {"colour": (1.0, float("inf"), 0.0)},
+        "waits_for is 'output'; give Need": {"waits_for": "output"},
+    }
+    for words, values in refused.items():
+        with pytest.raises(UsageError, match=words):
+            pl.register_kind(pl.Kind(**{"letter": "X", "words": "x", **values}))
     local = LocalPipeline(blocks(4), plain, loss=mse).step(*batch(6)).item()
     context = multiprocessing.get_context("spawn")
     results, port = context.Queue(), free_port()

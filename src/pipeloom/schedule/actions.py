@@ -9,6 +9,7 @@ The text of a cell is the one that `torch.distributed.pipelining` reads and writ
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -126,6 +127,13 @@ def kind_number(letter: str) -> int:
     return list(_KINDS).index(letter)
 
 
+_DURATIONS = ("forward", "backward", "input_grad", "weight_grad")
+
+
+def _is_number(value: object, least: float = -math.inf) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value) and value >= least
+
+
 def register_kind(kind: Kind, execute: Callable[[tuple[Any, ...], int], None] | None = None) -> Kind:
     """Add a kind of action; every process that reads or runs schedules with it registers it first, in the same order.
 
@@ -133,7 +141,7 @@ def register_kind(kind: Kind, execute: Callable[[tuple[Any, ...], int], None] | 
         execute: `execute(modules, microbatch)`, what the executor does; default: `kind.execute`.
 
     Raises UsageError for letters that are taken or no capital letters, an event or cost that is unknown, events that the
-    built-in kinds produce, and a seventeenth kind.
+    built-in kinds produce, numbers that are not finite, and a seventeenth kind.
     """
     if execute is not None:
         kind = Kind(**{**{name: getattr(kind, name) for name in Kind.__dataclass_fields__}, "execute": execute})
@@ -146,15 +154,21 @@ def register_kind(kind: Kind, execute: Callable[[tuple[Any, ...], int], None] | 
             f"kind {kind.letter}: {', '.join(kind.produces)} cannot be produced by a registered kind; leave produces empty"
         )
     need = kind.waits_for
+    if need is not None and not isinstance(need, Need):
+        raise UsageError(
+            f"kind {kind.letter}: waits_for is {need!r:.200}; give Need(event) of pipeloom.schedule.actions, or None"
+        )
     if need is not None and (need.event not in EVENTS or need.step not in (-1, 0, 1)):
         raise UsageError(f"kind {kind.letter} waits for {need}; events: {', '.join(EVENTS)}; steps: -1, 0, 1")
     if need is not None and need.step:
         raise UsageError(f"kind {kind.letter} waits for another stage's {need.event}; only F, B and I receive messages")
-    if isinstance(kind.duration, str) and kind.duration not in ("forward", "backward", "input_grad", "weight_grad"):
+    if kind.duration not in _DURATIONS if isinstance(kind.duration, str) else not _is_number(kind.duration, least=0.0):
         raise UsageError(
-            f"kind {kind.letter}: duration is {kind.duration!r:.200}; "
-            "give a time, or forward, backward, input_grad or weight_grad"
+            f"kind {kind.letter}: duration is {kind.duration!r:.200}; give a time of at least 0, or {', '.join(_DURATIONS)}"
         )
+    for name, values, length in (("memory", kind.memory, 2), ("colour", kind.colour, 3)):
+        if not isinstance(values, tuple) or len(values) != length or not all(map(_is_number, values)):
+            raise UsageError(f"kind {kind.letter}: {name} is {values!r:.200}; give {length} numbers in a tuple")
     if len(_KINDS) == MOST_KINDS:
         raise UsageError(f"there are {MOST_KINDS} kinds already: {', '.join(_KINDS)}")
     _KINDS[kind.letter] = kind
