@@ -83,3 +83,19 @@ def test_a_pair_waits_for_both_of_its_messages_at_once() -> None:
     instance = Instance((0, 1, 2), 5, costs, math.inf, overlap_p2p=False)
     assert reached == 66
     assert 50 < certify(instance, 100.0, 5).bound <= reached
+
+
+def test_a_rank_may_begin_its_span_with_a_later_micro_batch() -> None:
+    """The span of a rank 1 that begins with the second micro-batch, 6 units later, is its work alone: no bound is larger."""
+    pytest.importorskip("ortools")
+    costs = Costs(forward=(6.0, 1.0, 1.0, 26.0), weight_grad=23.0)
+    late = ["1F1", "1F0", "3F1", "3I1", "3F0", "3I0", "1I1", "1W1", "1I0", "1W0", "3W1", "3W0"]
+    early = ["0F0", "0F1", "2F1", "2F0", "2I1", "2W1", "2I0", "0I1", "0W1", "0I0", "0W0", "2W0"]
+    schedule = pl.Schedule.of([early, late], placement=(0, 1, 0, 1), microbatches=2)
+    check(schedule)
+    reached = max(simulate(schedule, costs).spans)
+    found = pl.search(
+        2, 2, costs, 6.0, placement=(0, 1, 0, 1), objective="span", iterations=100, prove=True, time_limit=60
+    )
+    assert found.lower_bound <= reached < 151
+    assert not found.proved or found.value <= reached

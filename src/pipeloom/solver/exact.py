@@ -148,8 +148,13 @@ class _Model:
         for stage in range(1, instance.stages):
             if instance.placement[stage] in instance.placement[:stage] or factor == EXACT.finest:
                 break  # or times are rounded, and so are the starts that they add up to
-            first = stage * m  # nothing comes before it on its rank, so that it starts when its message arrives
-            model.add(start[first] == end[first - m] + hop[first])
+            # Nothing comes before this F on its rank, so that it starts when its message arrives. It need not be the message that
+            # arrives first: a rank that begins with a later micro-batch begins its span later.
+            first = stage * m
+            begins = [model.new_bool_var("") for _ in range(m if instance.objective == "span" else 1)]
+            model.add_exactly_one(begins)
+            for other, chosen in enumerate(begins):
+                model.add(start[first] == end[first - m + other] + hop[first]).only_enforce_if(chosen)
         target = model.new_int_var(0, most, "")
         if instance.objective == "makespan":
             model.add_max_equality(target, end)
