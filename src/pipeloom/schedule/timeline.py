@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
@@ -150,7 +150,7 @@ class Timeline:
 
         Both micro-batches of a pair count, whatever the pair frees on its way: `peak_memory` knows what that is worth.
         """
-        delta = [round(sum(kind.memory)) for kind in kinds() for _ in range(self.schedule.kind_stride)]
+        delta = [change for kind in kinds() for change in [round(sum(kind.memory))] * self.schedule.kind_stride]
         return tuple(
             max(accumulate(map(delta.__getitem__, self.schedule.action_codes(rank))), default=0)
             for rank in range(self.schedule.ranks)
@@ -164,11 +164,14 @@ class Timeline:
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
         """rank -> the largest value of its memory curve."""
-        change = self.memory_changes
-        return tuple(
-            _plain(max(accumulate(chain.from_iterable(self._steps(rank, change))), default=0.0))
-            for rank in range(self.schedule.ranks)
-        )
+        change, schedule = self.memory_changes, self.schedule
+
+        def steps(rank: int) -> Iterable[float]:
+            if schedule.has_pairs:
+                return chain.from_iterable(self._steps(rank, change))
+            return map(change.__getitem__, schedule.codes[rank])  # quicker, and what most schedules need
+
+        return tuple(_plain(max(accumulate(steps(rank)), default=0.0)) for rank in range(schedule.ranks))
 
     def _curve(self, rank: int) -> tuple[tuple[float, float], ...]:
         change = self.memory_changes
