@@ -14,8 +14,9 @@ from pipeloom.schedule.channels import Message
 if TYPE_CHECKING:
     from pipeloom.runtime.health.names import Names
 
-_SLOWEST_STEPS = 20.0
-_SHORTEST_LIMIT, _LONGEST_LIMIT = 30.0, 300.0
+_SLOWEST_STEPS = 20.0  # of the slowest step so far: the limit of a step, in these bounds (seconds)
+_SHORTEST_LIMIT = 30.0
+_LONGEST_LIMIT = 300.0
 _PHASES = {  # seconds; longer than any of them takes where nothing is wrong, on a machine that others use too
     "start-up": 300.0,
     "first step": 300.0,
