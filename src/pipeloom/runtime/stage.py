@@ -385,8 +385,8 @@ class Stage:
             raise ConfigError(
                 f"layer {layer!r} has running statistics ({norm}), and under schedule {schedule_name!r} stage "
                 f"{self.index} does not get every micro-batch in order, so they would differ from those of one "
-                "process; choose "
-                "a schedule with one route, put the layer in eval mode, or build it with track_running_stats=False"
+                "process; choose a schedule with one route that runs the micro-batches in order, put the layer in eval "
+                "mode, or build it with track_running_stats=False"
             )
 
     # -- backward --------------------------------------------------------------------------------------------------------

@@ -150,5 +150,6 @@ def refuse_out_of_order(what: str, layer: str, state: str, where: str) -> None:
     """Raise UsageError for state of a layer that depends on the order of the micro-batches."""
     raise UsageError(
         f"the {what} of layer {layer!r} changes {state}, and under this schedule {where} does not get every "
-        "micro-batch in order, so it would differ from that of one process; choose a schedule with one route"
+        "micro-batch in order, so it would differ from that of one process; choose a schedule with one route that runs "
+        "the micro-batches in order"
     )
