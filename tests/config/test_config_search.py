@@ -112,7 +112,7 @@ def test_wrong_options_are_refused_all_at_once() -> None:
             "3 values for 4 stages; give one number, or 4",
         ),
         ({"schedule__chunks": 2, "schedule__options__memory": 1}, "one micro-batch in each of a rank's stages takes 2"),
-        ({"schedule__options__time_limit": 300}, "train.timeout is 300; use less"),
+        ({"schedule__options__time_limit": 300}, "wait at most 300 s for the search"),
         ({"train__steps": 3}, "use train.steps = 4 or more, or give schedule.options.costs"),
         ({"schedule__options__placement": [0, 1, 2, 9]}, "schedule.options.placement names rank 9; there are 4 (0..3)"),
         ({"schedule__options__placement": [0, 1, 2]}, "schedule.options.placement leaves rank 3 without a stage"),

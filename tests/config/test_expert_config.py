@@ -89,7 +89,7 @@ def test_dense_blocks_among_those_with_experts_are_counted_and_balanced() -> Non
         ({"parallel__ep_chunks": 2, "parallel__ep_blocks": 2}, "not both"),
         ({"parallel__ep_blocks": 17}, "nearest: 16"),
         ({"parallel__ep_blocks": 2, "model__capacity_factor": 1.5}, "use parallel.ep_chunks"),
-        ({"parallel__ep_blocks": 2, "parallel__tp": 2}, "needs parallel.tp 1"),
+        ({"parallel__ep_blocks": 2, "parallel__tp": 2}, "needs parallel.tp = 1"),
         ({"parallel__tp": 2, "model__moe_intermediate_size": 25}, "it must divide model.moe_intermediate_size 25"),
     ],
 )

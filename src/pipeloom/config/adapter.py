@@ -12,7 +12,7 @@ from pipeloom.limits import expanded, read_file
 
 ADAPTER_CONFIG = "adapter_config.json"
 _MOST_ADAPTER_BYTES = 10_000_000
-# Options of peft with which an adapter computes something else than s B A x on whole linear layers; None and empty: unused.
+# Options of peft that make an adapter compute something other than s B A x on whole linear layers; None or empty: unused.
 _UNSUPPORTED = (
     *("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform", "layers_pattern"),
     *("target_parameters", "exclude_modules", "trainable_token_indices", "megatron_config", "layer_replication"),
@@ -21,7 +21,7 @@ _UNSUPPORTED = (
 
 
 def adapter_keys(adapter: str) -> dict[str, Any]:
-    """Keys of `[lora]` of the adapter in a directory.
+    """Return the keys of `[lora]` that describe the adapter in the directory `adapter`.
 
     Raises ConfigError where its configuration cannot be read, or asks for more than low-rank products on linear layers.
     """
@@ -50,12 +50,12 @@ def adapter_keys(adapter: str) -> dict[str, Any]:
 
 
 def read_adapter_config(folder: Path, where: str) -> dict[str, Any]:
-    """The content of `adapter_config.json`. Raises ConfigError, which begins with `where`."""
+    """Return the content of `adapter_config.json` in `folder`. Raises ConfigError with a message that begins with `where`."""
     path = folder / ADAPTER_CONFIG
     try:
         content = json.loads(read_file(path, _MOST_ADAPTER_BYTES, "an adapter's configuration"))
         if not isinstance(content, dict):
-            raise ValueError("it contains no table")
+            raise ValueError("it is not a JSON object")
     except (OSError, ValueError, RecursionError, PipeloomError) as error:
         raise ConfigError(f"{where}: {path} cannot be read: {error}") from error
     return content

@@ -10,9 +10,11 @@ from itertools import accumulate, pairwise
 def balance(costs: Sequence[int], stages: int) -> list[int]:
     """The number of layers of each stage: sums to len(costs), each at least 1.
 
-    Of all contiguous cuts it takes one with the smallest largest stage, among those the one with the smallest sum of
-    squares, and among those the one with larger first stages. Needs stages <= len(costs). Time is L log S where all layers
-    but the first and the last cost the same, as a model's blocks do, and S L^2 elsewhere.
+    Of all contiguous cuts, those whose largest stage costs least are preferred; among these, those with the smallest sum of
+    squared costs; and among these, the one with larger first stages. For L layers and S stages the time is O(L log S) where
+    all layers but the first and the last cost the same, as a model's blocks do, and O(S L^2) otherwise.
+
+    Raises ValueError unless 1 <= stages <= len(costs).
     """
     count = len(costs)
     if not 1 <= stages <= count:
@@ -43,8 +45,11 @@ def balance(costs: Sequence[int], stages: int) -> list[int]:
 
 
 def _of_equal_blocks(costs: Sequence[int], stages: int) -> list[int]:
-    """As `balance`, where all layers between the first and the last cost the same: each of them goes to the stage that is
-    cheapest so far, the first of several. This majorizes nothing else, so that every convex measure is least."""
+    """Return the result of `balance` where all layers between the first and the last cost the same.
+
+    Each of them is assigned to the cheapest stage so far, the first of several. The costs of all other cuts majorize the
+    resulting ones, so every convex measure of them is smallest.
+    """
     sizes = [1] * stages
     block = costs[1] if len(costs) > 2 else 0
     loads = [(block if 0 < at < stages - 1 else costs[-1 if at else 0], at) for at in range(stages)]
@@ -57,7 +62,7 @@ def _of_equal_blocks(costs: Sequence[int], stages: int) -> list[int]:
 
 
 def _smallest_largest(before: Sequence[int], stages: int) -> int:
-    """The least cost that the largest stage can have, `before[i]` being the cost of the first i layers."""
+    """Return the least possible cost of the largest stage; `before[i]` is the cost of the first i layers."""
     count = len(before) - 1
     low, high = max(b - a for a, b in pairwise(before)), before[-1]
     while low < high:

@@ -1,4 +1,4 @@
-"""Conditions between keys. A check names the keys that it reads, and is skipped when one of those is wrong."""
+"""Conditions between keys. A check names the keys that it reads, and is skipped when one of them is invalid."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _page_has_a_folder(config: Config) -> Iterator[str]:
     path = expanded(config.log.html)
     try:
         is_folder = path.is_dir()
-    except OSError as error:  # a name that is too long, or links in a circle
+    except OSError as error:  # a name that is too long, or a loop of symbolic links
         yield f'log.html = "{config.log.html}": {error.strerror}; nearest: {Path.cwd() / "timeline.html"}'
         return
     if config.log.html and (is_folder or not path.parent.is_dir()):
@@ -63,9 +63,9 @@ def _heads_divide(config: Config) -> Iterator[str]:
     valid = [n for n in divisors(hidden) if hidden // n % 2 == 0]
     if heads not in valid:
         rest = (
-            f"leaves {hidden % heads}"
+            f"leaves a remainder of {hidden % heads}"
             if hidden % heads
-            else "leaves heads of odd width, which rotary positions cannot turn"
+            else "leaves heads of odd width, which rotary position embeddings cannot use"
         )
         yield (
             f"model.num_attention_heads = {heads}: model.hidden_size {hidden} divided by it {rest}; "
@@ -128,7 +128,7 @@ def _sorted_documents_have_an_order(config: Config) -> Iterator[str]:
 
 @_reads("parallel")
 def _one_axis_is_computed(config: Config) -> Iterator[str]:
-    """Refuse a second axis that is to be computed; one that could be is a number by now."""
+    """Refuse axes that are still -1: at most one can be computed, and it has been, if the number of workers is known."""
     open_axes = [axis for axis in ("pp", "dp", "tp") if getattr(config.parallel, axis) == COMPUTED]
     if len(open_axes) > 1:
         both = " and ".join(f"parallel.{axis} = -1" for axis in open_axes)
@@ -316,7 +316,7 @@ def _bad_steps_need_the_barrier(config: Config) -> Iterator[str]:
         value = getattr(config.train, key)
         if value not in usual and not config.optimizer.barrier:
             yield (
-                f'train.{key} = "{value}": without a barrier a step is known to be bad after the next has begun; set '
+                f'train.{key} = "{value}": without a barrier a step is known to be bad only after the next has begun; set '
                 f'optimizer.barrier = true, or train.{key} = "{usual[0]}"'
             )
 
@@ -367,14 +367,14 @@ def _writers_are_installed(config: Config) -> Iterator[str]:
 def _profiled_step_runs(config: Config) -> Iterator[str]:
     first, steps = config.train.profile_from, config.train.steps
     if first > steps:
-        yield f"train.profile_from = {first}: train.steps is {steps}, so that no step would be recorded; nearest: {steps}"
+        yield f"train.profile_from = {first}: train.steps is {steps}, so no step would be recorded; nearest: {steps}"
 
 
 @_reads("log.norms", "optimizer.barrier")
 def _norms_need_the_barrier(config: Config) -> Iterator[str]:
     if config.log.norms != "none" and not config.optimizer.barrier:
         yield (
-            f'log.norms = "{config.log.norms}": without a barrier a step is final after the next one has begun; set '
+            f'log.norms = "{config.log.norms}": without a barrier a step is final only after the next one has begun; set '
             "optimizer.barrier = true"
         )
 

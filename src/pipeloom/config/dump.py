@@ -1,4 +1,4 @@
-"""Writes a configuration back as TOML."""
+"""The TOML form of a configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def to_toml(config: Config, origins: Mapping[str, str] | None = None) -> str:
     """Return every key of `config` as TOML that `load` reads to an equal one; keys without a value are left out.
 
     Args:
-        origins: "section.key" -> where the value is from, for a comment at the end of its line.
+        origins: "section.key" -> the origin of its value, for a comment at the end of the line.
     """
     lines: list[str] = []
     comments = origins or {}

@@ -18,7 +18,7 @@ _GATE = "pipeloom.models.gate.TopKGate"
 
 
 def router_problems(config: Config) -> Iterator[str]:
-    """Sentences about a router that cannot choose as it is asked to."""
+    """Yield a sentence for each key of the router or the experts that contradicts another."""
     model = config.model
     experts, chosen = model.num_experts, model.num_experts_per_tok
     if experts == 0:
@@ -44,7 +44,7 @@ def user_classes(config: Config, folders: Mapping[str, Path]) -> tuple[dict[str,
     """(key of `[model]` -> the user's class that it names, a sentence for each that cannot be used).
 
     Args:
-        folders: "section.key" -> where the module that this key names is imported from; else the working directory.
+        folders: "section.key" -> the folder from which the module that the key names is imported; default: the working directory.
     """
     classes: dict[str, Any] = {}
     problems: list[str] = []
@@ -69,7 +69,7 @@ def user_classes(config: Config, folders: Mapping[str, Path]) -> tuple[dict[str,
 
 
 def spread_problems(config: Config) -> Iterator[str]:
-    """Sentences about experts that cannot be spread, or overlapped, as asked."""
+    """Yield a sentence for each key that asks for an impossible spread or overlap of experts."""
     parallel, experts = config.parallel, config.model.num_experts
     if experts == 0:
         for key in ("ep", "ep_nodes", "ep_chunks", "ep_blocks"):
@@ -95,8 +95,8 @@ def _block_problems(config: Config) -> Iterator[str]:
         yield f"parallel.ep_blocks = {blocks}: a sequence has train.seq_len {length} tokens; nearest: {length}"
     if config.model.capacity_factor:
         yield (
-            f"parallel.ep_blocks = {blocks}: what a capacity drops is known when all tokens are routed, not block by block; "
+            f"parallel.ep_blocks = {blocks}: which tokens exceed a capacity is known only when all are routed; "
             f"set model.capacity_factor to 0, or use parallel.ep_chunks"
         )
     if config.parallel.tp > 1:
-        yield f"parallel.ep_blocks = {blocks}: it needs parallel.tp 1, and that is {config.parallel.tp}; use parallel.ep_chunks"
+        yield f"parallel.ep_blocks = {blocks}: it needs parallel.tp = 1, not {config.parallel.tp}; or use parallel.ep_chunks"

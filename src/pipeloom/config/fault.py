@@ -1,4 +1,4 @@
-"""`[debug] fault`: a failure made on purpose, so that what reports failures can be tested."""
+"""`[debug] fault`: a failure injected on purpose, to test the code that reports failures."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _PATTERNS: dict[FaultKind, re.Pattern[str]] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """One failure to make on purpose. Fields that a kind does not use keep their defaults.
+    """One failure to inject. Fields that a kind does not use keep their defaults.
 
     Attributes:
-        name: what errors call it.
-        kind: what goes wrong.
-        a, b: `swap-microbatches`: the two whose inputs change places, while their targets stay.
-        rank: the pipeline rank that does it; -1 for `swap-microbatches`.
-        number: `drop-send`: the rank's send of this number, counted from 0 over the run, is lost.
-            `flip-bit`: in that send one bit is flipped on its way.
+        name: its name in error messages.
+        kind: the kind of failure.
+        a, b: `swap-microbatches`: the two micro-batches whose inputs are swapped, while their targets stay.
+        rank: the pipeline rank on which it happens; -1 for `swap-microbatches`.
+        number: `drop-send`: number of the rank's send that is lost, counted from 0 over the run.
+            `flip-bit`: number of the send in which one bit is flipped.
         action: `raise`: the action at which the rank raises an exception.
-        step: `kill`: the rank ends itself with SIGKILL as this step, counted from 0, starts.
+        step: `kill`: the step, counted from 0, at whose start the rank kills itself with SIGKILL.
     """
 
     name: ClassVar[str] = "--debug.fault"
@@ -48,7 +48,7 @@ class Fault:
 
 
 def parse_fault(text: str) -> Fault | None:
-    """The fault written `text`, None for an empty one; raises UsageError that shows the syntax."""
+    """Return the fault that `text` describes, or None if it is empty. Raises UsageError with the syntax."""
     if not text:
         return None
     name, _, rest = text.partition(":")
@@ -73,7 +73,7 @@ def parse_fault(text: str) -> Fault | None:
 
 
 def fault_problem(fault: Fault, schedule: Schedule, steps: int) -> str | None:
-    """Return why `fault` could never happen in `schedule` over `steps` steps, or None when it can."""
+    """Return the reason why `fault` cannot happen in `schedule` over `steps` steps, or None if it can."""
     m = schedule.microbatches
     if fault.kind == "swap-microbatches":
         if fault.a == fault.b:

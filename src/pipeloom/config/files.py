@@ -1,4 +1,4 @@
-"""Reads TOML files with `extends`, and merges them key by key, remembering where each key came from."""
+"""TOML files with `extends`, read and merged key by key; the origin of each key is recorded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Merged:
     Attributes:
         values: section -> key -> value, as TOML gives them.
         origins: "section.key" -> file or flag that set it last.
-        given: the keys that something other than the package's own configurations set.
+        given: the keys that a file of the user's or a flag sets, not only the package's own configurations.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -33,9 +33,11 @@ class Merged:
     given: set[str] = field(default_factory=set)
 
     def lay(self, tables: Mapping[str, Any], origin: str | None, *, default: bool = False) -> None:
-        """Puts `tables` over what is there. Chunks and options go with a schedule's name: another name drops them.
+        """Merge `tables` over the present values. Chunks and options belong to a schedule: naming another family drops them.
 
-        `origin` None stands for flags.
+        Args:
+            origin: the name of the file; None: flags.
+            default: whether the tables are one of the package's own configurations.
         """
         tables = copy.deepcopy(dict(tables))
         named = tables.get("schedule")
@@ -72,7 +74,10 @@ class Merged:
 
 
 def read_toml(path: Path, text: str | None = None) -> dict[str, Any]:
-    """The tables of a TOML file. Raises ConfigError with the reason, and file:line:column of malformed TOML."""
+    """Return the tables of a TOML file (of `text`, where it is given).
+
+    Raises ConfigError with the reason; for malformed TOML it begins with file:line:column.
+    """
     shown = shortened(str(path))
     try:
         if text is None:
@@ -107,7 +112,7 @@ def read_toml(path: Path, text: str | None = None) -> dict[str, Any]:
 
 
 def require_small(tables: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError for tables too deep in each other, a list too long, or a whole number of more than 64 bits."""
+    """Raise ConfigError for tables nested too deeply, a list that is too long, or a whole number of more than 64 bits."""
     if depth(tables) > MOST_NESTED:
         raise ConfigError(f"{where}: tables and lists are nested too deeply; at most {MOST_NESTED} levels")
     rest: list[tuple[str, Any]] = list(tables.items())
@@ -124,7 +129,7 @@ def require_small(tables: Mapping[str, Any], where: str) -> None:
 
 
 def _family(name: object) -> object:
-    """A schedule's name as it is compared with another: two names of one family are the same."""
+    """Return a schedule's name for comparisons: two names of one family are equal."""
     return canonical_name(name) if isinstance(name, str) else name
 
 
@@ -135,9 +140,10 @@ def built_in(name: str) -> dict[str, Any]:
 
 
 def lay_file(merged: Merged, path: str | Path) -> None:
-    """Lays the file at `path`, and before it those that it extends, over `merged`.
+    """Merge the file at `path` into `merged`, after the files that it extends.
 
-    A name of BUILT_IN that is no file stands for the package's own. Raises ConfigError for a cycle of `extends`.
+    A name in BUILT_IN that is not a file stands for the package's own configuration. Raises ConfigError for a file that cannot
+    be read, and for a cycle of `extends`.
     """
     chain: list[tuple[str, dict[str, Any], bool]] = []
     seen: list[Path] = []

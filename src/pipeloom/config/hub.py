@@ -10,8 +10,8 @@ from pipeloom.errors import ConfigError, PipeloomError
 from pipeloom.limits import expanded, read_file
 
 _MOST_BYTES = 10_000_000
-# Key of [model] -> the names that families have for it. What these keys decide of a foreign model are estimates: of costs that
-# stages are balanced by, of memory, of utilisation.
+# Key of [model] -> its names in the families' files. For a foreign model most of these keys serve only estimates: of the costs by
+# which stages are balanced, of memory, and of utilisation.
 _SPELLINGS = {
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
@@ -28,7 +28,7 @@ _SPELLINGS = {
 _NEEDED = ("num_hidden_layers", "hidden_size", "vocab_size")
 
 
-# Families that our own decoder computes; what their files may leave out, where it is not the same for all of them.
+# Families that our own decoder computes -> defaults of the keys that their files may leave out, where families differ.
 _OWN: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8},
@@ -47,7 +47,7 @@ def is_directory(path: str) -> bool:
 
 
 def own_sizes(directory: str) -> dict[str, Any]:
-    """Keys of `[model]` with which our own decoder computes the model in a directory. Raises ConfigError where it does not."""
+    """Keys of `[model]` with which our own decoder computes the model in a directory. Raises ConfigError where it cannot."""
     values = _content(directory, "weights")
     try:
         found = own_values(values)
@@ -67,7 +67,7 @@ def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _not_plain(values: Mapping[str, Any]) -> str:
-    """Return what a `config.json` has that our own decoder has not, as `key = value`; empty where there is nothing."""
+    """Return the features of a `config.json` that our own decoder lacks, as `key = value`; empty where there are none."""
     rope, kind = _rope(values), str(values.get("model_type"))
     turns = rope.get("rope_type", rope.get("type", "default"))
     window = values.get("sliding_window", 4096 if kind == "mistral" else None)  # files that leave it out mean this
@@ -84,9 +84,9 @@ def _not_plain(values: Mapping[str, Any]) -> str:
 
 
 def own_values(values: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Keys of `[model]` with which our own decoder computes the model of a `config.json`; None: none do.
+    """Keys of `[model]` with which our own decoder computes the model of a `config.json`; None if it cannot.
 
-    Raises KeyError for a size that is not there.
+    Raises KeyError for a size that is missing.
     """
     kind = str(values.get("model_type"))
     if kind not in _OWN or _not_plain(values):
@@ -139,7 +139,7 @@ def _content(source: str, key: str) -> dict[str, Any]:
     try:
         content = json.loads(read_file(path, _MOST_BYTES, "a model's configuration"))
         if not isinstance(content, dict):
-            raise ValueError("it contains no table")
+            raise ValueError("it is not a JSON object")
     except (OSError, ValueError, RecursionError, PipeloomError) as error:
         raise ConfigError(f'model.{key} = "{source}": {path} cannot be read: {error}') from error
     return content
@@ -171,10 +171,10 @@ def sizes(source: str) -> dict[str, Any]:
 
 
 def expert_blocks(values: Mapping[str, Any], blocks: int) -> tuple[bool, ...]:
-    """Return, for each of `blocks` blocks, whether a `config.json` with experts gives it some.
+    """Return, for each of `blocks` blocks, whether it has experts; `values` are those of a `config.json` with experts.
 
-    Qwen-MoE has `decoder_sparse_step` (each n-th block, the n-th first) and `mlp_only_layers` (dense ones), DeepSeek
-    `moe_layer_freq` (each n-th block, block 0 first; or a list) and `first_k_dense_replace`.
+    Qwen-MoE has `decoder_sparse_step` (every n-th block, beginning with the n-th) and `mlp_only_layers` (dense ones), DeepSeek
+    `moe_layer_freq` (every n-th block, beginning with block 0; or a list) and `first_k_dense_replace`.
     """
     every, frequency = _number(values, "decoder_sparse_step", 1), values.get("moe_layer_freq")
     dense, first = values.get("mlp_only_layers"), _number(values, "first_k_dense_replace", 0)

@@ -1,4 +1,4 @@
-"""The library's errors in the words of a configuration: where it names an argument, its user knows a key."""
+"""Translation of the library's errors, which name arguments, into errors that name keys of the configuration."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KEYS = {
 
 
 def sentence(error: ArgumentError) -> str:
-    """`parallel.tp = 3: it does not divide 32 heads; nearest: 2 or 4`; the error's own words where no key is meant."""
+    """`parallel.tp = 3: it does not divide 32 heads; nearest: 2 or 4`; the error's own words where its argument has no key."""
     key = KEYS.get(error.argument)
     if key is None:
         return str(error)
@@ -36,7 +36,7 @@ def sentence(error: ArgumentError) -> str:
 
 @contextmanager
 def naming_keys() -> Iterator[None]:
-    """Raise what is raised inside as an ArgumentError as a ConfigError that names the key."""
+    """Turn an ArgumentError that is raised inside into a ConfigError that names the key."""
     try:
         yield
     except ArgumentError as error:

@@ -1,4 +1,4 @@
-"""The layout: a configuration made concrete. Its schedule, the layers of each stage, the sizes of the micro-batches."""
+"""The layout of a configuration: its schedule, the layers of each stage, the sizes of the micro-batches."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class Layout:
     """The resolved run, the same value on every worker.
 
     Attributes:
-        config: the configuration that it came from.
-        schedule: checked; of a search, what runs until it has found one.
+        config: the configuration that it is resolved from.
+        schedule: the checked schedule; with a search, the one that runs until the search is done.
         stage_layers: position in a route -> number of layers, of [embedding, blocks …, norm and output].
         microbatch_sizes: sequences of each micro-batch of one data-parallel replica, larger ones first.
         mesh: the axes' sizes.
-        notes: sentences about what is uneven, to be printed.
-        fault: a failure to make on purpose, or None.
-        search: what `schedule.name = "search"` asks for, else None.
-        code: the file of a schedule that is `module:function`, else None.
+        notes: sentences to print: about uneven stages and micro-batches, and the search.
+        fault: a failure to inject, or None.
+        search: the request of `schedule.name = "search"`, else None.
+        code: the source file of a schedule given as `module:function`, else None.
         classes: key of `[model]` -> the user's class that it names as `module:class`.
-        origins: "section.key" -> where its value is from: default, a file, a flag, or the environment.
+        origins: "section.key" -> the origin of its value: default, a file, a flag, or the environment.
     """
 
     config: Config
@@ -73,12 +73,12 @@ def resolve(config: Config) -> Layout:
 def examine(
     config: Config, wrong: Collection[str] = (), folders: Mapping[str, Path] | None = None
 ) -> tuple[Layout | None, list[str]]:
-    """(the layout or None, a sentence for each problem). What depends on a `wrong` key is not looked at.
+    """(the layout or None, a sentence for each problem). Checks that depend on a `wrong` key are skipped.
 
     Code that a key names as `module:function` is imported from its folder in `folders`, "section.key" -> folder, else from
     the working directory.
 
-    Raises ScheduleError when the schedule cannot run and nothing else is the matter.
+    Raises ScheduleError when the schedule cannot run and there is no other problem.
     """
     folders = folders or {}
     problems = cross_problems(config, wrong)

@@ -1,4 +1,4 @@
-"""Loads a configuration: the package's default, a file and what it extends, overrides. One error holds all problems."""
+"""Loading of configurations: the package's default, a file and those that it extends, overrides. One error holds all problems."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from pipeloom.errors import ConfigError, PipeloomError
 from pipeloom.limits import expanded
 from pipeloom.schedule.files import names_a_file
 
-CODE_KEYS = ("schedule.name", *(f"model.{key}" for key in CLASS_KEYS))  # they may name code of the user's
+CODE_KEYS = ("schedule.name", *(f"model.{key}" for key in CLASS_KEYS))  # keys that may name the user's code
 
 
 def load(path: str | Path | None = None, *overrides: Mapping[str, Any]) -> Config:
     """The configuration of a file (None: the package's default), then `overrides` ("section.key" -> value) in order.
 
-    Raises ConfigError with every problem of every key; contradictions between keys are `resolve`'s to find.
+    Raises ConfigError with every problem of every key; `resolve` finds contradictions between keys.
     """
     merged = merge(path, *overrides)
     config, problems, _ = _validate(merged)
@@ -48,9 +48,9 @@ def load_layout(
 ) -> Layout:
     """`resolve(load(path, *overrides))` with the problems of both in one ConfigError.
 
-    `world_size` is the number of workers that someone else started (torchrun); another number than the layout's is a
-    problem too. Code that a key names as `module:function` is imported from the folder of the file that names it; where
-    `overrides` name it, from `folder` (None: the working directory). Raises ScheduleError when all keys are fine and the
+    `world_size` is the number of workers that torchrun started; it determines an axis of -1, and is a problem where it differs
+    from the layout's. Code that a key names as `module:function` is imported from the folder of the file that names it; where
+    `overrides` name it, from `folder` (None: the working directory). Raises ScheduleError when all keys are valid but the
     schedule cannot run.
     """
     merged = merge(path, *overrides)
@@ -78,12 +78,12 @@ def load_layout(
 
 
 def _folder(origin: str, given: Path | None) -> Path:
-    """Return where code is imported from that a key with this origin names."""
+    """Return the folder from which code is imported that a key with this origin names."""
     return Path(origin).absolute().parent if Path(origin).is_file() else (given or Path())
 
 
 def _origins(merged: Merged, before: Config, after: Config) -> dict[str, str]:
-    """ "section.key" -> where the value that `after` has is from. `before` has those of files and flags."""
+    """ "section.key" -> the origin of its value in `after`; `before` has the values of files and flags alone."""
     origins = dict(merged.origins)
     for section, table in after.model_dump().items():
         for key, value in table.items():
@@ -129,7 +129,7 @@ def _absolute(name: str) -> str:
 
 
 def _adopt_file_sizes(merged: Merged) -> None:
-    """A schedule file knows its ranks and micro-batches: they replace the default's, not what the user gave."""
+    """Take the ranks and micro-batches of a schedule file in place of the default's, but not of the user's."""
     schedule, parallel = merged.values.get("schedule"), merged.values.get("parallel")
     if not isinstance(schedule, dict) or not isinstance(parallel, dict):
         return
@@ -146,7 +146,7 @@ def _adopt_file_sizes(merged: Merged) -> None:
 
 
 def _adopt_model_sizes(merged: Merged) -> None:
-    """A model from a directory has its own sizes. Raises ConfigError for sizes that the user gave beside it."""
+    """Take the sizes of a model in a directory. Raises ConfigError for other sizes that the user gave."""
     model = merged.values.get("model")
     if not isinstance(model, dict):
         return
@@ -159,7 +159,7 @@ def _adopt_model_sizes(merged: Merged) -> None:
 
 
 def _take_sizes(merged: Merged, model: dict[str, Any], which: str, directory: str, own: Mapping[str, Any]) -> None:
-    """Lay the sizes `own`, of the directory that `model.which` names, over the default's."""
+    """Replace the default's sizes by `own`, those of the directory that `model.which` names."""
     for key in sorted(merged.given):
         section, _, name = key.partition(".")
         if section != "model" or name == which or name not in model:
@@ -175,7 +175,7 @@ def _take_sizes(merged: Merged, model: dict[str, Any], which: str, directory: st
 
 
 def _adopt_adapter(merged: Merged) -> None:
-    """An adapter from a directory has its own options. Raises ConfigError for others that the user gave beside it."""
+    """Take the options of an adapter in a directory. Raises ConfigError for other ones that the user gave."""
     section = merged.values.get("lora")
     adapter = section.get("adapter") if isinstance(section, dict) else None
     if not isinstance(section, dict) or not isinstance(adapter, str) or not adapter:
@@ -190,12 +190,12 @@ def _adopt_adapter(merged: Merged) -> None:
 
 
 def _adopt_vocabulary(merged: Merged) -> None:
-    """A tokenizer knows how many tokens our own decoder needs: that replaces the default's, not what the user gave."""
+    """Take the vocabulary size of our own decoder from the tokenizer, in place of the default but not of the user's."""
     model, data = merged.values.get("model"), merged.values.get("data")
     if not isinstance(model, dict) or not isinstance(data, dict) or model.get("source"):
         return
     if isinstance(model.get("weights"), str) and model["weights"] and is_directory(model["weights"]):
-        return  # it has a vocabulary of its own
+        return  # its config.json gives the vocabulary size
     name = data.get("tokenizer")
     if not isinstance(name, str) or name in ("auto", "bytes") or "model.vocab_size" in merged.given:
         return
@@ -227,7 +227,7 @@ def _axes(config: Config) -> tuple[int, int, int]:
 
 
 def _computed(config: Config, world_size: int | None) -> tuple[Config, list[str]]:
-    """`config` with the axis that is -1 made what the workers leave, and what is wrong with their number."""
+    """Return `config` with the axis that is -1 computed from the number of workers, and the problems of that number."""
     parallel = config.parallel
     sizes = dict(zip(("pp", "dp", "tp"), _axes(config), strict=True))
     open_axes = [axis for axis, size in sizes.items() if size == COMPUTED]

@@ -44,9 +44,9 @@ class Matrix:
 
 
 def load_matrix(path: str | Path, config: str | Path | None, overrides: Mapping[str, Any]) -> Matrix:
-    """The layouts of the matrix file `path`: `config`, the file's `[base]`, a combination, `overrides`.
+    """The layouts of the matrix file `path`. Each is merged from `config`, the file's `[base]`, a combination, and `overrides`.
 
-    Raises ConfigError for a file that is no matrix, and, unless it says `skip_invalid`, with the problems of every
+    Raises ConfigError for a file that is not a matrix, and, unless `skip_invalid` is true, with the problems of every
     combination that is refused; also when none is left.
     """
     tables = read_toml(Path(path))
@@ -107,7 +107,7 @@ def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def label(layout: Layout, combination: Mapping[str, Any] | None = None) -> str:
-    """Words for a layout: its schedule, p, v and m, and what else a matrix's combination sets."""
+    """Words for a layout: its schedule, p, v and m, and the other keys that a matrix's combination sets."""
     schedule = layout.schedule
     options = [f"{key}={value}" for key, value in schedule.options if key != "chunks"]
     others = [

@@ -12,7 +12,7 @@ from pipeloom.config.sections import SECTIONS
 from pipeloom.errors import ConfigError, UsageError, did_you_mean, shortened
 from pipeloom.limits import MOST_NESTED, MOST_VALUES
 
-SHORT = {"html": "log.html"}  # flags that all commands share, and the key that each is here
+SHORT = {"html": "log.html"}  # flag that all commands share -> the key that it sets
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
@@ -52,7 +52,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[str | None, dict[str, Any
 
 
 def parse_value(key: str, text: str) -> Any:
-    """The value that `text` stands for: what TOML reads, else the text; always text for a key that holds text."""
+    """Return the value of `text`, read as TOML if it is valid, else the text itself; for a key that holds text, always text."""
     kind = _annotation(key)
     if kind is bool and _is_truth(text):
         return text.lower() == "true"
@@ -70,7 +70,8 @@ def parse_value(key: str, text: str) -> Any:
 def nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """section -> key -> value (and deeper for a key that is a table) from dotted keys.
 
-    Raises ConfigError for a text with lone surrogates, which no file of a run could hold.
+    Raises ConfigError for keys or values that are too large, and for a text with lone surrogates, which cannot be written to a
+    file; UsageError for a key that is given both a value and keys below it.
     """
     tables: dict[str, Any] = {}
     for key, value in overrides.items():

@@ -1,4 +1,4 @@
-"""Turns pydantic's errors into Pipeloom's sentences: key, value, where it was set, and the nearest valid ones."""
+"""Translation of pydantic's errors into sentences: the key, its value, where it was set, and the nearest valid values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _VALUE_KINDS = {
 
 
 def key_words(key: str, value: Any, origins: Mapping[str, str]) -> str:
-    """`train.steps = 0 (in run.toml)`: how every problem begins. Nothing is said of where for a default."""
+    """`train.steps = 0 (in run.toml)`, the beginning of every problem; without the place for a default or a flag."""
     origin = origins.get(key) or origins.get(key.rpartition(".")[0], "")
     where = f" (in {origin})" if origin and origin != "default" and not origin.startswith("--") else ""
     return f"{key} = {shown(value)}{where}"

@@ -1,4 +1,4 @@
-"""From `[schedule]` and `[parallel] pp` to a Schedule: a family, a file, or a function of the user's."""
+"""The Schedule that `[schedule]` and `[parallel] pp` name: of a family, from a file, or by a user's function."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pipeloom.schedule.transforms import transformed
 
 
 def read_schedule(name: str) -> Schedule:
-    """The schedule in the CSV or JSON file `name`. Raises ConfigError without one, ScheduleError for its content."""
+    """The schedule in the CSV or JSON file `name`. Raises ConfigError if there is none, ScheduleError for its content."""
     if not Path(name).is_file():
         raise ConfigError(f'schedule.name = "{name}": there is no such file')
     return load(Path(name))
 
 
 def make_schedule(config: Config, folder: Path | None = None) -> Schedule:
-    """The schedule that `config` names, transformed as it says; whether it can run is `check`'s to say.
+    """The schedule that `config` names, with its transforms applied; not yet checked.
 
     A user's function is imported from `folder` (None: the working directory).
 
-    Raises UsageError when the schedule refuses its sizes or options, when a file's sizes are not the configuration's,
+    Raises UsageError when the schedule refuses its sizes or options, when a file's sizes differ from the configuration's,
     when a user's function fails, or when a transform refuses the schedule.
     """
     schedule = _untransformed(config, folder)

@@ -1,15 +1,15 @@
-"""`[schedule] name = "search"`: what its options ask for, and the schedule that it starts with.
+"""`[schedule] name = "search"`: its options, and the schedule that runs until the search is done.
 
-    memory        the most stage-micro-batches that a rank may hold; not given: what the family of the placement needs
-    placement     "loop" (default), "linear", "vee", or the rank of every stage; with costs given and no placement: any of them
-    costs         forward, input_grad, weight_grad, backward, p2p, held: given, the search comes before the first step
-    measure       without costs: the steps that run a family first and are measured
-    trial         then: the steps that the searched schedule and the family take each, in turn, before the faster one stays
+    memory        the most stage-micro-batches per rank; not given: as many as the family of the placement needs
+    placement     "loop" (default), "linear", "vee", or the rank of every stage; costs but no placement given: any of these three
+    costs         forward, input_grad, weight_grad, backward, p2p, held; if given, the search runs before the first step
+    measure       without costs: how many steps run a family first, and are measured
+    trial         after such a search: how many steps the searched schedule and the family each run, in turn; the faster stays
     objective     "makespan" or "span"; not given: makespan with a barrier between the steps, span without
     time_limit, iterations, seed: of the search
-    reuse         take the schedule that an earlier run of the same configuration left in log.dir
+    reuse         run the schedule that an earlier run of the same configuration saved in log.dir
 
-The search itself is the trainer's: this package knows no solver.
+The trainer runs the search: this package does not import the solver.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from pipeloom.schedule.transforms import half_split
 
 NAME = "search"
 
-_SEARCH_SECONDS = 300.0  # that ranks wait for a search where train.timeout is "auto"
+_SEARCH_SECONDS = 300.0  # how long ranks wait for a search where train.timeout is "auto"
 
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """A request for a search, and the schedule that runs until it is answered.
+    """A request for a search, and the schedule that runs until it is done.
 
     Attributes:
         ranks, microbatches, chunks: p, m, v.
@@ -44,12 +44,12 @@ class SearchRequest:
         memory: the most stage-micro-batches of a rank, in units of the costs' activation.
         memory_of: the family that `memory` is taken from; "" where it was given.
         costs: of the stages; None: measured in the first steps.
-        measure: how many steps that takes.
-        trial: the steps of each schedule in the trial after it; 0: none, or the run has too few.
+        measure: the number of steps in which they are measured.
+        trial: the steps of each schedule in the trial after the search; 0: no trial, as in a run with too few steps.
         objective, time_limit, iterations, seed: of the search.
-        reuse: take over what an earlier run found.
-        family: what the result is compared with: the placement's first family that fits, else one from list scheduling.
-        first: runs until then: the same with every other backward split, so that B, I and W are all measured.
+        reuse: whether to run the schedule that an earlier run saved.
+        family: the schedule that the result is compared with: the placement's first family that fits, else a list schedule.
+        first: the schedule that runs until then: `family` with every other backward split, so that B, I and W are all measured.
     """
 
     ranks: int
@@ -163,8 +163,8 @@ def search_request(config: Config) -> SearchRequest:
     patience = config.train.seconds or _SEARCH_SECONDS
     if options.time_limit is not None and options.time_limit >= patience:
         problems.append(
-            f"schedule.options.time_limit = {options.time_limit:g}: the other ranks wait for the search, but train.timeout is "
-            f"{patience:g}; use less"
+            f"schedule.options.time_limit = {options.time_limit:g}: the other ranks wait at most {patience:g} s for the search "
+            f"(train.timeout); use less than {patience:g}"
         )
     if problems:
         raise ConfigError(problems)

@@ -238,7 +238,9 @@ class ModelSection(Section):
         description="softmax, noisy, switch (1 expert), gshard (2), sigmoid (balanced by a bias)"
     )
     experts_class: ClassName = Field(description="your own class of experts, as module:class; empty: SwiGLU")
-    router_class: ClassName = Field(description="your own subclass of TopKGate, as module:class; empty: router alone")
+    router_class: ClassName = Field(
+        description="your own subclass of TopKGate, as module:class; empty: the built-in gate"
+    )
     capacity_factor: NotNegative = Field(
         description="most tokens per expert, as a multiple of an even share; the others are dropped; 0: no limit"
     )
@@ -250,7 +252,7 @@ class ModelSection(Section):
     )
 
     def shape(self) -> DecoderShape:
-        """These values as the library takes them. Raises ArgumentError for sizes that contradict each other."""
+        """Return these values as the library's type. Raises ArgumentError for sizes that contradict each other."""
         return DecoderShape(**self.model_dump(exclude={"source", "weights", "experts_class", "router_class"}))
 
     @property
@@ -349,7 +351,7 @@ class ScheduleSection(Section):
 
 
 class TrainSection(Section):
-    """`[train]`: how long, on what, in which arithmetic."""
+    """`[train]`: steps and batches, device and arithmetic, and what happens when a step fails."""
 
     steps: Steps = Field(description="optimizer steps")
     seq_len: Count = Field(description="tokens per sequence")
@@ -363,7 +365,8 @@ class TrainSection(Section):
         description="blocks whose forward is recomputed in the backward: none, full, or a list counted from 0, such as [0, 3]"
     )
     device: DeviceName = Field(
-        description="auto (CUDA if there is a device for each worker, else the CPU), cpu, cuda (workers share too few devices)"
+        description="auto (CUDA if there is a device for each worker, else the CPU), cpu, cuda (workers share devices "
+        "if there are too few)"
     )
     tune_cpu: bool = Field(
         description="on CPUs: keep freed memory in the process, and multiply matrices with oneDNN where that is faster"
@@ -396,7 +399,7 @@ class TrainSection(Section):
 
     @property
     def seconds(self) -> float | None:
-        """The timeout where it is given; None: auto."""
+        """The timeout in seconds; None: auto."""
         return None if self.timeout == "auto" else self.timeout
 
 
@@ -506,7 +509,7 @@ class CheckpointSection(Section):
 
 
 class LogSection(Section):
-    """`[log]`: logs and figures."""
+    """`[log]`: log lines, metrics and the HTML page."""
 
     dir: Annotated[str, Field(min_length=1)] = Field(description="folder in which each run creates its own folder")
     every: Steps = Field(description="steps between log lines")
@@ -515,12 +518,12 @@ class LogSection(Section):
         description="norms of gradients and parameters with each log line: by layer, by parameter, or none (the "
         "global gradient norm only)"
     )
-    tensorboard: bool = Field(description="write the figures for TensorBoard too, in the run's folder")
-    wandb: str = Field(description="Weights & Biases project to send the figures to; empty: none")
+    tensorboard: bool = Field(description="also write the metrics for TensorBoard, in the run's folder")
+    wandb: str = Field(description="Weights & Biases project to send the metrics to; empty: none")
 
 
 class DebugSection(Section):
-    """`[debug]`: faults on purpose, and checks that find faults."""
+    """`[debug]`: injected faults, and checks that detect faults."""
 
     fault: Annotated[str, AfterValidator(_is_fault)] = Field(
         description="fault to inject, such as kill:RANK:STEP (docs/failures.md lists them); empty: none"
@@ -529,7 +532,7 @@ class DebugSection(Section):
 
 
 class Config(Section):
-    """A whole configuration. `load` makes one from files and overrides."""
+    """A whole configuration. `load` creates it from files and overrides."""
 
     model: ModelSection
     lora: LoraSection

@@ -13,9 +13,9 @@ class LayerSize:
 
     Attributes:
         letter: E embedding, t block, L final norm and output layer.
-        parameters: weights that the layer holds, of all its experts (a tied output layer holds its copy).
-        flops: floating-point operations of the forward and backward of one sequence, of the experts that a token goes to.
-        experts: those of the parameters that expert parallelism spreads.
+        parameters: parameters of the layer, with all its experts (a tied output layer counts its copy).
+        flops: floating-point operations of the forward and backward of one sequence, with only the experts that a token uses.
+        experts: the part of `parameters` that expert parallelism spreads.
     """
 
     letter: str
@@ -28,9 +28,9 @@ def layer_sizes(model: ModelSection, seq_len: int) -> list[LayerSize]:
     """[embedding, block, …, block, output layer]: num_hidden_layers + 2 entries.
 
     A matrix of n weights takes 2n operations per token forward and 4n backward (a product for each of two gradients).
-    Causal attention with a queries' width of q takes 2 s q forward for a token: two products of 2 s q, of which the mask
-    leaves half. Biases count as parameters, and not as operations.
-    The embedding is a look-up forward, and one addition a weight of the row backward.
+    Causal attention with queries of width q (all heads) takes 2 s q forward per token of a sequence of s: two products of 2 s q,
+    of which the mask leaves half. Biases count as parameters, but not as operations.
+    The embedding is a look-up in the forward, and one addition per weight of the row in the backward.
     """
     h, vocab = model.hidden_size, model.vocab_size
     queries, key_value = (model.head_width * n for n in (model.num_attention_heads, model.num_key_value_heads))
@@ -50,7 +50,7 @@ def layer_sizes(model: ModelSection, seq_len: int) -> list[LayerSize]:
 
 
 def _feed_forward(model: ModelSection, experts: bool) -> tuple[int, int, int]:
-    """Weights of a block's feed-forward part: (of experts, the others, those that one token meets)."""
+    """Weights of a block's feed-forward part: (of experts, the others, those that one token uses)."""
     h = model.hidden_size
     if not experts:
         return 0, 3 * h * model.intermediate_size, 3 * h * model.intermediate_size
@@ -68,7 +68,7 @@ def parameter_count(model: ModelSection) -> int:
 
 
 def held_parameters(model: ModelSection, dp: int, ep: int) -> int:
-    """Parameters of all ranks together: `dp` copies of every weight, of which expert parallelism spreads the experts' alone."""
+    """Parameters that all ranks together hold: `dp` copies of every weight, but only `dp` / `ep` of the experts' weights."""
     experts = sum(size.experts for size in layer_sizes(model, 1))
     return (parameter_count(model) - experts) * dp + experts * dp // ep
 

@@ -1,7 +1,7 @@
 """The stages string: `"Et*3|(tt|)*29|L"` says which layers each stage holds.
 
 E is the embedding, t a block, L the final norm and output layer; `|` stands between stages; `x*3` repeats a letter and
-`(…)*n` a group, whose `|` repeat with it.
+`(…)*n` a group, including its `|`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pipeloom.limits import MOST_LAYERS
 
 _REPEATED_LETTER = re.compile(r"([EtL|])\*(\d{1,9})")
 _REPEATED_GROUP = re.compile(r"\(([EtL|]*)\)(?:\*(\d{1,9}))?")
-_MARKS = 1_000  # repetitions that a text may hold, so that nested ones end soon
+_MARKS = 1_000  # most repetitions in a text, so that nested ones are soon expanded
 _MOST_LETTERS = 2 * MOST_LAYERS  # letters of the text written out: layers, and as many ends of stages
 
 
 def parse_stages(text: str, blocks: int, stages: int) -> list[int]:
-    """The number of layers of each stage that `text` gives for a model of `blocks` blocks cut into `stages` stages.
+    """The number of layers of each stage in `text`, for a model of `blocks` blocks cut into `stages` stages.
 
     A `|` at the end closes the last stage; `||` asks for a stage without layers. Raises UsageError for other
     characters, wrong counts, and layers out of order.
@@ -43,7 +43,10 @@ def parse_stages(text: str, blocks: int, stages: int) -> list[int]:
 
 
 def expand(text: str) -> str:
-    """`text` with its repetitions written out, spaces, commas and backslashes left out."""
+    """`text` with its repetitions written out, without spaces, commas and backslashes.
+
+    Raises UsageError for other characters, an incomplete repetition, and a text that is too long.
+    """
     plain = re.sub(r"[\s,\\]", "", text)
     wrong = re.search(r"[^EtL|()*\d]", plain)
     if wrong:
@@ -76,5 +79,5 @@ def write_stages(sizes: list[int], blocks: int) -> str:
 def _repeat(what: str, times: str | None) -> str:
     count = int(times) if times is not None else 1
     if len(what) * count > _MOST_LETTERS:
-        raise UsageError(f"({what:.200})*{count} is longer than {_MOST_LETTERS} layers")
+        raise UsageError(f"({what:.200})*{count} is longer than {_MOST_LETTERS:,} letters")
     return what * count

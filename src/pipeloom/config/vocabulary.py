@@ -1,4 +1,4 @@
-"""Number of tokens that a tokenizer's file knows; reads its JSON and needs no package."""
+"""The vocabulary size in a tokenizer's file; reads its JSON and needs no package."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pipeloom.limits import TOKENIZER_BYTES, expanded, read_file
 
 
 def vocabulary_size(tokenizer: str) -> int | None:
-    """One more than the largest number of `tokenizer`, a file or a directory; None where its JSON does not say.
+    """One more than the largest token id of `tokenizer`, a file or a directory; None where its JSON does not give it.
 
-    What is wrong with the file is said where the tokenizer itself is loaded.
+    Errors in the file are reported when the tokenizer itself is loaded.
     """
     path = expanded(tokenizer)
     path = path / "tokenizer.json" if path.is_dir() else path

@@ -25,7 +25,7 @@ class Volume:
     Attributes:
         kind: pipeline, tensor, data or experts.
         count: messages, or collective operations of a group, in a step.
-        bytes: that all workers together send in a step.
+        bytes: bytes that all workers together send in a step.
     """
 
     kind: str
@@ -60,11 +60,12 @@ def _pipeline(layout: Layout) -> Volume:
 
 
 def _tensor(layout: Layout) -> Volume:
-    """Of the decoder's layers (arXiv 1909.08053 section 3, 2205.05198 section 4.2).
+    """Return the volume of the decoder's layers (arXiv 1909.08053 section 3, 2205.05198 section 4.2).
 
-    Whole sequences: an all-reduce behind the embedding's and each row layer's forward, and behind each column layer's
-    backward, the output layer's too. Spread ones: a reduce-scatter and an all-gather in the place of each, and a gather more
-    for the weight gradient of each column layer. A recomputed block repeats its forward but for the last one.
+    Without sequence parallelism: an all-reduce after the forward of the embedding and of each row layer, and after the backward
+    of each column layer, including the output layer. With it: a reduce-scatter and an all-gather in place of each all-reduce, and
+    one more all-gather for the weight gradient of each column layer. A recomputed block repeats the collectives of its forward
+    except the last.
     """
     config, mesh = layout.config, layout.mesh
     if mesh.tp == 1:
@@ -86,8 +87,8 @@ def _tensor(layout: Layout) -> Volume:
 
 
 def _data(layout: Layout) -> Volume:
-    """A gradient of each parameter, in fp32 at least, reduced over the replicas that hold it; with zero1 scattered, and the
-    parameters gathered."""
+    """Return the volume of gradients, in fp32 or wider, that are all-reduced over the replicas of their parameters; with zero1
+    they are reduce-scattered, and the parameters all-gathered."""
     config, mesh, schedule = layout.config, layout.mesh, layout.schedule
     copies = len(schedule.routes)
     item = max(4, _ITEM[config.train.dtype])
@@ -115,7 +116,7 @@ def _held(layout: Layout) -> Iterator[tuple[float, float]]:
 
 
 def _experts(layout: Layout) -> Volume:
-    """Each choice of a token is a row that goes to its expert and comes back, forward and backward; even routing."""
+    """Return the volume of experts under even routing: a row per choice of a token, to its expert and back, in each direction."""
     config, mesh = layout.config, layout.mesh
     if not config.model.num_experts or mesh.ep == 1:
         return Volume("experts", 0, 0.0)
@@ -136,7 +137,7 @@ def _recomputed(config: Config) -> tuple[int, ...]:
 
 
 def words(layout: Layout) -> str:
-    """One line: what each kind sends in a step, in bytes."""
+    """One line with the bytes and the number of messages of each kind in a step; empty if there are none."""
     found = volumes(layout)
     if not found:
         return ""
