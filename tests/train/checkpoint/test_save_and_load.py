@@ -287,7 +287,7 @@ def test_what_cannot_be_saved_is_said(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="step is -1"):
         checkpoint.save(tmp_path, -1, run.pipeline)
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot be made: Not a directory"):
+    with pytest.raises(CheckpointError, match="cannot be created: Not a directory"):
         checkpoint.save(tmp_path / "file/in", 1, run.pipeline)
 
 

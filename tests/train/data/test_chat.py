@@ -106,7 +106,7 @@ def test_the_tokenizers_own_template_is_used(tmp_path: Path) -> None:
         ([{"role": "user"}], "message 1 is not"),
         (["x"], "is a list without messages, not a text"),
         ([*CHAT, {"role": "assistant", "content": "\ud800"}], "message 6 holds half of a surrogate pair"),
-        ("text", "it is no conversation, and those before are"),
+        ("text", "it is a text, and those before are conversations"),
     ],
 )
 def test_a_bad_conversation_is_named(tmp_path: Path, messages: Any, why: str) -> None:

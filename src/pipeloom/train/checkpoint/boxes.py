@@ -18,11 +18,11 @@ class Box(NamedTuple):
         return math.prod(self.shape)
 
     def moved(self, by: Sequence[int]) -> Box:
-        """The same box in a tensor in which this one's tensor begins at `by`."""
+        """Return this box with `by` added to its offset: its place in a tensor where the present tensor starts at `by`."""
         return Box(tuple(a + b for a, b in zip(self.offset, by, strict=True)), self.shape)
 
     def intersection(self, other: Box) -> Box | None:
-        """Return what both have in common; None: no element."""
+        """Return the box that both share, or None where they share no element."""
         first = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         stop = (
             min(a + m, b + n) for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
@@ -31,15 +31,15 @@ class Box(NamedTuple):
         return Box(first, shape) if all(size > 0 for size in shape) else None
 
     def slices_in(self, outer: Box) -> tuple[slice, ...]:
-        """Indices of this box in a tensor that holds `outer`."""
+        """Return the slices that select this box from a tensor with the values of `outer`."""
         starts = (a - b for a, b in zip(self.offset, outer.offset, strict=True))
         return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
 
 
 def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Boxes that hold the elements `start` to `stop` of a tensor, counted row by row, in that order.
+    """Yield the boxes that make up elements `start` to `stop` (exclusive) of a tensor of `shape`, in row-major order.
 
-    Each is contiguous in memory; a tensor of n dimensions needs at most 2n - 1.
+    Each box is contiguous in memory; a tensor of n dimensions needs at most 2n - 1 of them.
     """
     if start >= stop:
         return
@@ -64,7 +64,7 @@ def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
 
 def tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str:
-    """Return why `boxes` do not hold each element of a tensor of `shape` exactly once; "" where they do."""
+    """Return the reason why `boxes` do not cover each element of a tensor of `shape` exactly once; "" if they do."""
     for box in boxes:
         if len(box.offset) != len(shape) or len(box.shape) != len(shape):
             return f"a part has {len(box.offset)} dimensions, the tensor {len(shape)}"

@@ -15,7 +15,7 @@ from torch import Tensor
 from pipeloom.errors import CheckpointError
 from pipeloom.train.checkpoint.manifest import StoredFile
 
-# Written and hashed in turn: a piece is still in the processor's cache when the second of the two reads it.
+# Bytes hashed and then written at a time: few enough that a piece is still in the processor's cache when it is written.
 _PIECE = 2**20
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -36,10 +36,10 @@ DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> StoredFile:
-    """Writes contiguous CPU tensors as a safetensors file, and waits until the disc has it.
+    """Write contiguous CPU tensors as a safetensors file, and wait until it is on disk.
 
-    The library's own writer would first copy all of them into one buffer, and the file would have to be read again for its
-    checksum. Largest elements come first, so that every tensor is aligned to its own.
+    The safetensors library would first copy all of them into one buffer, and the file would have to be read again for its
+    checksum. Tensors with the largest elements are first, so that every tensor is aligned to the size of its elements.
     """
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -58,12 +58,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> StoredFile:
 
 
 def write_bytes(path: Path, data: bytes) -> StoredFile:
-    """Writes a file, and waits until the disc has it."""
+    """Write a file, and wait until it is on disk."""
     return _write(path, iter([data]))
 
 
 def sync_directory(path: Path) -> None:
-    """Waits until the disc has the names in a directory; some file systems cannot, and need not."""
+    """Wait until the names in a directory are on disk. Errors are ignored: file systems without this call do not need it."""
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -73,7 +73,7 @@ def sync_directory(path: Path) -> None:
 
 
 def verify(directory: Path, name: str, stored: StoredFile) -> str:
-    """Return what is wrong with a file, with what was expected and what was found; "" where nothing is."""
+    """Compare a file with its entry in the manifest. Return a message with what was expected and found; "" if they match."""
     path = directory / name
     if path.is_symlink() or (path.exists() and not path.is_file()):
         return f"{path}: expected a file, found a {'symbolic link' if path.is_symlink() else 'directory or device'}"

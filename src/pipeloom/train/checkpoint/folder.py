@@ -18,19 +18,20 @@ _LEFTOVER = re.compile(r"\.step-\d+\.(partial|replaced|deleted)")
 
 
 def step_path(folder: Path, step: int) -> Path:
-    """`FOLDER/step-000010`."""
+    """Return the directory of a checkpoint, such as `FOLDER/step-000010`."""
     return folder / f"step-{step:06d}"
 
 
 def partial_path(folder: Path, step: int) -> Path:
-    """Return where a checkpoint is while it is written: hidden, so that nobody takes it for one."""
+    """Return the directory in which a checkpoint is written: hidden, so that it is not taken for a complete one."""
     return folder / f".step-{step:06d}.partial"
 
 
 def complete(folder: Path) -> list[tuple[int, Path]]:
-    """(step, directory) of every complete checkpoint in `folder`, newest first; none where there is no such folder.
+    """Return (step, directory) of every complete checkpoint in `folder`, newest first; [] if there is no such folder.
 
-    One that was about to be replaced when its process ended counts where the new one has not got its name.
+    A save that replaces a checkpoint renames the old one before the new one. If the process ended between the two, the old
+    checkpoint counts.
     """
     found = []
     with contextlib.suppress(OSError):
@@ -44,7 +45,7 @@ def complete(folder: Path) -> list[tuple[int, Path]]:
 
 
 def newest_checkpoint(path: Path) -> Path:
-    """The checkpoint at `path`, or the newest complete one of a folder. Raises CheckpointError where there is none."""
+    """Return the checkpoint at `path`, or the newest complete one in a folder. Raises CheckpointError if there is none."""
     directory = path if (path / MANIFEST).is_file() else next((found for _, found in complete(path)), None)
     if directory is None:
         raise CheckpointError(f"{path} holds no complete checkpoint")
@@ -52,7 +53,7 @@ def newest_checkpoint(path: Path) -> Path:
 
 
 def restore_replaced(folder: Path) -> None:
-    """Gives a checkpoint its name back that was about to be replaced when its process ended, before the new one had it."""
+    """Restore the name of each old checkpoint whose replacement was interrupted before the new one had that name."""
     with contextlib.suppress(OSError):
         for path in list(folder.iterdir()):
             match = _REPLACED.fullmatch(path.name)
@@ -61,7 +62,7 @@ def restore_replaced(folder: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes what an interrupted save or deletion has left."""
+    """Restore interrupted replacements, and remove the directories that an interrupted save or deletion left behind."""
     restore_replaced(folder)
     for path in list(folder.iterdir()):
         if _LEFTOVER.fullmatch(path.name):
@@ -69,7 +70,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Gives a finished directory its name, in one atomic step unless one of that name is replaced."""
+    """Rename a finished directory to its final name: atomically, unless it replaces a checkpoint of that name."""
     sync_directory(partial)
     old = final.with_name(f".{final.name}.replaced")
     shutil.rmtree(old, ignore_errors=True)
@@ -81,18 +82,21 @@ def publish(partial: Path, final: Path) -> None:
 
 
 def superseded(found: Sequence[tuple[int, Path]], keep: int, keep_every: int) -> list[Path]:
-    """The directories to delete: all but the `keep` newest (0: all stay) and each whose step `keep_every` divides."""
+    """Return the directories to delete from `found` (newest first).
+
+    Kept are the `keep` newest (0: all), and those whose step is a multiple of `keep_every` (0: no others).
+    """
     if keep == 0:
         return []
     return [path for step, path in found[keep:] if not keep_every or step % keep_every]
 
 
 def prune(folder: Path, step: int, keep: int, keep_every: int) -> None:
-    """Deletes superseded checkpoints; each is renamed first, so that no half-deleted one is ever found.
+    """Delete superseded checkpoints; each is renamed first, so that one deleted in part is not taken for complete.
 
     Args:
-        step: of the checkpoint just written. Later ones are left alone and do not count: a run that goes on from an earlier step
-            has passed them over, because they are damaged.
+        step: step of the checkpoint just written. Later ones are neither deleted nor counted: a run that continues from an
+            earlier step has skipped them, because they are damaged.
     """
     until = [(number, path) for number, path in complete(folder) if number <= step]
     for path in superseded(until, keep, keep_every):

@@ -1,4 +1,4 @@
-"""Loading: every file's checksum is compared before anything is used, then each rank reads the regions that it needs."""
+"""Loading: the checksum of every file is verified before any is used, then each rank reads the regions that it needs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Loaded:
 
     Attributes:
         step: the number of completed steps.
-        extra: the value passed to `save`; None: none was.
+        extra: the value passed to `save`, or None.
         path: the checkpoint's directory.
     """
 
@@ -57,7 +57,7 @@ class Reader:
         return self.manifest.numbers
 
     def region(self, key: str, box: Box) -> Tensor:
-        """The values of `box` of a tensor, in the stored dtype, on the CPU. Raises CheckpointError where they are not there."""
+        """Read `box` of the tensor `key`: on the CPU, in the stored dtype. Raises CheckpointError if it cannot be read."""
         entry = self.manifest.tensors[key]
         pieces = [(stored, common) for stored in entry.boxes if (common := stored.box.intersection(box)) is not None]
         if len(pieces) == 1 and pieces[0][1] == box:
@@ -87,27 +87,27 @@ class Reader:
             raise CheckpointError(f"{path}: {name!r} cannot be read: {str(error)[:200]}") from None
 
     def extra(self) -> Any:
-        """Return what was given to `save` as `extra`."""
+        """Return the value passed to `save` as `extra`, or None."""
         return read_extra(self.directory) if EXTRA in self.manifest.files else None
 
 
 def read_extra(directory: Path) -> Any:
-    """Return what was given to `save` as `extra`, of a checkpoint that has been verified; None: nothing.
+    """Return the value passed to `save` as `extra`, or None; for a checkpoint that has been verified.
 
-    Raises CheckpointError where it is no JSON.
+    Raises CheckpointError if it is not JSON.
     """
     path = directory / EXTRA
     try:
         return json.loads(path.read_bytes()) if path.is_file() else None
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: expected JSON, found {str(error)[:200]}") from None
+        raise CheckpointError(f"{path}: expected JSON: {str(error)[:200]}") from None
 
 
 def verified(directory: Path, group: Any, index: int = 0, count: int = 1) -> tuple[Manifest | None, str]:
-    """(the manifest, "") of a checkpoint whose files all have the right checksums; (None, why not) for any other.
+    """Return (manifest, "") for a checkpoint whose files all match their checksums; (None, the reason) for any other.
 
-    Collective over `group`, of whose `count` processes this is number `index`: each compares some of the files, and all of
-    them return alike.
+    Collective over `group`, of whose `count` processes this is number `index`: each verifies some of the files. The result
+    is the same on all.
     """
     manifest, problem = None, ""
     try:
@@ -137,13 +137,17 @@ def load(
     Sets `pipeline.next_step` to the checkpoint's step.
 
     Args:
-        path: a checkpoint, or a folder of checkpoints: of those the newest complete one.
-        optimizer: None: weights alone. Its state stays empty where the checkpoint holds weights alone.
-        base: what the pipeline's frozen weights are, for a checkpoint without them.
+        path: a checkpoint, or a folder of checkpoints, of which the newest complete one is loaded.
+        optimizer: the optimizer of its parameters; None: only weights are loaded. If the checkpoint holds weights only, the
+            optimizer's state is left as it is.
+        base: source of the pipeline's frozen weights, for a checkpoint without them.
+
+    Returns:
+        the checkpoint's step, `extra` and directory.
 
     Raises:
-        CheckpointError: no checkpoint; a file that is absent or damaged; weights or state that are not complete, or of another
-            shape; adapters of other weights than `base`. On every rank, with one message.
+        CheckpointError: no checkpoint; a file that is absent or damaged; weights or state that are incomplete, or of another
+            shape; adapters of other weights than `base`. On every rank, with the same message.
     """
     everyone = pipeline.mesh.everyone
     group = pipeline.run_control if everyone.size > 1 else None
@@ -173,7 +177,7 @@ def load(
 
 
 def _chosen(path: Path, group: Any) -> Path:
-    """The checkpoint that `path` means: the first rank looks, and all take what it found."""
+    """Return the checkpoint that `path` refers to, as the first rank sees it; collective."""
     found = path
     if not (path / MANIFEST).is_file():
         found = next((directory for _, directory in complete(path)), path)
@@ -182,7 +186,7 @@ def _chosen(path: Path, group: Any) -> Path:
 
 
 def _require_base(directory: Path, stored: BaseWeights | None, given: BaseWeights | None) -> None:
-    """Raise CheckpointError for adapters without the weights that they were trained with."""
+    """Raise CheckpointError for adapters if the pipeline does not have the weights that they were trained with."""
     if stored is None:
         return
     if given is None:
@@ -198,7 +202,7 @@ def _require_base(directory: Path, stored: BaseWeights | None, given: BaseWeight
 
 
 def _require(reader: Reader, pipeline: Pipeline, group: Any, adapters: bool) -> None:
-    """Raise CheckpointError, on every rank, where the checkpoint's model is another one than the pipeline's."""
+    """Raise CheckpointError, on every rank, if the checkpoint's model is not that of the pipeline."""
     needed = required_names(pipeline, adapters)
     _together(pipeline, group, lambda: require_shapes(reader, needed))
     everyone = [list(needed)]
@@ -214,7 +218,7 @@ def _require(reader: Reader, pipeline: Pipeline, group: Any, adapters: bool) -> 
 
 
 def _together(pipeline: Pipeline, group: Any, work: Callable[[], None]) -> None:
-    """Does `work` here, and raises one CheckpointError on every rank where it fails on any."""
+    """Call `work`; if it fails on any rank, raise the same CheckpointError on every rank."""
     problem = ""
     try:
         work()

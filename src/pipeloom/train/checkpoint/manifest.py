@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: which tensors it holds, in which boxes of which files, and the checksum of every file.
 
-`manifest.json` is written last, so a directory without one is no checkpoint. Its own content has a SHA-256 as well: a flipped
-digit in it is found like one in a tensor.
+`manifest.json` is written last, so a directory without one is no checkpoint. It also holds a SHA-256 of its own content, so
+that damage to it is detected like damage to a tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipeloom.train.checkpoint.boxes import Box, tiling_problem
 CHECKPOINT_FORMAT = "pipeloom.checkpoint/1"
 MANIFEST = "manifest.json"
 EXTRA = "extra.json"
-# A tensor and its boxes take some 300 bytes: enough for 3 million of them.
+# Largest manifest that is read. A tensor and its boxes take about 300 bytes, so this is enough for 3 million tensors.
 MANIFEST_BYTES = 2**30
 # Bytes per element.
 CHECKPOINT_DTYPES = {
@@ -30,7 +30,7 @@ CHECKPOINT_DTYPES = {
 }
 REST = {
     "random numbers": "a function of (seed, step, sample, layer): no generator has a state to store",
-    "data": "read again from data.source of the configuration in extra.json, from the batch number there on",
+    "data": "read again from data.source of the configuration in extra.json, starting at the batch number stored there",
 }
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,100}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -42,8 +42,8 @@ class StoredBox:
 
     Attributes:
         file: the safetensors file in the checkpoint's directory.
-        name: the name in that file.
-        box: which part of the whole tensor it is.
+        name: its name in that file.
+        box: the part of the whole tensor that it holds.
     """
 
     file: str
@@ -53,7 +53,7 @@ class StoredBox:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor: dtype as safetensors writes it (`"F32"`), the whole shape, and the boxes that hold each element once."""
+    """One tensor: its dtype as safetensors writes it (`"F32"`), its whole shape, and boxes that hold each element once."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -73,9 +73,9 @@ class BaseWeights:
     """Source of the frozen weights of a checkpoint that holds adapters only.
 
     Attributes:
-        kind: "hugging face", a directory; or "checkpoint", of our own decoder.
-        path: of the directory.
-        digest: SHA-256 of what tells it from others.
+        kind: "hugging face" for a model directory, or "checkpoint" for a checkpoint of Pipeloom's own decoder.
+        path: its directory.
+        digest: SHA-256 that identifies the weights (`directory_digest` or `checkpoint_digest` in `train/adapters.py`).
     """
 
     kind: str
@@ -88,13 +88,13 @@ class Manifest:
     """Table of contents of a checkpoint.
 
     Attributes:
-        step: how many steps have been made.
-        stored: of "model", "optimizer" and "extra", what it holds.
-        tensors: key -> entry; a key is `model.NAME` or `optimizer.NAME.STATE`, NAME being a global name.
-        numbers: key -> a state that is a number and no tensor.
+        step: number of completed steps.
+        stored: the kinds of content: some of "model", "optimizer" and "extra".
+        tensors: key -> entry; a key is `model.NAME` or `optimizer.NAME.STATE`, where NAME is a global name.
+        numbers: key -> optimizer state that is a number, not a tensor.
         files: name -> size and checksum, of every file but the manifest.
-        writer: version of Pipeloom, number of ranks, and when, for people.
-        base: where all weights come from that do not train; None: they are in the checkpoint too.
+        writer: version of Pipeloom, number of ranks, and time of writing; never read by the program.
+        base: source of the frozen weights; None: the checkpoint holds them too.
     """
 
     step: int
@@ -106,12 +106,12 @@ class Manifest:
     base: BaseWeights | None = None
 
     def names(self, kind: str) -> set[str]:
-        """The keys of `kind` ("model", "optimizer") without their first part."""
+        """Return the keys of `kind` ("model" or "optimizer") without that first part."""
         return {key.partition(".")[2] for key in (*self.tensors, *self.numbers) if key.partition(".")[0] == kind}
 
 
 def to_bytes(manifest: Manifest) -> bytes:
-    """The content of `manifest.json`."""
+    """Return the content of `manifest.json`."""
     content: dict[str, Any] = {
         "format": CHECKPOINT_FORMAT,
         "step": manifest.step,
@@ -137,7 +137,7 @@ def to_bytes(manifest: Manifest) -> bytes:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of the checkpoint in `directory`, with its own checksum compared; the files are not looked at.
+    """Read the manifest of the checkpoint in `directory` and verify its own checksum; no other file is read.
 
     Raises CheckpointError with the file, what was expected and what was found.
     """
@@ -154,9 +154,9 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         content = json.loads(data)
         if not isinstance(content, dict) or depth(content) > 8:
-            raise ValueError("expected one JSON object")
+            raise ValueError("another type, or nested too deeply")
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: expected JSON, found {str(error)[:200]}") from None
+        raise CheckpointError(f"{path}: expected a JSON object: {str(error)[:200]}") from None
     if content.get("format") != CHECKPOINT_FORMAT:
         raise CheckpointError(f"{path}: expected format {CHECKPOINT_FORMAT!r}, found {echo(content.get('format'))}")
     said = content.pop("sha256", None)
@@ -210,9 +210,9 @@ def _sizes(values: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _check(manifest: Manifest, path: Path) -> None:
-    """Raises CheckpointError for file names that leave the directory, and for tensors whose boxes do not cover them.
+    """Raise CheckpointError for file names outside the directory, and for tensors whose boxes do not cover them.
 
-    A file must be large enough for the boxes that are said to be in it: nothing is allocated for a tensor that is not there.
+    A file must be large enough for the boxes listed for it, so that nothing is allocated for a tensor that is not there.
     """
     held = dict.fromkeys(manifest.files, 0)
     for name, stored in manifest.files.items():

@@ -1,4 +1,4 @@
-"""Choice of the checkpoint that a run begins with: the first rank looks, all verify, and all take the same one."""
+"""Choice of the checkpoint that a run starts from: rank 0 lists the candidates, all ranks verify them and take the same one."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ if TYPE_CHECKING:
     from pipeloom.train.context import WorkerContext
 
 DIGESTS_FILE = "run.json"  # in a run's folder: the digests of its model and data
-# What decides names and shapes of parameters and buffers.
+# Keys that determine the names and shapes of parameters and buffers.
 _MODEL_KEYS = (
     *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias"),
     *("qkv_bias", "intermediate_size", "vocab_size", "tie_word_embeddings", "num_experts", "moe_intermediate_size"),
     *("num_shared_experts", "router"),
 )
-# Sections and keys that may change from one part of a run to the next without a word: they change no number but rounding.
+# Prefixes of keys that may change from one part of a run to the next without a note. Most change results by rounding at most;
+# train.steps moves the decay of the learning rate too, but changing it is the usual reason to resume.
 _FREE = ("parallel.", "schedule.", "log.", "checkpoint.", "debug.", "train.steps", "train.device", "train.tune_cpu")
 _FREE_TOO = (
     "train.recompute",
@@ -49,11 +50,11 @@ class Start:
     """Starting point of a run.
 
     Attributes:
-        path: the checkpoint; None: at the first step.
-        manifest: of it.
-        extra: what the trainer stored beside tensors.
-        folder: the run's folder to go on in; None: a new one.
-        notes: sentences for people.
+        path: the checkpoint; None: the run starts at the first step.
+        manifest: the checkpoint's manifest.
+        extra: the values that the trainer stored with the tensors.
+        folder: the folder of the run that continues; None: the run creates a new one.
+        notes: messages for the log: checkpoints that were skipped, and changes since this one.
     """
 
     path: Path | None = None
@@ -64,27 +65,29 @@ class Start:
 
 
 def digests(config: Config, data: str) -> dict[str, str]:
-    """Return what two runs must have in common so that one may continue the other: `model` and `data`."""
+    """Return the digests that two runs must have in common for one to continue the other: `model` and `data`."""
     model = config.model.model_dump(include=set(_MODEL_KEYS), mode="json")
     if config.model.qk_norm:
         model["qk_norm"] = True
     if config.lora.r:
         model["lora"] = [config.lora.r, config.lora.target_modules]
-    if config.model.moe_layer_freq != 1:  # left out otherwise, as it is from the digests of runs that knew no such key
+    if config.model.moe_layer_freq != 1:  # left out at its default, because the digests of older runs do not have it
         model["moe_layer_freq"] = config.model.moe_layer_freq
     return {"model": hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()[:16], "data": data}
 
 
 def find_start(config: Config, mine: Mapping[str, str], context: WorkerContext, run: Path | None = None) -> Start:
-    """The checkpoint that `checkpoint.resume` asks for, verified; collective over all workers.
+    """Find and verify the checkpoint that `checkpoint.resume` selects; collective over all workers.
 
     Args:
         mine: the run's `digests`.
-        run: "auto" looks into this run's folder only; None: below `checkpoint.dir`, else in the newest run below `log.dir`.
+        run: folder of the attempt that this run restarts, whose newest checkpoint is taken whatever `checkpoint.resume` says;
+            None: this is the first attempt. `checkpoint.dir`, where set, replaces the folder. Without either, the newest run
+            below `log.dir` is searched.
 
     Raises:
-        CheckpointError: the one asked for is not there or is damaged, or none of several is whole.
-        ConfigError: new checkpoints would be mixed with others'.
+        CheckpointError: the selected checkpoint is absent or damaged, or all candidates are damaged.
+        ConfigError: `checkpoint.dir` holds checkpoints that new ones would be mixed with.
     """
     group = dist.group.WORLD if context.world_size > 1 else None
     found, notes = _candidates(config, mine, context, group, run), []
@@ -111,7 +114,7 @@ def find_start(config: Config, mine: Mapping[str, str], context: WorkerContext, 
 def _candidates(
     config: Config, mine: Mapping[str, str], context: WorkerContext, group: Any, run: Path | None
 ) -> dict[str, Any]:
-    """Return what the first rank found: `paths` to try in order, whether the first is the only one, and the run's folder."""
+    """Return the first rank's candidates: `paths` to try in order, `exact` (no other may be taken), and the run's `folder`."""
     found: dict[str, Any] = {}
     if context.rank == 0:
         try:
@@ -166,7 +169,7 @@ def _look(config: Config, mine: Mapping[str, str], run: Path | None) -> dict[str
 
 
 def newest_run(config: Config, mine: Mapping[str, str]) -> Path | None:
-    """The newest run's folder below `log.dir` with the same model and data; None: there is none."""
+    """Return the folder of the newest run below `log.dir` with the same model and data; None: there is none."""
     root = expanded(config.log.dir).absolute()
     runs = []
     for path in root.iterdir() if root.is_dir() else ():
@@ -180,7 +183,7 @@ def newest_run(config: Config, mine: Mapping[str, str]) -> Path | None:
 
 
 def _require_empty(own: Path | None, chosen: Path | None) -> None:
-    """Raise ConfigError where `checkpoint.dir` has checkpoints that the new ones would be mixed with."""
+    """Raise ConfigError if `checkpoint.dir` has checkpoints that new ones would be mixed with."""
     there = complete(own) if own is not None else []
     if there and (chosen is None or there[0][1] != chosen):
         raise ConfigError(
@@ -197,7 +200,7 @@ def _folder(found: Mapping[str, Any], extra: Mapping[str, Any]) -> Path | None:
 
 
 def _differences(config: Config, mine: Mapping[str, str], extra: Mapping[str, Any]) -> list[str]:
-    """A sentence where data or settings are others than those of the checkpoint."""
+    """Return a message for each way in which data or settings differ from those of the checkpoint."""
     notes = []
     if extra.get("data") not in (None, mine["data"]):
         notes.append("the data differs from the checkpoint's: its order restarts at the current batch number")
@@ -222,7 +225,7 @@ def _differences(config: Config, mine: Mapping[str, str], extra: Mapping[str, An
 
 
 def _rows(config: Mapping[str, Any]) -> list[int]:
-    """The sizes of a replica's micro-batches, by a dumped configuration; [] where it does not say."""
+    """Return the sizes of a replica's micro-batches, from a dumped configuration; [] if it lacks a key."""
     try:
         own = config["train"]["global_batch_size"] // config["parallel"]["dp"]
         return sorted(set(even_sizes(own, config["schedule"]["microbatches"])))

@@ -1,4 +1,4 @@
-"""The checkpoints of a training run: when they are due, what they hold, and what is said of them."""
+"""The checkpoints of a training run: when they are due, what they hold, and what is reported about them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ _PROBE = ".pipeloom-probe"
 
 
 class RunCheckpoints:
-    """Saves the state of a run; every rank makes one and calls it alike.
+    """Saves the state of a run. Every rank creates one and makes the same calls.
 
     Args:
-        folder: where the checkpoints go, the same for all ranks.
-        facts: what the trainer stores beside tensors.
-        saved: step and batch number of the checkpoint that the run began with, which need not be saved again.
-        base: where frozen weights come from, which are not saved.
+        folder: the folder of the checkpoints, which all ranks share.
+        facts: returns the values to store with the tensors.
+        path: the checkpoint that the run starts from.
+        saved: its step and batch number, which need not be saved again.
+        base: source of the frozen weights, which are not saved; None: all weights are saved.
 
     Attributes:
         path: the newest checkpoint of the run; None: there is none yet.
@@ -65,7 +66,7 @@ class RunCheckpoints:
         self._base = base
 
     def require_room(self) -> None:
-        """Raise ConfigError, on every rank, where a checkpoint could not be written: before the first step; collective."""
+        """Raise ConfigError, on every rank, if a checkpoint could not be written. Call it before the first step; collective."""
         pipeline, first = self._pipeline, self._pipeline.mesh.everyone.index == 0
         weights = sum(
             p.nbytes
@@ -98,18 +99,21 @@ class RunCheckpoints:
             raise ConfigError(problems[0])
 
     def due(self, step: int) -> bool:
-        """Return whether a checkpoint is due after so many steps."""
+        """Return whether a checkpoint is due after `step` steps."""
         return self._every > 0 and step % self._every == 0
 
     def save(self, step: int, batch: int) -> None:
-        """Saves, unless that has been done; a checkpoint that cannot be written is reported, and training continues."""
+        """Save the state, unless it is saved already. A checkpoint that cannot be written is reported, and training continues."""
         try:
             self.require(step, batch)
         except CheckpointError as error:
             self._say(f"{error}; training continues, and the newest checkpoint is {self.path or 'none'}")
 
     def require(self, step: int, batch: int) -> None:
-        """Saves, unless that has been done. Raises CheckpointError where it cannot be written."""
+        """Save the state, unless it is saved already. Raises CheckpointError if it cannot be written.
+
+        An asynchronous save fails in `finish` instead.
+        """
         if self._saved == (step, batch):
             return
         self._settle()
@@ -123,7 +127,7 @@ class RunCheckpoints:
     _pending: tuple[int, Path, Path | None] | None = None
 
     def finish(self) -> None:
-        """Waits for a checkpoint that is being written. Raises CheckpointError where it could not be."""
+        """Wait for the checkpoint that is being written. Raises CheckpointError if it could not be written."""
         if self._pending is None:
             return
         (step, path, before), self._pending = self._pending, None
@@ -135,7 +139,7 @@ class RunCheckpoints:
         self._tell(step, path)
 
     def back(self) -> Loaded:
-        """Puts the newest checkpoint's state back. Raises CheckpointError where that is not possible."""
+        """Load the state of the newest checkpoint. Raises CheckpointError if there is none, or if it cannot be loaded."""
         self.finish()
         if self.path is None:
             raise CheckpointError("there is no checkpoint to roll back to")

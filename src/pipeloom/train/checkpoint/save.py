@@ -1,8 +1,8 @@
-"""Saving: every rank writes its share of the state into one file, the first one publishes the checkpoint.
+"""Saving: every rank writes its share of the state into one file, and the first rank publishes the checkpoint.
 
-Ranks agree once on who writes what; a box that several of them hold is written by the one with the least to write. Their
-results travel as small files in the checkpoint's own directory, so that a writing thread needs no communication beside that
-of training, and a directory that the ranks do not share is found out.
+The ranks agree on a plan of which rank writes which boxes, and keep it until their boxes change. A box that several ranks hold
+is written by the one with the least to write. Each rank reports the result of its writing in a small file in the checkpoint's
+directory. A writing thread therefore needs no process group, and a directory that the ranks do not share is detected.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ from pipeloom.train.checkpoint.manifest import (
 from pipeloom.train.checkpoint.state import AnyOptimizer, Number, Part, model_parts, optimizer_parts
 from pipeloom.train.lock import locked
 
-# A rank whose part has not appeared by then is not writing into the same directory, or is gone.
+# A rank whose part has not appeared after this time has exited, or writes into another directory.
 PATIENCE_SECONDS = 900.0
 _POLL_SECONDS = 0.005
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Division of the tensors to write among ranks. The entries are known on the first rank only.
+    """Division of the boxes among the ranks that write them.
 
     Attributes:
-        digest: of what every rank holds, from which it was made.
-        mine: (position among this rank's parts, name in its file) of what it writes.
+        digest: digest of this rank's parts (keys, dtypes, shapes and boxes) for which the plan was made.
+        mine: (position among this rank's parts, name in its file) of each box that it writes.
         writers: the ranks that write a file.
-        entries: key -> entry of the manifest.
+        entries: key -> entry of the manifest, for the tensors of all ranks.
     """
 
     digest: str
@@ -109,7 +109,7 @@ class Saver:
         self._numbers: dict[str, Number] = {}
         self._copies: list[Tensor] = []
         self._thread: threading.Thread | None = None
-        self._problem = ""  # of the last save, as far as this rank knows
+        self._problem = ""  # why the last save failed, as far as this rank has seen; "" if it has not
         self._path: Path | None = None
         self._held: int | None = None  # the folder, locked, on the first rank while it saves
 
@@ -117,15 +117,15 @@ class Saver:
         """Save the state after `step` steps; collective.
 
         Args:
-            extra: a JSON value to store with it; the first rank's is stored.
+            extra: a JSON object to store with it; the first rank's is stored.
 
         Returns:
             the checkpoint's directory: complete, or (asynchronous) complete when `wait` returns.
 
         Raises:
-            CheckpointError: this checkpoint, or the asynchronous one before it, could not be written; on every rank. A rank whose
-                model or optimizer raises when asked for its state raises that error itself.
-            UsageError: `extra` cannot be written as JSON.
+            CheckpointError: this checkpoint, or the asynchronous one before it, could not be written; on every rank. If the model
+                or optimizer of a rank fails to return its state, that rank raises its own error instead.
+            UsageError: `extra` cannot be written as JSON, `step` is negative, or the boxes of the ranks do not cover a tensor.
         """
         begun = time.perf_counter()
         content = _content(extra)
@@ -142,7 +142,7 @@ class Saver:
             if self._optimizer is not None:
                 more, numbers = optimizer_parts(self._pipeline, self._optimizer)
                 parts += more
-        except Exception as error:  # the other ranks wait for this one's answer
+        except Exception as error:  # reported in `_agree`, where the other ranks wait for this one
             failure = error
             prepared = prepared or f"rank {self._rank}: {' '.join(traceback.format_exception_only(error)).strip()}"
         try:
@@ -183,7 +183,7 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def waiting_for_parts(self) -> contextlib.AbstractContextManager[None]:
-        """For a wait for what the other ranks write: the watchdog sees it, unless a thread of the saver's own waits."""
+        """Return a context for waits for other ranks' files: reported to the watchdog, unless a thread of the saver waits."""
         if self._world == 1 or self._asynchronous:
             return contextlib.nullcontext()
         return self._pipeline.waiting("the other ranks to write their parts of a checkpoint", "save")
@@ -207,26 +207,26 @@ class Saver:
         _raise_first(problems)
 
     def _prepare(self, partial: Path) -> str:
-        """Makes an empty directory to write into; why that cannot be, or ""."""
+        """Create an empty directory to write into. Return the reason if that fails; "" otherwise."""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._held = os.open(self.folder, os.O_RDONLY | os.O_CLOEXEC)
-            if not locked(self._held):  # else each would remove what the other is writing
-                return f"{self.folder}: another run is saving there; give each run a folder of its own"
+            if not locked(self._held):  # without the lock, each run would remove what the other is writing
+                return f"{self.folder}: another run is saving there; give each run its own folder"
             remove_leftovers(self.folder)
             partial.mkdir(mode=0o700)
         except OSError as error:
-            return f"{partial}: cannot be made: {error.strerror or error}"
+            return f"{partial}: cannot be created: {error.strerror or error}"
         return ""
 
     def release(self) -> None:
-        """Let other runs save into the folder."""
+        """Unlock the folder, so that other runs can save into it."""
         held, self._held = self._held, None
         if held is not None:
             os.close(held)
 
     def _agree(self, parts: Sequence[Part], numbers: Mapping[str, Number], prepared: str, partial: Path) -> None:
-        """Makes the plan, or finds that the last one holds: where no rank's boxes have changed."""
+        """Make a plan, or keep the last one if no rank's boxes have changed; collective."""
         mine = [[p.key, DTYPE_NAMES[p.tensor.dtype], p.shape, p.box.offset, p.box.shape, p.first] for p in parts]
         digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
         fits = self._plan is not None and self._plan.digest == digest
@@ -253,7 +253,7 @@ class Saver:
 
     @torch.no_grad()
     def _snapshot(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Contiguous tensors on the CPU; copies, in memory that is kept for the next time, where a thread will write them."""
+        """Return contiguous tensors on the CPU. For a writing thread they are copies, in memory that later saves reuse."""
         if not self._asynchronous:
             return [tensor.detach().cpu().contiguous() for tensor in tensors]
         if [(t.shape, t.dtype) for t in tensors] != [(c.shape, c.dtype) for c in self._copies]:
@@ -269,7 +269,7 @@ class _Job:
     """The writing of one checkpoint on one rank.
 
     Attributes:
-        trained: names of tensors that are weights which train, so that each value of them is finite in a sound run.
+        trained: names of those tensors that are trained weights, all values of which must be finite.
     """
 
     saver: Saver
@@ -283,7 +283,7 @@ class _Job:
     extra: bytes | None
 
     def run(self) -> None:
-        """Writes this rank's file; on the first rank also waits for the others' and publishes. Never raises."""
+        """Write this rank's file; on the first rank also wait for the others' and publish. File errors go to `Saver._problem`."""
         saver, begun = self.saver, time.thread_time()
         rank = saver._rank
         problem = saver._problem or self._not_finite()
@@ -298,7 +298,7 @@ class _Job:
             problem = (
                 f"{error.filename or self.partial / file_name(rank)}: cannot be written: {error.strerror or error}"
             )
-            with contextlib.suppress(OSError):  # gives its room back, to the note too
+            with contextlib.suppress(OSError):  # frees its space, which the note needs too
                 (self.partial / file_name(rank)).unlink()
         if problem:
             note = {"problem": problem}
@@ -317,7 +317,7 @@ class _Job:
         saver._problem = problem
 
     def _not_finite(self) -> str:
-        """Return what to say of a weight here with a value that is NaN or infinite; "" where there is none."""
+        """Return a message about a trained weight here that has NaN or infinite values; "" if there is none."""
         for name in sorted(self.trained):
             if not _is_finite(self.tensors[name]):
                 return f"{name.partition('@')[0].removeprefix('model.')} has values that are not finite after step {self.step}"
@@ -366,7 +366,7 @@ class _Job:
         return self.partial / f"rank-{rank:05d}.json"
 
     def _note_of(self, rank: int) -> Mapping[str, Any] | None:
-        """Return the note of a rank, as soon as it is there; None where it does not come."""
+        """Wait for the note of a rank, and return it; None if it does not appear within `PATIENCE_SECONDS`."""
         until = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < until:
             with contextlib.suppress(FileNotFoundError):
@@ -391,12 +391,12 @@ def save(
 
 
 def file_name(rank: int) -> str:
-    """The file of a rank's share."""
+    """Return the name of the file with a rank's share."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def _content(extra: Mapping[str, Any] | None) -> bytes | None:
-    """`extra` as JSON. Raises UsageError where JSON cannot hold it."""
+    """Return `extra` as JSON. Raises UsageError if JSON cannot hold it."""
     if extra is None:
         return None
     try:
@@ -408,24 +408,24 @@ def _content(extra: Mapping[str, Any] | None) -> bytes | None:
 
 
 def _is_finite(values: Tensor) -> bool:
-    """Return whether no value is NaN or infinite; quick where that is so."""
+    """Return whether no value is NaN or infinite; fast if none is."""
     if not values.is_floating_point() or values.dtype.itemsize < 2:
         return True
-    # A sum in fp64 takes a third of the time, and no memory; it overflows for fp64 values alone.
+    # A sum in fp64 takes a third of the time of `isfinite` and no memory. Only sums of fp64 values can overflow.
     return math.isfinite(values.sum(dtype=torch.float64).item()) or bool(values.isfinite().all())
 
 
 def _raise_first(problems: Sequence[str]) -> None:
-    """Raises, on every rank, the same CheckpointError where any rank has a problem."""
+    """Raise CheckpointError with the first of all ranks' problems, if there is one: the same on every rank."""
     found = list(dict.fromkeys(problem for problem in problems if problem))
     if found:
         raise CheckpointError(f"the checkpoint was not written: {found[0]}")
 
 
 def _plan(everyone: Sequence[Sequence[Sequence[Any]]], rank: int, digest: str) -> _Plan:
-    """The plan for what every rank holds, given as [key, dtype, shape, offset, box shape, first] of each part.
+    """Return the plan for the parts of every rank, each given as [key, dtype, shape, offset, box shape, first].
 
-    Raises UsageError for a key that two ranks describe differently, and for boxes that do not make up the tensor.
+    Raises UsageError for a key that two ranks describe differently, and for boxes that do not cover a tensor exactly once.
     """
     positions: list[dict[tuple[str, Box], int]] = [{} for _ in everyone]
     holders: dict[tuple[str, Box], list[int]] = {}
@@ -466,7 +466,7 @@ def _plan(everyone: Sequence[Sequence[Sequence[Any]]], rank: int, digest: str) -
 
 
 def package_version() -> str:
-    """Pipeloom's own version."""
+    """Return the version of Pipeloom, or "unknown" where it is not installed as a package."""
     try:
         return version("pipeloom")
     except PackageNotFoundError:

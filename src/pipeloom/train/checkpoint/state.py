@@ -1,7 +1,7 @@
-"""One process's part of a run's state, as boxes of whole tensors, and the same state put back from any checkpoint.
+"""One process's part of a run's state as boxes of whole tensors, and the loading of that state from a checkpoint of any layout.
 
 Keys: `model.NAME` for parameters and persistent buffers, `optimizer.NAME.STATE` for an optimizer's state of a parameter (`step`,
-`exp_avg`, …, and `master` where an fp32 copy is stepped). NAME is the global name; a tied weight has its first one.
+`exp_avg`, …, and `master` where an fp32 copy is stepped). NAME is the global name; of a tied weight's names, the first.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Number = float | int | bool
 
 @runtime_checkable
 class SlicedOptimizer(Protocol):
-    """An optimizer whose state is that of runs of each parameter's elements, as the trainer's is.
+    """An optimizer that steps one run of consecutive elements of each parameter, like the trainer's optimizer.
 
-    `state_dict`: name -> `start`, `stop` (elements of what this process holds of the parameter, counted row by row), `step`
-    (0.0: no state yet), `master` and the `moments` of that parameter: flat tensors of those elements.
+    `state_dict`: name -> `start`, `stop` (row-major positions in this process's part of the parameter), `step` (0.0: no state
+    yet), `master` and the `moments` of that parameter: flat tensors of those elements.
     """
 
     def moments(self, name: str) -> tuple[str, ...]: ...
@@ -50,11 +50,11 @@ class Part:
     """One box that this process holds.
 
     Attributes:
-        key: of the tensor.
-        shape: of the whole tensor.
-        box: which part of it.
-        tensor: its values, of the box's shape; a view, not a copy.
-        first: whether the first process that holds this box must write it: copies may differ (running statistics).
+        key: key of the tensor.
+        shape: shape of the whole tensor.
+        box: the part of the whole tensor.
+        tensor: the box's values, in its shape; a view, not a copy.
+        first: the first process that holds this box must write it, because copies may differ (running statistics).
     """
 
     key: str
@@ -69,7 +69,7 @@ class Part:
 
 
 class HeldBox(NamedTuple):
-    """A box of a whole tensor that is here: `local` in the tensor of this process, `box` in the whole one."""
+    """A box that this process holds: `local` in its own tensor, `box` in the whole one."""
 
     local: Box
     box: Box
@@ -77,15 +77,15 @@ class HeldBox(NamedTuple):
 
 @dataclass(frozen=True)
 class Holder:
-    """A parameter or buffer here.
+    """A parameter or buffer of this process.
 
     Attributes:
-        name: stored name.
-        tensor: of this process.
-        shape: of the whole tensor.
-        pieces: of which the tensor consists: one, or of projections that share a weight one of each.
-        parameter: it is no buffer.
-        frozen: it is a parameter that does not train.
+        name: its name in checkpoints.
+        tensor: this process's part.
+        shape: shape of the whole tensor.
+        pieces: the boxes that make up `tensor`: one, or one per projection where projections share a weight.
+        parameter: True for a parameter, False for a buffer.
+        frozen: True for a parameter that is not trained.
     """
 
     name: str
@@ -96,11 +96,11 @@ class Holder:
     frozen: bool = False
 
     def parts(self, values: Tensor) -> list[tuple[Box, Tensor]]:
-        """(box in the whole, its values) for values of the tensor's shape; views."""
+        """Split `values`, of this tensor's shape, into (box in the whole tensor, view of its values)."""
         return [(piece.box, values[piece.local.slices_in(_all_of(values))]) for piece in self.pieces]
 
     def read(self, region: Callable[[Box], Tensor]) -> Tensor:
-        """The values of the tensor here, put together from boxes of the whole one."""
+        """Assemble the values of this process's tensor from boxes of the whole one."""
         regions = [region(piece.box) for piece in self.pieces]
         if len(regions) == 1:
             return regions[0]
@@ -110,10 +110,10 @@ class Holder:
         return values
 
     def parts_of_run(self, start: int, stop: int) -> list[tuple[Box, tuple[int, int], HeldBox]]:
-        """The elements `start` to `stop` of the tensor, counted row by row, as boxes of it in that order.
+        """Split the run of elements `start` to `stop` (exclusive) of the tensor, in row-major order, into boxes.
 
-        Returns (box in the tensor, where its elements are in the run, the piece) for what each box has of each piece: the
-        piece's `local` is counted from the box.
+        Returns (box in the tensor, first and last position of its elements in the run, common part) for each piece that a box
+        intersects. `local` of the common part is relative to the box.
         """
         found, position = [], 0
         for run in boxes_of_run(self.tensor.shape, start, stop):
@@ -128,7 +128,7 @@ class Holder:
 
 
 def holders(pipeline: Pipeline) -> list[Holder]:
-    """The parameters of this process's stages, each once, and the buffers that a state dict has."""
+    """Return the parameters of this process's stages, each once, and their persistent buffers."""
     found = []
     place = pipeline.mesh.place
     parameters = dict(pipeline.named_parameters())
@@ -152,7 +152,10 @@ def _all_of(tensor: Tensor) -> Box:
 
 
 def pieces_of(sharding: ParameterSharding, place: Place, shape: tuple[int, ...]) -> tuple[HeldBox, ...]:
-    """The boxes of a parameter's part of this shape: a product of stretches, one choice for each dimension."""
+    """Return the boxes of this process's part of a parameter, which has `shape`.
+
+    Each dimension is divided into stretches; the boxes are all combinations of one stretch per dimension.
+    """
     stretches: list[tuple[tuple[int, int], ...]] = [((0, size),) for size in shape]
     for shard in sharding.shards:
         stretches[shard.dim] = shard.stretches(getattr(place, shard.axis))
@@ -167,7 +170,7 @@ def pieces_of(sharding: ParameterSharding, place: Place, shape: tuple[int, ...])
 
 
 def model_parts(pipeline: Pipeline, trained_only: bool = False) -> list[Part]:
-    """Weights and buffers here; `trained_only`: no frozen weights."""
+    """Return the boxes of this process's weights and buffers; with `trained_only`, without frozen weights."""
     return [
         Part(f"model.{held.name}", held.shape, box, values, first=not held.parameter)
         for held in holders(pipeline)
@@ -177,7 +180,7 @@ def model_parts(pipeline: Pipeline, trained_only: bool = False) -> list[Part]:
 
 
 def optimizer_parts(pipeline: Pipeline, optimizer: AnyOptimizer) -> tuple[list[Part], dict[str, Number]]:
-    """(boxes of the optimizer's state here, key -> state that is a number and no tensor)."""
+    """Return (boxes of this process's optimizer state, key -> state that is a number and not a tensor)."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return _torch_parts(pipeline, optimizer)
     parts: list[Part] = []
@@ -226,7 +229,7 @@ def _torch_parts(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> tuple[
 
 
 def _optimized(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Holder, nn.Parameter]]:
-    """The parameters that a torch optimizer steps: (stored name, where it is in the whole, itself)."""
+    """Yield (stored name, holder, parameter) for each parameter that a torch optimizer steps."""
     by_name = {held.name: held for held in holders(pipeline) if held.parameter}
     names = {parameter: pipeline.stored_name(name) for name, parameter in pipeline.named_parameters()}
     for group in optimizer.param_groups:
@@ -259,12 +262,12 @@ class Stored(Protocol):
 
 
 def required_names(pipeline: Pipeline, trained_only: bool = False) -> dict[str, tuple[int, ...]]:
-    """Stored name -> whole shape, of everything here that a checkpoint's model must have."""
+    """Return stored name -> whole shape of each parameter and buffer here that a checkpoint must have."""
     return {held.name: held.shape for held in holders(pipeline) if not (trained_only and held.frozen)}
 
 
 def require_shapes(stored: Stored, needed: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError for a weight that is absent or of another shape."""
+    """Raise CheckpointError for a weight that is absent or has another shape."""
     for name, shape in needed.items():
         found = stored.tensors.get(f"model.{name}")
         if found is None:
@@ -282,7 +285,7 @@ def _near(name: str, tensors: Iterable[str]) -> str:
 
 @torch.no_grad()
 def load_model(stored: Stored, pipeline: Pipeline, trained_only: bool = False) -> None:
-    """Puts weights and buffers back. Where the checkpoint has an fp32 master of a weight, that is the weight's value."""
+    """Load weights and buffers. Where the checkpoint has an fp32 master of a weight, the weight is loaded from it."""
     for held in holders(pipeline):
         if trained_only and held.frozen:
             continue
@@ -298,14 +301,14 @@ def load_model(stored: Stored, pipeline: Pipeline, trained_only: bool = False) -
 
 
 def _kind(tensor: Tensor) -> str:
-    """Return between which dtypes values may be converted: real numbers of any precision, and no others."""
+    """Return the class of dtypes between which values may be converted: floating point of any precision, or a single dtype."""
     return "real" if tensor.is_floating_point() else str(tensor.dtype)
 
 
 def load_optimizer(stored: Stored, pipeline: Pipeline, optimizer: AnyOptimizer) -> None:
-    """Puts the optimizer's state back, after `load_model`.
+    """Load the optimizer's state; to be called after `load_model`.
 
-    A parameter without any state in the checkpoint gets none: it had no gradient yet. Raises CheckpointError where a part of a
+    A parameter without any state in the checkpoint gets none: it had no gradient yet. Raises CheckpointError if part of a
     parameter's state is absent.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -340,7 +343,7 @@ def load_optimizer(stored: Stored, pipeline: Pipeline, optimizer: AnyOptimizer) 
 
 
 def _read_run(stored: Stored, key: str, runs: Sequence[tuple[Box, tuple[int, int], HeldBox]], elements: int) -> Tensor:
-    """The flat elements of a run, from the boxes that it has of a stored tensor."""
+    """Read the elements of a run, as a flat tensor, from the boxes of a stored tensor that it consists of."""
     values: Tensor | None = None
     for run, (first, last), piece in runs:
         found = stored.region(key, piece.box)
@@ -351,7 +354,7 @@ def _read_run(stored: Stored, key: str, runs: Sequence[tuple[Box, tuple[int, int
 
 
 def _kinds(stored: Stored) -> dict[str, set[str]]:
-    """Stored name -> the states that a checkpoint has of it."""
+    """Return stored name -> kinds of optimizer state that a checkpoint has for it."""
     kinds: dict[str, set[str]] = {}
     for key in (*stored.tensors, *stored.numbers):
         first, _, rest = key.partition(".")

@@ -1,4 +1,4 @@
-"""Checkpoints written by one process from tensors that come a few at a time."""
+"""Checkpoints written by one process, a few tensors at a time."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ from pipeloom.train.checkpoint.save import file_name, package_version
 
 
 def write_whole(folder: Path, step: int, groups: Iterable[Mapping[str, Tensor]], extra: Mapping[str, Any]) -> Path:
-    """Write a checkpoint of weights, one file for each of `groups`, which are in memory one at a time.
+    """Write a checkpoint of weights, one file for each of `groups`, of which one at a time is in memory.
 
     Args:
-        groups: names in the checkpoint -> whole tensors.
-        extra: what a run that begins with it needs beside tensors, as JSON can hold it.
+        groups: name in the checkpoint -> whole tensor, on the CPU.
+        extra: values, as JSON can hold them, that a run that starts from the checkpoint needs beside the tensors.
 
     Returns:
-        its directory. Raises CheckpointError where it cannot be written.
+        the checkpoint's directory.
+
+    Raises:
+        CheckpointError: it cannot be written.
     """
     final, partial = step_path(folder, step), partial_path(folder, step)
     entries: dict[str, TensorEntry] = {}

@@ -18,13 +18,13 @@ from pipeloom.train.data.packing import Spans, runs
 from pipeloom.train.data.sampler import Remainder, Sampler
 from pipeloom.train.data.sorting import MULTIPLE, cut_sorted, rounded
 
-_GOLDEN = 0.6180339887498949  # multiples of it, without their whole parts, are spread evenly however many there are
+_GOLDEN = 0.6180339887498949  # the fractional parts of its multiples are spread evenly, however many there are
 
 
 class Batch(NamedTuple):
-    """Tokens, and for each the one that follows, or -100 where it does not count: int64 [rows, seq_len].
+    """Tokens and targets, int64 [rows, seq_len]: a token's target is the next token, or -100 where it has no loss.
 
-    `positions`: of each token in its document, where rows hold documents that must not see each other.
+    `positions`: each token's position in its document, where rows hold several documents that must not attend to each other.
     """
 
     tokens: Tensor
@@ -32,7 +32,7 @@ class Batch(NamedTuple):
     positions: Tensor | None = None
 
     def part(self, number: int, of: int) -> Batch:
-        """The rows of data-parallel replica `number` of `of`: as many for each, in order; `of` divides the rows."""
+        """Return the rows of data-parallel replica `number` of `of`: an equal part each, in order; `of` divides the rows."""
         rows = len(self.tokens) // of
         return self.rows(slice(number * rows, (number + 1) * rows))
 
@@ -45,25 +45,25 @@ class Batch(NamedTuple):
 
     @property
     def keywords(self) -> dict[str, Tensor]:
-        """Return what a pipeline's methods get beside tokens and targets."""
+        """Return the keyword arguments for a pipeline's methods, beside tokens and targets."""
         return {} if self.positions is None else {"position_ids": self.positions}
 
 
 class Rows(Protocol):
-    """Rows of which batches are made. `count`: the rows that do not overlap."""
+    """Rows that batches consist of. `count`: the number of rows that do not overlap."""
 
     @property
     def count(self) -> int: ...
 
     def take(self, numbers: Tensor) -> Batch:
-        """Rows by their numbers."""
+        """Return the rows with these numbers, each below `count`."""
 
     def anywhere(self, rows: int, seed: int, step: int) -> Batch:
-        """`rows` random rows, drawn from (seed, step) alone."""
+        """Return `rows` random rows, which depend on (seed, step) alone."""
 
 
 class TextRows:
-    """Windows of one text, which is in memory: [length], of any integer type."""
+    """Windows of one text in memory: [length], of any integer type."""
 
     def __init__(self, text: Tensor, seq_len: int) -> None:
         self._text, self._length = text, seq_len
@@ -80,7 +80,7 @@ class TextRows:
 
 
 class SpanRows:
-    """Windows of the documents of a store, one behind the other, wherever they lie."""
+    """Windows of the documents of a store, joined end to end wherever they are stored."""
 
     def __init__(self, tokens: np.ndarray, spans: Spans, seq_len: int) -> None:
         self.stored, self._spans, self._length = tokens, runs(spans), seq_len
@@ -89,7 +89,7 @@ class SpanRows:
 
     @property
     def tokens(self) -> int:
-        """Return how many there are."""
+        """Return the number of tokens in all documents."""
         return int(self._before[-1])
 
     @property
@@ -107,7 +107,7 @@ class SpanRows:
         return Batch(whole[:, :-1].contiguous(), whole[:, 1:].contiguous())
 
     def _window(self, start: int) -> np.ndarray:
-        """The tokens from `start` on, counted over the spans alone: seq_len + 1 of them."""
+        """Return seq_len + 1 tokens from position `start`, which is counted over the spans alone."""
         at = int(np.searchsorted(self._before, start, side="right")) - 1
         parts, left = [], self._length + 1
         while left:
@@ -120,13 +120,13 @@ class SpanRows:
 
 
 class PackedRows:
-    """Rows of several documents each, which do not see each other.
+    """Rows of several documents each, which do not attend to each other.
 
     Args:
-        tokens: of the store.
-        counts: which of them are targets; None: all.
-        pieces: [pieces, 2] first token and places of each, row after row.
-        starts: where each row starts in `pieces`: [rows + 1].
+        tokens: the tokens of the store.
+        counts: for each token whether it is a target; None: all are.
+        pieces: [pieces, 2], first token and number of places of each, row by row.
+        starts: [rows + 1], where each row starts in `pieces`, and the end of the last.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class PackedRows:
 
     @property
     def fill(self) -> float:
-        """The share of the places that hold a token of a document."""
+        """Return the share of the places that hold a token of a document."""
         return float(self._pieces[:, 1].sum()) / max(1, self.count * self._length)
 
     def take(self, numbers: Tensor) -> Batch:
@@ -161,23 +161,23 @@ class PackedRows:
             _write_piece(self._tokens, self._counts, first, size, tokens[at:], targets[at:])
             positions[at : at + size] = np.arange(size)
             at += size
-        positions[at:] = np.arange(self._length - at)  # what is left is a document of its own, without targets
+        positions[at:] = np.arange(self._length - at)  # the rest of the row is one more document, without targets
         return tokens, targets, positions
 
 
 class SortedDocuments:
-    """Documents in batches of about one length, each padded to its longest at the end, where causal attention does not see it.
+    """Batches of documents of similar length. Rows are padded at the end, where causal attention does not see the padding.
 
-    All batches have about as many places, so that those of short documents have more rows. Which documents of one rounded
-    length are in which of its batches changes from epoch to epoch; the lengths of the batches do not.
+    All batches have about the same number of places, so that those of short documents have more rows. Documents of the same
+    rounded length change batches from epoch to epoch; the lengths of the batches stay the same.
 
     Args:
-        stores: of each source the tokens, which of them are targets (None: all), and the pieces: [pieces, 2] first token
-            and places of each.
-        rows, length: of a batch of the longest documents.
-        multiple: of which a batch's length is one; `length` is.
-        remainder: `pad`: the last batch, that of the shortest documents, is filled up with documents that it has already; `drop`:
-            up to `rows - 1` of the shortest are left out.
+        stores: for each source (tokens, which of them are targets (None: all), pieces); pieces is [pieces, 2], first token and
+            number of places of each.
+        rows, length: shape of a batch of the longest documents.
+        multiple: the length of each batch is a multiple of it, as `length` must be.
+        remainder: `pad`: the last batch, that of the shortest documents, is filled up by repeating its documents; `drop`: up to
+            `rows - 1` of the shortest documents are left out.
 
     Attributes:
         fill: the share of the places that hold a token of a document.
@@ -205,26 +205,26 @@ class SortedDocuments:
 
     @property
     def documents(self) -> int:
-        """Return how many there are, the pieces of a long one counted one by one."""
+        """Return the number of documents, where each piece of a long document counts as one."""
         return len(self._lengths)
 
     @property
     def count(self) -> int:
-        """Return how many batches an epoch has."""
+        """Return the number of batches per epoch."""
         return len(self._batches)
 
     def batch(self, number: int, epoch: int) -> Batch:
-        """Batch `number` of an epoch, the longest documents first."""
+        """Return batch `number` of an epoch, counted from the batch of the longest documents."""
         return self._padded(*self._batches[number], self._order(epoch))
 
     def spread(self, most: int) -> list[Batch]:
-        """Up to `most` batches, from the longest documents to the shortest; none is filled up, and none left out."""
+        """Return up to `most` batches, from the longest documents to the shortest; the last one is neither padded nor dropped."""
         batches = cut_sorted(self._sorted, self._rows, self._length, "keep")
         count = min(most, len(batches))
         return [self._padded(*batches[at * len(batches) // count], self._order(0)) for at in range(count)]
 
     def _order(self, epoch: int) -> np.ndarray:
-        """All documents, the longest first, those of one rounded length in an order that (seed, epoch) decides."""
+        """Return the numbers of all documents, longest first; (seed, epoch) decides the order within one rounded length."""
         if self._known is None or self._known[0] != epoch:
             generator = torch.Generator().manual_seed(stable_seed("sorted", self._seed, epoch))
             shuffled = torch.randperm(self.documents, generator=generator).numpy()
@@ -232,7 +232,7 @@ class SortedDocuments:
         return self._known[1]
 
     def _padded(self, first: int, rows: int, order: np.ndarray) -> Batch:
-        chosen = np.resize(order[first : first + rows], rows)  # again from its first where there are too few
+        chosen = np.resize(order[first : first + rows], rows)  # repeats them from the first where too few are left
         length = int(self._lengths[chosen].max())
         tokens = np.zeros((rows, length), dtype=np.int64)
         targets = np.full((rows, length), IGNORE_INDEX, dtype=np.int64)
@@ -247,7 +247,7 @@ class SortedDocuments:
 def _write_piece(
     stored: np.ndarray, counts: np.ndarray | None, first: int, size: int, tokens: np.ndarray, targets: np.ndarray
 ) -> None:
-    """Writes `size` tokens of a document, from its token `first` on, and for each the one that follows, to the arrays' start."""
+    """Write `size` tokens of a store, from its token `first` on, and their targets to the start of the arrays."""
     tokens[:size] = stored[first : first + size]
     targets[:size] = stored[first + 1 : first + 1 + size]
     if counts is not None:
@@ -255,18 +255,18 @@ def _write_piece(
 
 
 class Mixture:
-    """Several sources, of which each gives its share of the rows, spread evenly; each goes through its own epochs."""
+    """Several sources, each of which provides its share of the rows, spread evenly; each has its own epochs."""
 
     def __init__(self, sources: Sequence[Rows], weights: Sequence[float]) -> None:
         self.sources, self._edges = tuple(sources), np.cumsum(weights)[:-1] / sum(weights)
         self._known = 0, np.zeros(len(self.sources), dtype=np.int64)
 
     def chosen(self, first: int, rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        """For rows first, first + 1, … of a run: (their sources, how many rows each source gave before `first`)."""
+        """Return (the source of each row, how many rows each source provided before) for rows first, first + 1, … of a run."""
         at, before = self._known
         if at > first:
             at, before = 0, np.zeros_like(before)
-        while at < first:  # after resuming: a second for a hundred million rows
+        while at < first:  # after resuming; takes about a second for a hundred million rows
             end = min(first, at + 2**20)
             before = before + np.bincount(self._sources(at, end, seed), minlength=len(self.sources))
             at = end
@@ -280,7 +280,7 @@ class Mixture:
 
 
 class Batches:
-    """The batches of a run over all replicas; each a function of the configuration, the data and the step alone."""
+    """The batches of a run over all replicas; each depends on the configuration, the data and the step alone."""
 
     def __init__(self, text: Tensor | Rows | Mixture | SortedDocuments, config: Config, replicas: int) -> None:
         """Raises ConfigError for data that is too short."""
@@ -317,7 +317,7 @@ class Batches:
             self._samplers = [Sampler(text.count, train.global_batch_size, replicas, train.seed, order, data.remainder)]
 
     def of_step(self, step: int) -> Batch:
-        """The batch of a step, counted from 0: windows that start anywhere, or rows in the sampler's order."""
+        """Return the batch of a step, counted from 0: windows that start anywhere, or rows in the sampler's order."""
         train = self._train
         if isinstance(self._rows, Mixture):
             return self._mixed(self._rows, step)
@@ -348,9 +348,9 @@ class Batches:
 
 
 def sample(text: Tensor, seed: int, step: int, rows: int, seq_len: int) -> Batch:
-    """`rows` windows of `text` (one dimension) that start anywhere, drawn from (seed, step) alone.
+    """Return `rows` windows of `text` ([length]) that start anywhere, and depend on (seed, step) alone.
 
-    Raises ConfigError when the text is shorter than a window and the token after it.
+    Raises ConfigError if the text is shorter than a window and the token after it.
     """
     require_length(len(text), seq_len, "training text")
     return _windows(text, _starts(len(text), seed, step, rows, seq_len), seq_len)
@@ -362,9 +362,9 @@ def _starts(tokens: int, seed: int, step: int, rows: int, seq_len: int) -> Tenso
 
 
 def spread(text: Tensor | Rows, rows: int, seq_len: int, most: int) -> list[Batch]:
-    """Up to `most` batches of `rows` windows spread evenly over `text` that do not overlap; at least one window.
+    """Return up to `most` batches of `rows` windows, spread evenly over `text` without overlap; at least one window.
 
-    The last batch may have fewer rows.
+    The last batch may have fewer rows. Raises ConfigError for a tensor that is too short for one window.
     """
     if isinstance(text, Tensor):
         require_length(len(text), seq_len, "held-out text")

@@ -1,8 +1,8 @@
 """A folder of arrays that are computed once: each entry is named after the content that it was computed from.
 
-An entry is a directory of raw arrays and `index.json`, which says their types and lengths; nothing in it is code, and it is
-mapped into memory, not read. It is written under another name and renamed, so that an entry is there whole or not at all, and
-runs that make the same one at once do not disturb each other.
+An entry is a directory of raw arrays and `index.json`, which lists their types and lengths. It contains no code, and its arrays
+are memory-mapped. An entry is written under a temporary name and then renamed, so that it is either complete or absent, and
+runs that create the same one at the same time do not interfere.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ _CHUNK = 4 * 2**20
 
 
 def folder_of(configured: str) -> Path:
-    """The cache's folder, which only its owner may read. Raises ConfigError where it cannot be made, or is another's."""
+    """Return the cache's folder, created for its owner alone where it is absent.
+
+    Raises ConfigError if it cannot be created, belongs to another user, or can be written to by others.
+    """
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = expanded(configured) if configured else expanded(base) / "pipeloom"
     key = f'data.cache = "{configured or folder}"'
@@ -52,12 +55,12 @@ def folder_of(configured: str) -> Path:
 
 
 def digest_of(description: Any) -> str:
-    """A name for an entry: SHA-256 of its description as JSON."""
+    """Return the name of an entry: the first 32 digits of the SHA-256 of its description as JSON."""
     return hashlib.sha256(json.dumps([FORMAT, description], sort_keys=True).encode()).hexdigest()[:32]
 
 
 def digests(files: Sequence[Path]) -> list[str]:
-    """SHA-256 of each file, several at a time. Raises ConfigError for one that cannot be read."""
+    """Return the SHA-256 of each file; several are read at a time. Raises ConfigError for a file that cannot be read."""
     with ThreadPoolExecutor(max_workers=min(8, usable_cores())) as pool:
         return list(pool.map(_digest, files))
 
@@ -76,7 +79,7 @@ def _digest(file: Path) -> str:
 
 
 class Entry:
-    """Arrays of an entry of the cache, mapped; `facts` is what else its index says."""
+    """Memory-mapped arrays of an entry of the cache; `facts` holds the other values of its index."""
 
     def __init__(self, path: Path) -> None:
         """Raises ValueError for an entry that is damaged."""
@@ -107,7 +110,7 @@ class Writer:
         self.facts: dict[str, Any] = {}
 
     def create(self, name: str, kind: Any) -> None:
-        """An array without values, which `add` appends to."""
+        """Create an empty array, to which `add` appends."""
         self._files[name] = (open(self._folder / f"{name}.raw", "wb"), np.dtype(kind), 0)  # noqa: SIM115  # closed in `finish`
 
     def add(self, name: str, values: np.ndarray) -> None:
@@ -131,7 +134,7 @@ class Writer:
 
 
 def entry(folder: Path, name: str, write: Callable[[Writer], None]) -> Entry:
-    """The entry `name`, made with `write` where it is not there, or damaged. Raises ConfigError without room for it."""
+    """Return the entry `name`; create it with `write` if it is absent or damaged. Raises ConfigError if it cannot be written."""
     path = folder / name
     if path.is_dir():
         try:
@@ -146,7 +149,7 @@ def entry(folder: Path, name: str, write: Callable[[Writer], None]) -> Entry:
         writer.finish()
         try:
             partial.rename(path)
-        except OSError:  # another run was first: what it has made is the same
+        except OSError:  # another run was first, and its entry is the same
             if not path.is_dir():
                 raise
         return Entry(path)
@@ -160,7 +163,7 @@ def entry(folder: Path, name: str, write: Callable[[Writer], None]) -> Entry:
 
 
 def _remove(path: Path) -> None:
-    """Takes a damaged entry out of the way, in one step."""
+    """Remove a damaged entry; it is renamed first, so that no other run sees it half deleted."""
     hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}.damaged")
     with contextlib.suppress(OSError):
         path.rename(hidden)

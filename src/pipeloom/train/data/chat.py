@@ -1,4 +1,4 @@
-"""Conversations as texts: which pieces of them the model is to learn, and which it only reads."""
+"""Conversations rendered as text: the pieces that the model learns to write, and those that it only reads."""
 
 from __future__ import annotations
 
@@ -20,20 +20,23 @@ class Piece(NamedTuple):
 
 
 class BadConversation(ValueError):
-    """A conversation that cannot be written as a text, with the reason."""
+    """A conversation that cannot be rendered as text, with the reason."""
 
 
 class Template(Protocol):
-    """Writes conversations as pieces. `name` is part of the cache's key."""
+    """Renders conversations as pieces. `name` is part of the cache's key."""
 
     name: str
 
     def pieces(self, messages: Sequence[Any]) -> list[Piece]:
-        """Of one conversation. Raises BadConversation."""
+        """Return the pieces of one conversation. Raises BadConversation if it cannot be rendered."""
 
 
 def checked(messages: Sequence[Any]) -> list[dict[str, str]]:
-    """The messages as dictionaries of role and content. Raises BadConversation."""
+    """Return the messages as dictionaries of role and content.
+
+    Raises BadConversation for a message of another form, and if there is no answer.
+    """
     found = []
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
@@ -49,7 +52,7 @@ def checked(messages: Sequence[Any]) -> list[dict[str, str]]:
 
 
 class SimpleTemplate:
-    r"""`<|role|>`, a line end, the content; an answer ends with the tokenizer's eos, everything else with a line end."""
+    r"""Template of `<|role|>`, a newline, the content; answers end with the tokenizer's eos, everything else with a newline."""
 
     name = "simple"
 
@@ -69,8 +72,8 @@ class SimpleTemplate:
 class TokenizerTemplate:
     """The chat template of a tokenizer's directory, as `transformers` renders it.
 
-    An answer is what the template adds for it behind the prompt that asks for it, so that training sees the pieces that
-    generation will: the tokens of the prompt, and then those of the answer with the token that ends it.
+    An answer is the text that the template appends to the prompt that asks for it. Training therefore sees the same pieces as
+    generation: the tokens of the prompt, and then those of the answer with the token that ends it.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Choices in `[data]`, as far as its text alone decides them: the tokenizer's name, and whether anything is tokenized at all."""
+"""Choices that follow from `[data]` before anything is tokenized: the tokenizer's name, and whether one is needed at all."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pipeloom.train.data.corpus import STDLIB, name_of
 from pipeloom.train.data.sources import find
 
 BYTES, AUTO, NONE = "bytes", "auto", "none"
-FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")  # one of which a tokenizer's directory has
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")  # a tokenizer's directory has one of them
 
 
 def tokenizer_name(tokenizer: str, model: str) -> str:
-    """Return what `data.tokenizer` means: "bytes", or a path; "auto" is that of the model's directory where it has one."""
+    """Return "bytes" or the path that `data.tokenizer` means; "auto" is the model's directory if it has one, else "bytes"."""
     if tokenizer != AUTO:
         return tokenizer
     folder = expanded(model)
@@ -24,7 +24,7 @@ def tokenizer_name(tokenizer: str, model: str) -> str:
 def is_plain_text(config: Config) -> bool:
     """Return whether a run trains on the bytes of one source's text files, which every worker reads; nothing is tokenized then.
 
-    Raises ConfigError where the kind of the source is not clear.
+    Raises ConfigError if the kind of the source is not clear.
     """
     data = config.data
     tokenizer = tokenizer_name(data.tokenizer, config.model.source or config.model.weights)

@@ -1,4 +1,4 @@
-"""The corpus: a text to train on and another, from other files, to measure on."""
+"""The corpus: a text to train on, and a held-out text to evaluate on."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _NOT_OURS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text that was read.
+    """Text that was read from files.
 
     Attributes:
-        train, held_out: texts, as bytes.
-        files: how many files.
+        train, held_out: the two texts.
+        files: number of files.
         name: the source, in words.
     """
 
@@ -33,10 +33,10 @@ class Corpus:
 
 
 def read_corpus(source: str, every: int = HELD_OUT_EVERY) -> Corpus:
-    """The text of `source`: `"stdlib"`, a file, or a folder. The same bytes each time, in every process.
+    """Read the text of `source`: `"stdlib"`, a file, or a folder. The result is the same each time, in every process.
 
-    One file in `every` is held out; of fewer files, that part of the text at its end. Raises ConfigError when
-    there is nothing to read.
+    One file in `every` is held out; with fewer files, the last 1/`every` of the text. Raises ConfigError if there is nothing
+    to read.
     """
     root = Path(name_of(source))
     files = text_files(root, stdlib=source == STDLIB)
@@ -49,7 +49,7 @@ def read_corpus(source: str, every: int = HELD_OUT_EVERY) -> Corpus:
 
 
 def require_length(tokens: int, seq_len: int, what: str) -> None:
-    """Raise ConfigError when a text of so many tokens has no window of `seq_len` tokens and the one after them."""
+    """Raise ConfigError if a text of `tokens` tokens is too short for a window of `seq_len` and the token after it."""
     if tokens > seq_len:
         return
     advice = f"use at most {tokens - 1}, or a larger data.source" if tokens > 1 else "use a larger data.source"
@@ -57,19 +57,22 @@ def require_length(tokens: int, seq_len: int, what: str) -> None:
 
 
 def stdlib_files(root: Path) -> list[Path]:
-    """The Python sources of the standard library, sorted; without installed packages, and without its tests, which some
-    systems leave out."""
+    """Return the Python sources of the standard library, sorted; without installed packages, and without its tests, which some
+    systems do not install."""
     found = [(path.relative_to(root), path) for path in root.rglob("*.py")]
     return [path for inner, path in sorted(found) if not _NOT_OURS.intersection(inner.parts)]
 
 
 def name_of(source: str) -> str:
-    """The path that an entry of `data.source` means."""
+    """Return the path that an entry of `data.source` means."""
     return sysconfig.get_paths()["stdlib"] if source == STDLIB else str(expanded(source))
 
 
 def text_files(root: Path, stdlib: bool = False) -> list[Path]:
-    """`root` itself, or the files below it that are not hidden, sorted; of the standard library its sources."""
+    """Return `root` itself if it is a file, else the files below it that are not hidden, sorted.
+
+    Of the standard library, return the Python sources. Raises ConfigError for a folder with too many files.
+    """
     if stdlib:
         return stdlib_files(root)
     if not root.is_dir():
@@ -85,7 +88,7 @@ def text_files(root: Path, stdlib: bool = False) -> list[Path]:
 
 
 def split(texts: list[bytes], every: int = HELD_OUT_EVERY) -> tuple[bytes, bytes]:
-    """(train, held out), each joined by newlines."""
+    """Return (train, held out), the texts of each joined by newlines."""
     if len(texts) >= every:
         held_out = texts[every // 2 :: every]
         train = [text for at, text in enumerate(texts) if at % every != every // 2]
@@ -96,7 +99,7 @@ def split(texts: list[bytes], every: int = HELD_OUT_EVERY) -> tuple[bytes, bytes
 
 
 def _read(files: Iterable[Path], source: str) -> list[bytes]:
-    """The contents of the files that are text: those without a zero byte."""
+    """Return the contents of the files that are text: those without a zero byte."""
     shown, left = f'data.source = "{shortened(source)}"', CORPUS_BYTES
     contents: list[bytes] = []
     try:

@@ -1,4 +1,4 @@
-"""Documents packed into rows of one length: first-fit decreasing in a window (Johnson 1973), so that few places stay empty."""
+"""Documents packed into rows of equal length: first-fit decreasing in a window (Johnson 1973), so that few places stay empty."""
 
 from __future__ import annotations
 
@@ -7,28 +7,30 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Pieces that are packed with each other. More fill rows better: lengths evenly from 16 to 512 in rows of 512 leave 4.2 % of
-# the places empty with 256, 0.8 % with 4,096 (benchmarks/data.py).
+# Number of pieces that are packed together. More fill the rows better: with lengths spread evenly from 16 to 512 and rows of 512,
+# 256 leave 4.2 % of the places empty, and 4,096 leave 0.8 % (benchmarks/data.py).
 WINDOW = 4_096
 
 
 class Spans(NamedTuple):
-    """Runs of tokens of a store: [count] each."""
+    """Runs of tokens of a store: where each starts and ends (exclusive), [count] each."""
 
     starts: np.ndarray
     ends: np.ndarray
 
     @property
     def tokens(self) -> int:
-        """Return how many tokens they hold."""
+        """Return the number of tokens in all of them."""
         return int((self.ends - self.starts).sum())
 
 
 def split(starts: np.ndarray, every: int) -> tuple[Spans, Spans]:
-    """Documents to train on, and those held out: one in `every`; of fewer documents, that part of the tokens at their end.
+    """Split documents into those to train on and those held out: one in `every`.
+
+    With fewer documents than that, the last 1/`every` of the tokens are held out.
 
     Args:
-        starts: of each document, and the end of the last.
+        starts: start of each document, and the end of the last: [documents + 1].
     """
     count = len(starts) - 1
     if count >= every:
@@ -44,7 +46,7 @@ def split(starts: np.ndarray, every: int) -> tuple[Spans, Spans]:
 
 
 def runs(spans: Spans) -> Spans:
-    """The same tokens in as few spans as possible."""
+    """Join adjacent spans: return the same tokens in as few spans as possible."""
     if not len(spans.starts):
         return spans
     begins = np.append(True, spans.starts[1:] != spans.ends[:-1])
@@ -52,10 +54,11 @@ def runs(spans: Spans) -> Spans:
 
 
 def pieces_of(spans: Spans, length: int, counts: np.ndarray | None = None) -> np.ndarray:
-    """Documents as pieces that fit a row: [pieces, 2] of first token and length; a document of n tokens has n - 1 places.
+    """Cut documents into pieces that fit a row. Return [pieces, 2]: first token and number of places of each.
 
-    The place of a token is where the token after it is predicted, so a long document's pieces meet in one token: each of its
-    tokens but the first is a target once. Pieces without any target (`counts`) are left out.
+    At a token's place the token after it is predicted, so a document of n tokens has n - 1 places. The last target of a piece is
+    the first token of the next: each token of a document but the first is a target once. Pieces without any target (`counts`)
+    are left out.
     """
     places = np.maximum(spans.ends - spans.starts - 1, 0)
     number = -(-places // length)
@@ -71,7 +74,7 @@ def pieces_of(spans: Spans, length: int, counts: np.ndarray | None = None) -> np
 
 
 def packed(pieces: np.ndarray, length: int, window: int = WINDOW) -> tuple[np.ndarray, np.ndarray]:
-    """Pieces in rows of `length` places: (the pieces [pieces, 2], row after row; where each row starts [rows + 1])."""
+    """Pack pieces into rows of `length` places. Return (pieces [pieces, 2], row by row; where each row starts [rows + 1])."""
     order: list[np.ndarray] = []
     sizes: list[int] = []
     for start in range(0, len(pieces), window):
@@ -84,9 +87,10 @@ def packed(pieces: np.ndarray, length: int, window: int = WINDOW) -> tuple[np.nd
 
 
 def first_fit_decreasing(sizes: Sequence[int], room: int) -> list[list[int]]:
-    """Bins of numbers of items: each item, the largest first, goes to the first bin with room; each is at most `room`.
+    """Put each item, the largest first, into the first bin with room for it. Return the item numbers of each bin.
 
-    A tree holds the largest room in each half of the bins, so that finding the first takes log2(items) steps.
+    No size may exceed `room`. A tree holds the largest room in each half of the bins, so that finding the first takes
+    log2(items) steps.
     """
     count = len(sizes)
     leaves = 1 << max(0, count - 1).bit_length()

@@ -1,4 +1,4 @@
-"""From `[data]` to rows of tokens: sources found and tokenized into the cache, split, packed; opened by every worker."""
+"""From `[data]` to rows of tokens: sources are found, tokenized into the cache, split and packed, then opened by every worker."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pipeloom.train.context import WorkerContext
 
 Plan = list[dict[str, Any]]
-"""Of each source, as JSON: where its entries of the cache are."""
+"""For each source, as JSON: the paths of its entries in the cache."""
 
 
 _PARTS = ("training text", "held-out text")
@@ -40,13 +40,13 @@ class Data:
     """Training and validation data of a run.
 
     Attributes:
-        tokenizer: of the text.
-        train: for `Batches`.
-        held_out: batches to measure on.
-        facts: what all workers must have in common, and what a run that is resumed must find again.
-        words: for people.
+        tokenizer: tokenizer of the text.
+        train: the data that `Batches` takes.
+        held_out: batches to evaluate on.
+        facts: digests that must be equal on all workers, and that a resumed run compares with the checkpoint's.
+        words: description for people.
         unit: "byte" or "token".
-        packed: whether rows hold documents that must not see each other.
+        packed: whether rows hold several documents that must not attend to each other.
     """
 
     tokenizer: Tokenizer
@@ -59,7 +59,7 @@ class Data:
 
 
 def open_data(config: Config, context: WorkerContext) -> Data:
-    """The data of this run, on every worker; the first worker of a machine tokenizes what is not in the cache. Collective.
+    """Open the data of this run, on every worker; the first worker of a machine tokenizes what is not in the cache. Collective.
 
     Raises ConfigError for data that cannot be read, or that does not suit the model.
     """
@@ -74,7 +74,7 @@ def open_data(config: Config, context: WorkerContext) -> Data:
 
 
 def require_data(config: Config, replicas: int) -> Data:
-    """Prepare the data as workers will find it, before there are any. Raises ConfigError for what they could not use."""
+    """Prepare the data for the workers before they start. Raises ConfigError for data that they could not use."""
     data = _plain_text(config) if is_plain_text(config) else opened(config, prepare(config))
     Batches(data.train, config, replicas)
     require_masks(config, data)
@@ -82,7 +82,7 @@ def require_data(config: Config, replicas: int) -> Data:
 
 
 def require_masks(config: Config, data: Data) -> None:
-    """Raise ConfigError for packed rows and a model of another's whose attention would see across documents."""
+    """Raise ConfigError for packed rows and a Hugging Face model whose attention would see across documents."""
     if not data.packed or not config.model.source:
         return
     from pipeloom.train.build import PARAMETER_DTYPES, foreign
@@ -95,7 +95,7 @@ def require_masks(config: Config, data: Data) -> None:
 
 
 def prepare(config: Config) -> Plan:
-    """Tokenize and pack what is not in the cache. Raises ConfigError for what cannot be read."""
+    """Tokenize and pack what is not in the cache. Raises ConfigError for data that cannot be read."""
     data, tokenizer = config.data, tokenizer_of(config)
     folder = cache.folder_of(data.cache)
     reading = _reading(config)
@@ -116,7 +116,7 @@ def prepare(config: Config) -> Plan:
 
 
 def opened(config: Config, plan: Plan) -> Data:
-    """The data that a plan describes. Raises ConfigError for data that is too short, or that does not suit the model."""
+    """Open the data that a plan describes. Raises ConfigError for data that is too short, or that does not suit the model."""
     data, tokenizer, length = config.data, tokenizer_of(config), config.train.seq_len
     sources = _sources(config)
     stores = [
@@ -162,7 +162,7 @@ def opened(config: Config, plan: Plan) -> Data:
 
 
 def _rows(config: Config, stores: list[store.Store], plan: Plan, packs: bool) -> tuple[list[Rows], list[Rows]]:
-    """Return the rows of each source to train on, and those held out. Raises ConfigError for a source without any."""
+    """Return the rows to train on, and those held out, of each source. Raises ConfigError for a source without any."""
     length = config.train.seq_len
     train: list[Rows] = []
     held: list[Rows] = []
@@ -183,10 +183,10 @@ def _rows(config: Config, stores: list[store.Store], plan: Plan, packs: bool) ->
 
 
 def _sorted(config: Config, stores: list[store.Store], plan: Plan) -> tuple[SortedDocuments, SortedDocuments]:
-    """Return the documents of all sources to train on, and those held out. Raises ConfigError where there are none."""
+    """Return the documents to train on, and those held out, of all sources. Raises ConfigError if there are none."""
     train, parallel = config.train, config.parallel
     multiple = math.lcm(MULTIPLE, parallel.tp if parallel.sp else 1)
-    multiple *= -(-parallel.ep_blocks // multiple)  # a sequence has as many tokens as it is cut into blocks of
+    multiple *= -(-parallel.ep_blocks // multiple)  # no sequence may have fewer tokens than blocks
     both = []
     for at, what in enumerate(_PARTS):
         each = [
@@ -203,7 +203,7 @@ def _sorted(config: Config, stores: list[store.Store], plan: Plan) -> tuple[Sort
 
 
 def tokenizer_of(config: Config) -> Tokenizer:
-    """The run's tokenizer. Raises ConfigError for one that cannot be read, or that has more tokens than the model."""
+    """Load the run's tokenizer. Raises ConfigError if it cannot be read, or if it has more tokens than the model."""
     data = config.data
     found = load_tokenizer(
         tokenizer_name(data.tokenizer, config.model.source or config.model.weights), data.bos, data.eos
@@ -217,7 +217,7 @@ def tokenizer_of(config: Config) -> Tokenizer:
 
 
 def _plain_text(config: Config) -> Data:
-    """Bytes of text files, which every worker holds."""
+    """Return the data of text files as bytes, which every worker holds in memory."""
     tokenizer, length = ByteTokenizer(), config.train.seq_len
     corpus = read_corpus(config.data.source[0], _every(config))
     text, held_out = tokenizer.encode(corpus.train), tokenizer.encode(corpus.held_out)
@@ -233,7 +233,7 @@ def _plain_text(config: Config) -> Data:
 
 
 def _sources(config: Config) -> list[Source]:
-    """Return the sources to train on, and behind them the one to measure on, if it is another."""
+    """Return the sources to train on, followed by the one of `data.validation`, if that is set."""
     data = config.data
     found = [find(name, data.format) for name in data.source]
     return [*found, find(data.validation, data.format)] if data.validation else found
@@ -259,7 +259,7 @@ def _store(source: Source, entry: cache.Entry | None, config: Config, tokenizer:
 
 
 def _arrangement(config: Config, stores: list[store.Store]) -> Literal["concatenate", "pack", "sort"]:
-    """Return how documents become batches. Raises ConfigError for conversations that are to be cut anywhere."""
+    """Return how documents become batches. Raises ConfigError for conversations that "concatenate" would cut anywhere."""
     chat, documents = any(found.chat for found in stores), config.data.documents
     if chat and documents == "concatenate":
         raise ConfigError('data.documents = "concatenate": windows would cut conversations anywhere; nearest: "pack"')
@@ -269,7 +269,7 @@ def _arrangement(config: Config, stores: list[store.Store]) -> Literal["concaten
 
 
 def _parts(config: Config, stores: list[store.Store]) -> list[tuple[Spans | None, Spans | None]]:
-    """Of each source the documents to train on, and those held out; None: the source is for the other."""
+    """Return for each source the documents to train on, and those held out; None where a source has only the others."""
     if not config.data.validation:
         return [split(found.starts, _every(config)) for found in stores]
     whole = [Spans(found.starts[:-1], found.starts[1:]) for found in stores]
@@ -281,7 +281,7 @@ def _every(config: Config) -> int:
 
 
 def _pieces(found: store.Store, part: Spans, config: Config, folder: Path, packs: bool) -> cache.Entry:
-    """Documents of a source as pieces that fit a row, and, packed, which row each is in."""
+    """Return the cache's entry of a source's documents as pieces that fit a row; with `packs`, also the row of each."""
     length = config.train.seq_len
 
     def write(writer: cache.Writer) -> None:

@@ -1,6 +1,6 @@
 """Items of a data set for each step: every item once per epoch, in an order that a seed decides.
 
-Everything is a function of (seed, step) and the sizes, so a run that is resumed needs to know its step and nothing else.
+Everything is a function of (seed, step) and the sizes, so a run needs only its step to resume.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ Remainder = Literal["pad", "drop"]
 
 
 class Sampler:
-    """Item numbers of each step's batch, and of each replica's part of it. Every replica gets as many.
+    """Item numbers of each step's batch, and of each replica's part of it. All replicas get the same number of items.
 
-    `shuffle-then-split`: one shuffled order of all items an epoch, of which every step takes the next ones: the batch does
+    `shuffle-then-split`: one shuffled order of all items per epoch, of which every step takes the next ones: the batch does
     not depend on the number of replicas, and a replica sees other items in each epoch. `split-then-shuffle`: a replica has
-    the same items in all epochs (every `replicas`-th one), and shuffles those: for data that lies where it is used.
+    the same items in all epochs (every `replicas`-th one), and shuffles those: for data that is stored where it is used.
 
     The last batch of an epoch is filled up with items from the epoch's start (`pad`, which also serves data sets smaller
-    than a batch), or left out (`drop`). Epochs are as long for any number of replicas.
+    than a batch), or left out (`drop`). The length of an epoch does not depend on the number of replicas.
 
     Args:
-        items: how many there are.
-        rows: of a batch over all replicas; `replicas` divides it.
+        items: number of items.
+        rows: rows of a batch over all replicas; `replicas` must divide it.
 
-    Raises ConfigError when a `drop` leaves no batch at all, or a `split-then-shuffle` a replica without items.
+    Raises:
+        ConfigError: `replicas` does not divide `rows`, `drop` leaves no batch, or `split-then-shuffle` leaves a replica without
+            items.
     """
 
     def __init__(self, items: int, rows: int, replicas: int, seed: int, order: Order, remainder: Remainder) -> None:
@@ -54,11 +56,11 @@ class Sampler:
             )
 
     def batch(self, step: int) -> Tensor:
-        """Item numbers [rows] of the whole batch of `step`, replica after replica."""
+        """Return the item numbers [rows] of the whole batch of `step`, replica by replica."""
         return torch.cat([self.part(step, replica) for replica in range(self.replicas)])
 
     def part(self, step: int, replica: int) -> Tensor:
-        """Item numbers [rows / replicas] of one replica's part; steps are counted from 0 over all epochs."""
+        """Return the item numbers [rows / replicas] of one replica's part; steps are counted from 0 over all epochs."""
         epoch, at = divmod(step, self.steps_per_epoch)
         each = self.rows // self.replicas
         if self._order == "split-then-shuffle":
@@ -67,7 +69,7 @@ class Sampler:
         return self._orders(epoch)[0][start : start + each]
 
     def _orders(self, epoch: int) -> list[Tensor]:
-        """The epoch's order of all items, or of each replica's; the last one asked for is remembered."""
+        """Return the epoch's order of all items, or of each replica's; the last epoch's is cached."""
         if self._known is None or self._known[0] != epoch:
             if self._order == "shuffle-then-split":
                 orders = [self._shuffled(torch.arange(self.items), epoch, 0, self.steps_per_epoch * self.rows)]
@@ -79,7 +81,7 @@ class Sampler:
         return self._known[1]
 
     def _shuffled(self, items: Tensor, epoch: int, replica: int, count: int) -> Tensor:
-        """`count` of the items in an order that (seed, epoch, replica) decides; from the start again when they run out."""
+        """Return `count` items in an order that (seed, epoch, replica) decides, repeated from the start where there are fewer."""
         generator = torch.Generator().manual_seed(stable_seed("order", self._seed, epoch, replica))
         shuffled = items[torch.randperm(len(items), generator=generator)]
         return shuffled.repeat(-(-count // len(items)))[:count]

@@ -1,4 +1,4 @@
-"""Documents sorted by length, for batches that are padded to their longest: how many of them each batch has."""
+"""Documents sorted by length, and cut into batches that are padded to their longest."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Literal
 
 import numpy as np
 
-# Batches are as long as a multiple of this many tokens: documents of one rounded length change places with each other from epoch
-# to epoch, and few shapes occur. It leaves half of it empty in each row, 1.5 % of the places for lengths from 16 to 512.
+# The length of a batch is a multiple of this many tokens, so that documents of the same rounded length can change places from
+# epoch to epoch, and few shapes occur. On average half of it stays empty per row: 1.5 % of the places for lengths from 16 to 512.
 MULTIPLE = 8
 
 
@@ -20,15 +20,15 @@ def rounded(sizes: np.ndarray, multiple: int, length: int) -> np.ndarray:
 def cut_sorted(
     sizes: np.ndarray, rows: int, length: int, remainder: Literal["pad", "drop", "keep"]
 ) -> list[tuple[int, int]]:
-    """Return each batch's first document and number of rows, of documents sorted by length, the longest first.
+    """Cut documents that are sorted by length, longest first, into batches. Return (first document, number of rows) of each.
 
-    A batch has a multiple of `rows` documents: as many as have room in `rows * length` places when padded to its longest.
+    A batch has a multiple of `rows` documents: as many as fit into `rows * length` places when padded to the longest of them.
 
     Args:
-        sizes: of the documents, falling; each is at most `length`.
-        rows: of a batch of the longest documents.
-        remainder: what becomes of the last documents, where they do not fill a multiple of `rows`: `pad` makes the batch
-            larger than what is left, `drop` leaves fewer than `rows` out, `keep` makes a smaller batch.
+        sizes: lengths of the documents, in descending order; each is at most `length`.
+        rows: number of rows in a batch of the longest documents.
+        remainder: treatment of the last documents, where they do not fill a multiple of `rows`: `pad` rounds the number of rows
+            up, beyond the documents left, `drop` leaves out fewer than `rows` documents, `keep` makes a smaller batch.
     """
     batches: list[tuple[int, int]] = []
     at = 0

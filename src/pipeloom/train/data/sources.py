@@ -28,9 +28,9 @@ _SUFFIXES: dict[str, FileKind] = {
     ".bin": "tokens",
 }
 _WORDS = {"text": "text", "jsonl": "JSON lines", "parquet": "Parquet", "tokens": "tokens", "dataset": "a dataset"}
-_SNIFFED = 65_536  # bytes of a text whose first lines are looked at
-_PART = 2**20  # characters of a long text that are tokenized at once; parts end with a line
-_ROWS = 1_000  # of a table that are read at once
+_SNIFFED = 65_536  # bytes at the start of a text that are examined for JSON
+_PART = 2**20  # most characters of a text that are tokenized at once; a longer one is cut after a line
+_ROWS = 1_000  # rows of a table that are read at once
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Source:
 
     Attributes:
         name: as configured.
-        kind: what its files hold.
-        files: in order.
+        kind: kind of its files.
+        files: its files, in the order in which they are read.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Source:
 
     @property
     def words(self) -> str:
-        """For people: what is read, and as what."""
+        """Return a description for people: what is read, and as which kind."""
         shown = name_of(self.name)
         count = f", {len(self.files)} files" if len(self.files) > 1 else ""
         return f"{shortened(shown)} ({_WORDS[self.kind]}{count})"
@@ -60,7 +60,7 @@ class Record:
     """A document, or a part of one.
 
     Attributes:
-        place: for messages: the file and the line or row.
+        place: the file and the line or row, for messages.
         value: a text, or a list of messages.
         first, last: whether it begins and ends its document.
     """
@@ -80,11 +80,11 @@ class BadRecord:
 
 
 def find(name: str, kind: str) -> Source:
-    """The files of one entry of `data.source`. Raises ConfigError where there are none, or where their kind is not clear.
+    """Find the files of one entry of `data.source`. Raises ConfigError if there are none, or if their kind is not clear.
 
     Args:
         name: "stdlib", a file, a folder, a directory of `datasets`, or a pattern such as "texts/**/*.txt".
-        kind: a FileKind, or "auto": from the names of the files.
+        kind: a FileKind, or "auto": the one that the names of the files indicate.
     """
     shown = f'data.source = "{shortened(name)}"'
     if name == STDLIB:
@@ -105,7 +105,7 @@ def find(name: str, kind: str) -> Source:
             )
         return Source(name, kind, tuple(fitting))  # type: ignore[arg-type]
     kinds = {kind_of(file) for file in files}
-    if kinds == {"text", "tokens"}:  # pictures and the like among texts
+    if kinds == {"text", "tokens"}:  # binary files among texts, such as pictures, which are skipped when read
         kinds = {"text"}
     if len(kinds) > 1:
         several = " and ".join(f"{sum(kind_of(file) == each for file in files)} of {each}" for each in sorted(kinds))
@@ -118,7 +118,7 @@ def find(name: str, kind: str) -> Source:
 
 
 def kind_of(file: Path) -> FileKind:
-    """Return what a file holds by its name."""
+    """Return the kind of a file, judged by its name."""
     suffixes = [suffix.lower() for suffix in file.suffixes]
     if suffixes[-1:] == [".gz"]:
         del suffixes[-1]
@@ -132,7 +132,7 @@ def _is_dataset(path: Path) -> bool:
 
 
 def _refuse_tables(files: Sequence[Path], shown: str) -> None:
-    """Raise ConfigError for a source of tables alone, or of JSON arrays of objects: their commas are no text either.
+    """Raise ConfigError for a source of nothing but tables or JSON arrays of objects, whose commas are hardly meant as text.
 
     Among other files, as in a folder of source code, they are text.
     """
@@ -146,22 +146,22 @@ def _refuse_tables(files: Sequence[Path], shown: str) -> None:
 
 
 def _is_array(file: Path) -> bool:
-    """Return whether a file begins as a JSON array of objects does."""
+    """Return whether a file begins like a JSON array of objects."""
     try:
         with open_file(file, "a text") as opened:
             head = opened.read(_SNIFFED).removeprefix(codecs.BOM_UTF8).lstrip()
     except (OSError, UsageError):
-        return False  # said when it is read
+        return False  # the error is raised again when the file is read
     return head.startswith(b"[") and head[1:].lstrip().startswith(b"{")
 
 
 def _refuse_records(file: Path, shown: str) -> None:
-    """Raise ConfigError for a file under a text's name that is JSON lines: nobody means to train on their braces."""
+    """Raise ConfigError for JSON lines in a file that is named like a text: their braces are hardly meant as text."""
     try:
         with open_file(file, "a text") as opened:
             head = opened.read(_SNIFFED).removeprefix(codecs.BOM_UTF8)
     except (OSError, UsageError):
-        return  # said when it is read
+        return  # the error is raised again when the file is read
     lines = [line for line in head.split(b"\n") if line.strip()][:3]
     if len(head) == _SNIFFED and len(lines) < 3:
         lines = lines[:-1]
@@ -186,10 +186,10 @@ def _is_object(line: bytes) -> bool:
 
 
 def records(source: Source, field: str) -> Iterator[Record | BadRecord]:
-    """The documents of a source, in order. Raises ConfigError for files that cannot be read at all.
+    """Yield the documents of a source, in order. Raises ConfigError for files that cannot be read at all.
 
     Args:
-        field: of records, what to train on; empty: "messages" or "text", whichever the first record has.
+        field: field of records to train on; empty: "messages" or "text", whichever the first record has.
     """
     reader = _Fields(source, field)
     try:
@@ -206,13 +206,13 @@ def records(source: Source, field: str) -> Iterator[Record | BadRecord]:
 
 
 class _Fields:
-    """Takes the field to train on from records."""
+    """Extracts the field to train on from records."""
 
     def __init__(self, source: Source, field: str) -> None:
         self._source, self.name = source, field
 
     def choose(self, names: Any) -> None:
-        """Decide on the field, with the first record's names. Raises ConfigError where it is not clear which."""
+        """Choose the field from the names in the first record, unless it is set. Raises ConfigError if it is not clear which."""
         if self.name:
             return
         for usual in ("messages", "text"):
@@ -226,7 +226,7 @@ class _Fields:
         )
 
     def choose_column(self, names: Sequence[str], where: str = "it") -> None:
-        """As `choose`, for a table whose columns are `names`, `where` in words. Raises ConfigError where it lacks the field's."""
+        """Choose the field from a table's columns. Raises ConfigError if the table, which messages call `where`, lacks it."""
         self.choose(names)
         if self.name not in names:
             raise ConfigError(
@@ -290,7 +290,7 @@ def _skip_line(opened: BinaryIO, line: bytes) -> None:
 
 
 def _parsed(line: bytes) -> tuple[Any] | str:
-    """The value on a line, or why there is none."""
+    """Return (the value,) on a line, or the reason why it cannot be parsed."""
     try:
         return (json.loads(line.decode()),)
     except UnicodeDecodeError as error:
@@ -306,7 +306,7 @@ def _parsed(line: bytes) -> tuple[Any] | str:
 def _text(file: Path, source: Source, fields: _Fields) -> Iterator[Record | BadRecord]:
     content = read_file(file, CORPUS_BYTES, "a text")
     if b"\0" in content or not content:
-        return  # no text
+        return  # a binary file
     content = content.removeprefix(codecs.BOM_UTF8)
     try:
         text = content.decode()
@@ -355,8 +355,9 @@ def _parquet(file: Path, source: Source, fields: _Fields) -> Iterator[Record | B
 
 
 def _dataset(file: Path, source: Source, fields: _Fields) -> Iterator[Record | BadRecord]:
-    """Of files that `datasets` reads, a thousand rows at a time: a directory that `Dataset.save_to_disk` has written is mapped,
-    and everything else streamed.
+    """Yield the documents of files that `datasets` reads, a thousand rows at a time.
+
+    A directory written by `Dataset.save_to_disk` is memory-mapped; everything else is streamed.
     """
     datasets = _package("datasets", source)
     shown = f'data.source = "{shortened(source.name)}"'
@@ -382,7 +383,7 @@ def _dataset(file: Path, source: Source, fields: _Fields) -> Iterator[Record | B
 
 
 def _opened_dataset(datasets: Any, source: Source, scratch: str) -> Any:
-    """A dataset, or a dictionary of its splits; no script of a directory runs, and nothing is fetched."""
+    """Return a dataset, or a dictionary of its splits; no script of a directory is run, and nothing is downloaded."""
     path = expanded(source.name).absolute()
     if path.is_dir() and _is_dataset(path):
         return datasets.load_from_disk(str(path))

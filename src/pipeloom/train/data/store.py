@@ -1,4 +1,4 @@
-"""Documents as tokens: one long array, where each document starts, and which tokens are targets."""
+"""Documents as tokens: one long array, the start of each document, and which tokens are targets."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from pipeloom.train.data.chat import BadConversation, Piece, SimpleTemplate, Tem
 from pipeloom.train.data.sources import BadRecord, Record, Source, records
 from pipeloom.train.data.tokenizers import Tokenizer
 
-_BATCH_CHARACTERS = 4 * 2**20  # that are tokenized at once, on all cores
+_BATCH_CHARACTERS = 4 * 2**20  # characters that are tokenized at once, on all cores
 _BATCH_DOCUMENTS = 4_096
-_SHOWN_LINES = 3  # lines that were left out and are named
-_LLM_C_MAGIC = 20240520  # of a header of 256 numbers that some token files begin with
+_SHOWN_LINES = 3  # number of the documents left out that are named
+_LLM_C_MAGIC = 20240520  # first of the 256 int32 in the header of llm.c's token files
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Store:
     """Tokens of a source.
 
     Attributes:
-        tokens: of all documents, one after the other.
-        starts: of each document, and the end of the last: [documents + 1].
-        counts: for each token whether it is a target; None: all are.
+        tokens: tokens of all documents, one after the other: [tokens].
+        starts: start of each document, and the end of the last: [documents + 1].
+        counts: for each token whether it is a target: [tokens]; None: all are.
         digest: equal for equal tokens.
-        words: for people.
+        words: description for people.
         chat: whether documents are conversations.
     """
 
@@ -50,9 +50,9 @@ class Reading:
     """Settings for turning documents into tokens, beside the tokenizer.
 
     Attributes:
-        field: of records; empty: found.
+        field: field of records to train on; empty: "messages" or "text", whichever the first record has.
         skips: whether bad records are left out.
-        answers_only: of conversations, whether only answers are targets.
+        answers_only: whether only the answers of conversations are targets.
         template: "auto", "simple" or "tokenizer".
         folder: the tokenizer's directory; None: it has none.
     """
@@ -65,7 +65,10 @@ class Reading:
 
 
 def tokenized(source: Source, tokenizer: Tokenizer, reading: Reading, folder: Path) -> cache.Entry:
-    """The source's tokens, from the cache or made now. Raises ConfigError for what cannot be read, by file and line."""
+    """Return the cache's entry of a source's tokens, created if absent.
+
+    Raises ConfigError, with file and line, for documents that cannot be read.
+    """
     description = {
         "files": [[source.kind, digest] for digest in cache.digests(source.files)],
         "names": [file.name for file in source.files] if source.kind == "dataset" else [],
@@ -79,7 +82,7 @@ def tokenized(source: Source, tokenizer: Tokenizer, reading: Reading, folder: Pa
 
 
 def opened(entry: cache.Entry, source: Source) -> Store:
-    """An entry as a store. Raises ConfigError where it holds nothing."""
+    """Open an entry of the cache as a store. Raises ConfigError if it holds no tokens."""
     facts = entry.facts
     first = "; ".join(facts["first left out"])
     if not len(entry["tokens"]):
@@ -94,7 +97,7 @@ def opened(entry: cache.Entry, source: Source) -> Store:
 
 
 def _template_words(reading: Reading) -> str:
-    """Return what decides how conversations are written, for the cache's key."""
+    """Return a text that differs where conversations are rendered differently, for the cache's key."""
     files = (
         []
         if reading.folder is None
@@ -105,7 +108,7 @@ def _template_words(reading: Reading) -> str:
 
 
 def _template(tokenizer: Tokenizer, reading: Reading) -> Template:
-    """The template for conversations. Raises ConfigError for one that is asked for and not there."""
+    """Return the template for conversations. Raises ConfigError if the tokenizer's is configured, and it has none."""
     there = reading.folder is not None and has_template(reading.folder)
     if reading.template == "tokenizer" and not there:
         raise ConfigError(f'data.template = "tokenizer": {tokenizer.name} has no chat template; nearest: "simple"')
@@ -115,7 +118,7 @@ def _template(tokenizer: Tokenizer, reading: Reading) -> Template:
 
 
 class _Tokenization:
-    """Writes the tokens of a source."""
+    """Writes the tokens of a source to an entry of the cache."""
 
     def __init__(self, source: Source, tokenizer: Tokenizer, reading: Reading) -> None:
         self._source, self._tokenizer, self._reading = source, tokenizer, reading
@@ -143,7 +146,7 @@ class _Tokenization:
         writer.facts |= {"left out": self._bad, "first left out": self._shown, "field": field, "chat": bool(self._chat)}
 
     def _documents(self) -> Iterator[tuple[list[Piece], bool]]:
-        """Pieces of each document, or of a part of one, and whether it ends with them."""
+        """Yield the pieces of each document, or of a part of one, and whether the document ends with them."""
         for record in records(self._source, self._reading.field):
             if isinstance(record, BadRecord):
                 self._refuse(record.place, record.why)
@@ -156,7 +159,7 @@ class _Tokenization:
                     record.place,
                     "it is a conversation, and those before are texts"
                     if chat
-                    else "it is no conversation, and those before are",
+                    else "it is a text, and those before are conversations",
                 )
             elif chat:
                 try:
@@ -211,11 +214,16 @@ class _Tokenization:
 
 
 def token_files(source: Source, vocabulary: int, kind: str, eos: int | None) -> Store:
-    """Files of token numbers, mapped as they are; documents end behind `eos`, where there is one, and with each file.
+    """Open files of token numbers: a single file is memory-mapped, several are joined in memory.
+
+    A document ends after each `eos`, if there is one, and at the end of each file.
 
     Args:
-        vocabulary: the model's; every number must be below it.
-        kind: of .bin files: "uint16", "uint32", or "auto": the smallest that holds the vocabulary.
+        vocabulary: the model's number of tokens; every token must be below it.
+        kind: element type of .bin files: "uint16", "uint32", or "auto": the smaller one that holds the vocabulary.
+
+    Raises:
+        ConfigError: a file that cannot be read, tokens outside the vocabulary, or no tokens at all.
     """
     arrays = [_mapped(file, vocabulary, kind, source) for file in source.files]
     for file, array in zip(source.files, arrays, strict=True):

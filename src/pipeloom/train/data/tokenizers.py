@@ -16,7 +16,7 @@ from pipeloom.errors import ConfigError, UsageError, did_you_mean, shortened
 from pipeloom.limits import TOKENIZER_BYTES, expanded, read_file
 from pipeloom.train.data.choice import AUTO, BYTES, NONE
 
-# What vocabularies call the token that ends a document, where no configuration says so.
+# Usual names of the token that ends a document, tried where no configuration names it.
 _USUAL_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 
 
@@ -24,10 +24,10 @@ class Tokenizer(Protocol):
     """Text to numbers and back.
 
     Attributes:
-        name: for people.
-        vocab_size: larger than every number.
+        name: name for people.
+        vocab_size: larger than every token.
         bos, eos: the tokens that begin and end a document; None: there is none.
-        digest: equal for tokenizers that give the same numbers.
+        digest: equal for tokenizers that encode alike.
     """
 
     name: str
@@ -37,16 +37,16 @@ class Tokenizer(Protocol):
     digest: str
 
     def encode(self, text: str) -> Tensor:
-        """[length], without the tokens that begin and end a document."""
+        """Return the tokens of a text: [length], without `bos` and `eos`."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """As `encode`, for many texts at once, on all cores."""
+        """Encode many texts at once, on all cores."""
 
     def decode(self, tokens: Tensor) -> str: ...
 
 
 class ByteTokenizer:
-    """256 tokens, nothing to learn and nothing to store."""
+    """Tokenizer of 256 tokens, the values of a byte; there is nothing to train or to store."""
 
     name = "bytes"
     vocab_size = 256
@@ -55,7 +55,7 @@ class ByteTokenizer:
     digest = "bytes"
 
     def encode(self, text: bytes | str) -> Tensor:
-        """[length] uint8, which is a token's smallest form; batches are int64."""
+        """Return the bytes of a text: [length] uint8, the smallest type that holds them; batches are int64."""
         data = text.encode() if isinstance(text, str) else text
         return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
@@ -63,19 +63,19 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
     def decode(self, tokens: Tensor) -> str:
-        """The text; bytes that are no UTF-8, and tokens of 256 and above, become U+FFFD."""
+        """Return the text; bytes that are not UTF-8, and tokens of 256 and above, become U+FFFD."""
         return b"".join(bytes([token]) if token < 256 else b"\xff" for token in tokens.tolist()).decode(
             errors="replace"
         )
 
 
 class VocabularyTokenizer:
-    """A tokenizer of the package `tokenizers`, which works on all cores.
+    """A tokenizer of the package `tokenizers`, which encodes on all cores.
 
     Args:
         inner: a `tokenizers.Tokenizer`.
-        bos, eos: as words of the configuration: "auto", "none", or a token's text.
-        known: what the tokenizer's own configuration calls its special tokens.
+        bos, eos: as in the configuration: "auto", "none", or a token's text.
+        known: "bos_token" and "eos_token" as the tokenizer's own configuration names them; None: it does not.
     """
 
     def __init__(self, inner: Any, name: str, bos: str, eos: str, known: dict[str, str | None]) -> None:
@@ -88,7 +88,7 @@ class VocabularyTokenizer:
         self.eos = self._special("data.eos", eos, known["eos_token"])
         self.bos = self._special("data.bos", bos, known["bos_token"])
         if bos == AUTO and self.bos is not None and self._inner.encode("a").ids[:1] != [self.bos]:
-            self.bos = None  # the tokenizer has one, and does not begin with it
+            self.bos = None  # the vocabulary has one, but the tokenizer does not put it before texts
         self.digest = hashlib.sha256(inner.to_str().encode()).hexdigest()
 
     def encode(self, text: str) -> Tensor:
@@ -103,7 +103,7 @@ class VocabularyTokenizer:
         return text
 
     def _special(self, key: str, wanted: str, own: str | None) -> int | None:
-        """The number of the token that a key asks for. Raises ConfigError for one that the vocabulary has not."""
+        """Return the number of the token that a key selects. Raises ConfigError if the vocabulary does not have it."""
         if wanted == NONE:
             return None
         if wanted == AUTO:
@@ -117,7 +117,7 @@ class VocabularyTokenizer:
 
 
 def load_tokenizer(name: str, bos: str = AUTO, eos: str = AUTO) -> Tokenizer:
-    """The tokenizer `name`: "bytes", a JSON file, or a directory. Raises ConfigError, in one sentence."""
+    """Load the tokenizer `name`: "bytes", a JSON file, or a directory. Raises ConfigError if that fails."""
     if name == BYTES:
         return _bytes(bos, eos)
     path = expanded(name)
@@ -162,7 +162,7 @@ def _from_file(path: Path) -> Any:
 
 
 def _from_transformers(path: Path) -> Any:
-    """The fast tokenizer that `transformers` makes of other files than tokenizer.json."""
+    """Return the fast tokenizer that `transformers` builds from files other than tokenizer.json."""
     tokenizer = transformers_tokenizer(path)
     inner = getattr(tokenizer, "backend_tokenizer", None)
     if inner is None:
@@ -174,7 +174,7 @@ def _from_transformers(path: Path) -> Any:
 
 
 def transformers_tokenizer(path: Path) -> Any:
-    """The tokenizer of a directory as `transformers` has it; nothing is fetched, and no code of the directory runs."""
+    """Load the tokenizer of a directory with `transformers`; nothing is downloaded, and no code of the directory is run."""
     try:
         from transformers import AutoTokenizer
     except ImportError:
@@ -186,7 +186,7 @@ def transformers_tokenizer(path: Path) -> Any:
 
 
 def _specials(folder: Path) -> dict[str, str | None]:
-    """The special tokens that tokenizer_config.json names."""
+    """Return the special tokens that tokenizer_config.json names."""
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return _UNMARKED
