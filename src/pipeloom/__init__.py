@@ -3,8 +3,8 @@
 import os
 import sys
 
-# `python -m pipeloom` has put the working directory first, where a file called queue.py would take the place of Python's
-# own. It goes last, and only where the package itself is there and not installed.
+# `python -m pipeloom` puts the working directory first on the path, where a file called queue.py would shadow Python's own
+# module. It is removed, or moved to the end if it holds the package itself, which is then not installed.
 if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:
     del sys.path[0]
     if os.path.dirname(os.path.dirname(os.path.abspath(__file__))) == os.getcwd():
@@ -62,7 +62,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`pl.auto_layers`, `pl.draw`, `pl.hf` and `pl.search`, imported when they are first asked for."""
+    """`pl.auto_layers`, `pl.draw`, `pl.hf` and `pl.search`, imported on first access."""
     if name == "draw":
         return importlib.import_module("pipeloom.draw")
     if name == "search":

@@ -1,4 +1,4 @@
-"""The number of cores that this process may use: whether processes have a core each decides how they wait."""
+"""The number of cores that this process may use. Processes that have a core each can wait by polling."""
 
 from __future__ import annotations
 

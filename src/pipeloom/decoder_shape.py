@@ -1,4 +1,4 @@
-"""The sizes of a decoder, as numbers: what its layers are built from. Needs no torch and no configuration."""
+"""The sizes of a decoder, from which its layers are built. Needs no torch and no configuration."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class DecoderShape:
         rms_norm_eps: added to the mean square in every norm.
         dropout: share of each block's two outputs that training drops, in [0, 1).
         num_experts: experts of the feed-forward part of a block that has experts; 0: every block is dense.
-        num_experts_per_tok: experts that a token goes to.
+        num_experts_per_tok: experts that each token is sent to.
         moe_layer_freq: n: blocks 0, n, 2n, … have experts, the others are dense; or a 1 (experts) or 0 (dense) per block.
         norm_topk_prob: whether the weights of a token's experts are divided by their sum.
         moe_intermediate_size: width inside an expert; 0: intermediate_size.
-        num_shared_experts: width, in experts, of the gated part that every token goes through.
+        num_shared_experts: width, in experts, of the gated expert that every token uses.
         router: one of ROUTERS.
         capacity_factor: rows per expert over an even share; 0: unlimited.
         aux_loss_coef, z_loss_coef: factors of the load-balance loss and of the mean squared logsumexp of the router's logits.
 
-    Raises ArgumentError for a size below 1, heads of odd width, or key and value heads that do not divide the query heads, or
-    a moe_layer_freq that does not say of each block whether it has experts.
+    Raises ArgumentError for a size below 1, heads of odd width, key and value heads that do not divide the query heads, or a
+    moe_layer_freq below 1, of another length than the blocks, with entries other than 1 and 0, or without a 1.
     """
 
     num_hidden_layers: int
@@ -127,12 +127,12 @@ def expert_blocks(experts: int, blocks: int, frequency: int | tuple[int, ...]) -
 
 
 def frequency_problem(frequency: int | tuple[int, ...], blocks: int) -> str:
-    """Return what is wrong with a `moe_layer_freq` for so many blocks, as words after its name; "": nothing."""
+    """Return the problem of a `moe_layer_freq` for this number of blocks, as words that follow its name; "" if there is none."""
     if isinstance(frequency, int):
         return f"={frequency} is below 1; nearest: 1" if frequency < 1 else ""
     shown = echo(list(frequency))
     if len(frequency) != blocks:
-        return f"={shown} says of {len(frequency)} blocks whether they have experts; the model has {blocks}"
+        return f"={shown} has {len(frequency)} entries; the model has {blocks} blocks, and each needs one"
     if not set(frequency) <= {0, 1}:
         wrong = next(entry for entry in frequency if entry not in (0, 1))
         return f"={shown} holds {wrong}; an entry is 1 (experts) or 0 (dense)"

@@ -17,7 +17,7 @@ class PipeloomError(Exception):
 
 def add_note(error: BaseException, note: str) -> None:
     """Add a note as `error.add_note` does, also where the error's class refuses attributes (a frozen dataclass) or looks them up
-    itself: the error that a user sees must be his own.
+    itself: the user must see the original error, not one from adding the note.
     """
     notes = error.__dict__.setdefault("__notes__", [])
     if isinstance(notes, list):
@@ -25,7 +25,7 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 class UsageError(PipeloomError):
-    """Arguments, configuration or a file that cannot be read."""
+    """Invalid arguments, an invalid configuration, or a file that cannot be read."""
 
     exit_code = 2
 
@@ -65,7 +65,7 @@ class ScheduleError(PipeloomError):
 
 
 class CapacityError(PipeloomError):
-    """No room in memory, or no layout that fits."""
+    """Too little memory, or no layout that fits."""
 
     exit_code = 4
 
@@ -94,14 +94,14 @@ class Interrupted(PipeloomError):
     exit_code = 130
 
 
-INTERRUPTED = 130  # exit code after Ctrl-C, as of a shell
+INTERRUPTED = 130  # exit code after Ctrl-C, as in a shell
 
 _NAME = {errno.ENAMETOOLONG, errno.ELOOP}  # no such path can be looked up
 _DISC = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 
 
 def from_machine(error: BaseException) -> tuple[int, str] | None:
-    """(exit code, sentence) for an error that says that memory or a disc is used up, or a path unusable; None for any other."""
+    """(exit code, sentence) for an error of full memory, a full disk or an unusable path; None for any other error."""
     text = next(iter(str(error).strip().splitlines()), "")
     no_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     if (
@@ -176,14 +176,15 @@ def echo(value: object) -> str:
 
 
 def sentence(text: str) -> str:
-    """A message as it is printed: no word of more than `LONGEST_ECHO` characters, no line without an end."""
+    """Return a message as it is printed: words of more than `LONGEST_ECHO` characters, and very long lines, are shortened."""
     lines = (_LONG_WORD.sub(lambda word: shortened(word[0]), line) for line in text.split("\n"))
     return "\n".join(shortened(line, _LONGEST_PRINTED_LINE) for line in lines)
 
 
 def printable(text: str) -> str:
-    """`text` with escapes for all that could steer a terminal or that no file can hold; line ends and tabs stay.
+    """`text` with escapes for characters that could control a terminal or cannot be written to a file; line ends and tabs stay.
 
-    Control characters, bidirectional marks, lone surrogates: what other processes, files and their names bring along.
+    These are control characters, bidirectional marks and lone surrogates. Output of other processes, files and file names may
+    contain them.
     """
     return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)

@@ -1,7 +1,7 @@
 """The largest sizes that Pipeloom accepts, and the one way in which it reads files that a user names.
 
 A size above its limit is refused in one sentence, before anything of that size is built. Each limit is several times what any
-published run uses, and small enough that a slip of the keyboard cannot fill the memory of the machine.
+published run uses, and small enough that a typing error cannot exhaust the memory of the machine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from pipeloom.errors import UsageError, shortened
 
-# Published pipelines have at most 128 ranks; what is decided for each two ranks stays below 20 million.
+# Published pipelines have at most 128 ranks; a table with an entry for each pair of ranks has at most 17 million.
 MOST_RANKS = 4_096
 # Stages of a rank: a pipeline with more has stages of less than a layer.
 MOST_CHUNKS = 1_024
@@ -26,13 +26,13 @@ MOST_PLANNED_CELLS = 131_072
 MOST_SEARCHED_CELLS = 262_144
 # Workers of a run, over all machines.
 MOST_WORKERS = 131_072
-# Workers that one machine starts: each connects to all others, so that a thousand of them need half a million sockets.
+# Workers that one machine starts: each connects to all others, so a thousand of them need half a million connections.
 MOST_LOCAL_WORKERS = 1_024
 # Memory that a worker takes before it holds a single weight: torch itself.
 WORKER_BYTES = 160_000_000
 # Layers: a thousand times those of the deepest published models.
 MOST_LAYERS = 100_000
-# A width, a vocabulary, a sequence, a batch: what a tensor's side may be; a product of two of them still fits 64 bits.
+# The largest side of a tensor (a width, a vocabulary, a sequence, a batch): the product of two of them still fits 64 bits.
 MOST_WIDTH = 2**30
 # A counter of steps or moves, and a seed.
 MOST_STEPS = 10**12
@@ -61,19 +61,19 @@ def expanded(path: str | Path) -> Path:
 
 
 def open_file(path: str | Path, what: str) -> BinaryIO:
-    """A regular file, opened to read bytes; never waits.
+    """Open a regular file for reading bytes; never block.
 
     Args:
-        what: for messages: "a schedule".
+        what: what is read, for messages: "a schedule".
 
     Raises:
-        UsageError: no regular file (a pipe, a device).
+        UsageError: not a regular file (a pipe, a device).
         OSError: as `open` raises it, for a folder too.
     """
     shown, mode = shortened(str(path)), os.stat(path).st_mode
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if not stat.S_ISREG(mode):  # asked first: opening a device may do something
+    if not stat.S_ISREG(mode):  # checked before opening, which may have an effect on a device
         raise UsageError(f"{shown} is {_kind(mode)}, and {what} is read from a file")
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     file = open(descriptor, "rb")  # noqa: SIM115  # its reader closes it
@@ -85,18 +85,18 @@ def open_file(path: str | Path, what: str) -> BinaryIO:
 
 
 def read_file(path: str | Path, most: int, what: str) -> bytes:
-    """The content of a regular file of at most `most` bytes; never waits, and never reads more.
+    """Return the content of a regular file of at most `most` bytes; never block, and never read more.
 
     Args:
-        what: for messages: "a schedule".
+        what: what is read, for messages: "a schedule".
 
     Raises:
-        UsageError: no regular file (a pipe, a device), or one that is too large.
+        UsageError: not a regular file (a pipe, a device), or a file that is too large.
         OSError: as `open` and `read` raise it, for a folder too.
     """
     with open_file(path, what) as file:
         size = os.fstat(file.fileno()).st_size
-        content = file.read(most + 1) if size <= most else b""  # files of /proc say that they have no bytes
+        content = file.read(most + 1) if size <= most else b""  # files of /proc report a size of 0
     if max(size, len(content)) > most:
         shown = shortened(str(path))
         raise UsageError(f"{shown} has {max(size, len(content)):,} bytes; {what} has at most {most:,}")
@@ -122,14 +122,14 @@ def require_schedule(ranks: int, microbatches: int, stages: int, most: int = MOS
 
 
 def number(value: float) -> str:
-    """`value` in digits, or the size of one with very many, which Python refuses to write."""
+    """`value` in digits; for a very long whole number, which Python may refuse to print, the number of its digits."""
     if isinstance(value, int) and abs(value) >= 10**30:
         return f"a number of about {int(value.bit_length() * 0.30103) + 1} digits"
     return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def depth(value: object, most: int = MOST_NESTED) -> int:
-    """Return how deep tables and lists lie in each other, counted up to `most` + 1; without recursion."""
+    """Return how deeply tables and lists are nested, counted up to `most` + 1; without recursion."""
     level, here = 0, [value]
     while here and level <= most:
         here = [

@@ -1,6 +1,6 @@
-"""The mesh as arithmetic: which rank sits where on the axes pp, dp (= edp · ep) and tp.
+"""The mesh as arithmetic: the position of each rank on the axes pp, dp (= edp · ep) and tp.
 
-`config` computes layouts with it and `parallel.mesh` makes process groups of it, so that it is below both, and needs neither
+`config` computes layouts with it, and `parallel.mesh` creates process groups from it, so it lies below both, and needs neither
 torch nor a configuration.
 """
 
@@ -35,7 +35,7 @@ class MeshShape:
     """The sizes of the axes, and the order in which ranks are numbered along them.
 
     Experts are spread over `ep` of the dp ranks; the dp/ep ranks that hold the same experts form the axis `edp`. The ranks
-    of an ep group stand on `ep_nodes` machines, each machine's ranks next to each other.
+    of an ep group lie on `ep_nodes` machines, each machine's ranks next to each other.
 
     `order` names tp, ep, dp (without ep: the axis edp) and pp, joined by hyphens, the one whose index changes fastest first.
     With the default, rank = ((pp · dp/ep + edp) · ep + ep_index) · tp + tp_index.
@@ -72,12 +72,12 @@ class MeshShape:
 
     @property
     def edp(self) -> int:
-        """Return how many ranks hold the same experts."""
+        """The number of ranks that hold the same experts."""
         return self.dp // self.ep
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """Of pp, edp, ep, tp."""
+        """The sizes of pp, edp, ep and tp."""
         return self.pp, self.edp, self.ep, self.tp
 
     @property
@@ -88,7 +88,7 @@ class MeshShape:
         return tuple((axis, sizes[axis]) for axis in axes)
 
     def place(self, rank: int) -> Place:
-        """Return where `rank` sits. Raises UsageError for a rank outside the mesh."""
+        """Return the position of `rank`. Raises UsageError for a rank outside the mesh."""
         if not 0 <= rank < self.world:
             raise UsageError(f"rank {rank} is not in a mesh of {self.world} ranks")
         at, dp, stride = {}, 0, self.world
@@ -128,7 +128,7 @@ class MeshShape:
         return tuple(start + offset for offset in offsets)
 
     def node_groups(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-        """Of the ep groups: (the ranks of each machine, the ranks at the same place in each machine)."""
+        """Return, for all ep groups, (the ranks on each machine, the ranks at the same place on each machine)."""
         length = self.ep // self.ep_nodes
         groups = self.groups("ep")
         inside = tuple(group[at : at + length] for group in groups for at in range(0, self.ep, length))
@@ -140,7 +140,7 @@ class MeshShape:
 
 
 def parse_order(text: str) -> str:
-    """An order of the axes as `MeshShape` holds it; commas and spaces may stand in the place of hyphens.
+    """Return an order of the axes as `MeshShape` holds it; commas and spaces may replace hyphens.
 
     Raises ArgumentError, with the nearest order, where the text does not name tp, ep, dp and pp once each.
     """

@@ -63,7 +63,7 @@ def test_dense_blocks_among_those_with_experts_are_counted_and_balanced() -> Non
     ("changes", "words"),
     [
         ({"model__moe_layer_freq": 0}, "model.moe_layer_freq = 0: it must be a number n .* nearest: 1"),
-        ({"model__moe_layer_freq": [1, 0]}, r"model.moe_layer_freq = \[1, 0\]: it says of 2 blocks .* the model has 4"),
+        ({"model__moe_layer_freq": [1, 0]}, r"model.moe_layer_freq = \[1, 0\]: it has 2 entries; the model has 4"),
         ({"model__moe_layer_freq": [1, 0, 2, 0]}, "holds 2; an entry is 1"),
         ({"model__moe_layer_freq": [0, 0, 0, 0]}, "gives no block experts"),
         ({"model__num_experts": 0, "model__moe_layer_freq": 2}, "there are no experts; set model.num_experts"),

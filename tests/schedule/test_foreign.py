@@ -223,7 +223,7 @@ def test_a_folder_of_kineto_traces(tmp_path: Path) -> None:
     (read,) = found.timelines
     assert read.schedule.programs == pl.schedules.one_f_one_b(2, 2).programs
     assert read.makespan == pytest.approx(90e-6)
-    assert "2 of 4 files hold stages of another one" in found.notes[1]
+    assert "2 of 4 files hold the stages of another one" in found.notes[1]
 
 
 def test_steps_of_the_profiler_and_times_of_the_device(tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_durations_of_a_simulation_give_it_back(name: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("0F0,0B0\n", "'0F0' has no duration; write milliseconds behind each action"),
+        ("0F0,0B0\n", "'0F0' has no duration; write milliseconds after each action"),
         ("0F0:1,0B0:x\n", "a duration is a number of milliseconds"),
         ("0F0:1,0B0:nan\n", "a duration is a number of milliseconds"),
         ("0F0:1,0B0:-1\n", "a duration is a number of milliseconds"),

@@ -30,10 +30,10 @@ class Grid:
 
     Attributes:
         bands: rank -> its lines, each a list of (character, paint).
-        columns: how many columns the makespan takes.
+        columns: the number of columns of the makespan.
         scale: columns per unit of time.
-        rows: lines a band; more than one when micro-batches stand below the letters.
-        dithered: whether columns are longer than actions.
+        rows: lines per band; more than one when micro-batches are written below the letters.
+        dithered: whether a column covers more time than a short action.
         kinds: the actions that occur.
     """
 
@@ -55,7 +55,7 @@ def grid(timeline: Timeline, columns: int, filled: bool) -> Grid:
     """`timeline` on at most `columns` columns.
 
     Args:
-        filled: whether a box's rest is filled with a line (it would not show otherwise: no colours).
+        filled: whether the rest of a box is filled with a line, which shows its length where there are no colours.
     """
     ranks = [[s for s in segments(row) if s[1] > s[0]] for row in boxes(timeline)]
     makespan = timeline.makespan
@@ -75,7 +75,7 @@ def grid(timeline: Timeline, columns: int, filled: bool) -> Grid:
 
 
 def _scale(ranks: list[list[_BusyTime]], makespan: float, columns: int) -> float:
-    """Columns per unit of time: whole columns per tick where all times are multiples of a tick that fits, else all."""
+    """Return columns per unit of time: a whole number per tick where all times are multiples of a tick of at least one column."""
     if makespan <= 0:
         return 1.0
     ticks = 0
@@ -93,7 +93,7 @@ def _scale(ranks: list[list[_BusyTime]], makespan: float, columns: int) -> float
 def _band(
     row: list[_BusyTime], columns: int, scale: float, chunks: int, below: int, filled: bool
 ) -> tuple[PaintedLine, ...]:
-    """Letters, and `below` lines of micro-batches under them (0: beside the letters)."""
+    """Return the line of letters, and `below` lines of micro-batches under it (0: beside the letters)."""
     lines: list[PaintedLine] = [[("·", IDLE_PAINT)] * columns, *([(" ", IDLE_PAINT)] * columns for _ in range(below))]
     for start, end, action, chunk in row:
         left, right = round(start * scale), min(columns, round(end * scale))
@@ -116,7 +116,7 @@ def _band(
 
 
 def _dithered(row: list[_BusyTime], columns: int, scale: float, chunks: int) -> PaintedLine:
-    """One letter a column: of the actions in the column, the one that has waited for most time so far."""
+    """Return one letter per column: of the kinds in it, the one whose letters so far lag most behind its time."""
     inside: list[dict[Paint, float]] = [defaultdict(float) for _ in range(columns)]
     for start, end, action, chunk in row:
         low, high = start * scale, min(end * scale, float(columns))

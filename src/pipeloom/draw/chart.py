@@ -13,7 +13,7 @@ from pipeloom.draw.figures import number
 from pipeloom.draw.svg import LEAST_WIDTH, USUAL_WIDTH, text_width, wrapped
 from pipeloom.errors import UsageError, printable
 
-# Okabe and Ito's colours, which stay apart for every kind of colour vision, the yellow darker so that it shows on white
+# Okabe and Ito's colours, which every kind of colour vision can tell apart; the yellow is darker, to be visible on white
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b59f00", "#56b4e9", "#e69f00", "#000000")
 DASHES = ("", "7 3", "2 3", "9 3 2 3")
 LEFT, CHART_RIGHT, HIGH, TOP_MARGIN = 74.0, 24.0, 220.0, 16.0
@@ -21,7 +21,7 @@ LEFT, CHART_RIGHT, HIGH, TOP_MARGIN = 74.0, 24.0, 220.0, 16.0
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart: what its vertical axis is, and label -> [(x, y), …] of its lines."""
+    """One chart: the title of its vertical axis, and its lines as label -> [(x, y), …]."""
 
     title: str
     lines: Mapping[str, Sequence[tuple[float, float]]]
@@ -108,7 +108,7 @@ class _ChartSheet:
         return y + 22
 
     def _line(self, label: str, points: Sequence[tuple[float, float, float, float]]) -> None:
-        """A line through points, each as (x, value) and where that is on the sheet."""
+        """Draw a line through points (x, value, horizontal and vertical position on the sheet)."""
         path = " ".join(f"{x:.1f},{y:.1f}" for _, _, x, y in points)
         wide = 2 + 1.5 * max(
             0, min(len(self.labels), 4) - 1 - self.labels.index(label)

@@ -45,7 +45,7 @@ def figures(timeline: Timeline) -> dict[str, Any]:
 
 
 def messages(schedule: Schedule, costs: Costs) -> dict[str, Any]:
-    """Messages between ranks in a step: how many and how large in all, by kind, and on each channel; sent by each rank.
+    """Messages between ranks in a step: number and size in all, by kind and by channel, and the number that each rank sends.
 
     Sizes are in the unit of `Costs.message`; 0 where it is not given.
     """
@@ -73,12 +73,12 @@ def message_words(found: dict[str, Any]) -> str:
 
 
 def full_rank(schedule: Schedule) -> float:
-    """Return what one stage-micro-batch is in full-rank units: what a stage holds of 1/p of the model (1/v in a loop)."""
+    """Return one stage-micro-batch in full-rank units, micro-batches of 1/p of the model: 1/v in a loop of v chunks."""
     return schedule.ranks / schedule.positions
 
 
 def plain(value: float) -> float:
-    """`value` without the dust that adding floats leaves."""
+    """`value` without the rounding error of sums of floats."""
     return round(value, 9) + 0.0
 
 
@@ -94,7 +94,7 @@ def number(value: float, digits: int = 4) -> str:
 
 
 def heading(timeline: Timeline) -> str:
-    """Return what was drawn: "interleaved, 4 ranks, 2 chunks, 9 micro-batches, rounds=balanced"."""
+    """Return the heading of a drawing: "interleaved, 4 ranks, 2 chunks, 9 micro-batches, rounds=balanced"."""
     schedule = timeline.schedule
     words = [schedule.name, _count(schedule.ranks, "rank")]
     if schedule.chunks > 1:
@@ -115,7 +115,7 @@ def time_unit(timelines: Sequence[Timeline]) -> tuple[float, str]:
 
 
 def assumptions(timeline: Timeline, unit: tuple[float, str] = (1.0, "")) -> str:
-    """Return what a drawing rests on: the costs, in a unit of time, and what a pair costs where there are pairs."""
+    """Return the assumptions of a drawing: the costs, in a unit of time, and the cost of pairs where there are any."""
     words = [cost_words(timeline, unit)]
     costs = timeline.costs
     if timeline.schedule.has_pairs and timeline.source == "simulated":
@@ -131,7 +131,7 @@ def assumptions(timeline: Timeline, unit: tuple[float, str] = (1.0, "")) -> str:
 
 
 def cost_words(timeline: Timeline, unit: tuple[float, str] = (1.0, "")) -> str:
-    """Return which costs it was simulated with: "costs of a stage: F 1, I 1, W 1; p2p 0"."""
+    """Return the costs of a simulation: "costs of a stage: F 1, I 1, W 1; p2p 0"; for a measured timeline, its unit."""
     if timeline.source == "measured":
         return f"measured, times in {time_unit([timeline])[1]}"
     return f"costs of a stage{f' in {unit[1]}' if unit[1] else ''}: {cost_numbers(timeline.costs, unit[0])}"

@@ -1,4 +1,4 @@
-"""Timelines as one self-contained page: zoom, follow, ask why, edit, export. No server, no request, no outside file."""
+"""Timelines as one self-contained page to zoom, trace waits, edit and export. No server, no request, no outside file."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ PAGE_FORMAT = "pipeloom.page/1"
 def html(timelines: Timeline | Sequence[Timeline], title: str | None = None) -> str:
     """A page with the timelines under one another on one axis of time; a browser opens it from disk, offline.
 
-    Everything is in it: the data as columns, and the script that draws, simulates and checks edits by the rules of
+    The page contains everything: the data as columns, and the script that draws, simulates and checks edits by the rules of
     `simulate` and `check`. A content security policy lets the page load nothing and run nothing else.
 
     Args:
-        title: of the page; default: what the timelines are.
+        title: of the page; default: the heading of the timeline, or the names of several schedules.
     """
     shown = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     names = list(dict.fromkeys(timeline.schedule.name for timeline in shown))
@@ -51,7 +51,7 @@ def html(timelines: Timeline | Sequence[Timeline], title: str | None = None) -> 
 
 
 def document(timelines: Sequence[Timeline], title: str) -> dict[str, Any]:
-    """Return what the page reads, ready for `json.dumps`: the table of kinds, the unit of time, and a pane for each timeline."""
+    """Return the data of the page, ready for `json.dumps`: the table of kinds, the unit of time, and a pane for each timeline."""
     factor, unit = time_unit(timelines)
     mixed = len({timeline.source for timeline in timelines}) > 1
     return {
@@ -113,7 +113,7 @@ def _pane(timeline: Timeline, unit: tuple[float, str]) -> dict[str, Any]:
 
 
 def _costs(timeline: Timeline) -> dict[str, Any]:
-    """Return what the page's simulator reads: a value for each stage, matrices where they were given."""
+    """Return the costs for the page's simulator: a value for each stage, matrices where they were given."""
     costs, stages = timeline.costs, timeline.schedule.stages
     spread = StageCosts.of(costs, stages)
     return {
@@ -145,7 +145,7 @@ def _short(value: float) -> float:
 
 
 def _embedded(value: Any) -> str:
-    """JSON that can stand inside a script element: no `<`, and none of the line ends that JavaScript knows beside JSON."""
+    """Return JSON for the inside of a script element: without `<`, and without the line ends that only JavaScript recognises."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"), ensure_ascii=True)
     return text.replace("<", "\\u003c")
 

@@ -15,7 +15,7 @@ MOST_ACTIONS = 100_000  # of a page in a notebook: 5 MB
 
 
 def svg_of(shown: Schedule | Timeline) -> str | None:
-    """The drawing, of a schedule with unit costs; None where it is too large or the schedule cannot run."""
+    """The drawing (of a schedule: with unit costs); None where it is too large or the schedule cannot run."""
     timeline = _timeline(shown)
     if not isinstance(timeline, Timeline) or timeline.schedule.actions > MOST_BOXES:
         return None
@@ -25,7 +25,7 @@ def svg_of(shown: Schedule | Timeline) -> str | None:
 def html_of(shown: Schedule | Timeline) -> str | None:
     """The page in a sandboxed frame; the reason where a schedule cannot run; None where it is too large.
 
-    What stands inside the frame's element is for viewers that take frames out.
+    The text inside the iframe element is shown by viewers that remove frames.
     """
     timeline = _timeline(shown)
     if not isinstance(timeline, Timeline):

@@ -1,7 +1,7 @@
 """The one palette of all drawings: colour by action, lightness by chunk.
 
 Hues are blue, orange, yellow and purple, each at its own lightness, so that the four actions stay apart under the
-common kinds of colour blindness (a test measures it); every drawing also writes the letter or says it in the legend.
+common kinds of colour blindness (a test measures it); every drawing also writes the letter, in the boxes or in the legend.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ FAINT_INK = "#6b7280"
 IDLE_COLOUR = "#eef0f4"
 IDLE_LINE = "#bcc3d0"
 
+# OKLCH lightness of the first chunk, of the last chunk, and of an only chunk.
 _DARKEST, _LIGHTEST, _ALONE = 0.55, 0.80, 0.62
 
 

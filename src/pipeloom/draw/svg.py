@@ -19,7 +19,7 @@ ROW, GAP = 30.0, 5.0
 SHEET_MARGIN, LEAST_LEFT, LEAST_IDLE, PEAK_RIGHT = 16.0, 66.0, 50.0, 54.0
 LINE, AXIS, BETWEEN, LEGEND_LINE = 17.0, 30.0, 22.0, 22.0
 DIGIT = 0.6  # width of a digit, in font sizes
-BOLD = 1.12  # of the width of plain text: how wide the heading is
+BOLD = 1.12  # width of the bold heading, in widths of plain text
 USUAL_WIDTH, LEAST_WIDTH = 960, 420
 MOST_TOOLTIPS = 4000
 
@@ -68,8 +68,8 @@ def svg(timelines: Timeline | Sequence[Timeline], width: float = USUAL_WIDTH, to
     """An SVG document of `width` pixels: the timelines under one another, on one scale of time, so that they compare.
 
     A box holds its micro-batch where there is room; a pair has its forward above and its backward below. Idle is hatched by
-    its cause. Idle and the peak of activations stand at the right of each rank. With `tooltips` a box says what it is when
-    the pointer rests on it (left out above a few thousand boxes).
+    its cause. Idle and the peak of activations are written at the right of each rank. With `tooltips` each box shows its action,
+    times and phase under the pointer (left out above `MOST_TOOLTIPS` boxes).
 
     Raises:
         UsageError: no timeline, or a width below `LEAST_WIDTH`.
@@ -146,7 +146,7 @@ def _pattern(cause: Cause) -> str:
 
 
 def _hatches(sheet: _TimelineSheet) -> str:
-    """The patterns of idle time: the direction of their lines says the cause."""
+    """The patterns of idle time: the direction of their lines shows the cause."""
     return "".join(
         f'<pattern id="{_pattern(cause)}" width="8" height="8" patternUnits="userSpaceOnUse">'
         f'<rect width="8" height="8" fill="{palette.IDLE_COLOUR}"/>'
@@ -249,13 +249,13 @@ FOOT = 6.0  # height of the row with a box's all-to-all
 
 
 def _foot(timeline: Timeline) -> float:
-    """The height that boxes leave to their all-to-all: none where no stage declares any."""
+    """The height that boxes leave for their all-to-all: 0 where no stage declares any."""
     shares = timeline.costs.per_stage("all_to_all", timeline.schedule.stages)
     return FOOT if any(shares) else 0.0
 
 
 def _talk(sheet: _TimelineSheet, box: EntryBox, timeline: Timeline, y: float) -> None:
-    """The box's all-to-all on a row at its foot, as long as the links are busy, the forward's first."""
+    """Draw the box's all-to-all in a row at its foot, for as long as the links are busy, the forward's first."""
     x, wide = sheet.left + box.start * sheet.scale, (box.end - box.start) * sheet.scale
     top = y + ROW - FOOT
     sheet.out.append(f'<rect x="{_n(x)}" y="{_n(top)}" width="{_n(wide)}" height="{_n(FOOT)}" fill="{palette.PAPER}"/>')
@@ -298,7 +298,7 @@ def _axis(sheet: _TimelineSheet, timeline: Timeline, y: float) -> None:
 
 
 def _legend(sheet: _TimelineSheet, timelines: Sequence[Timeline], y: float) -> float:
-    """A swatch for each action, from the first chunk to the last, one for each cause of idle, and notes; where it ends."""
+    """Draw a swatch for each action, from the first chunk to the last, one for each cause of idle, and notes; return its end."""
     chunks = max(timeline.schedule.chunks for timeline in timelines)
     letters = {action.kind for t in timelines for row in boxes(t) for box in row for action in box.actions}
     entries: list[tuple[list[str], str]] = []

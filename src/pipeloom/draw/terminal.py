@@ -1,4 +1,4 @@
-"""A timeline in a terminal: one band a rank, to scale, readable with colour and without."""
+"""A timeline in a terminal: one band per rank, to scale, readable with colour and without."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def terminal(timeline: Timeline, width: int = 80, color: bool | None = None) -> 
     """The drawing, the legend and the figures as text of at most `width` columns.
 
     A rank's band is to scale. Boxes with room hold the letter and the micro-batch ("F3"); narrower ones the letter,
-    with the micro-batch below, its digits under one another if need be. Where a column is longer than an action, it
-    holds the letter of the one that is due, so that letters stand in the proportion of the times.
+    with the micro-batch below, its digits under one another if need be. Where columns cover more time than actions, each
+    holds one letter, so chosen that the letters are in proportion to the times.
 
     Args:
         color: None colours only when standard output is a terminal and NO_COLOR is not set.
@@ -72,12 +72,12 @@ def _wants_color() -> bool:
 
 
 def _color_system() -> Literal["truecolor", "256"]:
-    """Rich's name of what the terminal can show; 256 colours unless it says that it can do more."""
+    """Return Rich's name of the terminal's colours: 256 unless COLORTERM announces more."""
     return "truecolor" if os.environ.get("COLORTERM", "").lower() in ("truecolor", "24bit") else "256"
 
 
 def _paint(text: Text, line: list[tuple[str, Paint]], colored: bool) -> None:
-    """Appends one line of a band, runs of the same paint in one go."""
+    """Append one line of a band, each run of the same paint at once."""
     if not colored:
         text.append("".join(char for char, _ in line) + "\n")
         return
@@ -99,7 +99,7 @@ def _style(paint: Paint) -> str:
 
 
 def _ruler(picture: Grid, factor: float) -> str:
-    """Times under the columns where they lie, in a unit of which the timeline's has `factor`."""
+    """Return the line of times under their columns; `factor` converts times of the timeline to the unit that is printed."""
     step = nice_step(picture.makespan * factor, max(1, picture.columns // 9)) / factor
     out = ""
     at = 0.0

@@ -43,7 +43,7 @@ def trace(timeline: Timeline, unit_microseconds: float | None = None) -> dict[st
 
 
 def _all_to_all(timeline: Timeline, box: EntryBox, unit: float) -> Iterator[dict[str, Any]]:
-    """The box's all-to-all on a thread of its own, as long as the links are busy, the forward's first."""
+    """The box's all-to-all on a separate thread, for as long as the links are busy, the forward's first."""
     start, span = box.start * unit, (box.end - box.start) * unit
     for action, share in talk(timeline, box):
         slice_ = {"ph": "X", "name": f"all-to-all of {action}", "cat": "communication", "pid": box.rank, "tid": 1}
@@ -52,7 +52,7 @@ def _all_to_all(timeline: Timeline, box: EntryBox, unit: float) -> Iterator[dict
 
 
 def _flows(timeline: Timeline, unit: float) -> Iterator[dict[str, Any]]:
-    """An arrow for each message between ranks, from the middle of the slice that makes it to that of the one that needs it."""
+    """An arrow for each message between ranks, from the middle of the slice that sends it to that of the one that needs it."""
     rows = boxes(timeline)
     made: dict[Message, float] = {}
     programs = traffic(timeline.schedule)

@@ -1,7 +1,7 @@
 """Actions: what one rank does for one stage and one micro-batch, the table of their kinds, and their one-cell text form.
 
 Everything that depends on what an action is reads its `Kind`: the integer codes, durations, memory, `check`, the dependency
-graph, the text forms, the drawings and the executor. `register_kind` adds a kind of one's own.
+graph, the text forms, the drawings and the executor. `register_kind` adds your own kind.
 
 The text of a cell is the one that `torch.distributed.pipelining` reads and writes: `0F0`, `3I2`, `3W2`, `3B2`,
 `(0F5;3B1)OVERLAP_F_B`.
@@ -23,7 +23,7 @@ KindName = str  # the letter of a kind
 
 OUTPUT, INPUT_GRADIENT, WEIGHT_GRADIENT = "output", "input gradient", "weight gradient"
 EVENTS = (OUTPUT, INPUT_GRADIENT, WEIGHT_GRADIENT)
-"""What each stage produces once for each of its micro-batches, whatever the kinds of the actions that do it."""
+"""Results that each stage produces once for each of its micro-batches, whatever the kinds of its actions."""
 
 
 class Need(NamedTuple):
@@ -140,8 +140,8 @@ def register_kind(kind: Kind, execute: Callable[[tuple[Any, ...], int], None] | 
     Args:
         execute: `execute(modules, microbatch)`, what the executor does; default: `kind.execute`.
 
-    Raises UsageError for letters that are taken or no capital letters, an event or cost that is unknown, events that the
-    built-in kinds produce, numbers that are not finite, and a seventeenth kind.
+    Raises UsageError for a letter that is taken or not in capitals, a kind that produces an event or waits for another stage,
+    an unknown event or cost, numbers that are not finite, and a seventeenth kind.
     """
     if execute is not None:
         kind = Kind(**{**{name: getattr(kind, name) for name in Kind.__dataclass_fields__}, "execute": execute})
@@ -213,7 +213,7 @@ _COMMUNICATION = re.compile(r"\d+(SEND|RECV|UNSHARD|RESHARD|REDUCE)")
 
 @lru_cache(maxsize=1)
 def _patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Return what a cell with one action looks like, and one with a pair."""
+    """Return the patterns of a cell with one action and of a cell with a pair."""
     letters = {
         True: "|".join(kind.letter for kind in kinds() if kind.is_forward),
         False: "|".join(kind.letter for kind in kinds() if INPUT_GRADIENT in kind.produces),
@@ -225,7 +225,7 @@ def _patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
 
 
 def parse_action(text: str) -> Action:
-    """The action written `text`; raises ScheduleError that says what a cell looks like."""
+    """The action written `text`; raises ScheduleError, with examples, on anything else."""
     match = _patterns()[0].fullmatch(text)
     if match is None:
         if _COMMUNICATION.match(text):

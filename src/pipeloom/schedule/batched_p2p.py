@@ -1,4 +1,4 @@
-"""Batches: which messages the batched transport puts into one call, so that all calls meet on one communicator.
+"""Batches: the messages that the batched transport puts into one call, so chosen that all calls match on one communicator.
 
 On one communicator the batches of a rank run one after the other, a message moves when both of its ends are in a batch that
 has its turn, and a batch ends when all its messages have moved (NCCL's rule). A receive that is posted too early holds up
@@ -29,11 +29,11 @@ TrafficOfRanks: TypeAlias = tuple[tuple[EntryTraffic, ...], ...]
 
 
 def batches_of(programs: TrafficOfRanks, rank: int, ahead: bool = True) -> tuple[tuple[MessageBatch, ...], ...]:
-    """Return the batches of `rank`: for each of its entries those launched before it, and last those behind the last one.
+    """Return the batches of `rank`: for each of its entries those launched before it, and finally those after the last one.
 
     The first batch before an entry holds the sends of the entry before it and the receives that the entry needs. With
     `ahead` the receives of what arrives while the entry computes come next: in the same batch if the entry does not wait
-    for it, else in one of their own. Without, they are in the batch behind the entry.
+    for it, else in a separate one. Without `ahead`, they are in the batch after the entry.
     """
     return _of_rank(programs, rank, _clock(programs), ahead)
 
@@ -118,7 +118,7 @@ class _RankState:
 
 
 def check_meeting(programs: TrafficOfRanks, batches: Sequence[tuple[tuple[MessageBatch, ...], ...]]) -> None:
-    """Run the programs with `batches` (rank -> as `batches_of`); raise ScheduleError where they come to a standstill."""
+    """Run the programs with `batches` (rank -> as `batches_of`); raise ScheduleError where no rank can continue."""
     states = [_RankState(program, plan) for program, plan in zip(programs, batches, strict=True)]
     arrived: set[Message] = set()
     moving = True
@@ -132,7 +132,7 @@ def check_meeting(programs: TrafficOfRanks, batches: Sequence[tuple[tuple[Messag
 
 
 def _issue(state: _RankState) -> bool:
-    """Launches the batches and runs the entries that `state` can; true if anything happened."""
+    """Launch the batches and run the entries that `state` allows; return whether anything happened."""
     moved = False
     while True:
         if state.launched == state.position:
@@ -149,7 +149,7 @@ def _issue(state: _RankState) -> bool:
 
 
 def _meet(states: list[_RankState], arrived: set[Message]) -> bool:
-    """Moves the messages both of whose ends have their turn, and ends the batches that are done."""
+    """Move the messages both of whose ends have their turn, and end the complete batches; return whether anything happened."""
     moved = False
     for state in states:
         while state.head < len(state.batches):

@@ -9,7 +9,7 @@ from pipeloom.schedule.channels import neighbours
 from pipeloom.schedule.costs import Costs, PairTimes, StageCosts
 from pipeloom.schedule.model import Schedule
 
-ROUNDING = 1e-9  # what a peak may exceed a memory by and still fit: peaks are sums of floats
+ROUNDING = 1e-9  # by how much a peak may exceed a memory and still fit: peaks are sums of floats
 
 
 def lower_bound(schedule: Schedule, costs: Costs | None = None, *, split_backward: bool = True) -> float:
@@ -19,8 +19,8 @@ def lower_bound(schedule: Schedule, costs: Costs | None = None, *, split_backwar
 
     * head: the rank's work (F + I + W of all its stages and micro-batches, less what pairs could save) after the
       least, over its stages, of the forward prefix of the stage's route and its hops: before that, nothing can start
-      there. Holds for loops, V placements and two routes alike. What comes down to a rank first is not paired on its way if the
-      rank is on every route in use (a backward would have come down before); elsewhere, where pairs gain, head is 0.
+      there. Holds for loops, V placements and two routes alike. The forwards before a rank's first action are not paired if the
+      rank is on every route in use (a backward would have reached it before); elsewhere, where pairs gain, head is 0.
     * with `split_backward=False` and one route (no schedule with I and W apart is considered): the suffix too. After a
       rank's last backward, of stage s, the backwards of stages s-1 .. 0 and their hops still follow.
 
@@ -64,7 +64,7 @@ def _least_work(costs: Costs, stages: int, uses: list[tuple[int, float]]) -> flo
 
     `uses`: (stage, how many micro-batches; where they differ, the sum of their factors).
     With all-to-all, computation alone and communication alone are bounds, too; they are what pairs can reach.
-    Out of its domain, and 0: micro-batches that differ where `pair_split` alone is given beside all-to-all.
+    Outside its domain it is 0: for micro-batches that differ where `pair_split` alone is given beside all-to-all.
     """
     times = PairTimes.of(costs, stages)
     spread, share = times.spread, times.share
@@ -99,7 +99,7 @@ def memory_bound(
 ) -> float:
     """A makespan (or largest span) that no schedule of one route within `memory` on every rank can beat.
 
-    Its domain: costs without all-to-all and without given pairs; elsewhere 0. A B cheaper than I + W: see `Costs.least_split`.
+    Its domain: costs without all-to-all and without given pairs; elsewhere 0. If B is cheaper than I + W: `Costs.least_split`.
 
     For each rank, with chain(s) the time from the start of F of stage s to the end of its I, through the last stage:
 

@@ -25,7 +25,7 @@ class Channel(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """A value that one stage hands to another: OUTPUT, or a tensor by its name. Its gradient comes back along it."""
+    """A value that one stage sends to another: OUTPUT, or a tensor by its name. Its gradient is sent back along the edge."""
 
     producer: int
     consumer: int
@@ -33,12 +33,12 @@ class Edge(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A value of one micro-batch that crosses an edge, or on a channel for gradients the value's gradient, which comes back.
+    """A value of one micro-batch that is sent along an edge, or, on a channel for gradients, its gradient that is sent back.
 
     Attributes:
-        channel: what it travels on.
-        edge: what it carries; of a gradient, what that is the gradient of.
-        microbatch: whose it is.
+        channel: the channel that carries it.
+        edge: the edge of the value, also for its gradient.
+        microbatch: its micro-batch.
         number: its position among the messages of its channel, from 0.
     """
 
@@ -76,7 +76,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class EntryTraffic:
-    """One entry of a rank's program with the messages that it waits for and makes."""
+    """One entry of a rank's program with the messages that it waits for and sends."""
 
     cell: Cell
     receives: tuple[Message, ...]
@@ -154,7 +154,7 @@ def neighbours(schedule: Schedule) -> tuple[list[int | None], list[int | None]]:
 
 @dataclass(frozen=True)
 class NamedEdges:
-    """Destinations of named tensors, by stage.
+    """Edges of named tensors, by stage.
 
     Attributes:
         reads: stage -> what it receives by name, in the order of `Schedule.tensors`.
@@ -166,7 +166,7 @@ class NamedEdges:
 
     @classmethod
     def of(cls, schedule: Schedule) -> NamedEdges:
-        """Of every route: its stage at the producer's position sends to those at the consumers'."""
+        """Return the edges of every route: its stage at the producer's position sends to those at the consumers' positions."""
         edges = [
             Edge(route[tensor.producer], route[consumer], tensor.name)
             for route in schedule.routes

@@ -1,8 +1,8 @@
 """Measured steps from Chrome traces: one file with a process for each rank, or a folder with a Kineto trace of each rank.
 
-An event is an action where it is called as one: `3F0`, `0F5|3B1`, as ours are; with torch's `PP:` before it; or as torch's GPipe
-calls it, `Forward 3` and `Backward 3`, with the rank for the stage. Where the same names are measured on a GPU
-(`gpu_user_annotation`), those events count. `ProfilerStep#N` cuts a file into steps; without it each occurrence of an action
+An event is an action if it has the name of one: `3F0` or `0F5|3B1`, as in Pipeloom's traces; the same after torch's `PP:`; or
+`Forward 3` and `Backward 3`, as in torch's GPipe, where the stage is the rank. Where the same names are measured on a GPU
+(`gpu_user_annotation`), only those events count. `ProfilerStep#N` cuts a file into steps; without it each occurrence of an action
 is another step.
 """
 
@@ -25,7 +25,7 @@ from pipeloom.schedule.clocks import aligned
 from pipeloom.schedule.model import Schedule, parts
 from pipeloom.schedule.timeline import Timeline
 
-_BEGINNING = 2**20  # bytes in which a trace says that it is one; the ranks' process groups stand before the events
+_BEGINNING = 2**20  # bytes within which a trace is recognised: the ranks' process groups are written before the events
 _SUFFIXES = (".json", ".json.gz")
 _STEP = re.compile(r"ProfilerStep#\d+")
 _SINGLE = re.compile(r"(Forward|Backward) (\d{1,7})")
@@ -40,7 +40,7 @@ class _NamedEvent(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """One rank's steps: each its events by start."""
+    """One rank's steps, each a list of events by start."""
 
     rank: int
     steps: list[list[_NamedEvent]]
@@ -66,7 +66,7 @@ def trace_files(folder: Path) -> list[Path]:
 def load_traces(path: Path) -> tuple[tuple[Timeline, ...], list[str]]:
     """The steps of a trace or of a folder of traces, and notes on how they were read.
 
-    Raises UsageError for a file that is no trace of actions, ScheduleError for actions that are no schedule's.
+    Raises UsageError for a file that is not a trace of actions, ScheduleError for actions that do not form a schedule.
     """
     rows, notes = _of_folder(path) if path.is_dir() else (_of_file(path), [])
     return _timelines(path, rows, ["actions by the names of the events", *notes])
@@ -107,12 +107,12 @@ def _of_folder(folder: Path) -> tuple[list[_Row], list[str]]:
         lines.setdefault(held, rows[rank])
     chosen = [lines[held] for held in sorted(lines, key=min)]
     left = len(rows) - len(chosen)
-    notes = [f"{left} of {len(rows)} files hold stages of another one (replicas) and are left out"] if left else []
+    notes = [f"{left} of {len(rows)} files hold the stages of another one (replicas) and are left out"] if left else []
     return chosen, notes
 
 
 def _rank_of(trace: Any, path: Path, default: int) -> int:
-    """The rank that a trace, or else its name, says."""
+    """Return the rank given in a trace, else in the name of its file, else `default`."""
     info = trace.get("distributedInfo") if isinstance(trace, dict) else None
     rank = info.get("rank") if isinstance(info, dict) else None
     if isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0:
@@ -173,7 +173,7 @@ def _steps(events: Iterable[dict[str, Any]], rank: int, path: Path) -> list[list
 
 
 def _outermost(events: Sequence[_NamedEvent]) -> list[_NamedEvent]:
-    """Without the actions that stand inside the event of a pair that names them."""
+    """Return the events without the actions that lie inside the event of their pair."""
     kept: list[_NamedEvent] = []
     for event in events:
         last = kept[-1] if kept else None
@@ -197,7 +197,7 @@ def _interval(event: dict[str, Any], name: str, path: Path) -> tuple[float, floa
 
 
 def _cell_of(name: str, rank: int) -> Cell | None:
-    """The action or pair that an event's name says; None for other events."""
+    """The action or pair that an event is named after; None for other events."""
     text = name.removeprefix("PP:")
     single = _SINGLE.fullmatch(text)
     if single is not None:
@@ -244,5 +244,5 @@ def _timelines(path: Path, rows: Sequence[_Row], notes: list[str]) -> tuple[tupl
         raise reason
     if count > len(timelines):
         left = count - len(timelines)
-        notes = [*notes, f"{left} of {count} steps are not whole and are left out"]
+        notes = [*notes, f"{left} of {count} steps are incomplete and are left out"]
     return tuple(timelines), notes

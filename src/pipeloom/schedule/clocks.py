@@ -18,7 +18,7 @@ _OVERLAP = 0.02
 
 
 def needs(schedule: Schedule) -> Iterator[tuple[int, int, int, int]]:
-    """(rank, entry) of what produces a message, and (rank, entry) of what waits for it, within a rank too."""
+    """Yield (rank, entry) of the producer and of the receiver of each message, four numbers in all; also within a rank."""
     graph = Graph.of(schedule, full=True)
     assert graph.event is not None
     entries = [schedule.split_entries(rank) for rank in range(schedule.ranks)]
@@ -37,8 +37,11 @@ def needs(schedule: Schedule) -> Iterator[tuple[int, int, int, int]]:
 
 
 def offsets(schedule: Schedule, starts: TimeRows, ends: TimeRows) -> tuple[list[float], float]:
-    """rank -> seconds to add to its clock, the least from 0 on with which no message arrives before it is sent; and by how much
-    one still does. Longest paths over the ranks (Bellman and Ford): each rank's clock begins with its own iteration."""
+    """Return (rank -> seconds to add to its clock, the most by which a message still arrives before it is sent).
+
+    The shifts are the smallest from 0 on with which no message arrives before it is sent, as longest paths over the ranks
+    (Bellman and Ford). They are needed because each rank's clock begins with its own iteration.
+    """
     bound: dict[tuple[int, int], float] = {}
     for source, made, rank, at in needs(schedule):
         if source != rank:
@@ -53,9 +56,9 @@ def offsets(schedule: Schedule, starts: TimeRows, ends: TimeRows) -> tuple[list[
 
 
 def aligned(schedule: Schedule, starts: TimeRows, ends: TimeRows) -> Timeline:
-    """The timeline with the ranks' clocks shifted, from its first action on.
+    """Return the timeline with the ranks' clocks aligned; its times count from its first action.
 
-    Raises ScheduleError where two entries of a rank run at the same time: it has one at a time.
+    Raises ScheduleError where two entries of a rank overlap: a rank runs one at a time.
     """
     starts = [_in_turn(schedule, rank, row, ends[rank]) for rank, row in enumerate(starts)]
     shifts, _ = offsets(schedule, starts, ends)

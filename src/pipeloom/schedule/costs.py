@@ -171,14 +171,14 @@ class Costs:
         return self.message if name == OUTPUT or not self.tensors else dict(self.tensors).get(name, self.message)
 
     def check_links(self, ranks: int) -> None:
-        """Raises UsageError when `p2p` is a matrix of another size."""
+        """Raise UsageError where `p2p` is a matrix of another size."""
         if isinstance(self.p2p, tuple) and (len(self.p2p) != ranks or any(len(row) != ranks for row in self.p2p)):
             raise ArgumentError("p2p", f" is not a {ranks} x {ranks} matrix, and the schedule has {ranks} ranks")
 
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Costs spread over the stages of one schedule: what the simulator and the bounds read. `backward` is a B's."""
+    """Costs spread over the stages of one schedule: what the simulator and the bounds read. `backward` is the time of a B."""
 
     forward: tuple[float, ...]
     input_grad: tuple[float, ...]
@@ -221,7 +221,7 @@ class PairTimes:
         return cls(StageCosts.of(costs, stages), costs.per_stage("all_to_all", stages), given, given_split)
 
     def time(self, forward: int, backward: int, split: bool, factors: tuple[float, float] = (1.0, 1.0)) -> float:
-        """Of a pair with these stages; `split`: its backward is an I; `factors`: of the two micro-batches."""
+        """Return the time of a pair with these stages; `split`: its backward is an I; `factors`: of the two micro-batches."""
         spread, (a, b) = self.spread, factors
         if a == b:
             return a * self._even(forward, backward, split)
@@ -265,7 +265,7 @@ class PairTimes:
         return self._even(forward, backward, split) < self.spread.forward[forward] + alone
 
     def least(self, forward: int, backward: int) -> float:
-        """Of a pair with these stages and the backward's W, in the pair or after it, whichever is shorter."""
+        """Return the time of a pair with these stages and of the backward's W, in the pair or after it, whichever is shorter."""
         apart = self.time(forward, backward, True) + self.spread.weight_grad[backward]
         return min(self.time(forward, backward, False), apart)
 

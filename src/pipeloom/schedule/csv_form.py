@@ -1,6 +1,6 @@
 """The CSV form: one row per rank, one action or pair a cell, as `torch.distributed.pipelining` reads and writes it.
 
-A row says nothing about the number of micro-batches or about where a stage belongs, so that both are derived: m is
+A row gives neither the number of micro-batches nor the rank of a stage, so both are derived: m is
 the number of micro-batches that most stages have, and a stage's rank is the one that holds most of its actions. A cell
 that disagrees with the majority is then refused, here or by `check`, in a message that names it.
 """
@@ -57,8 +57,8 @@ def from_csv(text: str, name: str = "csv", source: str | None = None) -> Schedul
         source: the file, for messages.
 
     Raises:
-        UsageError: the text is no schedule: not one of its cells is an action.
-        ScheduleError: with file:line:column, for a cell that is no action (torch's sends and receives among them) and
+        UsageError: the text is not a schedule: none of its cells is an action.
+        ScheduleError: with file:line:column, for a cell that is not an action (torch's sends and receives among them) and
             for a stage or micro-batch beyond the number that the other cells imply.
     """
     where = source or name
@@ -96,7 +96,7 @@ def _require_size(text: str, where: str) -> None:
 
 
 def _require_actions(text: str, where: str) -> None:
-    """Raises UsageError when no cell looks like an action or a communication of torch's."""
+    """Raise UsageError when no cell looks like an action or a communication of torch's."""
     lines = text.removeprefix("\ufeff").splitlines()
     words = [word for line in lines for word in map(_word, filter(None, line.split(","))) if word]
     if not words:

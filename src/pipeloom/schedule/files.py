@@ -1,4 +1,4 @@
-"""Schedules from files: which text form it is, and what makes a name a file's."""
+"""Schedules in files: the choice of the text form, and the test for names of files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SUFFIXES = (".csv", ".json")
 
 
 def names_a_file(name: str) -> bool:
-    """Return whether `name` is a file's and not a family's: it ends in .csv or .json, or has a directory in it."""
+    """Return whether `name` is that of a file, not of a family: it ends in .csv or .json, or has a directory in it."""
     return name.lower().endswith(SUFFIXES) or "/" in name or Path(name).name != name
 
 

@@ -1,6 +1,6 @@
-"""`module:function`: code of the user's, imported from one folder that is named, after everything that is installed.
+"""`module:function`: the user's code, imported from one given folder, which is searched after everything that is installed.
 
-Such a module is a program that runs with the user's rights, so a configuration that names one is to be trusted as one.
+Such a module runs with the user's rights, so a configuration that names one must be trusted like a program.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def user_object(name: str, folder: Path, what: str) -> Any:
         what: what it is used as, for the messages ("schedule").
 
     Raises:
-        UsageError: there is no such module or name, the name is nothing that can be called, or importing raised, with the
+        UsageError: there is no such module or name, the name cannot be called, or importing raised, with the
             file and line of the user's code.
     """
     module_name, _, attribute = name.partition(":")

@@ -1,4 +1,4 @@
-"""Causes of idle time: every gap between two entries of its program, cut by what it waits for."""
+"""Causes of idle time: every gap between two entries of a rank's program, cut by what the rank waits for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeloom.schedule.model import Schedule
 
 Cause = Literal["dependency", "message", "memory", "end of step", "overhead"]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
-"""Of an interval in which a rank idles.
+"""Causes for which a rank idles.
 
 - dependency: what the next entry needs is not computed yet.
 - message: it is computed, and on its way.
@@ -87,7 +87,7 @@ def _arrival(
 ) -> tuple[float, float, int] | None:
     """(arrival, end of what produces it, rank of that) of what the action waits for longest; None where it waits for nothing.
 
-    `clock`: when its rank is free, from when on the message travels where receivers wait for theirs.
+    `clock`: when its rank is free. Without `overlap_p2p` the message travels only from then on.
     """
     factor = timeline.costs.factors(timeline.schedule.microbatches)[code % timeline.schedule.microbatches]
     arrivals = []
@@ -155,7 +155,7 @@ def _cuts(clock: float, start: float, wait: tuple[float, float, int] | None, ran
 
 
 def _for_memory(cuts: list[_Cut], ready: float) -> list[_Cut]:
-    """`cuts` with everything from `ready` on put down to memory."""
+    """`cuts` with everything from `ready` on attributed to memory."""
     before: list[_Cut] = [(start, min(end, ready), cause) for start, end, cause in cuts if start < ready]
     start, end = max(cuts[0][0], ready), cuts[-1][1]
     return [*before, (start, end, "memory")] if start < end else before

@@ -27,7 +27,7 @@ def measured_costs(
     A stage whose backward is never split counts half of B as I and half as W. `backward` is given where a stage has both.
 
     Args:
-        turns: rank -> entry of a pair -> when it went from its forward to its backward.
+        turns: rank -> entry of a pair -> the time at which its forward ends and its backward begins.
     """
     times: dict[tuple[str, int], list[float]] = {}
     for rank, program in enumerate(schedule.programs):
@@ -76,7 +76,7 @@ def costs_of(timelines: Sequence[Timeline]) -> Costs:
 
 
 def hops(schedule: Schedule, starts: Sequence[Sequence[float]], ends: Sequence[Sequence[float]]) -> list[float]:
-    """From the end of an action to the start of the one on another rank that was waiting for its message."""
+    """Times from the end of an action to the start of the one on another rank that waited for its message, on the first route."""
     route = schedule.routes[0]
     places = {
         ("F" if action.kind == "F" else "I", action.stage, action.microbatch): (rank, at)
@@ -128,13 +128,13 @@ class Prediction:
 
     @property
     def error_at_speed(self) -> float:
-        """The error with costs times `speed`: what order, messages and waiting contribute, and the machine's speed does not."""
+        """The error with costs times `speed`: the part due to order, messages and waiting, not to the machine's speed."""
         return self.simulated * self.speed / self.measured - 1 if self.measured else 0.0
 
 
 def predict(timelines: Sequence[Timeline]) -> Prediction:
     """Fit costs on the first half of the steps and predict the second; the very first one is left out where there are more
-    than three, as things warm up in it. A single step predicts itself.
+    than three, because it includes warm-up. A single step predicts itself.
 
     Raises UsageError where there is no step.
     """
@@ -156,10 +156,10 @@ def predict(timelines: Sequence[Timeline]) -> Prediction:
 
 
 def _with_stalls(costs: Costs, steps: Sequence[Timeline]) -> Costs:
-    """`costs`, medians stage by stage, times what makes them as long as the steps are by their own costs.
+    """`costs`, medians by stage, scaled so that a step takes as long as the median step simulated with its own costs.
 
-    A stall of the host hits another stage in each step, so that the medians of the stages leave out all of them, and a step
-    that they simulate would be shorter than any.
+    A stall of the host hits a different stage in each step, so the medians of the stages leave out all stalls, and a step
+    simulated with them would be shorter than any real one.
     """
     whole = simulate(steps[-1].schedule, costs).makespan
     factor = median(simulate(step.schedule, costs_of([step])).makespan for step in steps) / whole if whole else 1.0
@@ -173,10 +173,10 @@ def _with_stalls(costs: Costs, steps: Sequence[Timeline]) -> Costs:
 
 
 def predict_another(costs: Costs, timelines: Sequence[Timeline]) -> tuple[float, float]:
-    """(simulated, median measured) makespan of another run, from costs that were fitted on steps of a schedule of as many stages.
+    """(simulated, median measured) makespan of another run, from costs fitted on steps of a schedule with as many stages.
 
-    Costs go by position in a route, so that replicas and other placements take them over. Raises UsageError for another number
-    of positions.
+    Costs are assigned by position in a route, so they apply to replicas and other placements too. Raises UsageError for another
+    number of positions.
     """
     steps = settled(timelines)
     schedule = steps[-1].schedule
@@ -222,19 +222,19 @@ def _errors_by_kind(timelines: Sequence[Timeline], costs: Costs) -> dict[str, fl
 
 
 SPENT = ("computation", *COMMUNICATIONS, "dependency", "memory", "overhead", "end of step")
-"""Where a rank's time can go: computation, exposed communication by kind, waiting by cause, the host, and the others' end.
+"""Uses of a rank's time: computation, exposed communication by kind, idle time by cause (overhead is the host's).
 
 The causes are those of `schedule/idle.py`, with p2p for its "message".
 """
 
 
 def step_time(timeline: Timeline) -> float:
-    """From the first action of any rank until every rank's gradients are complete."""
+    """The time from the first action of any rank until every rank's gradients are complete."""
     return max([timeline.makespan, *(each.end - _origin(timeline) for each in timeline.exposed)])
 
 
 def time_spent(timelines: Sequence[Timeline]) -> tuple[dict[str, float], ...]:
-    """rank -> where the time of a step went, by the names in `SPENT`, the mean over the steps. A rank's row adds up to the mean
+    """rank -> the time of a step by use, under the names in `SPENT`, the mean over the steps. A rank's row adds up to the mean
     of their `step_time`.
     """
     tables = [_spent(timeline) for timeline in timelines]
@@ -246,7 +246,7 @@ def _origin(timeline: Timeline) -> float:
 
 
 def _spent(timeline: Timeline) -> list[dict[str, float]]:
-    """rank -> where the time of one step went."""
+    """rank -> the time of one step by use."""
     origin, whole = _origin(timeline), step_time(timeline)
     exposed = timeline.exposed or (Exposed(),) * timeline.schedule.ranks
     rows = []
@@ -277,8 +277,8 @@ class SlowStage:
     """A stage that takes longer than its layers explain.
 
     Attributes:
-        stage: which.
-        rank: that holds it.
+        stage: its number.
+        rank: the rank that holds it.
         excess: its time over that of the stages of its size, less 1.
     """
 
@@ -288,8 +288,8 @@ class SlowStage:
 
 
 LEAST_EXCESS = 0.05
-"""A stage is named from this excess on: half of the smallest slowdown that is to be found, and well above what equal stages
-differ by in one process's medians (1 to 2 %)."""
+"""A stage is reported from this excess on: half of the smallest slowdown to be detected, and well above the difference between
+the medians of equal stages in one process (1 to 2 %)."""
 
 
 def slow_stages(timelines: Sequence[Timeline], layers: Sequence[float] | None = None) -> tuple[SlowStage, ...]:
@@ -297,7 +297,7 @@ def slow_stages(timelines: Sequence[Timeline], layers: Sequence[float] | None = 
 
     A stage's time is the median over the steps of its mean F + I + W. It is compared with the median of the other stages that
     have as much to do for each layer: not the first and the last, whose embedding and head are no layers, unless `layers`
-    gives their cost in layers. Noise is how far the steps of a stage differ.
+    gives their cost in layers. Noise is the variation between the steps of a stage, and between the other stages.
 
     Args:
         layers: stage -> its layers, or their cost in layers; default: equal, first and last apart.

@@ -12,7 +12,7 @@ from pipeloom.schedule.model import Schedule
 
 
 def message_counts(schedule: Schedule) -> dict[Channel, int]:
-    """channel -> messages of one step, sorted. A hop within a rank is no message."""
+    """channel -> the number of its messages in one step, sorted. A hop within a rank is not a message."""
     taken = Counter(schedule.route_of)
     counts: Counter[Channel] = Counter()
     for channel, index, _ in _hops(schedule):
@@ -21,7 +21,7 @@ def message_counts(schedule: Schedule) -> dict[Channel, int]:
 
 
 def message_sizes(schedule: Schedule, costs: Costs) -> dict[Channel, float]:
-    """channel -> the size of its messages of one step together, in the unit of `Costs.message`, sorted."""
+    """channel -> the total size of its messages in one step, in the unit of `Costs.message`, sorted."""
     taken = [0.0] * len(schedule.routes)
     for index, factor in zip(schedule.route_of, costs.factors(schedule.microbatches), strict=True):
         taken[index] += factor
@@ -32,7 +32,7 @@ def message_sizes(schedule: Schedule, costs: Costs) -> dict[Channel, float]:
 
 
 def _hops(schedule: Schedule) -> Iterator[tuple[Channel, int, str]]:
-    """(channel, route, name) of what each micro-batch of a route sends; gradients by the name of what they are of."""
+    """(channel, route, name) of each message of a micro-batch on a route; a gradient has the name of its tensor."""
     taken = Counter(schedule.route_of)
     hops = [(*hop, OUTPUT) for route in schedule.routes for hop in zip(route, route[1:], strict=False)]
     hops += [hop for edges in NamedEdges.of(schedule).writes for hop in edges]

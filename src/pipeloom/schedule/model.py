@@ -127,7 +127,7 @@ class Schedule:
         routes: Sequence[Sequence[int]] | None = None,
         route_of: Sequence[int] | None = None,
     ) -> Schedule:
-        """As `of`, from programs that are already integers (what the families make)."""
+        """As `of`, from programs that are already integers, as the families write them."""
         chosen_routes = tuple(map(tuple, routes)) if routes is not None else (tuple(range(len(placement))),)
         chosen_route_of = tuple(route_of) if route_of is not None else (0,) * microbatches
         _check_routes(chosen_routes, chosen_route_of, len(placement), microbatches)
@@ -251,7 +251,8 @@ class Schedule:
     def save(self, path: str | Path) -> None:
         """Write it to a file that `pipeloom.load` reads: `.csv` in torch's CSV format, `.json` with all attributes.
 
-        Raises UsageError for another ending or a file that cannot be written, ScheduleError for two routes as CSV.
+        Raises UsageError for another ending or a file that cannot be written, ScheduleError for two routes or named tensors
+        as CSV.
         """
         from pipeloom.schedule.files import save  # imported here because that module imports this one
 

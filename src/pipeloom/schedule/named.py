@@ -1,4 +1,4 @@
-"""Named tensors: what one stage writes under a name and later stages read, past the stages in between."""
+"""Named tensors: one stage writes a tensor under a name, and later stages read it, past the stages in between."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class NamedTensor(NamedTuple):
     Attributes:
         name: a Python identifier.
         producer: the position in a route of the stage that writes it.
-        consumers: the positions of the stages that read it, ascending, all behind `producer`.
+        consumers: the positions of the stages that read it, ascending, all after `producer`.
     """
 
     name: str
@@ -30,7 +30,7 @@ def normalized(tensors: Sequence[NamedTensor]) -> tuple[NamedTensor, ...]:
 
 
 def require_tensors(tensors: Sequence[NamedTensor], positions: int) -> None:
-    """Raise ScheduleError for a tensor that no order of actions can carry, or that a schedule of these positions has not."""
+    """Raise ScheduleError for an invalid name or position, a tensor sent backwards or read by no stage, and one given twice."""
     reads: set[tuple[str, int]] = set()
     writes: set[tuple[str, int]] = set()
     for name, producer, consumers in tensors:

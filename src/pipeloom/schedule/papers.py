@@ -19,7 +19,8 @@ class ModelSize:
     Attributes:
         name: of the model.
         hidden, heads: h and a.
-        chunks: of the interleaved column.
+        chunks: v of the interleaved column.
+        sequence: tokens per sequence, s.
     """
 
     name: str
@@ -69,7 +70,7 @@ def zero_bubble_rates(profile: Profile) -> tuple[float, ...]:
     """The bubble rates of `ZERO_BUBBLE_COLUMNS` for one profile (arXiv 2401.10241, section 4, table of bubble rates).
 
     1 - m (f + b + w) / largest span. The interleaved column is 1 - m (f + b + w) / (makespan - p p2p), which is how the
-    paper's figures come out.
+    paper's figures are reproduced.
     """
     costs, p, m = profile.costs, profile.ranks, profile.microbatches
     work = m * (profile.forward + profile.input_grad + profile.weight_grad)

@@ -1,4 +1,4 @@
-"""The period: how far apart steps lie when they follow one another without a barrier."""
+"""The period: the time from step to step when steps follow one another without a barrier."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipeloom.schedule.simulate import run_once
 def period(schedule: Schedule, costs: Costs | None = None, limit: int = 64, *, overlap_p2p: bool = True) -> float:
     """Limit of end(k+1) - end(k) when every rank starts step k+1 as soon as it has finished its own step k.
 
-    The step is a max-plus linear map of the ranks' clocks, so that its growth settles into a cycle (Baccelli et al.,
+    The step is a max-plus linear map of the ranks' clocks, so its growth settles into a cycle (Baccelli et al.,
     Synchronization and Linearity, chapter 3); a few walks find it. After `limit` walks without a cycle: the mean growth of
     their second half.
     """

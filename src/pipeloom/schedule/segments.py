@@ -1,12 +1,12 @@
-"""Segments: a stage's F, I and W on two resources, computation and communication, and what overlapping them is worth.
+"""Segments: a stage's F, I and W on two resources, computation and communication, and the gain from overlapping them.
 
-A layer computes attention and experts; between them its tokens travel (dispatch) and come back (combine). An overlapped pair
+A layer computes attention and experts; its tokens are sent to the experts (dispatch) and back (combine). An overlapped pair
 runs one micro-batch's forward and another's backward, layer pair by layer pair, each resource in this order:
 
     computation     F.attention  B.experts  W.experts  F.experts  B.attention  W.attention
     communication   B.combine  F.dispatch  B.dispatch  F.combine
 
-A segment starts when its resource is free and what it needs has ended. So the times of pairs come out of the layers' times.
+A segment starts when its resource is free and what it needs has ended. So the times of pairs follow from the layers' times.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class _Resources:
     done: list[Placed] = field(default_factory=list)
 
     def run(self, name: str, layer: int, resource: Resource, time: float, after: float) -> float:
-        """Runs a segment after `after`; returns its end. One that takes no time is not noted and holds nobody up."""
+        """Run a segment from `after` on; return its end. One that takes no time is not recorded and delays nothing."""
         if time == 0:
             return after
         start = max(self.free[resource], after)
@@ -126,7 +126,7 @@ def _layer_pair(
     ready: tuple[float, float],
     weights: WeightGradMode,
 ) -> tuple[float, float]:
-    """Runs one layer forward and one backward, either may be None; returns when the output and the gradient are there."""
+    """Run one layer forward and one backward, either may be None; return when the output and the gradient are complete."""
     ahead, back = layers
     output, gradient = ready
     run = resources.run
@@ -158,7 +158,7 @@ def _layer_pair(
 
 
 def length(block: Sequence[Placed]) -> float:
-    """From the block's start to its last end."""
+    """The time from the block's start to its last end."""
     return max((segment.end for segment in block), default=0.0)
 
 

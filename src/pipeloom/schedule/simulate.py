@@ -45,7 +45,7 @@ def run_once(
 
 
 def weights_of(schedule: Schedule, costs: Costs) -> WalkCosts:
-    """Return what `walk` adds up for these costs."""
+    """Return the times that `walk` adds up, for these costs."""
     duration = durations(schedule, costs)
     pairs: dict[int, float] = {}
     if schedule.has_pairs:
@@ -84,7 +84,7 @@ def _named_hops(schedule: Schedule, costs: Costs) -> dict[int, list[tuple[int, f
 
 
 def _ends(place: Sequence[int], edge: Edge, receiver: int) -> tuple[int, int]:
-    """The ranks that a message along `edge` leaves and reaches, whose receiver is this stage."""
+    """(source rank, destination rank) of the message along `edge` that the stage `receiver` receives."""
     there, here = place[edge.producer], place[edge.consumer]
     return (there, here) if receiver == edge.consumer else (here, there)
 

@@ -1,8 +1,8 @@
 """Measured steps from torch's CSV with durations: `0F0:1.25`, the action as in the plain CSV and its milliseconds.
 
 Several steps are several durations, `0F0:1.25:1.31`. torch writes the orders of actions as CSV and no times; whoever times the
-actions appends them. A duration says nothing about when an action ran: it starts when its rank is free and what it needs is
-computed, so that hops take no time and no rank idles without a reason.
+actions appends them. A duration does not tell when an action ran: it starts when its rank is free and its inputs are computed,
+so hops take no time and no rank idles without a reason.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST_MILLISECONDS = 1e12
 def load_timed_csv(path: Path) -> tuple[Timeline, ...]:
     """The steps of the file.
 
-    Raises UsageError for cells without durations or with other than as many, ScheduleError for what is no schedule.
+    Raises UsageError for cells without durations or with different numbers of them, ScheduleError for an invalid schedule.
     """
     try:
         text = read_file(path, SCHEDULE_BYTES, "a schedule").decode("utf-8")
@@ -64,7 +64,7 @@ def _taken_apart(text: str, path: Path) -> tuple[list[str], list[list[tuple[floa
             if not action:
                 raise UsageError(f"{where} is a duration without an action, such as 0F0:1.25")
             if not rest:
-                raise UsageError(f"{where} has no duration; write milliseconds behind each action, such as 0F0:1.25")
+                raise UsageError(f"{where} has no duration; write milliseconds after each action, such as 0F0:1.25")
             values = tuple(map(_milliseconds, rest))
             if any(math.isnan(value) for value in values):
                 raise UsageError(f"{where}: a duration is a number of milliseconds from 0 on, such as 1.25")
@@ -80,7 +80,7 @@ def _taken_apart(text: str, path: Path) -> tuple[list[str], list[list[tuple[floa
 
 
 def _milliseconds(text: str) -> float:
-    """The number, or NaN for what is none or out of range."""
+    """The number in `text`; NaN if it is not a number or is out of range."""
     try:
         value = float(text)
     except ValueError:
@@ -89,7 +89,7 @@ def _milliseconds(text: str) -> float:
 
 
 def _timeline(schedule: Schedule, durations: list[list[float]]) -> Timeline:
-    """Each entry as soon as its rank is free and what it needs is computed."""
+    """Return the timeline in which each entry starts as soon as its rank is free and its inputs are computed."""
     waits: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for source, made, rank, at in needs(schedule):
         if (source, made) != (rank, at):

@@ -1,4 +1,4 @@
-"""A timeline: when every entry of a schedule starts and ends, simulated or measured, and the figures drawn from it."""
+"""A timeline: when every entry of a schedule starts and ends, simulated or measured, and the figures derived from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipeloom.schedule.idle import CAUSES, Cause, Gap, gaps
 from pipeloom.schedule.model import Schedule, parts
 
 Objective = Literal["makespan", "span"]
-"""The makespan, or the largest span of a rank: what schedules are compared by."""
+"""The value by which schedules are compared: the makespan, or the largest span of a rank."""
 
 
 class Idle(NamedTuple):
@@ -36,8 +36,8 @@ class Timeline:
     """Start and end of every program entry; times in the unit of the costs, from the start of the step.
 
     Attributes:
-        schedule: what ran.
-        costs: what it was simulated with, or measured at.
+        schedule: the schedule that ran.
+        costs: those that it was simulated with, or that were measured.
         starts, ends: rank -> times, in the order of its program.
         source: `"simulated"` or `"measured"`.
         overlap_p2p: whether messages were simulated as travelling while their receiver computes.
@@ -148,7 +148,7 @@ class Timeline:
     def peak_activations(self) -> tuple[int, ...]:
         """rank -> the most stage-micro-batches alive at once: F allocates; B, or W where the backward is split, frees.
 
-        Both micro-batches of a pair count, whatever the pair frees on its way: `peak_memory` knows what that is worth.
+        Both micro-batches of a pair count, whatever the pair frees while it runs; `peak_memory` takes that into account.
         """
         delta = [change for kind in kinds() for change in [round(sum(kind.memory))] * self.schedule.kind_stride]
         return tuple(
@@ -183,7 +183,7 @@ class Timeline:
         return tuple(points)
 
     def _steps(self, rank: int, change: list[float]) -> Iterator[tuple[float, ...]]:
-        """By entry of the rank's program: by how much its memory rises when it starts, if it does, and changes at its end."""
+        """Yield each entry's changes of memory: (change,) of an action, (change at the start, change at the end) of a pair."""
         schedule = self.schedule
         limit, stride, m = schedule.pair_stride, schedule.kind_stride, schedule.microbatches
         splits = [WEIGHT_GRADIENT not in kind.produces for kind in kinds()]
@@ -205,8 +205,8 @@ class Timeline:
     def critical_path(self) -> tuple[tuple[int, int], ...]:
         """(rank, position in its program) of the entries that set the makespan, first to last.
 
-        Backwards from the entry that ends last: the one before is the rank's previous entry or the one that made the message
-        waited for, whichever let it start later (the message, where both did).
+        Backwards from the entry that ends last: the one before is the rank's previous entry or the one that sent the message
+        waited for, whichever let it start later (the message, if both at the same time).
         """
         return critical_path(self.schedule, self.costs, self.ends, self.overlap_p2p)
 
@@ -241,5 +241,5 @@ def _memory_changes(schedule: Schedule, costs: Costs) -> list[float]:
 
 
 def _plain(value: float) -> float:
-    """`value` without the dust that adding and subtracting floats leaves: 0.30000000000000004 -> 0.3."""
+    """`value` without the rounding error of adding and subtracting floats: 0.30000000000000004 -> 0.3."""
     return round(value, 9) + 0.0

@@ -1,4 +1,4 @@
-"""Timelines as JSON: schedules, costs, starts and ends, as a run leaves them in its folder."""
+"""Timelines as JSON: schedules, costs, starts and ends, as a run writes them to its folder."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def costs_dict(costs: Costs) -> dict[str, Any]:
 def load(path: str | Path) -> tuple[Timeline, ...]:
     """The timelines in the file `path`.
 
-    Raises UsageError for a file that cannot be read or is no such JSON, ScheduleError for a schedule that cannot be.
+    Raises UsageError for a file that cannot be read or has another format, ScheduleError for an invalid schedule or times.
     """
     try:
         text = read_file(Path(path), SCHEDULE_BYTES, "timelines").decode("utf-8")
@@ -60,7 +60,7 @@ def load(path: str | Path) -> tuple[Timeline, ...]:
 
 
 def from_json(text: str, source: str = "json") -> tuple[Timeline, ...]:
-    """The timelines that `text` writes; `source` is the file, for messages. Raises as `load`."""
+    """The timelines in `text`; `source` is the file, for messages. Raises as `load`."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -105,7 +105,7 @@ def _timeline(form: dict[str, Any], schedules: Sequence[Schedule], source: str) 
 
 
 def _exposed(form: dict[str, Any]) -> Exposed:
-    """One rank's communications. Raises ValueError for an unknown kind or a time that is none."""
+    """One rank's communications. Raises ValueError for an unknown kind or an invalid time."""
     inside, after = ({str(kind): float(form[name][kind]) for kind in form[name]} for name in ("inside", "after"))
     end = float(form["end"])
     unknown = sorted((inside.keys() | after.keys()) - set(COMMUNICATIONS))

@@ -63,7 +63,7 @@ BASELINES: dict[str, tuple[str, ...]] = {
     "loop": ("interleaved", "interleaved-zb"),
     "vee": ("zbv", "v-half", "v-min"),
 }
-# The same -> all families of one route that are made for it: what a search starts from.
+# The same -> all families of one route that are made for it: searches start from them.
 ONE_ROUTE: dict[str, tuple[str, ...]] = {
     "linear": (*BASELINES["linear"], "zb-h1", "zb-h2", "zb-auto", "gpipe", "1f1b-overlap"),
     "loop": (*BASELINES["loop"], "looped-bfs", "interleaved-overlap"),
@@ -117,7 +117,7 @@ def canonical_name(name: str) -> str:
 
 
 def unknown_name(name: str) -> UsageError:
-    """The error that `name` is no family, with the nearest ones."""
+    """Return the error for a `name` that no family has, with the nearest names."""
     plain = _plain(name).removeprefix("schedule")
     near = (_CANONICAL[word] for word in difflib.get_close_matches(plain, _CANONICAL, n=6, cutoff=0.55))
     nearest = " or ".join(map(repr, list(dict.fromkeys(near))[:3]))
@@ -136,8 +136,8 @@ def build(
 ) -> Schedule:
     """The schedule called `name`: a family, by any of its names (`canonical_name`), or `module:function` (called as a family is).
 
-    `chunks` None takes the family's own default; `costs` (of a stage) go to the families that plan with them. The option
-    `cooldown="split"` is every family's, see `split_cooldown`. Raises UsageError for an unknown name, an option that the
+    `chunks` None takes the family's own default; `costs` (of a stage) are passed to the families that plan with them. Every
+    family accepts the option `cooldown="split"`, see `split_cooldown`. Raises UsageError for an unknown name, an option that the
     family does not take, or a value that it refuses, with the nearest valid ones. An exception in a user's function is a
     UsageError with its file and line, or a ScheduleError where the function raised one. The user's module is imported from
     `folder` (None: the working directory), after everything that is installed.

@@ -1,8 +1,8 @@
 """One forward and one input gradient in turn on every rank, with the weight gradients where they cost least.
 
 The rule of the zero-bubble paper (arXiv 2401.10241, section 3.1), for one stage per rank: fill the time before the first
-backward with forwards; then, round by round, one F and one I on each rank. A weight gradient goes into a wait that is as long
-as it, into a shorter one if waiting would make this rank the one with the most idle time, and wherever memory is short.
+backward with forwards; then, round by round, one F and one I on each rank. A weight gradient is computed in a wait that is long
+enough for it, in a shorter one if waiting would make this rank the one with the most idle time, and wherever memory is short.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _AlternatingRank:
 
 
 class Alternation:
-    """Grows all ranks' programs, round by round."""
+    """Construction of all ranks' programs, round by round."""
 
     def __init__(self, ranks: int, microbatches: int, costs: Costs, room: float, habits: RoundRules) -> None:
         self.microbatches, self.costs, self.room, self.habits = microbatches, costs, room + 1e-9, habits
@@ -87,14 +87,14 @@ class Alternation:
         rank.memory += share * self.activation[at]
 
     def _arrival(self, kind: KindName, at: int) -> float:
-        """Return when what the next `kind` of rank `at` needs from its neighbour is there; 0 when it needs nothing."""
+        """Return the time at which the next `kind` of rank `at` has its input from its neighbour; 0 if it needs none."""
         origin = at - 1 if kind == "F" else at + 1
         if kind == "W" or not 0 <= origin < len(self.ranks):
             return 0.0
         return self.ranks[origin].ends[kind][self.ranks[at].done[kind]] + self.costs.hop(origin, at)
 
     def _warm_up(self) -> None:
-        """Forwards up to the first input gradient of each rank, while memory lasts."""
+        """Run forwards up to the first input gradient of each rank, as far as memory allows."""
         last = len(self.ranks) - 1
         first_grad = self.ranks[last].clock + self.time["I"][last]
         wanted = [0] * (last + 1)
@@ -121,7 +121,7 @@ class Alternation:
                 self._put("F", at)
 
     def _forwards_of_round(self) -> list[int]:
-        """The ranks that run a forward this round. A rank does so only if all later ones that still can do, too."""
+        """The ranks that run a forward this round. A rank runs one only if all later ranks with forwards left do, too."""
         wanted = []
         for at in reversed(range(len(self.ranks))):
             rank = self.ranks[at]
@@ -155,7 +155,7 @@ class Alternation:
         return max(rank.idle for rank in self.ranks)
 
     def _ready_for(self, kind: KindName, at: int) -> None:
-        """Weight gradients before the next `kind`: for room, then for the time until it arrives."""
+        """Run weight gradients before the next `kind`: first to free memory, then to fill the time until its input arrives."""
         rank, step = self.ranks[at], self.time["W"][at]
         need = self.activation[at] if kind == "F" else 0.0
         while rank.memory + need > self.room and rank.done["W"] < rank.done["I"]:

@@ -1,10 +1,10 @@
 """Building blocks: a V schedule from the slots that one micro-batch takes, repeated and squeezed.
 
-Pipeline Parallelism with Controllable Memory (Qi et al., arXiv 2405.15362): with F = I = W = 1 slot a stage, a micro-batch takes
-6 slots a rank on a V placement. Its F and I sit at fixed offsets; the next micro-batch follows 6 slots later. How far a stage's F
-lies from its I is how long it holds memory, so that the offsets set the peak. Then actions move to earlier free slots as far as
-data and the peak allow: all of them (`words_of`), or those of the warm-up and the cool-down (`repeated_programs`), as the paper
-does it.
+Pipeline Parallelism with Controllable Memory (Qi et al., arXiv 2405.15362): with F = I = W = 1 slot per stage, a micro-batch
+takes 6 slots per rank on a V placement. Its F and I have fixed offsets; the next micro-batch follows 6 slots later. The distance
+from a stage's F to its I determines how long it holds memory, so the offsets determine the peak. Then actions move to earlier
+free slots as far as data and the peak allow: all of them (`words_of`), or those of the warm-up and the cool-down
+(`repeated_programs`), as in the paper.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class BuildingBlock:
 
 @dataclass
 class _Grid:
-    """The slots of all ranks, and when everything sits."""
+    """The slots of all ranks, and the slot of each action."""
 
     placement: list[int]
     microbatches: int
@@ -64,7 +64,7 @@ class _Grid:
         return sorted((slot, rank, what) for rank, row in enumerate(self.taken) for slot, what in row.items())
 
     def earliest(self, what: BlockSlot) -> int:
-        """The first slot that data and order leave to it. A W is ("W", rank, index) and follows the I of the same index."""
+        """The first slot that data and order allow. A W is ("W", rank, index) and follows the I of the same index."""
         kind, stage, mb = what
         after = self.slot_of[kind][stage][mb - 1] if mb else -1
         if kind == "F" and stage:
@@ -115,7 +115,7 @@ def _unfold(offsets: dict[tuple[KindName, int], int], placement: list[int], micr
 
 
 def _place_weights(grid: _Grid) -> None:
-    """Every W in the first free slot after its I."""
+    """Place every W in the first free slot after its I."""
     grid.slot_of["W"] = []
     for rank, row in enumerate(grid.taken):
         slots: list[int] = []
@@ -149,7 +149,7 @@ def _levels(row: dict[int, BlockSlot]) -> list[int]:
 
 
 def _squeeze(grid: _Grid, levels: list[list[int]], room: int, fixed: Fixed | None = None) -> None:
-    """Actions, in time, to the first free slot that data, order and memory allow; those in `fixed` stay."""
+    """Move actions, in order of time, to the first free slot that data, order and memory allow; those in `fixed` stay."""
     for slot, rank, what in grid.ordered():
         if fixed is not None and fixed[0] <= (slot, rank) <= fixed[1]:
             continue
@@ -165,7 +165,7 @@ def _squeeze(grid: _Grid, levels: list[list[int]], room: int, fixed: Fixed | Non
 
 
 def _hasten_end(grid: _Grid) -> None:
-    """After the last micro-batch has entered, F and I take the W's slots: in the cool-down nothing else holds them up."""
+    """Move F and I after the entry of the last micro-batch into the W's slots: in the cool-down nothing else delays them."""
     entered = grid.slot_of["F"][0][-1]
     _remove_weights(grid)
     for slot, rank, what in grid.ordered():
@@ -176,7 +176,7 @@ def _hasten_end(grid: _Grid) -> None:
 
 
 def _hasten_end_within(grid: _Grid) -> None:
-    """As `_hasten_end`, but no rank comes to hold more than the fullest one, with every W in the first free slot."""
+    """As `_hasten_end`, but no rank exceeds the peak of the fullest one, with every W in the first free slot."""
     _remove_weights(grid)
     rows = [_Filled(row) for row in grid.taken]
     room = max(row.peak for row in rows)
@@ -207,7 +207,7 @@ class _Filled:
         self.peak = max(alive for alive, _ in self.states)
 
     def move(self, old: int, new: int, room: int) -> bool:
-        """Moves what sits at `old` to `new` if that keeps within `room`, and returns whether it does."""
+        """Move the action at `old` to `new` if memory stays within `room`; return whether it does."""
         kinds, states = self.kinds, self.states
         kinds[new], kinds[old] = kinds[old], ""
         changed = [states[new]]
@@ -230,7 +230,7 @@ def _after(state: tuple[int, int], kind: str) -> tuple[int, int]:
 
 
 def _close_gaps(grid: _Grid) -> None:
-    """Every rank keeps its order, and everything sits as early as data allow."""
+    """Move every action as early as data allow; each rank keeps its order."""
     ends = [0] * len(grid.taken)
     for slot, rank, what in grid.ordered():
         new = max(grid.earliest(what), ends[rank])
@@ -244,7 +244,7 @@ def repeated_programs(
 ) -> list[list[BlockSlot]] | None:
     """rank -> its (kind, stage, micro-batch) with the block's own steady state; None if it does not fit p or `room`.
 
-    Only what comes before the steady state and after it moves to earlier slots (their "squeezing"); a W takes the first free
+    Only actions before and after the steady state move to earlier slots (the paper's "squeezing"); a W takes the first free
     slot after its I.
     """
     offsets = block.offsets(max(placement) + 1)
@@ -267,7 +267,7 @@ def repeated_programs(
 
 
 def _steady(grid: _Grid) -> Fixed:
-    """From the first I that leaves the pipeline to the last micro-batch's next F on its way down."""
+    """Return the bounds of the steady state: the first I of stage 0, and the last micro-batch's next F on its way down the V."""
     first = grid.slot_of["I"][0][0], 0
     entries = [(grid.slot_of["F"][rank][-1], rank) for rank in range(len(grid.taken))]
     return first, min((entry for entry in entries if entry > first), default=(math.inf, 0))

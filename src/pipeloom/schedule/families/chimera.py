@@ -15,9 +15,10 @@ from pipeloom.schedule.simulate import simulate
 def chimera(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedule:
     """Two routes over the same ranks in opposite directions; rank k holds replicas of stages k and p-1-k.
 
-    Micro-batches take the routes in turn. At most min(p-k, p/2) of them are alive in the k-th stage of a route, a ready
-    backward goes first. Idle of the worst rank with uniform stages and m = p: (p/2-1)(f+B) at f = B, 2(p-2)f at B = 2f. For
-    m > p also grown with p-k alive and forwards and backwards in turn; the shorter at `costs` (default 1, 1, 1, 0) is taken.
+    Micro-batches take the routes in turn. At most min(p-k, p/2) of them are alive in the k-th stage of a route, and a ready
+    backward runs first. Idle of the worst rank with uniform stages and m = p: (p/2-1)(f+B) at f = B, 2(p-2)f at B = 2f. For
+    m > p a second schedule has p-k alive, and forwards and backwards in turn; the shorter at `costs` (default 1, 1, 1, 0) is
+    returned.
     Peak activations: at most p for m <= p, 3p/2 above; parameters twice. Needs even p; any m >= 1 (an odd one leaves the
     routes unequal).
 

@@ -16,7 +16,7 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
     p+1 on every rank; parameters twice. Needs even p, and even m of at least 2p.
 
     Raises:
-        UsageError: another p or m, with the nearest valid one.
+        UsageError: p or m is not valid, with the nearest valid one.
     """
     require_sizes(ranks=ranks, microbatches=microbatches)
     if ranks % 2:

@@ -1,4 +1,4 @@
-"""DualPipe's eight phases: what one rank does with a stage that is fed early and a stage that is fed late."""
+"""DualPipe's eight phases: the program of a rank with one stage that micro-batches reach early and one that they reach late."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class EightPhases:
     """One rank's program. Stream 0 is the stage that its micro-batches reach first, stream 1 the other.
 
     Attributes:
-        code: writes the integers.
+        code: the encoder of actions as integers.
         stages: stream -> stage.
         jobs: stream -> its micro-batches, in order.
     """
@@ -43,7 +43,7 @@ class EightPhases:
     pending: list[int] = field(default_factory=list)
 
     def run(self, phases: Phases) -> list[int]:
-        """The program's codes."""
+        """Return the codes of the program."""
         for _ in range(2 * phases.outer):
             self._forward(0)
         for _ in range(phases.inner):
@@ -74,7 +74,7 @@ class EightPhases:
         return self.program
 
     def _join_where_none_waits(self) -> None:
-        """On a route's first stage no rank waits for I: one that its own W follows is a B, which autograd does faster."""
+        """Join I and a W right after it into B on a route's first stage: no rank waits for that I, and autograd runs B faster."""
         microbatches, stage = self.jobs[0], self.stages[0]
         wholes = {(self.code.i(stage, mb), self.code.w(stage, mb)): self.code.b(stage, mb) for mb in microbatches}
         joined: list[int] = []

@@ -1,7 +1,7 @@
-"""List scheduling: programs grown action by action in the order of time, under limits on memory.
+"""List scheduling: programs constructed action by action in the order of time, under limits on memory.
 
-For families whose papers give a rule and not a table. Whenever a rank is free it takes the best ready action by its rule;
-weight gradients fill the time that is left or make room for a forward. Equal micro-batches are taken first in, first out.
+For families whose papers give a rule and not a table. Whenever a rank is free, it runs the best ready action by the rule;
+weight gradients fill the time that is left or free memory for a forward. Equal micro-batches run first in, first out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SchedulingProblem:
         costs: of the stages and links.
         room: rank -> the memory that its activations may take at once.
         caps: stage -> the most of its micro-batches alive at once, at least 1. Where the activations of all stages at their
-            caps fit the room, the growth cannot get stuck.
+            caps fit the room, the construction cannot get stuck.
         fused: one B in place of I and W.
     """
 
@@ -48,7 +48,7 @@ class PriorityRule:
 
     Attributes:
         turns: forwards and backwards take turns where both are ready; else the backward goes first.
-        late: of several forwards, that of the later position in its route goes first; else that of the earlier.
+        late: of several forwards, the one at the latest position in its route runs first; else the one at the earliest.
         patience: a weight gradient runs if at least this share of it fits before the next known arrival.
     """
 
@@ -64,14 +64,14 @@ def single_route(
     room: Sequence[float],
     caps: Sequence[float] | None = None,
 ) -> SchedulingProblem:
-    """A line of one route through all stages in order."""
+    """Return the problem of one route through all stages in order."""
     stages = tuple(range(len(placement)))
     chosen = tuple(caps) if caps is not None else (math.inf,) * len(placement)
     return SchedulingProblem(tuple(placement), (stages,), (range(microbatches),), costs, tuple(room), chosen)
 
 
 class MemoryDeadlock(Exception):
-    """The limits on memory let no rank go on."""
+    """The limits on memory allow no rank to continue."""
 
 
 def programs_of(line: SchedulingProblem, rule: PriorityRule) -> list[list[Planned]]:
@@ -82,7 +82,7 @@ def programs_of(line: SchedulingProblem, rule: PriorityRule) -> list[list[Planne
 def programs_along(
     line: SchedulingProblem, words: Sequence[Sequence[tuple[KindName, int]]], patience: float
 ) -> list[list[Planned]]:
-    """As `programs_of`, but each rank's forwards and input gradients come in the order of its word of (kind, stage).
+    """As `programs_of`, but each rank's forwards and input gradients are in the order of `words`: rank -> (kind, stage) of each.
 
     Only the positions of the weight gradients are chosen: in waits, where memory is short, and at the end. Raises MemoryDeadlock.
     """
@@ -142,7 +142,7 @@ class _Growth:
         return self.programs
 
     def _choose(self, rank: int, now: float) -> tuple[KindName, int] | None:
-        """The action that `rank` runs now; None after it has been put to sleep until its next known arrival."""
+        """The action that `rank` runs now; None if it waits for its next known arrival."""
         best: tuple[tuple[int, int], KindName, int] | None = None
         following = math.inf
         backward_first = not self.rule.turns or self.last[rank] == "F"
@@ -163,7 +163,7 @@ class _Growth:
         return self._fill(rank, now, following)
 
     def _fill(self, rank: int, now: float, following: float) -> tuple[KindName, int] | None:
-        """A weight gradient for the time until `following`, the oldest first; or sleep until then."""
+        """Return a weight gradient for the time until `following`, the oldest first; None to wait until then."""
         if not self.line.fused and self.gradients[rank]:
             stage = self.gradients[rank][0]
             if following - now >= self.rule.patience * self.time["W"][stage] - TIME_TOLERANCE:
@@ -172,7 +172,7 @@ class _Growth:
         return None
 
     def _wake(self, rank: int, when: float) -> None:
-        """Lets `rank` choose at `when`, unless it is to do so earlier."""
+        """Let `rank` choose at `when`, unless it will choose earlier."""
         if when < self.wake_at[rank]:
             self.wake_at[rank] = when
             heapq.heappush(self.heap, (when, rank))

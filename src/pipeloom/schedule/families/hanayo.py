@@ -13,15 +13,17 @@ from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.placement import vee
 from pipeloom.schedule.simulate import simulate
 
+# Largest S m for which two limits on the micro-batches alive are tried, which takes twice as long.
 MOST_TASKS_WITH_CAPS = 4_000
 
 
 def hanayo(ranks: int, microbatches: int, waves: int = 1) -> Schedule:
     """One route that runs down and up the ranks `waves` times: 2 · waves chunks per rank, and no hop at the turns.
 
-    Grown with B = 2f: a ready backward first, else the forward that has come furthest. For more than p micro-batches also
-    with forwards and backwards in turn; the shortest is taken. Idle of the worst rank at B = 2f, one wave and p = m = 4: 12f
-    of a stage (1F1B on the same stages: 18f). Peak activations: m 2 waves for m <= p, and at most 4 p waves. Any m >= 1.
+    Constructed with B = 2f: a ready backward first, else the forward at the latest position. For more than p micro-batches also
+    with forwards and backwards in turn, and for small schedules with fewer alive; the shortest is returned. Idle of the worst
+    rank at B = 2f, one wave and p = m = 4: 12f of a stage (1F1B on the same stages: 18f). Peak activations: m 2 waves for
+    m <= p, and at most 4 p waves. Any m >= 1.
     """
     require_sizes(ranks=ranks, microbatches=microbatches, waves=waves)
     placement = vee(ranks, 2 * waves)

@@ -16,7 +16,9 @@ from pipeloom.schedule.families.layout import Coder, warmup_then_alternate
 from pipeloom.schedule.model import Program, Schedule
 from pipeloom.schedule.simulate import simulate
 
+# Shares of a weight gradient's time that a wait must have before one is computed in it; each is tried.
 GAP_SHARES = (0.0, 0.5, 1.0)
+# Largest S m for which more than I W in the place of B is tried; above an eighth of it, only the last of GAP_SHARES.
 MOST_TASKS_WITH_VARIANTS = 40_000
 
 
@@ -31,12 +33,12 @@ def interleaved_zb(
 ) -> Schedule:
     """Interleaved rounds, each B cut into I, at its place, and W, later.
 
-    Two warm-ups are planned for: interleaved's own, 2(p-r-1) + (v-1) g on rank r, and zb-h1's way of p-r-1 + (v-1) g, as an
-    input gradient comes back sooner than a whole backward. A weight gradient waits for a gap that it fits, for the moment when
+    Two warm-ups are tried: interleaved's own, 2(p-r-1) + (v-1) g on rank r, and p-r-1 + (v-1) g, as in zb-h1, because an
+    input gradient arrives sooner than a whole backward. A weight gradient waits for a gap that it fits, for the moment when
     its memory is needed, or for the end. No rank holds more than interleaved's fullest rank. The shortest at `costs`
-    (default 1, 1, 1, 0) is taken, of equal ones the smallest: never longer than interleaved, because W right after I in
-    its order is among the candidates; so is zb-h1's order of W, r input gradients late on rank r. Any m >= 1, with interleaved's
-    options.
+    (default 1, 1, 1, 0) is returned, of equal ones the one with the lowest peak. It is never longer than interleaved, because W
+    right after I in its order is among the candidates; so is zb-h1's order of W, r input gradients late on rank r. Any m >= 1,
+    with interleaved's options.
 
     Args:
         memory: the most stage-micro-batches alive on a rank; None: as many as interleaved's fullest rank holds.
@@ -85,7 +87,7 @@ def interleaved_zb(
 
 
 def _quality(schedule: Schedule, costs: Costs) -> tuple[float, int, int]:
-    """Shorter is better; then a lower highest peak, then lower peaks. What cannot run comes last, for `check` to refuse."""
+    """Return a key to sort by: the makespan, the highest peak, the sum of the peaks. A schedule that cannot run comes last."""
     try:
         timeline = simulate(schedule, costs)
     except ScheduleError:
@@ -107,7 +109,7 @@ def _words(base: Schedule, order: list[tuple[int, int]], warmups: list[int]) -> 
 def _late(
     line: SchedulingProblem, words: list[list[tuple[KindName, int]]], patience: tuple[float, ...], code: Coder
 ) -> list[list[list[int]]]:
-    """Programs with the weight gradients put off; none where the order deadlocks."""
+    """Programs with the weight gradients deferred; none where the order deadlocks."""
     made = []
     for share in patience:
         try:
@@ -119,7 +121,7 @@ def _late(
 
 
 def _lagging(word: list[tuple[KindName, int]], lag: int, code: Coder) -> list[int]:
-    """The word's F and I, and behind each I the W of the I that came `lag` earlier (zb-h1's way, with lag r on rank r)."""
+    """The word's F and I, and after each I the W of the I that is `lag` earlier (as in zb-h1, with lag r on rank r)."""
     done: dict[tuple[KindName, int], int] = {}
     program: list[int] = []
     pending: deque[int] = deque()
@@ -143,7 +145,7 @@ def _alive(program: list[int], stride: int) -> int:
 
 
 def _adjacent(program: Program, code: Coder) -> list[int]:
-    """Every B written as I W."""
+    """Return the program with every B written as I W."""
     split: list[int] = []
     for action in program:
         split += [action] if action < code.stride else [action + code.stride, action + 2 * code.stride]

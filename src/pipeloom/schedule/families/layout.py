@@ -1,4 +1,4 @@
-"""Helpers of the families: sizes that are refused in the same words, and integer programs of looped placements."""
+"""Helpers of the families: checks of their sizes, the encoding of actions as integers, and common orders of actions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def require_sizes(most: int = MOST_CELLS, **sizes: int) -> None:
     """Raise UsageError that names the first of `sizes` which is not a whole number of at least 1, or which is too large.
 
     Args:
-        most: of the product of the sizes, where ranks and microbatches are among them.
+        most: the largest product of the sizes, where ranks and microbatches are among them.
     """
     for name, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -30,7 +30,7 @@ def require_sizes(most: int = MOST_CELLS, **sizes: int) -> None:
 
 
 class Coder:
-    """Writes actions as a Schedule's integers: `coder.f(stage, mb)` and so on."""
+    """Encoder of actions as a Schedule's integers: `coder.f(stage, mb)` and so on."""
 
     def __init__(self, stages: int, microbatches: int) -> None:
         self.stages = stages

@@ -14,15 +14,15 @@ from pipeloom.schedule.model import Schedule
 def one_f_one_b_overlap(ranks: int, microbatches: int) -> Schedule:
     """Warm-up of min(m, 2(p-r-1)+1) forwards on rank r, then pairs F|B, then the backwards that are left.
 
-    With 1F1B's own warm-up p-r-1 a pair would depend on itself through the next rank, and with p-r each waits for the next
-    rank's last one: a bubble of (m+p-3)(f+B). Idle with uniform stages and pairs without gain: (p-1)(f+B); when pairs gain,
-    on rank p-1 only. Peak activations of rank r: min(m, 2(p-r)). Any m >= 1.
+    With 1F1B's own warm-up p-r-1 a pair would depend on itself through the next rank, and with p-r each pair waits for the
+    next rank's previous pair: a bubble of (m+p-3)(f+B). Idle with uniform stages and pairs without gain: (p-1)(f+B); when pairs
+    gain, on rank p-1 only. Peak activations of rank r: min(m, 2(p-r)). Any m >= 1.
     """
     return paired_one_f_one_b(ranks, microbatches, lambda rank: 2 * (ranks - rank - 1) + 1)
 
 
 def paired_one_f_one_b(ranks: int, microbatches: int, warmup: Callable[[int], int]) -> Schedule:
-    """1F1B with pairs after `warmup(rank)` forwards; whether it can run is `check`'s to say."""
+    """1F1B with pairs after `warmup(rank)` forwards. Not checked: with a short warm-up it deadlocks."""
     require_sizes(ranks=ranks, microbatches=microbatches)
     code = Coder(ranks, microbatches)
     programs = [

@@ -2,7 +2,7 @@
 
 The rule of the zero-bubble paper (arXiv 2401.10241, section 6) for two stages per rank: fill the time before the first backward
 with forwards, as memory allows; then, round by round, one I and one F on each rank, of the half of the V that comes second as
-soon as its input is known, else of the other. A weight gradient fills a wait that is as long as it, a shorter one if waiting
+soon as its input is known, else of the other. A weight gradient fills a wait that is long enough, a shorter one if waiting
 would make this rank the one with the most idle time, and runs wherever memory is short.
 """
 
@@ -33,9 +33,9 @@ class _RoundsRank:
 def round_programs(ranks: int, microbatches: int, costs: Costs, room: int) -> list[list[list[Planned]]]:
     """Complete programs, rank -> (kind, stage, micro-batch), at most `room` stage-micro-batches alive on a rank.
 
-    One for each choice of whether forwards, and the backwards of the half that comes first, are preceded by a W that is longer
-    than the wait; each is grown again with the idle time that its ranks turned out to have allowed to every rank, as long as that
-    shortens the largest. Choices that the rule cannot complete are left out.
+    One for each choice of whether a W that is longer than the wait may precede forwards, and the backwards of the half that
+    gradients enter first. Each is constructed again, with the ranks' idle times of the construction before as allowances, as long
+    as that shortens the largest idle time. Choices that the rule cannot complete are left out.
     """
     complete = []
     for before_backwards, before_forwards in product((True, False), repeat=2):
@@ -70,11 +70,11 @@ class _Rounds:
         self.time = {"F": spread.forward, "I": spread.input_grad, "W": spread.weight_grad}
         self.ends: dict[str, list[list[float]]] = {kind: [[] for _ in range(2 * ranks)] for kind in ("F", "I")}
         self.ranks = [_RoundsRank((rank, 2 * ranks - 1 - rank)) for rank in range(ranks)]
-        # The least of what each rank may treat as idle time that another one has anyway.
+        # The least idle time of the worst rank that each rank assumes: the slack that it had in the construction before.
         self.slack = [max(allowed) - idle for idle in allowed] if allowed is not None else [0.0] * ranks
 
     def run(self) -> None:
-        """Grows all programs. Raises MemoryDeadlock."""
+        """Construct all programs. Raises MemoryDeadlock."""
         self._warm_up()
         for _ in range(2 * self.microbatches):
             self._backwards()
@@ -87,13 +87,13 @@ class _Rounds:
         return len(self.ends[kind][self.ranks[at].stages[half]])
 
     def _ready(self, kind: str, at: int, half: int) -> int:
-        """Return how many `kind` of `half` have what this rank itself makes for them."""
+        """Return the number of `kind` of `half` whose input from this rank itself is computed."""
         if half == UP:
             return self._done("F", at, DOWN if kind == "F" else UP)
         return self.microbatches if kind == "F" else self._done("I", at, UP)
 
     def _arrival(self, kind: str, at: int, half: int) -> float | None:
-        """Return when the input from another rank of the next `kind` is there; 0 where there is none, None if it is not known."""
+        """Return the arrival time of the next `kind`'s input from another rank; 0 if it needs none, None if not known yet."""
         stage = self.ranks[at].stages[half]
         index, origin = len(self.ends[kind][stage]), stage + (-1 if kind == "F" else 1)
         neighbour = at - 1 if (half == DOWN) == (kind == "F") else at + 1
@@ -152,7 +152,7 @@ class _Rounds:
                 half = 1 - half
 
     def _behind(self, at: int) -> bool:
-        """Return whether rank `at` has yet to run as many forwards as the rank before, and one more of the upper half."""
+        """Return whether rank `at` still lacks as many forwards as the rank before has run, with one more of the upper half."""
         here, before = ([self._done("F", rank, half) for half in (DOWN, UP)] for rank in (at, at - 1))
         return sum(here) < sum(before) or here[UP] <= before[UP] < self.microbatches
 
@@ -168,7 +168,7 @@ class _Rounds:
                 self._put("I", at, UP)
 
     def _next_backward(self, at: int) -> int:
-        """The half that was left longer ago, as soon as its gradient is known; else the half that gradients enter first."""
+        """Return DOWN where it lags behind UP and its gradient is known; else UP, the half that gradients enter first."""
         done = self._done("I", at, UP)
         if self._done("I", at, DOWN) >= done:
             return UP
@@ -196,7 +196,7 @@ class _Rounds:
         return None
 
     def _fill(self, kind: KindName, at: int, half: int, short: bool) -> None:
-        """Weight gradients for the time until the next `kind` of `half` can start."""
+        """Run weight gradients in the time until the next `kind` of `half` can start."""
         rank, arrival = self.ranks[at], self._arrival(kind, at, half)
         if arrival is None:
             raise MemoryDeadlock

@@ -25,7 +25,7 @@ from pipeloom.schedule.simulate import simulate
 from pipeloom.schedule.timeline import Objective
 
 FIT_SHARES = (0.5, 0.75, 1.0)
-SHY = 1.05  # A W planned 5 % too long, with hops twice as much, keeps out of gaps that it would only just fit.
+SHY = 1.05  # A W planned 5 % too long, with hops 10 % too long, is not placed in gaps that it would only just fit.
 # Largest p m for which every rule of each kind is tried: p = 64, m = 256 then takes 5 s instead of 17.
 MOST_CELLS_WITH_ALL_RULES = 1_500
 
@@ -95,7 +95,7 @@ def _lengths(schedule: Schedule, costs: Costs, objective: Objective) -> tuple[fl
 
 
 def _plans(costs: Costs) -> list[Costs]:
-    """Costs to plan with: the true ones, shy ones, and unit ones."""
+    """Costs to plan with: the true ones, ones with a margin (`SHY`), and unit ones."""
     weight, p2p = costs.weight_grad, costs.p2p
     longer = tuple(w * SHY for w in weight) if isinstance(weight, tuple) else weight * SHY
     slower = tuple(tuple(c * SHY**2 for c in row) for row in p2p) if isinstance(p2p, tuple) else p2p * SHY**2

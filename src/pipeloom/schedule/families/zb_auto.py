@@ -15,14 +15,15 @@ from pipeloom.schedule.simulate import simulate
 
 
 def zb_auto(ranks: int, microbatches: int, memory: float | None = None, costs: Costs | None = None) -> Schedule:
-    """The best of their heuristic's variants (by the largest span, then the makespan) that fits `memory`.
+    """The best variant of the paper's heuristic (by the largest span, then the makespan) that fits `memory`.
 
     One stage per rank. As many forwards as fit before the first backward, then one forward and one input gradient in turn;
-    weight gradients fill gaps and make room. Below 1F1B's memory, where that rule collapses, plain list scheduling is tried
-    too. Any m >= 1.
+    weight gradients fill gaps and make room. Below the default memory, plain list scheduling is tried too: the rule collapses
+    below 1F1B's. Any m >= 1.
 
     Args:
-        memory: the largest peak memory of a rank, in the units of `Costs.activation`, held share counted; default 2p.
+        memory: the largest peak memory of a rank, in the units of `Costs.activation`; from I until W only the share `Costs.held`
+            counts. Default: 2p times the largest activation.
         costs: default 1, 1, 1, 0.
 
     Raises:

@@ -9,7 +9,7 @@ from pipeloom.schedule.model import Schedule
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
-    """1F1B with B split into I and W; rank r puts off its first r weight gradients to the end, and so keeps 1F1B's memory.
+    """1F1B with B split into I and W; rank r runs each W r micro-batches late, and the last r at the end.
 
     Idle inside the largest span with uniform stages: (p-1)(f+b-w) for m >= p and w <= min(f, b). Peak activations of every
     rank: min(m, p) at most. Any m >= 1.
@@ -19,7 +19,7 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
 
 
 def split_one_f_one_b(name: str, ranks: int, microbatches: int, shape: Callable[[int], tuple[int, int]]) -> Schedule:
-    """Warm-up forwards, then F I W in turn; the first W wait. `shape(rank)` gives (warm-up, how many W are put off)."""
+    """Warm-up forwards, then F I W in turn. `shape(rank)`: (warm-up, by how many micro-batches each W is late)."""
     code = Coder(ranks, microbatches)
     programs = []
     for r in range(ranks):

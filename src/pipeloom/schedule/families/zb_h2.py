@@ -8,7 +8,7 @@ from pipeloom.schedule.model import Schedule
 
 
 def zb_h2(ranks: int, microbatches: int) -> Schedule:
-    """Twice 1F1B's warm-up fills the time before the first backward; rank r puts off its first 2 r weight gradients.
+    """Twice 1F1B's warm-up fills the time before the first backward; rank r runs each W 2 r micro-batches late.
 
     Idle inside the largest span with uniform stages: (p-1)(f+b-2w) for m >= 2p-1, 2w <= f+b and w <= f: none at f = b = w,
     where a step that ends without a barrier has no bubble. Peak activations of every rank: min(m, 2p-1) at most. Any m >= 1.

@@ -19,7 +19,7 @@ def zbv(ranks: int, microbatches: int, costs: Costs | None = None, objective: Ob
     much as 1F1B's p on rank 0. Any m >= 1.
 
     Args:
-        costs: what the schedule is planned for; default 1, 1, 1, 0.
+        costs: the costs that the schedule is planned for; default 1, 1, 1, 0.
         objective: "makespan", for a step that ends in a barrier, or "span", the largest span of a rank, for one that does not.
 
     Raises:
