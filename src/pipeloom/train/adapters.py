@@ -1,4 +1,4 @@
-"""Adapters in training: where the frozen weights come from, and adapters in the file format of `peft`."""
+"""Adapters in training: the source of the frozen weights, and adapters in the file format of `peft`."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from pipeloom.train.checkpoint.manifest import BaseWeights, read_manifest
 from pipeloom.train.checkpoint.state import Holder, holders, require_shapes
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-_PREFIX = "base_model.model."  # of every name in peft's files
-_SAMPLE = 64  # bytes of each tensor, at its start, middle and end, that a directory's digest sees
+_PREFIX = "base_model.model."  # prefix of every name in peft's files
+_SAMPLE = 64  # bytes at each of the start, middle and end of a tensor that a directory's digest reads
 
 
 def base_weights(config: Config) -> BaseWeights | None:
-    """Return where the weights that adapters leave alone come from; None: the configuration has no adapters.
+    """Return the source of the weights that stay frozen beside adapters; None: the configuration has no adapters.
 
-    Raises CheckpointError or ConfigError where they cannot be read.
+    Raises CheckpointError or ConfigError if they cannot be read.
     """
     if not config.lora.r:
         return None
@@ -53,9 +53,9 @@ def base_weights(config: Config) -> BaseWeights | None:
 
 
 def directory_digest(path: Path) -> str:
-    """SHA-256 of a Hugging Face directory's configuration, its tensors' names, types and shapes, and samples of each.
+    """Return the SHA-256 of a Hugging Face directory's configuration, its tensors' names, dtypes and shapes, and samples of each.
 
-    Samples and not all bytes, so that it takes as long for a large model as for a small one.
+    Only samples of the values are read, so that the time does not grow with the size of the tensors.
     """
     digest = hashlib.sha256((path / "config.json").read_bytes())
     for name, entry in sorted(Folder(path).entries.items()):
@@ -68,20 +68,21 @@ def directory_digest(path: Path) -> str:
 
 
 def checkpoint_digest(path: Path) -> str:
-    """SHA-256 of the checksums of a checkpoint's files."""
+    """Return the SHA-256 of the checksums of a checkpoint's files."""
     files = read_manifest(path).files
     return hashlib.sha256(" ".join(f"{name} {files[name].sha256}" for name in sorted(files)).encode()).hexdigest()
 
 
 def begin_weights(config: Config, pipeline: Pipeline, resumed: bool = False) -> None:
-    """Put in the weights that a run begins with, beside those of `model.source`; collective.
+    """Load the initial weights of a run, apart from those of `model.source`; collective.
 
-    `model.weights` holds those of our own decoder, `lora.adapter` those of adapters.
+    `model.weights` holds those of Pipeloom's own decoder, `lora.adapter` those of adapters.
 
     Args:
-        resumed: whether a checkpoint is loaded afterwards, which has all weights that train.
+        resumed: whether a checkpoint, which has all trained weights, is loaded afterwards.
 
-    Raises CheckpointError and ConfigError where they are not there or are others', or where no layer has an adapter.
+    Raises:
+        CheckpointError, ConfigError: weights that are absent or belong to another model; adapters without a layer to adapt.
     """
     if config.model.weights and (config.lora.r or not resumed):
         weights = expanded(config.model.weights).absolute()
@@ -94,14 +95,15 @@ def begin_weights(config: Config, pipeline: Pipeline, resumed: bool = False) -> 
 
 @torch.no_grad()
 def read_directory(path: Path, pipeline: Pipeline) -> int:
-    """Put the weights of a Hugging Face directory into our own decoder, of each this rank's part.
+    """Load this rank's part of the weights of a Hugging Face directory into Pipeloom's own decoder.
 
-    Experts' gate and up matrices, which `transformers` has as one in memory, are read from where the files have them.
+    The gate and up matrices of experts, which `transformers` joins in memory, are read in the form in which the files have them.
 
     Returns:
-        the bytes of tensors that this rank has read.
+        the number of bytes of tensors that this rank has read.
 
-    Raises ConfigError for a weight that the directory lacks, or that has another shape.
+    Raises:
+        ConfigError: a weight that the directory lacks, or that has another shape.
     """
     weights = PretrainedWeights(path, causal_model(read_config(path), None))
     for held in holders(pipeline):
@@ -124,7 +126,7 @@ def read_directory(path: Path, pipeline: Pipeline) -> int:
 
 @torch.no_grad()
 def _read_checkpoint(path: Path, pipeline: Pipeline) -> None:
-    """The weights of a checkpoint, adapters aside."""
+    """Load the weights of a checkpoint, except those of adapters; collective."""
     everyone = pipeline.mesh.everyone
     group = pipeline.run_control if everyone.size > 1 else None
     directory = newest_checkpoint(path)
@@ -142,7 +144,7 @@ def _read_checkpoint(path: Path, pipeline: Pipeline) -> None:
 
 
 def _require_adapters(config: Config, pipeline: Pipeline) -> None:
-    """Raise ConfigError, on every rank, where no linear layer of the model is a target."""
+    """Raise ConfigError, on every rank, if no linear layer of the model has an adapter."""
     mine = [name for name, _ in pipeline.named_parameters() if is_adapter(name)]
     weights = {
         name.split(".")[-2] for name, p in pipeline.named_parameters() if p.ndim == 2 and name.endswith(".weight")
@@ -167,9 +169,9 @@ def write_adapter(out: Path, tensors: Mapping[str, Tensor], options: LoraOptions
     """Write adapters as `peft` does: `adapter_config.json` and `adapter_model.safetensors` in a new directory.
 
     Args:
-        tensors: by their names in `transformers`.
-        base: the model that they belong to, as `peft` finds it.
-        transposed: whether the layers keep their weights as [inputs, outputs].
+        tensors: name in `transformers` -> tensor.
+        base: directory of the model that they belong to, for `peft`.
+        transposed: whether the layers store their weights as [inputs, outputs].
     """
     out.mkdir(parents=True, exist_ok=True)
     named = {f"{_PREFIX}{name}": tensor.contiguous() for name, tensor in tensors.items()}
@@ -193,9 +195,9 @@ def write_adapter(out: Path, tensors: Mapping[str, Tensor], options: LoraOptions
 
 @torch.no_grad()
 def read_adapter(folder: Path, pipeline: Pipeline) -> None:
-    """Put adapters in peft's format into a pipeline, of each this rank's part.
+    """Load this rank's part of adapters in peft's format into a pipeline; collective.
 
-    Raises ConfigError, on every rank, for adapters that the file lacks, has beside the model's, or has in another shape.
+    Raises ConfigError, on every rank, for adapters that only the model or only the file has, or that have another shape.
     """
     here = [held for held in holders(pipeline) if is_adapter(held.name)]
     problem = ""
@@ -214,7 +216,7 @@ def read_adapter(folder: Path, pipeline: Pipeline) -> None:
 
 
 def _read_parts(path: Path, here: Iterable[Holder]) -> list[str]:
-    """Fill these tensors; the names of all that the file holds."""
+    """Fill the tensors in `here` from a file. Return the names of all tensors in the file."""
     try:
         file = StoredTensors([path])
         keys = [key.removeprefix(_PREFIX) for key in file.entries]

@@ -18,23 +18,22 @@ from pipeloom.schedule.functions import source_file
 if TYPE_CHECKING:
     from pipeloom.train.context import WorkerContext
 
-# The data's paths may differ from machine to machine: their content is compared. Where logs go concerns rank 0 alone.
+# The paths of the data may differ from machine to machine: their content is compared. Only rank 0 uses the folder of logs.
 MAY_DIFFER = frozenset(
     {"data.source", "data.validation", "data.tokenizer", "data.cache", "log.dir", "train.device", "train.timeout"}
 )
-_SAMPLED_BYTES = 64 * 2**20  # a second of reading at most, and all of most texts
+_SAMPLED_BYTES = 64 * 2**20  # takes at most a second to read, and covers most texts in full
 _SAMPLES = 64
 
 
 def require_agreement(layouts: Sequence[Layout], context: WorkerContext, data: Mapping[str, str] | None = None) -> None:
-    """Raise DistributedError, on every worker, that names what differs between two workers. Collective over the run.
+    """Raise DistributedError, on every worker, if two workers differ; it names the differences. Collective over the run.
 
-    Compared are the versions, Pipeloom's source, the configuration (but MAY_DIFFER), the file of a user's schedule, and the
-    data: of texts sizes, and SHA-256 of all of it up to 64 MB, else of 64 samples of 1 MB at fixed offsets; of tokens the
-    digests of what they were made of.
+    Compared are the versions, Pipeloom's source, the configuration except for MAY_DIFFER, the files of a user's schedule and
+    classes, and the data: of texts the `fingerprint`, of tokens the digests of the files and settings they were made from.
 
     Args:
-        data: name -> what must be the same of it.
+        data: name -> digest that must be equal on all workers.
     """
     if context.world_size == 1:
         return
@@ -50,7 +49,7 @@ def require_agreement(layouts: Sequence[Layout], context: WorkerContext, data: M
 
 
 def fingerprint(data: bytes | memoryview) -> str:
-    """Size and SHA-256: of up to 64 MB of `data`, in 64 pieces at fixed offsets where it is longer."""
+    """Return the size and the SHA-256 of `data`; of more than 64 MiB, the SHA-256 of 64 samples of 1 MiB at fixed offsets."""
     view = memoryview(data).cast("B")
     found = hashlib.sha256()
     if len(view) <= _SAMPLED_BYTES:
@@ -64,7 +63,7 @@ def fingerprint(data: bytes | memoryview) -> str:
 
 
 def _settings(layout: Layout) -> dict[str, Any]:
-    """Section.key -> value, as JSON holds it."""
+    """Return section.key -> value, as JSON holds it, and the fingerprints of a user's code."""
     dumped = layout.config.model_dump(mode="json")
     settings = {f"{section}.{key}": value for section, table in dumped.items() for key, value in table.items()}
     settings = {key: value for key, value in settings.items() if key not in MAY_DIFFER}

@@ -1,4 +1,4 @@
-"""The pipeline of a layout."""
+"""Construction of a layout's pipeline: its layers, loss and options."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def build_pipeline(
     dtype: torch.dtype | None = None,
     watchdog: Watchdog | None = None,
 ) -> Pipeline:
-    """This process's part of the layout's pipelines, its own stages built on `device`.
+    """Build this process's part of the layout's pipeline, with its stages on `device`.
 
     Args:
-        mesh: the processes; None: all, as the layout spreads them.
-        dtype: of parameters and computation; None: as configured.
-        watchdog: of this worker; None: the pipeline starts its own.
+        mesh: the processes and their places; None: all processes, with the layout's sizes.
+        dtype: dtype of parameters and computation; None: the configured one.
+        watchdog: this worker's watchdog; None: the pipeline starts one.
     """
     config = layout.config
     if mesh is None and layout.mesh.world > layout.mesh.pp:
@@ -79,7 +79,7 @@ def model_layers(
     mesh: Mesh | PipelineMesh | None = None,
     classes: MoeClasses = MoeClasses(),
 ) -> list[Layer]:
-    """The layers of a configuration's model, with its adapters."""
+    """Return the layers of a configuration's model, with its adapters."""
     options = lora_options(config)
     if config.model.source:
         chosen: list[Layer] = foreign(config.model.source, dtype)
@@ -98,7 +98,7 @@ def moe_classes(layout: Layout) -> MoeClasses:
 
 
 def lora_options(config: Config) -> LoraOptions | None:
-    """The adapters of a configuration; None: it has none."""
+    """Return the options of a configuration's adapters; None: it has none."""
     section = config.lora
     if not section.r:
         return None
@@ -106,7 +106,7 @@ def lora_options(config: Config) -> LoraOptions | None:
 
 
 def ties(config: Config) -> tuple[tuple[str, ...], ...]:
-    """Groups of names of parameters that are one weight."""
+    """Return groups of names of parameters that share one weight."""
     if config.model.source:
         return foreign(config.model.source, PARAMETER_DTYPES[config.train.dtype]).tied
     return tied(config.model.shape())
@@ -114,7 +114,7 @@ def ties(config: Config) -> tuple[tuple[str, ...], ...]:
 
 @cache
 def foreign(source: str, dtype: torch.dtype) -> hf.ModelLayers:
-    """The layers of the model in a Hugging Face directory."""
+    """Return the layers of the model in a Hugging Face directory."""
     return hf.layers(expanded(source), dtype=dtype)
 
 
@@ -129,7 +129,7 @@ def _tensor_parallel(mesh: Mesh, config: Config, device: torch.device) -> Tensor
 
 
 def training_loss(config: Config, tensor: TensorParallel | None = None) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return what training minimises; an evaluation is told the cross entropy itself, without smoothing."""
+    """Return the loss function: with label smoothing where gradients are enabled, the plain cross entropy in evaluation."""
     if config.model.source:
         return lambda logits, targets: cross_entropy(
             logits, targets, config.train.label_smoothing if torch.is_grad_enabled() else 0.0
@@ -140,7 +140,11 @@ def training_loss(config: Config, tensor: TensorParallel | None = None) -> Calla
 
 
 def recomputed(config: Config) -> Literal["none"] | frozenset[str]:
-    """The blocks to recompute, by name. The embedding keeps tokens only, and the output layer's loss comes at once."""
+    """Return the names of the blocks to recompute.
+
+    Recomputing the embedding would save nothing, since it keeps only tokens; nor the output layer, whose backward follows its
+    forward at once.
+    """
     chosen = config.train.recompute
     if chosen == "none":
         return "none"

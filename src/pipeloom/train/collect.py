@@ -1,4 +1,4 @@
-"""Small sums and maxima over ranks. Collective: every rank of them calls these in the same order."""
+"""A few numbers gathered, summed or maximised over ranks. Collective: all ranks call these functions in the same order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeloom.runtime import LocalPipeline, Pipeline
 
 
 def gather(pipeline: Pipeline, values: Sequence[float]) -> list[list[float]]:
-    """The values of every rank of the run, in order of their numbers, in fp64."""
+    """Return the values of every rank of the run, in rank order, in fp64."""
     everyone = pipeline.mesh.everyone
     own = torch.tensor(values, dtype=torch.float64, device=carrier_of(pipeline.device, everyone.group))
     if everyone.group is not None:
@@ -25,12 +25,12 @@ def gather(pipeline: Pipeline, values: Sequence[float]) -> list[list[float]]:
 
 
 def maxima(pipeline: Pipeline, values: Sequence[float]) -> list[float]:
-    """The largest of each value over the ranks of the run."""
+    """Return the largest of each value over the ranks of the run."""
     return _reduce(pipeline, values, dist.ReduceOp.MAX, pipeline.mesh.everyone.group)
 
 
 def sums(pipeline: Pipeline | LocalPipeline, values: Sequence[float]) -> list[float]:
-    """The sum of each value over the ranks of this pipeline, in fp64; the same bits on every rank."""
+    """Return the sum of each value over the ranks of this pipeline, in fp64; the same bits on every rank."""
     return _reduce(pipeline, values, dist.ReduceOp.SUM, pipeline.group)
 
 

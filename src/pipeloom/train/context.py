@@ -1,4 +1,4 @@
-"""A worker's place in its run, and its watchdog: what the worker's start hands to the program that it runs."""
+"""A worker's place in its run, its watchdog and its log, as the start of the worker hands them to the program that it runs."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class WorkerContext:
     """A worker's place in its run.
 
     Attributes:
-        rank: global rank; 0 writes to the terminal.
-        world_size: workers of the run.
-        local_rank: among the workers of this machine.
-        device: where this worker computes.
+        rank: global rank; rank 0 writes to the terminal.
+        world_size: number of workers of the run.
+        local_rank: number of this worker on its machine.
+        device: device on which this worker computes.
         store: key-value store that all workers share.
-        requests: what signals have asked for.
-        watchdog: of this worker; None where it is the only one.
-        log: the copy of what this worker writes, to be opened in the run's folder; None: there is none.
+        requests: requests received by signals.
+        watchdog: this worker's watchdog; None if it is the only worker.
+        log: copy of this worker's output, to be opened in the run's folder; None: there is none.
     """
 
     rank: int
@@ -45,7 +45,7 @@ class WorkerContext:
 
     @contextlib.contextmanager
     def waiting(self, what: str, phase: str) -> Iterator[None]:
-        """For a communication outside of steps: the watchdog sees that this worker waits for `what`, with that phase's limit."""
+        """Report to the watchdog a wait for `what` outside of steps, with the time limit of `phase`."""
         if self.watchdog is None:
             yield
             return
@@ -56,16 +56,16 @@ class WorkerContext:
             status.leave()
 
     def close_to_strangers(self) -> None:
-        """Closes gloo's listening sockets to everybody, once process groups have been made; with a launcher of ours."""
+        """Close gloo's sockets to new connections, once the process groups exist; only under Pipeloom's own launcher."""
         if STORE in os.environ:
             refuse_connections()
 
     @property
     def stop_requested(self) -> bool:
-        """Return whether this worker was told to stop after the present step. Other workers may not know yet."""
+        """Return whether this worker was requested to stop after the present step. Other workers may not have the request yet."""
         return self.requests.ends
 
     @property
     def flags(self) -> int:
-        """Return what this worker was asked for, as bits of `train.requests`."""
+        """Return the requests that this worker has received, as bits of `train.requests`."""
         return self.requests.flags

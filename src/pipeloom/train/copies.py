@@ -1,4 +1,4 @@
-"""Exact copies of what a training step changes, so that it can be taken back."""
+"""Exact copies of the state that a training step changes, so that a step can be undone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeloom.train.optimizer import Optimizer
 
 
 class Copies:
-    """Exact copies of tensors, in memory that is kept from one time to the next."""
+    """Exact copies of tensors, in memory that the next `take` reuses."""
 
     def __init__(self) -> None:
         self._originals: list[Tensor] = []
@@ -44,13 +44,13 @@ class OptimizerCopy:
         self._states = [{master: dict(state) for master, state in each.state.items()} for each in optimizer.optimizers]
         state = [state for states in self._states for state in states.values()]
         values = [value for each in state for value in each.values() if isinstance(value, Tensor)]
-        self._copies.take([*optimizer.changing(), *values])  # a rank that steps nothing holds what others step, too
+        self._copies.take([*optimizer.changing(), *values])  # also parameters that other ranks step for this one
 
     def restore(self, optimizer: Optimizer) -> None:
-        optimizer.wait()  # what is under way would be written over it
+        optimizer.wait()  # a transfer under way would overwrite what is restored
         self._copies.restore()
         for each, states in zip(optimizer.optimizers, self._states, strict=True):
-            each.state.clear()  # a parameter's first gradient may have made state that was not there
+            each.state.clear()  # a parameter's first gradient may have added state
             each.state.update({master: dict(state) for master, state in states.items()})
 
 

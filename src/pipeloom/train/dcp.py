@@ -1,8 +1,8 @@
-"""Checkpoints in the format of `torch.distributed.checkpoint` (DCP), out and in, for programs that read nothing else.
+"""Export and import of checkpoints in the format of `torch.distributed.checkpoint` (DCP), for programs that read no other.
 
-DCP describes its files in `.metadata`, a pickle: to read it is to run what it says, and nothing in it has a checksum. So a
-directory is imported only where someone asks for it by name. Everything of ours goes in as tensors, what is no tensor as the
-bytes of a JSON text, so that `.metadata` is all that is unpickled.
+DCP describes its files in `.metadata`, a pickle without a checksum, and to read a pickle is to run the code in it. A directory
+is therefore imported only on an explicit command. Everything is exported as tensors, other values as the bytes of a JSON text,
+so that nothing but `.metadata` is unpickled.
 """
 
 from __future__ import annotations
@@ -33,21 +33,26 @@ from pipeloom.train.checkpoint.manifest import (
     to_bytes,
 )
 
-RECORD = "pipeloom.json"  # the key under which everything that is no tensor goes along
+RECORD = "pipeloom.json"  # the key of the values that are not tensors
 _FILE = "rank-00000.safetensors"
 
 
 def export_dcp(path: Path, out: Path) -> Path:
     """Write a checkpoint, optimizer state included, as a directory that `torch.distributed.checkpoint.load` reads.
 
-    Keys are those of the manifest (`model.NAME`, `optimizer.NAME.STATE`), each a whole tensor. Takes the memory of all of them.
+    Keys are those of the manifest (`model.NAME`, `optimizer.NAME.STATE`), each for a whole tensor. All of them are in memory at
+    once.
 
     Args:
-        path: a checkpoint, or a folder of checkpoints: of those the newest complete one.
+        path: a checkpoint, or a folder of checkpoints, of which the newest complete one is exported.
         out: a directory that does not exist, or is empty.
 
     Returns:
-        the checkpoint. Raises CheckpointError for one that is damaged, ConfigError for an `out` that is not empty.
+        the directory of the exported checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or there is none.
+        ConfigError: `out` is not empty.
     """
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -71,15 +76,19 @@ def export_dcp(path: Path, out: Path) -> Path:
 
 
 def import_dcp(source: Path, folder: Path) -> Path:
-    """Make a checkpoint of a DCP directory that `export_dcp`, or a program that kept its keys, has written.
+    """Make a checkpoint from a DCP directory written by `export_dcp`, or by a program that kept its keys.
 
-    Unpickles `source/.metadata`: only for directories that you trust.
+    Unpickles `source/.metadata`: use it only for directories that you trust.
 
     Args:
         folder: a new folder of checkpoints.
 
     Returns:
-        the checkpoint. Raises CheckpointError for a directory that is none of ours or damaged.
+        the checkpoint's directory.
+
+    Raises:
+        CheckpointError: the directory is damaged, or lacks the keys of `export_dcp`.
+        ConfigError: `folder` is not empty.
     """
     _require_new(folder)
     state = _read(source)
@@ -104,7 +113,7 @@ def import_dcp(source: Path, folder: Path) -> Path:
     write_bytes(partial / MANIFEST, to_bytes(Manifest(step, stored, entries, numbers, files, writer, weights)))
     read_manifest(
         partial
-    )  # what another program has changed beyond use is refused before it has the name of a checkpoint
+    )  # refuses tensors that another program has left incomplete, before the directory gets its final name
     publish(partial, final)
     return final
 
@@ -127,7 +136,7 @@ def _read(source: Path) -> dict[str, Tensor]:
         load(state, checkpoint_id=source, no_dist=True)
     except CheckpointError:
         raise
-    except Exception as error:  # torch raises anything, down to what a damaged pickle makes
+    except Exception as error:  # reading a damaged pickle can raise any exception
         words = str(error).strip().splitlines() or [""]
         raise CheckpointError(f"{source}: cannot be read: {type(error).__name__} {words[-1][:200]}") from None
     return state

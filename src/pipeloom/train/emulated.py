@@ -1,4 +1,4 @@
-"""Layers of given times in the place of computation: they sleep, or spin on a GPU, and pass their input on."""
+"""Layers that take given times instead of computing: they sleep, or spin on a GPU, and pass on their input."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from pipeloom.ops.segments import Compute, Pending, Segment, Values, in_order
 from pipeloom.schedule.segments import LayerSegments, Times
 
 _BACK_TO_BACK = 0.002
-"""Seconds between two computations within which the second makes up for the oversleeping of the first. The engine needs
-about 0.3 ms from one action to the next; a rank that waited longer waited for a message, and has no time to make up for."""
+"""Seconds between two computations within which the second makes up for the oversleeping of the first. The executor needs
+about 0.3 ms from one action to the next; after a longer gap the rank waited for a message, and has nothing to make up for."""
 
 _CALIBRATION_CYCLES = 50_000_000
 
@@ -28,15 +28,16 @@ _CALIBRATION_CYCLES = 50_000_000
 class Clock:
     """The device of one process, as its emulated layers use it.
 
-    On a CPU a computation sleeps until a deadline. The deadline of one that follows another at once is counted from that
-    one's deadline, not from its end, so that the errors of sleeps do not add up. On a GPU it is a kernel that spins.
+    On a CPU a computation sleeps until a deadline. The deadline of a computation that follows another at once is counted from
+    the other's deadline, not from its end, so that the errors of sleeps do not add up. On a GPU a computation is a spinning
+    kernel.
 
     Args:
-        device: where the computations take their time.
+        device: device that the computations occupy; None: the CPU.
 
     Attributes:
-        seconds: (part of a layer, F I or W) -> what its computations took on a CPU.
-        free: when the last communication started so far will have ended.
+        seconds: (part of a layer, "F", "I" or "W") -> durations of its computations on a CPU.
+        free: time (`perf_counter`) at which the last communication started so far ends.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -46,7 +47,7 @@ class Clock:
         self._cycles = cycles_per_second(device) if device is not None and device.type == "cuda" else 0.0
 
     def compute(self, name: str, kind: str, seconds: float) -> None:
-        """Take `seconds` for the part `name`; on a GPU enqueue them."""
+        """Occupy the device for `seconds`; on a GPU, enqueue a kernel that does. `name` and `kind` are the key in `seconds`."""
         if self._cycles:
             torch.cuda._sleep(round(seconds * self._cycles))  # type: ignore[no-untyped-call]
             return
@@ -58,12 +59,15 @@ class Clock:
         self.seconds[name, kind].append(self._woken - begun)
 
     def times(self, name: str) -> Times:
-        """Return the means of what one part's F, I and W took."""
+        """Return the mean durations of F, I and W of the part `name`, in seconds."""
         return Times(*(fmean(self.seconds[name, kind]) for kind in "FIW"))
 
 
 def cycles_per_second(device: torch.device) -> float:
-    """Return the cycles that a spinning kernel counts in a second on this GPU, once its clock has risen."""
+    """Return the cycles per second that a spinning kernel counts on this GPU.
+
+    Only the last of four kernels is timed: a GPU that was idle raises its clock during the first ones.
+    """
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     with torch.cuda.device(device):
         for _ in range(4):
@@ -77,7 +81,7 @@ def cycles_per_second(device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class _Work:
-    """The times of one part of a layer for one micro-batch, and where its W waits (None: it does not)."""
+    """The times of one part of a layer for one micro-batch, and the queue for its W; None: W runs at once."""
 
     clock: Clock
     name: str
@@ -86,7 +90,7 @@ class _Work:
 
 
 class _Emulated(torch.autograd.Function):
-    """Passes a copy of its input on, and takes the times of F, I and W."""
+    """Passes on a copy of its input, and takes the times of F, I and W."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, work: _Work) -> Tensor:
@@ -107,11 +111,11 @@ class _Emulated(torch.autograd.Function):
 
 
 class EmulatedLayer(nn.Module):
-    """A layer of given times of F, I and W.
+    """A layer with given times of F, I and W.
 
     Args:
-        times: of one micro-batch, in seconds.
-        factors: by micro-batch; empty: 1 for all.
+        times: times of one micro-batch, in seconds.
+        factors: factor on the times of each micro-batch; empty: 1 for all.
     """
 
     def __init__(self, clock: Clock, times: Times, factors: Sequence[float] = ()) -> None:
@@ -129,12 +133,12 @@ class EmulatedLayer(nn.Module):
 
 
 class EmulatedBlock(nn.Module):
-    """Attention, dispatch, experts, combine of given times; computations sleep, and an all-to-all is a timer.
+    """A block of attention, dispatch, experts and combine with given times; each all-to-all is a timer.
 
     Args:
-        times: of one micro-batch, in seconds.
-        split: whether its weight gradients can wait.
-        factors: by micro-batch; empty: 1 for all.
+        times: times of one micro-batch, in seconds.
+        split: whether its weight gradients can be deferred to W.
+        factors: factor on the times of each micro-batch; empty: 1 for all.
     """
 
     def __init__(self, clock: Clock, times: LayerSegments, split: bool = True, factors: Sequence[float] = ()) -> None:
@@ -158,7 +162,7 @@ class EmulatedBlock(nn.Module):
 
     def _part(self, name: str, times: Times) -> Compute:
         def run(values: Values) -> Values:
-            queue = self.grad_context.queue if self.split else None  # that of the micro-batch whose forward runs now
+            queue = self.grad_context.queue if self.split else None  # queue of the micro-batch whose forward runs now
             return (_Emulated.apply(values[0], self.weight, _Work(self.clock, name, times, queue)),)  # type: ignore[no-untyped-call]
 
         return Compute(name, run)
@@ -170,7 +174,7 @@ class EmulatedBlock(nn.Module):
 
 @dataclass(frozen=True)
 class _Timer:
-    """An all-to-all that is over at a moment known from its start."""
+    """An all-to-all whose end is known from its start."""
 
     values: Values
     end: float
@@ -182,7 +186,7 @@ class _Timer:
 
 @dataclass(frozen=True)
 class _Timed:
-    """An emulated all-to-all; those of one process follow one another on its link."""
+    """An emulated all-to-all; those of one process run one after the other, as on one link."""
 
     name: str
     clock: Clock

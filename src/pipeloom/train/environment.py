@@ -1,4 +1,4 @@
-"""Environment variables that change what a run does, for the record in its folder."""
+"""Environment variables that affect a run, for the record in its folder."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _LIBRARIES = ("OMP_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG", "GLIBC_TUNABLES", "M
 _ALLOCATOR = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
 _FILES = ("XDG_CACHE_HOME", "TMPDIR", "WANDB_MODE", "PIPELOOM_DEBUG")
 READ = (*_STARTED_BY, *_NETWORK, *_LIBRARIES, *_ALLOCATOR, *_FILES)
-SECRET = ("PIPELOOM_SECRET",)  # named, without the value
+SECRET = ("PIPELOOM_SECRET",)  # listed without their values
 
 
 def environment_lines(environment: Mapping[str, str] | None = None) -> list[str]:
-    """Comments for the end of a configuration: the variables that are set, and their values."""
+    """Return comments for the end of a configuration file: the variables that are set, and their values."""
     given = os.environ if environment is None else environment
     lines = [f"#   {name} = {printable(given[name])!r}" for name in READ if name in given]
     lines += [f"#   {name}: set" for name in SECRET if name in given]

@@ -1,4 +1,4 @@
-"""Experts in training: how a layout spreads them, how evenly they are used, and the biases that even them out."""
+"""Experts in training: how a layout spreads them, how evenly tokens use them, and the biases that balance their loads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def spread_of(config: Config, mesh: Mesh | PipelineMesh | None) -> ExpertParalle
 
 
 def shows_all_to_all(config: Config) -> bool:
-    """Return whether experts exchange tokens, so that computation may stand still for it."""
+    """Return whether experts exchange tokens between ranks, so that computation may wait for an all-to-all."""
     return config.parallel.ep > 1
 
 
@@ -35,9 +35,9 @@ class Loads:
     """Balance of one step's use of its experts.
 
     Attributes:
-        largest: tokens of the busiest expert over the mean, the largest of all blocks; 1 is even, the number of experts
-            worst.
-        dropped: share of all choices for which their expert had no place.
+        largest: tokens of the busiest expert over the mean of its block, for the block where this is largest; between 1 (even)
+            and the number of experts.
+        dropped: tokens dropped because their expert was full, as a share of all choices.
     """
 
     largest: float
@@ -45,11 +45,11 @@ class Loads:
 
 
 class ExpertLoads:
-    """The loads of a pipeline's experts from step to step, and the biases that they move."""
+    """Collects the loads of a pipeline's experts in each step, and updates the biases of sigmoid routers by them."""
 
     def __init__(self, config: Config, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
-        self._experts = 0 if config.model.source else config.model.num_experts  # others' gates count no tokens
+        self._experts = 0 if config.model.source else config.model.num_experts  # Hugging Face gates count no tokens
         self._biased = config.model.router == "sigmoid"
         sparse = config.model.expert_blocks if self._experts else ()
         blocks = [names.block(number) for number, experts in enumerate(sparse) if experts]
@@ -58,10 +58,13 @@ class ExpertLoads:
         self._gates = [(at, gate) for at, module in held for gate in gates_of([module])]
 
     def after_step(self, wanted: bool) -> Loads | None:
-        """Call it on every rank after each step: moves the biases of sigmoid routers by the step's loads.
+        """Update the biases of sigmoid routers by the step's loads; collective, after each step.
+
+        Args:
+            wanted: whether to return the loads; the same on every rank.
 
         Returns:
-            the step's loads if `wanted`, and None otherwise and for a model without experts. Every rank asks alike.
+            the step's loads; None if they are not wanted, or if the model has no experts.
         """
         if not self._experts or not (wanted or self._biased):
             return None
@@ -70,7 +73,7 @@ class ExpertLoads:
         table = torch.zeros(self._blocks, self._experts + 1, dtype=torch.int64, device=carrier)
         for at, gate in self._gates:
             loads = take_loads(gate)
-            if mesh.place.tp == 0:  # the others saw the same tokens
+            if mesh.place.tp == 0:  # the other tensor-parallel ranks had the same tokens
                 table[at] = loads
         if mesh.everyone.group is not None:
             with self._pipeline.waiting("the other ranks' loads of the experts"):

@@ -1,4 +1,4 @@
-"""Notes that workers leave for their launcher in a folder, and for people in the run's: who failed, when, why."""
+"""Notes on failures, with rank, time and reason: for the launcher in a private folder, for people in the run's folder."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from pathlib import Path
 from pipeloom.errors import DistributedError, Interrupted, Preempted
 
 FAILURES = "PIPELOOM_FAILURES"
-_STORE_SECONDS = 2.0  # for a store on a machine that answers at all
+_STORE_SECONDS = 2.0  # limit for connecting to torchrun's store; one that can be reached answers sooner
 STORE = "PIPELOOM_STORE"  # the file through which the workers of one machine meet
 EXIT_FILE = "exit.json"
-OBEYED = (Preempted.exit_code, Interrupted.exit_code)  # how a worker ends that was told to stop
-# a process that dies so was hit by something outside; SIGABRT and SIGTERM are how it ends because of others
+OBEYED = (Preempted.exit_code, Interrupted.exit_code)  # exit codes of a worker that stopped on request
+# Signals that are a worker's own failure or come from outside the run. SIGABRT and SIGTERM are left out: a worker also ends by
+# them because another one failed.
 _FROM_OUTSIDE = tuple(-n for n in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE))
 
 
@@ -30,11 +31,12 @@ class WorkerFailure:
 
     Attributes:
         rank: global rank.
-        at: seconds of the machine's clock.
-        exit_code: of the worker.
-        text: what it wrote to stderr about it.
-        blames: the ranks whose fault it is, as far as this one knows; empty: its own.
-        origin: the rank that told the others of the failure: one that is blamed and told them ends by itself. None: this one.
+        at: time of the failure, in seconds since the epoch.
+        exit_code: exit code of the worker.
+        text: the message that it wrote to stderr.
+        blames: the ranks that caused the failure, as far as this one can see; empty: this rank itself.
+        origin: the rank that reported the failure to the others; None: this one. A rank that is blamed, but reported the failure
+            itself, is not stuck: it ends by itself.
     """
 
     rank: int
@@ -46,31 +48,35 @@ class WorkerFailure:
 
 
 def record_failure(rank: int, exit_code: int, text: str, blames: Sequence[int] = (), origin: int | None = None) -> None:
-    """Leaves a note that this worker fails now; does nothing without a launcher of ours."""
+    """Write a note that this worker fails now, for Pipeloom's own launcher; without that, do nothing."""
     folder = os.environ.get(FAILURES)
     if folder is None or not Path(folder).is_dir():
         return
     note = Path(folder) / f"rank{rank}.json"
     fresh = note.with_suffix(".part")
     facts = asdict(WorkerFailure(rank, time.time(), exit_code, text, tuple(blames), origin))
-    with contextlib.suppress(OSError):  # without room for the note the exit code says it
+    with contextlib.suppress(OSError):  # without room for the note, the launcher has the exit code
         fresh.write_text(json.dumps(facts), encoding="utf-8")
         fresh.replace(note)
 
 
 def read_failures(folder: Path) -> dict[int, WorkerFailure]:
-    """rank -> its note; a worker that was told to stop has not failed."""
+    """Return rank -> its note, for the workers that failed; those that stopped on request are left out."""
     notes = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("rank*.json")]
     failed = [note for note in notes if note["exit_code"] not in OBEYED]
     return {note["rank"]: WorkerFailure(**{**note, "blames": tuple(note["blames"])}) for note in failed}
 
 
 def first_failure(codes: Mapping[int, int], failures: Mapping[int, WorkerFailure]) -> int:
-    """The rank that failed first: one killed from outside, else the earliest note's, else whom the earliest note blames,
-    else the first that was seen to end.
+    """Return the rank that failed first.
 
-    `codes` gives the return codes in the order in which the workers were seen to end by themselves. A worker that stops
-    because of another does so as a DistributedError, so a note of any other kind comes before those.
+    A worker that stops because of another raises DistributedError, so notes of any other error count as earlier. The first rank
+    is one that a signal of `_FROM_OUTSIDE` killed; else the writer of the earliest note, or the rank that this note blames; else
+    the first that ended with an error.
+
+    Args:
+        codes: rank -> return code, in the order in which the workers were seen to end by themselves; not empty.
+        failures: rank -> note.
     """
     bad = [rank for rank, code in codes.items() if code not in (0, *OBEYED)]
     for rank in bad:
@@ -86,10 +92,9 @@ def first_failure(codes: Mapping[int, int], failures: Mapping[int, WorkerFailure
 
 
 def write_exit(folder: str | None, exit_code: int, reason: str = "", blames: Sequence[int] = ()) -> None:
-    """Write how a run ended into its folder, where that is on this machine; the first of its ranks to do so decides.
+    """Write the exit code and reason of a run into its folder, if that is on this machine; the first rank to write decides.
 
-    A rank that stops because of another does so as a DistributedError, and may be the first to write: what that other one
-    writes takes its place.
+    A rank that stops because of another raises DistributedError, and may write first: the other rank's file replaces it.
     """
     if folder is None or not Path(folder).is_dir():
         return
@@ -101,7 +106,7 @@ def write_exit(folder: str | None, exit_code: int, reason: str = "", blames: Seq
         try:
             with file:
                 file.write(json.dumps(facts).encode() + b"\n")
-        except OSError:  # a disc that is full: an empty file would say less than none
+        except OSError:  # on a full disk, no file is better than an empty one
             path.unlink()
 
 
@@ -113,10 +118,10 @@ def _written_code(path: Path) -> object:
 
 
 def first_to_say(text: str) -> bool:
-    """Return whether this process is to print why it ends: the first of torchrun's workers that would print this text.
+    """Return whether this process should print `text`, its reason to end: of torchrun's workers, only the first with that text.
 
-    Every worker of torchrun's reads the same configuration and refuses it in the same words. Our own launcher leaves out
-    what it has shown already, so that its workers all say what they have to.
+    All of torchrun's workers read the same configuration, and refuse it with the same message. Pipeloom's own launcher omits
+    repeated messages, so its workers always print.
     """
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if FAILURES in os.environ or "TORCHELASTIC_RUN_ID" not in os.environ or address is None or not port.isdigit():
@@ -128,5 +133,5 @@ def first_to_say(text: str) -> bool:
     try:
         store = TCPStore(address, int(port), is_master=False, timeout=timedelta(seconds=_STORE_SECONDS))
         return bool(store.add(key, 1) == 1)
-    except RuntimeError:  # torchrun's store, or rank 0's, is not there: better twice than never
+    except RuntimeError:  # no store of torchrun's or rank 0's: better twice than never
         return True

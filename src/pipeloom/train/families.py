@@ -1,4 +1,4 @@
-"""`verify --hf-families`: tiny models of Hugging Face families in pipelines, loss and every gradient against one process."""
+"""`verify --hf-families`: tiny models of Hugging Face families in pipelines; loss and all gradients compared with one process."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ class ModelFamily:
     """A tiny model of a family.
 
     Attributes:
-        config: the name of its configuration class.
-        values: of the configuration.
+        config: name of its configuration class in `transformers`.
+        values: arguments of that class.
         padded: whether it is verified with an attention mask that leaves out tokens.
     """
 
@@ -95,7 +95,7 @@ class ModelFamily:
     padded: bool = False
 
     def build(self) -> Any:
-        """The configuration: eager attention, float32, no dropout."""
+        """Return the configuration, with eager attention and without dropout."""
         kind = getattr(transformers(), self.config)
         config = kind(**self.values, attn_implementation="eager")
         for name, value in vars(config).items():
@@ -236,7 +236,7 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
         },
     ),
     "olmo3": ModelFamily("Olmo3Config", {**_LLAMA, "sliding_window": 5}),
-    # the training forward of Phi-MoE draws its experts at random unless both noises are off, so no two runs would be equal
+    # In training Phi-MoE chooses experts at random unless both noises are off, so no two runs would be equal.
     "phi-moe": ModelFamily(
         "PhimoeConfig",
         {
@@ -262,7 +262,7 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
 
 
 class FamilyBatch(NamedTuple):
-    """Token numbers and targets [rows, length], and what else the layers take by name."""
+    """Token numbers and targets, int64 [rows, length], and the other tensors that the layers take by name."""
 
     tokens: Tensor
     targets: Tensor
@@ -270,7 +270,7 @@ class FamilyBatch(NamedTuple):
 
 
 class ParameterValues(NamedTuple):
-    """A parameter on one rank after a step: its value and its gradient (None: it got none)."""
+    """A parameter on one rank after a step: its value and its gradient (None: it has none)."""
 
     value: Tensor
     gradient: Tensor | None
@@ -278,13 +278,13 @@ class ParameterValues(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Distance of a family under a schedule from one process.
+    """Deviation of a family's step in a pipeline from the same step in one process.
 
     Attributes:
-        loss_error: |a - b| / |b|, b that of one process.
+        loss_error: |a - b| / |b|, where b is the loss of one process.
         worst_error: the largest of ||a - b|| / max(||b||, a thousandth of the median parameter's ||b||) over all gradients.
-        worst_parameter: whose that is; empty where all gradients are equal.
-        separate: the share of the parameters whose gradient can wait for W.
+        worst_parameter: the parameter with that gradient; empty where all gradients are equal.
+        separate: share of the parameters whose gradient can be deferred to W.
         passed: whether both errors are within the tolerance.
     """
 
@@ -298,7 +298,7 @@ class Verdict:
 
 
 def chosen(names: Sequence[str]) -> tuple[str, ...]:
-    """The families called `names`, all of them for none. Raises UsageError with the nearest name."""
+    """Return `names`, or all families if it is empty. Raises UsageError, with the nearest name, for an unknown one."""
     for name in names:
         if name not in MODEL_FAMILIES:
             raise UsageError(f"there is no family {name!r} to verify{did_you_mean(name, MODEL_FAMILIES)}")
@@ -306,7 +306,7 @@ def chosen(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def make_batch(family: str) -> FamilyBatch:
-    """Random tokens, different in every micro-batch; of a padded family rows of different lengths."""
+    """Return a batch of random tokens, different in every micro-batch; for a padded family, rows of different lengths."""
     generator = torch.Generator().manual_seed(stable_seed("families", family))
     rows = MICROBATCHES + 1  # one micro-batch is larger than the others
     tokens, targets = torch.randint(3, VOCABULARY_SIZE, (2, rows, SEQUENCE_LENGTH), generator=generator)
@@ -317,10 +317,10 @@ def make_batch(family: str) -> FamilyBatch:
 
 
 def run(families: Sequence[str], context: WorkerContext, tolerance: float) -> Iterator[Verdict | None]:
-    """Verifies each family under each schedule; every worker of the pool iterates to the end.
+    """Verify each family with each schedule; collective, so every worker must iterate to the end.
 
     Yields:
-        for each of them its verdict on rank 0, None on the others.
+        the verdict of each on rank 0, None on the other ranks.
     """
     for family in families:
         config = MODEL_FAMILIES[family].build()
@@ -356,7 +356,7 @@ def compare(
     loss: float,
     tolerance: float,
 ) -> Verdict:
-    """A step's loss, and the gradients that each rank holds, against one process with the same weights."""
+    """Compare a step's loss and the gradients of all ranks with a step of one process with the same weights."""
     errors: dict[str, float] = {}
     found = [(name, held) for each in ranks for name, held in each.items()]
     reference = _whole_model(model, {hf.hub_name(name): held.value for name, held in found})
@@ -367,7 +367,7 @@ def compare(
     for name, held in found:
         want = parameters[hf.hub_name(name)]
         if not torch.equal(held.value, want) or (held.gradient is None) != (want.grad is None):
-            error = float("inf")  # copies of a weight that differ, or a gradient that one of the two has not
+            error = float("inf")  # copies of a weight differ, or only one of the two has a gradient
         elif held.gradient is None or want.grad is None:
             continue
         else:
@@ -384,7 +384,7 @@ def compare(
 
 
 def _whole_model(model: hf.ModelLayers, values: Mapping[str, Tensor]) -> Any:
-    """The model as `transformers` builds it, with these weights."""
+    """Build the model with `transformers`, with the weights `values` (name in `transformers` -> value), in training mode."""
     whole = transformers().AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in whole.named_parameters(remove_duplicate=False):
@@ -394,7 +394,7 @@ def _whole_model(model: hf.ModelLayers, values: Mapping[str, Tensor]) -> Any:
 
 
 def _serial_step(model: Any, batch: FamilyBatch) -> float:
-    """The mean loss over the batch, micro-batch by micro-batch as a pipeline cuts it; adds to the gradients."""
+    """Return the mean loss over the batch, computed in a pipeline's micro-batches; the gradients are accumulated in `model`."""
     rows = len(batch.tokens)
     sizes = [rows // MICROBATCHES + (at < rows % MICROBATCHES) for at in range(MICROBATCHES)]
     total, loss, start = int((batch.targets != IGNORE_INDEX).sum()), 0.0, 0

@@ -1,4 +1,4 @@
-"""Python's garbage collection, and what the heap has free, at fixed steps, so that ranks do not pause at different moments."""
+"""Garbage collection, and release of free heap memory, at fixed steps, so that all ranks pause in the same step."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ EVERY_STEPS = 100
 
 
 class StepGarbage:
-    """Full collections after the same steps on every rank, without what was there after the first step.
+    """Full collections after the same steps on every rank, of the objects created after the first step.
 
-    A context manager around a training loop. A worker holds about half a million objects when training starts, which
-    stay: walking through them takes a tenth of a second, at a moment of Python's choice, while the other ranks wait.
-    `gc.freeze` sets them aside. The collections of young objects stay as they are.
+    A context manager around a training loop. A worker holds about half a million long-lived objects when training starts. To
+    traverse them takes a tenth of a second, at a moment of Python's choice, while the other ranks wait; `gc.freeze` excludes
+    them. The automatic collections stay enabled.
 
     Args:
-        trim: called after each collection.
+        trim: called after each collection but the first.
     """
 
     def __init__(self, trim: Callable[[], None] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""A few numbers from every rank to every other, sent without waiting."""
+"""A non-blocking all-gather of a few numbers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pipeloom.runtime.health.report import plain_words, timed_out
 
 
 class NumberGather:
-    """One exchange; every rank of the run makes one, in the same order, and with as many numbers.
+    """One exchange. All ranks of the run create their exchanges in the same order, with the same number of numbers.
 
-    The receives are opened before anything is sent, so no rank's send has to wait for what another does next.
+    The receives are opened before anything is sent, so no send waits for a later action of another rank.
     """
 
     def __init__(self, pipeline: Pipeline, numbers: Sequence[float]) -> None:
@@ -37,9 +37,9 @@ class NumberGather:
         ]
 
     def wait(self) -> tuple[tuple[float, ...], ...]:
-        """The numbers of each rank, in rank order, the same bits on every rank.
+        """Wait for the numbers of every rank, and return them in rank order, with the same bits on every rank.
 
-        Raises DistributedError when a rank is gone.
+        Raises DistributedError if a rank has exited, or does not send them in time.
         """
         if self._known is None:
             with self._pipeline.waiting("the other ranks' parts of the gradient norm"):
@@ -48,7 +48,7 @@ class NumberGather:
         return self._known
 
     def finish(self) -> None:
-        """Waits until the others have this rank's numbers. Raises DistributedError when a rank is gone."""
+        """Wait until the other ranks have this rank's numbers. Raises DistributedError if a rank has exited."""
         with self._pipeline.waiting("the other ranks to take the gradient norm"):
             _complete(self._sends)
         self._sends = []

@@ -1,4 +1,4 @@
-"""Models to generate text with: the layout, the weights and the tokenizer of a checkpoint, a run or a Hugging Face directory."""
+"""Generation of text with a model: layout, weights and tokenizer of a checkpoint, a run or a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class OpenedModel:
     """A model to generate with.
 
     Attributes:
-        layout: with which `open_pipeline` builds it.
-        checkpoint: whose weights it has; None: those of the layout's own directory.
-        hub: the Hugging Face directory that it comes from; None: it is our own decoder.
+        layout: layout that `open_pipeline` builds.
+        checkpoint: checkpoint with its weights; None: they are in the directory that the layout names.
+        hub: Hugging Face directory that its configuration names as its source or for its weights; None: it names none.
     """
 
     layout: Layout
@@ -43,7 +43,7 @@ class OpenedModel:
 
 @dataclass(frozen=True)
 class Text:
-    """Conversion of text to tokens and back, and the tokens that end a sequence."""
+    """Conversion of text to tokens and back, and the tokens (`ends`) that end a sequence."""
 
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
@@ -51,13 +51,15 @@ class Text:
 
 
 def open_model(path: Path, prompts: int, flags: Mapping[str, Any], trust_code: bool = False) -> OpenedModel:
-    """Find what is at `path`, and lay it out for `prompts` sequences at a time.
+    """Find the model at `path`, and make a layout of it for `prompts` sequences at a time.
 
     Args:
-        flags: keys of the configuration that the layout has beside the model's, such as "parallel.pp".
+        flags: keys of the configuration that the layout has in addition to the model's, such as "parallel.pp".
         trust_code: import the classes that a checkpoint's model names as `module:class`.
 
-    Raises CheckpointError for a path that is no model; ConfigError for a layout that does not fit it.
+    Raises:
+        CheckpointError: there is no model at `path`.
+        ConfigError: the layout does not fit the model, or the model names classes without `trust_code`.
     """
     size = max(1, prompts)
     layout: dict[str, Any] = {"schedule.name": "gpipe", "schedule.microbatches": size, "train.global_batch_size": size}
@@ -90,7 +92,7 @@ def open_model(path: Path, prompts: int, flags: Mapping[str, Any], trust_code: b
             )
     values = {"source": source} if source else {key: value for key, value in model.items() if value is not None}
     if not config.get("lora", {}).get("r"):
-        values.pop("weights", None)  # those that the run began with; the checkpoint has its own
+        values.pop("weights", None)  # the run's initial weights; the checkpoint has its own
     keys = {f"model.{key}": value for key, value in values.items()}
     keys |= {f"lora.{key}": value for key, value in config.get("lora", {}).items() if key != "adapter"}
     for section, key in (("train", "dtype"), ("data", "tokenizer"), ("data", "bos"), ("data", "eos")):
@@ -100,7 +102,7 @@ def open_model(path: Path, prompts: int, flags: Mapping[str, Any], trust_code: b
 
 
 def open_pipeline(opened: OpenedModel, device: torch.device, watchdog: Any = None) -> Pipeline:
-    """This process's part of the model, with its weights, in evaluation mode; collective."""
+    """Build this process's part of the model, and load its weights; collective. The pipeline is in evaluation mode."""
     pipeline = build_pipeline(opened.layout, device, watchdog=watchdog)
     config = opened.layout.config
     begin_weights(config, pipeline, opened.checkpoint is not None)
@@ -111,9 +113,9 @@ def open_pipeline(opened: OpenedModel, device: torch.device, watchdog: Any = Non
 
 
 def text_of(opened: OpenedModel) -> Text:
-    """The tokenizer that `data.tokenizer` names, which is that of the model's directory where it has one and bytes elsewhere.
+    """Open the tokenizer of `data.tokenizer`; "auto" is that of the model's directory if it has one, else bytes.
 
-    Raises ConfigError for one that cannot be read.
+    Raises ConfigError if it cannot be read.
     """
     data = opened.layout.config.data
     name = tokenizer_name(data.tokenizer, str(opened.hub or ""))
@@ -130,9 +132,12 @@ def text_of(opened: OpenedModel) -> Text:
 def continue_prompts(
     opened: OpenedModel, pipeline: Pipeline, prompts: Sequence[str], count: int, sampling: Sampling
 ) -> list[tuple[str, list[int]]]:
-    """Return, for each prompt, the text with what follows it, and the new tokens; collective, the same on every rank.
+    """Return (prompt and continuation as text, new tokens) for each prompt; collective, the same on every rank.
 
-    Raises UsageError for a prompt that has no tokens, or a token that the model does not know.
+    Args:
+        count: most new tokens per prompt.
+
+    Raises UsageError for a prompt without tokens, or with a token outside the model's vocabulary.
     """
     text = text_of(opened)
     encoded = [text.encode(prompt) for prompt in prompts]
@@ -153,6 +158,6 @@ def _ends(hub: Path | None) -> tuple[int, ...]:
 
 
 def _context(hub: Path | None) -> int | None:
-    """The most tokens that the model has positions for; None: any number."""
+    """Return the most tokens that the model has positions for; None: any number."""
     most = None if hub is None else getattr(read_config(hub).get_text_config(), "max_position_embeddings", None)
     return most if isinstance(most, int) and most > 0 else None

@@ -1,4 +1,4 @@
-"""Checkpoints as directories that `transformers` loads, and such directories as checkpoints."""
+"""Export of checkpoints to directories that `transformers` loads, and import of such directories."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ from pipeloom.train.checkpoint.manifest import BaseWeights
 from pipeloom.train.checkpoint.whole import write_whole
 from pipeloom.train.data.choice import FILES
 
-_SHARD_BYTES = 2 * 10**9  # of weights in memory at a time, and in a file; readers take a rank's part of any file
+_SHARD_BYTES = 2 * 10**9  # of weights in memory at a time, and per file; readers can read parts of a file
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".index.json")
 _COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _OF_MODEL = ("config.json", "generation_config.json")
 
 
 def export(path: Path, out: Path, merge: bool = False) -> Path:
-    """Write the weights of a checkpoint as a directory of Hugging Face: safetensors, an index, and the configuration.
+    """Write the weights of a checkpoint as a Hugging Face directory: safetensors, an index, and the configuration.
 
-    A checkpoint of adapters becomes a directory of `peft`: the adapters alone.
+    A checkpoint of adapters becomes a directory of `peft`, with nothing but the adapters.
 
     Args:
-        path: a checkpoint, or a folder of checkpoints: of those the newest complete one.
+        path: a checkpoint, or a folder of checkpoints, of which the newest complete one is exported.
         out: a directory that does not exist, or is empty.
         merge: add adapters to the weights that they were trained with, and write the whole model.
 
     Returns:
-        the checkpoint.
+        the directory of the exported checkpoint.
 
-    Raises CheckpointError for a checkpoint that is damaged, that no trainer has written, or whose adapters belong to weights
-    that have changed; ConfigError for a model that has no counterpart in `transformers`, a directory that cannot be written
-    to, or nothing to merge.
+    Raises:
+        CheckpointError: the checkpoint is damaged, is not a trainer's, or holds adapters of weights that have changed.
+        ConfigError: the model has no counterpart in `transformers`, `out` is not empty, or there is nothing to merge.
     """
     directory = newest_checkpoint(path)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -74,7 +74,7 @@ def export(path: Path, out: Path, merge: bool = False) -> Path:
 
 
 def _section(reader: Reader) -> ModelSection:
-    """The model that a checkpoint is of. Raises CheckpointError for one that no trainer has written."""
+    """Return the configuration of a checkpoint's model. Raises CheckpointError if the checkpoint does not hold it."""
     described = _stored_config(reader).get("model")
     if not isinstance(described, dict):
         raise CheckpointError(
@@ -90,7 +90,7 @@ def _stored_config(reader: Reader) -> Mapping[str, Any]:
 
 
 def _origin(reader: Reader, section: ModelSection) -> Path | None:
-    """The Hugging Face directory that our own decoder's weights came from first, where it is there still and has these sizes."""
+    """Return the directory that the weights of Pipeloom's decoder were imported from, if it exists and has these sizes."""
     extra = reader.extra()
     source = extra.get("source") if isinstance(extra, dict) else None
     if not source and section.weights:
@@ -106,7 +106,7 @@ def _origin(reader: Reader, section: ModelSection) -> Path | None:
 
 
 def _imported_from(folder: Path) -> str | None:
-    """The directory that a checkpoint was imported from, as far as the checkpoint is there and names it."""
+    """Return the directory that a checkpoint was imported from; None if there is no such checkpoint, or it names none."""
     try:
         extra = read_extra(newest_checkpoint(folder))
     except CheckpointError:
@@ -116,7 +116,7 @@ def _imported_from(folder: Path) -> str | None:
 
 
 def _copy_tokenizer(config: Mapping[str, Any], out: Path) -> None:
-    """Put the tokenizer that a run names in its configuration beside the model, unless it is gone."""
+    """Copy the tokenizer that a run's configuration names into the model's directory, if it still exists."""
     data = config.get("data")
     name = data.get("tokenizer") if isinstance(data, dict) else None
     path = expanded(name) if isinstance(name, str) else Path()
@@ -127,7 +127,7 @@ def _copy_tokenizer(config: Mapping[str, Any], out: Path) -> None:
 
 
 def _copy_texts(source: Path, out: Path, without: tuple[str, ...]) -> None:
-    """Copies what a model's directory has beside its weights, such as the files of its tokenizer."""
+    """Copy the text files of a model's directory, such as those of its tokenizer, except for the names in `without`."""
     for file in sorted(source.iterdir()):
         if file.is_file() and file.suffix in _COPIED and not file.name.endswith(_WEIGHTS) and file.name not in without:
             shutil.copyfile(file, out / file.name)
@@ -139,7 +139,7 @@ def _dtype_of(reader: Reader) -> torch.dtype:
 
 
 def _layers_of(reader: Reader, section: ModelSection) -> Iterator[dict[str, Tensor]]:
-    """The weights of a checkpoint, layer by layer, under their names in `transformers`."""
+    """Yield the weights of a checkpoint, layer by layer, under their names in `transformers`."""
     for group in _by_layer([key.partition(".")[2] for key in reader.tensors if key.startswith("model.")]):
         tensors = {name: reader.region(f"model.{name}", _whole(reader, name)) for name in group}
         yield {hf.hub_name(name): t for name, t in tensors.items()} if section.source else to_hub(tensors)
@@ -155,7 +155,7 @@ def _write(
     """Write a model's weights, its configuration, and the tokenizer's files of the directory that it comes from.
 
     Args:
-        origin: where our own decoder's weights came from, in the configuration of which they go out again.
+        origin: directory that the weights of Pipeloom's decoder were imported from; they are exported with its configuration.
     """
     for key in CLASS_KEYS:
         if getattr(section, key):
@@ -174,11 +174,11 @@ def _write(
     if source is not None:
         _copy_texts(source, out, ("config.json",))
     config.architectures = [type(model).__name__]
-    config.save_pretrained(out)  # last: without it nothing takes the directory for a model
+    config.save_pretrained(out)  # last: without it the directory is not a model
 
 
 def _export_adapters(reader: Reader, base: BaseWeights, out: Path, merge: bool) -> None:
-    """Write a checkpoint's adapters alone, or the model with them."""
+    """Write a checkpoint's adapters alone, or with `merge` the whole model with the adapters added to its weights."""
     section = _section(reader)
     lora = LoraSection.model_validate(_stored_config(reader).get("lora"))
     options = LoraOptions(lora.r, lora.lora_alpha, lora.lora_dropout, lora.target_modules)
@@ -197,7 +197,7 @@ def _export_adapters(reader: Reader, base: BaseWeights, out: Path, merge: bool) 
         foreign = hf.layers(path)
         section = section.model_copy(
             update={"source": base.path}
-        )  # of our own decoder, too: the file names are the directory's
+        )  # also for Pipeloom's decoder: tensors get the directory's names
         _refuse_tied(foreign.tied, adapters)
         dtype = next(foreign.cut.model.parameters()).dtype
         _write(out, section, dtype, _merged_layers(foreign, adapters, options.scale))
@@ -214,7 +214,7 @@ def _export_adapters(reader: Reader, base: BaseWeights, out: Path, merge: bool) 
 def _merged_layers(
     foreign: hf.ModelLayers, adapters: Mapping[str, Tensor], scale: float
 ) -> Iterator[dict[str, Tensor]]:
-    """The weights of a directory with adapters added, layer by layer; a tied weight once."""
+    """Yield the weights of a directory with adapters added, layer by layer; a tied weight once."""
     copies = {hf.hub_name(name) for group in foreign.tied for name in group[1:]}
     for layer in foreign:
         built = layer()
@@ -224,7 +224,7 @@ def _merged_layers(
 
 
 def _refuse_tied(ties: Sequence[Sequence[str]], adapters: Mapping[str, Tensor]) -> None:
-    """Raise ConfigError for an adapter of a layer whose weight is another one's too."""
+    """Raise ConfigError for an adapter of a layer whose weight is tied to another."""
     shared = {adapter_name(name) for group in ties for name in group}
     for name in adapters:
         weight = f"{name.rpartition('.lora_')[0]}.weight"
@@ -233,7 +233,7 @@ def _refuse_tied(ties: Sequence[Sequence[str]], adapters: Mapping[str, Tensor]) 
 
 
 def _transposed(base: BaseWeights, adapters: Mapping[str, Tensor]) -> list[str]:
-    """The adapted layers that keep their weights as [inputs, outputs]."""
+    """Return the adapted layers that store their weights as [inputs, outputs]."""
     if base.kind != "hugging face":
         return []
     chosen = {name.rpartition(".lora_")[0] for name in adapters}
@@ -242,20 +242,24 @@ def _transposed(base: BaseWeights, adapters: Mapping[str, Tensor]) -> list[str]:
 
 
 def _hub_source(base: BaseWeights) -> str:
-    """The Hugging Face directory that adapters belong to, as far as that is known."""
+    """Return the Hugging Face directory that adapters belong to; where it is not known, the path of their base weights."""
     extra = None if base.kind == "hugging face" else read_extra(Path(base.path))
     return str(extra.get("source", base.path)) if isinstance(extra, dict) else base.path
 
 
 def import_directory(source: Path, out: Path) -> tuple[Path, bool]:
-    """Make a checkpoint, before the first step, of a directory of Hugging Face.
+    """Make a checkpoint of step 0 from a Hugging Face directory.
 
-    Where our own decoder can compute the model (Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE, Qwen3-MoE), the checkpoint is
-    of that, for any layout with tensor and expert parallelism; otherwise it is of the model as `transformers` has it.
-    `model.toml` in `out` is the configuration that trains it. One layer is in memory at a time.
+    If Pipeloom's own decoder can compute the model (Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE, Qwen3-MoE), the checkpoint
+    is one of that decoder, for any layout with tensor and expert parallelism; otherwise of the model as `transformers` has it.
+    `model.toml` in `out` is the configuration to train it with. One layer is in memory at a time.
 
     Returns:
-        (the checkpoint, whether it is of our own decoder).
+        (the checkpoint's directory, whether it is of Pipeloom's decoder).
+
+    Raises:
+        ConfigError: `source` is not a model that can be read.
+        CheckpointError: the checkpoint cannot be written.
     """
     config = read_config(source)
     values = own_values(config.to_dict())
@@ -276,7 +280,11 @@ def import_directory(source: Path, out: Path) -> tuple[Path, bool]:
 
 
 def _imported(foreign: hf.ModelLayers, own: bool) -> Iterator[dict[str, Tensor]]:
-    """The weights and buffers of a directory, layer by layer, as a checkpoint of it or of our own decoder names them."""
+    """Yield the weights and buffers of a directory, layer by layer, with the names that they have in a checkpoint.
+
+    Args:
+        own: whether the checkpoint is of Pipeloom's decoder.
+    """
     copies = {name for group in foreign.tied for name in group[1:]}
     for layer in foreign:
         built: nn.Module = layer()
@@ -289,7 +297,7 @@ def _imported(foreign: hf.ModelLayers, own: bool) -> Iterator[dict[str, Tensor]]
 
 
 def hub_config(shape: DecoderShape) -> Any:
-    """The configuration in `transformers` of our own decoder. Raises ConfigError where none computes the same."""
+    """Return the `transformers` configuration of a decoder of `shape`. Raises ConfigError if no model there computes the same."""
     package = transformers()
     common = {
         "num_hidden_layers": shape.num_hidden_layers,
@@ -358,7 +366,7 @@ def hub_config(shape: DecoderShape) -> Any:
 
 
 def to_hub(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of a layer of our own decoder as `transformers` has them in memory: experts' gate and up matrices are one."""
+    """Convert weights of Pipeloom's decoder to their form in `transformers`, where experts' gate and up matrices are one."""
     found = {}
     for name, tensor in tensors.items():
         if name.endswith("experts.gate_proj.weight"):
@@ -372,7 +380,7 @@ def to_hub(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def from_hub(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of `to_hub`, under the names of `transformers` where they differ in the last layer only."""
+    """Invert `to_hub`, but for the names: those that `own_name` converts stay as in `transformers`."""
     found = {}
     for name, tensor in tensors.items():
         if name.endswith("experts.gate_up_proj"):
@@ -386,14 +394,14 @@ def from_hub(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _as_written(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights in memory as the family's files have them, such as experts one by one."""
+    """Convert weights from their form in memory to that in the family's files, in which experts, for instance, are separate."""
     loading: Any = importlib.import_module("transformers.core_model_loading")
     converted: dict[str, Tensor] = loading.revert_weight_conversion(model, tensors)
     return converted
 
 
 def _by_layer(names: list[str]) -> Iterator[list[str]]:
-    """Names of a checkpoint, those of one decoder layer together and others each alone."""
+    """Group the names of a checkpoint: those of one decoder layer together, every other name alone."""
     groups: dict[str, list[str]] = {}
     for name in names:
         parts = name.split(".")
@@ -408,7 +416,7 @@ def _whole(reader: Reader, name: str) -> Box:
 
 
 class _Writer:
-    """Writes tensors into files of some size, in the order in which they are added, and their index."""
+    """Writes tensors, in the order in which they are added, into files of at most `_SHARD_BYTES`, and the index of the files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

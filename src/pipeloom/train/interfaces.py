@@ -1,4 +1,4 @@
-"""The network interface that gloo uses where workers run on several hosts; a wrong choice is refused before anything waits."""
+"""The network interface that gloo uses on several hosts; a wrong choice is refused before any worker waits for a connection."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _GET_ADDRESS = 0x8915  # SIOCGIFADDR, see netdevice(7)
 
 
 def require_interface(local_workers: int, workers: int) -> None:
-    """Raise ConfigError where the workers are on several hosts and gloo would use an interface that the others cannot reach.
+    """Raise ConfigError if the workers are on several hosts, and gloo would use an interface that other hosts cannot reach.
 
-    gloo takes the interface of GLOO_SOCKET_IFNAME, else that of the address that this host's own name resolves to.
+    gloo uses the interfaces in GLOO_SOCKET_IFNAME, or else the interface of the address that this host's name resolves to.
     """
     if local_workers >= workers:
         return
@@ -68,7 +68,7 @@ def addresses() -> dict[str, str]:
 
 
 def _towards(target: str, found: dict[str, str]) -> str:
-    """The interface on the way to `target`, "" where there is none or it is a loopback one; no packet is sent."""
+    """Return the interface on the route to `target`; "" if there is none, or only a loopback interface. No packet is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
         probe.connect((target, 9))
         address = probe.getsockname()[0]

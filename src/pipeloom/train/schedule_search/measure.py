@@ -1,4 +1,4 @@
-"""A search for costs that the first steps show."""
+"""A search for the costs measured in the first steps of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class MeasureThenSearch:
-    """The first steps of a search: those measured, the search, and the trial of its outcome beside the family."""
+    """The first steps of a run with a search: the measured steps, the search, and the trial of its outcome against the family."""
 
     def __init__(self, layout: Layout, pipeline: Pipeline, context: WorkerContext, report: Report | None) -> None:
         assert layout.search is not None
@@ -34,13 +34,14 @@ class MeasureThenSearch:
         self._trial: ABTrial | None = None
 
     def after_step(self) -> bool:
-        """Take the step just made, collectively; return True when the pipeline has its schedule, and nothing is left to do."""
+        """Record the last step, and adopt the schedule of the next; collective. Return True once that is the final one."""
         if self._trial is not None:
             return self._after_trial_step(self._trial)
         self._timelines.append(self._pipeline.timeline())
         made, count = len(self._timelines), self._request.measure
         if made < count:
-            # Halves of the backwards are split in turn, so that uneven micro-batches favour neither B nor I and W.
+            # Half of the backwards are split in one step and the others in the next, so that every micro-batch is measured
+            # both as B and as I and W, and uneven micro-batches bias neither.
             self._pipeline.adopt(half_split(self._request.family, made))
             return False
         steady = self._timelines[1:]  # the first step includes warm-up
@@ -82,6 +83,6 @@ class MeasureThenSearch:
                 f"tried in turn, {self._request.trial} steps each: searched {searched * 1e3:.1f} ms, {family.name} "
                 f"{usual * 1e3:.1f} ms (medians); {kept} stays"
             )
-            if falls_back:  # the other one was saved after the search
+            if falls_back:  # the search saved the schedule that is now dropped
                 save_outcome(self._report, self._key, self._request, outcome)
         return True

@@ -1,6 +1,6 @@
-"""The search that `[schedule] name = "search"` asks for: rank 0 searches, and every other rank gets the result.
+"""The search that `[schedule] name = "search"` requests: rank 0 searches, and broadcasts the result to the other ranks.
 
-So what a clock decides is decided once.
+A search may end by the clock, so searches on several ranks could end with different schedules.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 def resolve_before_start(layout: Layout, context: WorkerContext, report: Report | None) -> Layout:
-    """Return `layout` with its searched schedule, where it is known before the first step: costs are given, or a run was saved.
+    """Return `layout` with its searched schedule, if that can be found before the first step: for given costs, or in a saved run.
 
-    Every worker calls it; `report` is rank 0's. Return the layout as it is when nothing is searched, or costs are to be measured.
+    Collective; `report` is rank 0's. Return the layout as it is if nothing is searched, or if the costs are to be measured.
     """
     request = layout.search
     if request is None:
@@ -50,7 +50,10 @@ def resolve_before_start(layout: Layout, context: WorkerContext, report: Report 
 
 
 def estimated(layout: Layout, context: WorkerContext) -> Layout:
-    """Return `layout` with a schedule searched for the costs given, else for the layers' operations: for runs of one step."""
+    """Return `layout` with a schedule searched for the given costs, or without any for costs in proportion to the stages' FLOPs.
+
+    For runs of one step, which cannot measure costs first; collective.
+    """
     request = layout.search
     if request is None:
         return layout
@@ -62,7 +65,7 @@ def estimated(layout: Layout, context: WorkerContext) -> Layout:
 
 
 def outcome_of_rank_0(context: WorkerContext, find: Callable[[], SearchOutcome | None]) -> SearchOutcome | None:
-    """Return on every worker what `find` returns on rank 0."""
+    """Call `find` on rank 0, and return its result on every worker; collective."""
 
     def plain() -> dict[str, Any] | None:
         outcome = find()
@@ -73,7 +76,10 @@ def outcome_of_rank_0(context: WorkerContext, find: Callable[[], SearchOutcome |
 
 
 def value_of_rank_0(context: WorkerContext, find: Callable[[], Any]) -> Any:
-    """Return on every worker what `find` returns on rank 0, as JSON holds it; its PipeloomError is raised everywhere."""
+    """Call `find` on rank 0, and return its result, a JSON value, on every worker; collective.
+
+    A PipeloomError of `find` is raised on every worker.
+    """
     result: dict[str, Any] = {}
     if context.rank == 0:
         try:

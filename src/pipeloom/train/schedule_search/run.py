@@ -18,14 +18,14 @@ class SearchOutcome:
     """A searched schedule beside the family that it is compared with.
 
     Attributes:
-        schedule: what to run.
-        costs: what it was searched for.
-        objective: what `value`, `baseline` and `lower_bound` are.
-        value: simulated with the costs.
-        baseline: the same of the family.
-        lower_bound: for schedules within the memory, on the placements searched.
-        source: where the costs come from, in words.
-        seconds: that the search took; 0 for one taken over.
+        schedule: the schedule to run.
+        costs: the costs that it was searched for.
+        objective: quantity that `value`, `baseline` and `lower_bound` give, in the unit of the costs.
+        value: objective of `schedule`, simulated with the costs.
+        baseline: objective of the family, simulated with the costs.
+        lower_bound: bound on the objective for schedules within the memory, on the placements searched.
+        source: origin of the costs, in words.
+        seconds: duration of the search; 0 for an outcome reused from an earlier run.
     """
 
     schedule: Schedule
@@ -39,7 +39,7 @@ class SearchOutcome:
 
     @property
     def gap(self) -> float:
-        """value / lower bound - 1."""
+        """Return value / lower bound - 1, or 0 without a bound."""
         return self.value / self.lower_bound - 1 if self.lower_bound else 0.0
 
 
@@ -53,7 +53,7 @@ def to_plain(outcome: SearchOutcome) -> dict[str, Any]:
 
 
 def from_plain(plain: Mapping[str, Any]) -> SearchOutcome:
-    """The inverse of `to_plain`; of a schedule's options, what its JSON form keeps."""
+    """Invert `to_plain`. Of a schedule's options, those that its JSON form does not hold are lost."""
     costs = {key: _tuples(value) for key, value in plain["costs"].items()}
     return SearchOutcome(**{**plain, "schedule": from_json(plain["schedule"]), "costs": Costs(**costs)})
 
@@ -65,7 +65,7 @@ def _tuples(value: Any) -> Any:
 def search_for(request: SearchRequest, costs: Costs, source: str) -> SearchOutcome:
     """Search for `request`: the best schedule found for `costs`, or the request's family where that is as good.
 
-    Raises UsageError for costs of another size, CapacityError where nothing fits.
+    Raises UsageError for costs of another number of stages, CapacityError if no schedule fits into the memory.
     """
     from pipeloom.solver import search
     from pipeloom.solver.merge_backward import merge_backwards
@@ -100,7 +100,7 @@ def search_for(request: SearchRequest, costs: Costs, source: str) -> SearchOutco
 
 
 def _bound(request: SearchRequest, costs: Costs) -> float:
-    """A value that no schedule beats, where a B may cost less than I and W."""
+    """Return a lower bound on the objective for costs whose B may take less time than I and W together."""
     from pipeloom.schedule.bounds import memory_bound, work_bound
     from pipeloom.solver.search import placements_of
 
@@ -115,5 +115,5 @@ def _bound(request: SearchRequest, costs: Costs) -> float:
 
 
 def value_of(schedule: Schedule, costs: Costs, objective: str) -> float:
-    """The makespan or the largest span of a simulated step."""
+    """Return the makespan or the largest span, whichever is the objective, of a simulated step."""
     return simulate(schedule, costs).value(objective)

@@ -1,4 +1,4 @@
-"""A searched schedule in the run's folder: reported, saved, and taken over by a later run of the same configuration."""
+"""A searched schedule in the run's folder: reported, saved, and reused by a later run of the same configuration."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FILE = "schedule.json"
 
 
 def fingerprint(config: Config, device: torch.device) -> str:
-    """Return a hash of all that costs and schedule depend on, as far as it is known."""
+    """Return a hash of the version, the device's name and the settings that the costs and the schedule depend on."""
     from pipeloom import __version__
 
     schedule = config.schedule.model_dump()
@@ -44,7 +44,7 @@ def fingerprint(config: Config, device: torch.device) -> str:
 
 
 def earlier_outcome(config: Config, request: SearchRequest, device: torch.device) -> SearchOutcome | None:
-    """Return the outcome of the latest run with these settings; None without one."""
+    """Return the outcome of the latest run with the same `fingerprint` that fits the request; None if there is none."""
     key = fingerprint(config, device)
     for path in sorted(expanded(config.log.dir).glob(f"*/{FILE}"), reverse=True):
         try:
@@ -68,13 +68,13 @@ def earlier_outcome(config: Config, request: SearchRequest, device: torch.device
                 float(saved["lower_bound"]),
                 f"and schedule of {path}, as schedule.options.reuse allows",
             )
-        except (OSError, ValueError, KeyError, TypeError, PipeloomError):  # not one of ours, or damaged
+        except (OSError, ValueError, KeyError, TypeError, PipeloomError):  # not written by a search, or damaged
             continue
     return None
 
 
 def report_outcome(report: Report, key: str, request: SearchRequest, outcome: SearchOutcome) -> None:
-    """Print and record the outcome, and save it in the run's folder with its `fingerprint` as `key`."""
+    """Print and record the outcome, and save it in the run's folder; `key` is the run's `fingerprint`."""
     report.record("search", **figures_of(request, outcome))
     path = save_outcome(report, key, request, outcome)
     word = "makespan" if outcome.objective == "makespan" else "largest span"
@@ -87,7 +87,7 @@ def report_outcome(report: Report, key: str, request: SearchRequest, outcome: Se
 
 
 def save_outcome(report: Report, key: str, request: SearchRequest, outcome: SearchOutcome) -> Path:
-    """Write the schedule into the run's folder, with all that a later run needs to take it over; return the file."""
+    """Write the schedule into the run's folder, with everything that a later run needs to reuse it; return the file."""
     path = report.folder.root / FILE
     saved = to_dict(outcome.schedule) | {"searched": figures_of(request, outcome) | {"fingerprint": key}}
     path.write_text(json.dumps(saved, allow_nan=False) + "\n", encoding="utf-8")
@@ -95,7 +95,7 @@ def save_outcome(report: Report, key: str, request: SearchRequest, outcome: Sear
 
 
 def figures_of(request: SearchRequest, outcome: SearchOutcome) -> dict[str, Any]:
-    """The outcome as the log and the saved file show it."""
+    """Return the outcome as it appears in the log and in the saved file."""
     return {
         "objective": outcome.objective,
         "value": outcome.value,

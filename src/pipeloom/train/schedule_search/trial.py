@@ -8,7 +8,7 @@ from pipeloom.schedule import Schedule, Timeline
 
 
 class ABTrial:
-    """Two schedules that take a step each in turn. A simulation does not know what an order does to caches and cores."""
+    """A trial of two schedules in alternating steps, because a simulation leaves out effects on caches and cores."""
 
     def __init__(self, schedules: tuple[Schedule, Schedule], count: int, objective: str) -> None:
         self.schedules = schedules
@@ -17,15 +17,15 @@ class ABTrial:
 
     @property
     def next(self) -> Schedule | None:
-        """The schedule of the next step; None when each has had `count` steps."""
+        """Return the schedule of the next step; None once each has run `count` steps."""
         made = len(self._values)
         return self.schedules[made % 2] if made < 2 * self._count else None
 
     def note(self, step: Timeline) -> None:
-        """Take the measured step of `next`."""
+        """Record the measured step of `next`."""
         self._values.append(step.value(self._objective))
 
     def medians(self) -> tuple[float, float]:
-        """The median of each one's steps but the first, in which buffers are allocated, unless it is the only one."""
+        """Return the median of each schedule's steps, without the first, which allocates buffers, unless it is the only one."""
         first, second = (self._values[at::2] for at in (0, 1))
         return median(first[1:] or first), median(second[1:] or second)
