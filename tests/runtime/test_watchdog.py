@@ -256,7 +256,7 @@ def test_what_another_wrote_into_the_store_is_refused() -> None:
 
 def test_a_key_that_never_comes_has_a_deadline() -> None:
     store = RunStore(dist.HashStore(), b"", 0.3)
-    with pytest.raises(DistributedError, match=r"nothing came under key within 0\.3 s"):
+    with pytest.raises(DistributedError, match=r"no value arrived under key within 0\.3 s"):
         store.get("key")
 
 

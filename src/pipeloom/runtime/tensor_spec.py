@@ -115,7 +115,7 @@ def encode(boundary: Boundary) -> Tensor:
     numbers = to_numbers(boundary)
     if len(numbers) > HEADER_LENGTH:
         raise UsageError(
-            f"a boundary of {len(boundary)} tensors does not fit its header; pass fewer between two stages"
+            f"{len(boundary)} tensors with these shapes do not fit the header of a message; pass fewer between two stages"
         )
     return torch.tensor(numbers + [0] * (HEADER_LENGTH - len(numbers)), dtype=torch.int64)
 
@@ -127,7 +127,7 @@ def to_numbers(boundary: Boundary) -> list[int]:
         if spec is None:
             numbers.append(-1)
         elif spec.dtype not in _BOUNDARY_DTYPES:
-            raise UsageError(f"a tensor of dtype {spec.dtype} cannot cross a boundary")
+            raise UsageError(f"a tensor of dtype {spec.dtype} cannot be sent between stages")
         else:
             marks = int(spec.carries) + 2 * int(spec.shares)
             numbers += [_BOUNDARY_DTYPES.index(spec.dtype), marks, len(spec.shape), *spec.shape]

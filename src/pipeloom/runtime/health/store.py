@@ -69,7 +69,7 @@ class RunStore:
         give_up = time.monotonic() + patience
         while not within(patience, lambda: self._store.check([key]), "the store did not answer"):
             if time.monotonic() > give_up:
-                raise DistributedError(f"nothing came under {key} within {patience:g} s")
+                raise DistributedError(f"no value arrived under {key} within {patience:g} s")
             time.sleep(_LOOKS_SECONDS)
         value = within(patience, lambda: self._store.get(key).decode(), "the store gave no value")
         mac, _, text = value.partition(" ")
