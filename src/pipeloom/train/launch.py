@@ -1,8 +1,8 @@
-"""Starts the workers of one machine, watches them, and ends with the exit code of the one that failed first.
+"""Launcher: starts the workers of one machine, watches them, and returns the exit code of the one that failed first.
 
-The parent needs no torch, and nothing listens: the workers meet through a file in a folder of mode 0700, and the socket
-pairs of their control plane are made here, before they start. gloo alone listens, on the loopback interface of a network
-that the workers have for themselves (`private_network`).
+The parent does not import torch, and opens no listening socket: the workers rendezvous through a file in a folder of mode 0700,
+and the socket pairs of their control plane are created here, before the workers start. Only gloo listens, on the loopback
+interface of a network namespace that the workers alone use (`private_network`).
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass
 class Patience:
-    """Seconds that the launcher waits.
+    """Times, in seconds, that the launcher waits.
 
     Attributes:
-        reports: for the other workers to end by themselves, once one has failed and they are told to.
-        term: between SIGTERM and SIGKILL, after Ctrl-C.
-        poll: between two looks at the workers.
+        reports: time for the other workers to end by themselves after one has failed.
+        term: time between SIGTERM and SIGKILL, after Ctrl-C.
+        poll: time between two polls of the workers.
     """
 
     reports: float = 3.0
@@ -59,12 +59,12 @@ class _Worker:
 
 @dataclass
 class _Signals:
-    """Signals that the parent received while it waits. The first signal decides how the run ends; a second one makes it quick.
+    """Signals that the parent has received. The first one decides how the run ends; a second one ends it at once.
 
     Attributes:
-        interrupts: SIGINTs, where the first signal was one.
-        terminations: SIGTERMs and SIGHUPs, where the first signal was one of them.
-        saves: SIGUSR1s that have not been passed on yet.
+        interrupts: number of SIGINT, SIGTERM and SIGHUP received, if the first was SIGINT; else 0.
+        terminations: the same number if the first was SIGTERM or SIGHUP; else 0.
+        saves: number of SIGUSR1s that have not been passed on yet.
     """
 
     interrupts: int = 0
@@ -72,9 +72,10 @@ class _Signals:
     saves: int = 0
 
     def install(self) -> Callable[[], None]:
-        """Count SIGINT, SIGTERM and SIGHUP from now on; return what puts the old handlers back.
+        """Count SIGINT, SIGTERM, SIGHUP and SIGUSR1 from now on. Return a function that restores the old handlers.
 
-        After a signal the process ignores them instead: it is about to end, with an exit code that a second must not change.
+        If a signal to end has arrived, that function makes the process ignore further ones: it is about to end, with an exit
+        code that they must not change.
         """
         if threading.current_thread() is not threading.main_thread():
             return lambda: None
@@ -105,16 +106,24 @@ def launch(
     patience: Patience | None = None,
     obedient: bool = False,
 ) -> int:
-    """Runs `world_size` copies of `command`, each with torchrun's variables in its environment; returns the exit code.
+    """Run `world_size` copies of `command`, each with torchrun's variables in its environment; return the exit code.
 
-    Rank 0 writes to this process's stdout and stderr. What the others write is shown, with their rank in front, if a
-    worker fails. The exit code is 0, that of the first worker that failed (6 for one that died by a signal), 75 after a
-    SIGTERM that the workers obeyed, or 130 after SIGINT. A second signal ends them at once. SIGUSR1 is passed on. No worker
-    outlives this call, nor this process.
+    Rank 0 writes to this process's stdout and stderr. The output of the others is shown, each line with its rank, if a worker
+    fails. The exit code is 0, that of the first worker that failed (6 for one killed by a signal), 75 after a SIGTERM that the
+    workers obeyed, or 130 after SIGINT. A second signal kills the workers. SIGUSR1 is passed on. No worker outlives this call,
+    nor this process.
 
-    Several workers have a network of their own, with a loopback interface and nothing else; PIPELOOM_NETWORK=host in
-    `environment` leaves them in the machine's. `obedient`: they end by themselves after SIGINT too, once they have saved;
-    others are given `patience.term` seconds. Raises ConfigError for another value of it.
+    Several workers get a private network with nothing but a loopback interface, unless `environment` has
+    PIPELOOM_NETWORK=host: then they use the machine's.
+
+    Args:
+        environment: variables of the workers; None: those of this process.
+        patience: times to wait; None: the defaults.
+        obedient: the workers save and end by themselves after SIGINT; others get SIGTERM, and `patience.term` seconds to end.
+
+    Raises:
+        ConfigError: another value of PIPELOOM_NETWORK.
+        UsageError: no temporary folder can be created.
     """
     patience = patience or Patience()
     base = dict(os.environ if environment is None else environment)
@@ -135,7 +144,7 @@ def launch(
 
 
 def _private_folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder of mode 0700; UsageError where there is no room for one."""
+    """Create a temporary folder of mode 0700. Raises UsageError if that fails."""
     try:
         return tempfile.TemporaryDirectory(prefix="pipeloom-", ignore_cleanup_errors=True)
     except OSError as error:
@@ -143,7 +152,7 @@ def _private_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 class _SocketPairs:
-    """A socket pair for each two workers that are neighbours on the control plane."""
+    """Socket pairs, one for every two workers that are neighbours on the control plane."""
 
     def __init__(self, world: int) -> None:
         self._ends: dict[int, dict[int, socket.socket]] = {rank: {} for rank in range(world)}
@@ -154,7 +163,7 @@ class _SocketPairs:
         self._taken: list[socket.socket] = []
 
     def take(self, rank: int) -> dict[int, int]:
-        """neighbour -> descriptor, for the worker of this rank; those of the one before are closed here."""
+        """Return neighbour -> descriptor for the worker of this rank, and close the descriptors of the last call."""
         self._close(self._taken)
         ends = self._ends.pop(rank)
         self._taken = list(ends.values())
@@ -164,7 +173,7 @@ class _SocketPairs:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """After this the workers alone have the sockets, so that the end of one is seen by its neighbours."""
+        """Close all sockets here: only the workers keep them, so that neighbours see the connection of one that exits close."""
         self._close([*self._taken, *(end for ends in self._ends.values() for end in ends.values())])
 
     @staticmethod
@@ -175,7 +184,7 @@ class _SocketPairs:
 
 @contextlib.contextmanager
 def _network(world: int, environment: Mapping[str, str]) -> Iterator[Network]:
-    """Return where the workers find each other: a network of their own, else, as a line says, that of the machine."""
+    """Yield the network of the workers: a private one, or the machine's, with a warning if no private one can be created."""
     with contextlib.ExitStack() as made:
         network = Network()
         if wanted(environment.get(NETWORK, "")) and world > 1:
@@ -192,7 +201,7 @@ def _network(world: int, environment: Mapping[str, str]) -> Iterator[Network]:
 
 
 def _allow_descriptors(count: int) -> None:
-    """Raises this process's soft limit of open files to `count`, as far as the system lets it."""
+    """Raise this process's soft limit of open files to `count`, as far as the system allows it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < count:
         wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
@@ -219,11 +228,11 @@ def _start(
         STORE: str(Path(folder) / "store"),
         LINKS: ",".join(f"{peer}:{descriptor}" for peer, descriptor in links.items()),
     }
-    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a lost peer prints pages of C++ frames
+    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # otherwise a lost peer prints pages of C++ frames
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback is not None:
-        environment["GLOO_SOCKET_IFNAME"] = loopback  # whatever the user's own is for: these workers are on one machine
-    environment["TORCH_GLOO_LAZY_INIT"] = "0"  # all connect at the start; then gloo's sockets are closed to strangers
+        environment["GLOO_SOCKET_IFNAME"] = loopback  # replaces the user's value: these workers are on one machine
+    environment["TORCH_GLOO_LAZY_INIT"] = "0"  # connect all at the start, before the sockets are closed to strangers
     process = subprocess.Popen(
         list(command),
         env=environment,
@@ -239,13 +248,13 @@ def _start(
 
 
 def _before_exec(parent: int, network: Network) -> Callable[[], None]:
-    """Prepare a worker's process before its program starts: enter the network, die with the parent, and leave Ctrl-C to it."""
+    """Return a function that prepares a worker's process: it joins the network, dies with the parent, and ignores Ctrl-C."""
     library = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
     def prepare() -> None:
-        network.enter()  # first: changed credentials would undo the next
+        network.enter()  # first: the change of credentials would reset the parent-death signal below
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # until the worker has its handler
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # until the worker has installed its handler
         if library is not None:
             library.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != parent:
@@ -271,7 +280,7 @@ def _read_output(worker: _Worker) -> None:
 
 
 def _watch(workers: list[_Worker], signals: _Signals, patience: Patience, folder: Path, obedient: bool) -> int:
-    """Waits for the workers' end, whichever way it comes; returns the exit code."""
+    """Wait for the end of the workers, and pass signals on; return the run's exit code."""
     ended: list[_Worker] = []
     forwarded = False
     while len(ended) < len(workers):
@@ -284,12 +293,12 @@ def _watch(workers: list[_Worker], signals: _Signals, patience: Patience, folder
             return INTERRUPTED
         if signals.saves:
             signals.saves = 0
-            _signal(workers[:1], signal.SIGUSR1)  # one asks for all: two would be noticed after different steps
+            _signal(workers[:1], signal.SIGUSR1)  # to one worker only: several could handle it after different steps
         if (signals.interrupts or signals.terminations) and not forwarded:
             forwarded = True
             if signals.interrupts:
                 _signal(workers, signal.SIGINT)
-            _signal(workers, signal.SIGTERM)  # a worker that does not listen to SIGINT yet ends by it
+            _signal(workers, signal.SIGTERM)  # ends a worker that has no handler for SIGINT yet
         for worker in workers:
             if worker not in ended and worker.process.poll() is not None:
                 ended.append(worker)
@@ -303,10 +312,10 @@ def _watch(workers: list[_Worker], signals: _Signals, patience: Patience, folder
 
 
 def _fail(workers: list[_Worker], signals: _Signals, patience: Patience, folder: Path) -> int:
-    """Lets the others report, ends them, says who was first; returns that one's exit code.
+    """Let the other workers report and end, print which worker failed first, and return its exit code.
 
-    The control plane has told the others by now. SIGTERM ends those that are not that far yet; who has not ended after
-    `patience.reports` seconds, because it is frozen or never gives way, is killed.
+    The other workers have heard of the failure through the control plane. SIGTERM ends those that have not connected to it yet.
+    A worker that has not ended after `patience.reports` seconds, because it is frozen or in a long computation, is killed.
     """
     codes: dict[int, int] = {}
     until = time.monotonic() + patience.reports
@@ -347,7 +356,10 @@ def _fail(workers: list[_Worker], signals: _Signals, patience: Patience, folder:
 
 
 def show_output(workers: list[_Worker], first: int, failures: Mapping[int, WorkerFailure]) -> None:
-    """Print what the workers wrote, the first to fail before the others, each text once. Rank 0 has written its own."""
+    """Print the output of the workers, that of the first to fail before the others, each text once.
+
+    Rank 0 has no output here: it writes to the terminal itself.
+    """
     shown = {failures[0].text.strip()} if 0 in failures else set()
     for worker in sorted(workers, key=lambda worker: (worker.rank != first, worker.rank)):
         text = "\n".join(worker.lines).strip()
@@ -378,7 +390,7 @@ def _signal(workers: Sequence[_Worker], number: signal.Signals) -> None:
 
 
 def _end(workers: Sequence[_Worker], grace: float) -> None:
-    """SIGTERM, then SIGKILL after `grace` seconds; returns when all are gone."""
+    """Send SIGTERM (unless `grace` is 0), and SIGKILL after `grace` seconds; return once all have exited."""
     if grace > 0:
         _signal(workers, signal.SIGTERM)
         until = time.monotonic() + grace

@@ -1,4 +1,4 @@
-"""Bytes and seconds of each layer of a layout, measured in this process with one layer of each kind."""
+"""Memory and time of each layer of a layout, measured in this process with one layer of each kind."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from pipeloom.ops.deferred import WeightGradContext, defer_weight_gradients
 from pipeloom.ops.microbatch import KEYWORD, MicrobatchContext
 from pipeloom.train.build import PARAMETER_DTYPES, model_layers, moe_classes, recomputed, training_loss
 
-# A pass over one layer may take so many operations (a second or two on one core); longer sequences are cut for it.
+# Most operations of a pass over one layer (a second or two on one core); longer sequences are shortened to stay below.
 MOST_FLOPS = 2e10
-MOST_PARAMETERS = 3e8  # of a layer that is built: 1.2 GB in fp32
-_PASSES = 3  # of which the first one, in which memory is new, does not count
+MOST_PARAMETERS = 3e8  # most parameters of a layer that is built: 1.2 GB in fp32
+_PASSES = 3  # the first one does not count, because it allocates memory
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One micro-batch through one layer.
+    """Costs of one layer for one micro-batch.
 
     Attributes:
-        forward, backward: seconds; of a layer that is recomputed, the backward has a second forward.
-        activation: bytes that stay from the forward until the backward.
-        again: bytes that are there during its backward only, because it is recomputed.
+        forward, backward: seconds; the backward of a layer that is recomputed includes a second forward.
+        activation: bytes held from the forward until the backward.
+        again: additional bytes held during the backward of a layer that is recomputed.
     """
 
     forward: float
@@ -47,10 +47,10 @@ class LayerCosts:
     """The costs of all layers.
 
     Attributes:
-        layers: embedding, blocks, output layer with the loss; for `rows` sequences of the full length.
-        rows: sequences of the largest micro-batch.
-        tokens: of each sequence that was measured; fewer than train.seq_len where a pass would take too long.
-        threads: that computed.
+        layers: costs of the embedding, the blocks, and the output layer with the loss, for `rows` sequences of the full length.
+        rows: number of sequences in the largest micro-batch.
+        tokens: length of the sequences that were measured; less than train.seq_len if a pass would take too long.
+        threads: number of threads that computed.
     """
 
     layers: tuple[LayerCost, ...]
@@ -60,12 +60,13 @@ class LayerCosts:
 
 
 def measure_layers(layout: Layout) -> LayerCosts:
-    """Build one layer of each kind, whole, on the CPU, and run one micro-batch forward and backward through it.
+    """Build one layer of each kind, unsharded, on the CPU, and run forward and backward of one micro-batch through it.
 
-    Layers whose sizes are equal count as of one kind. Sequences that are cut are scaled: bytes by the number of tokens,
-    seconds by the operations.
+    Layers of equal sizes are of one kind. Where sequences were shortened, bytes are scaled by the number of tokens, and seconds
+    by the number of operations.
 
-    Raises UsageError where a layer is too large to be built for it, or returns more than one tensor.
+    Raises:
+        UsageError: a layer is too large to be built, or returns more than one tensor.
     """
     config = layout.config
     seq_len, rows = config.train.seq_len, max(layout.microbatch_sizes)
@@ -102,7 +103,7 @@ def measure_layers(layout: Layout) -> LayerCosts:
 def _measure_kinds(
     layout: Layout, sizes: list[LayerSize], rows: int, tokens: int
 ) -> dict[LayerSize, tuple[LayerCost, int]]:
-    """Size of a layer -> its cost, and the bytes of its input."""
+    """Return size of a layer -> (its cost, bytes of its input)."""
     config, device = layout.config, torch.device("cpu")
     sources = model_layers(config, PARAMETER_DTYPES[config.train.dtype], device, classes=moe_classes(layout))
     loss = training_loss(config)
@@ -147,7 +148,7 @@ def _measure(
 
 @contextmanager
 def _noting(saved: dict[int, int]) -> Iterator[None]:
-    """Note the address and the bytes of each storage that autograd keeps for the backward."""
+    """Record the address and the bytes of each storage that autograd saves for the backward."""
 
     def pack(tensor: Tensor) -> Any:
         storage = tensor.untyped_storage()

@@ -15,19 +15,19 @@ from pipeloom.train.optimizer import Optimizer
 
 @dataclass(frozen=True)
 class LayerNorms:
-    """Name -> norm: of gradients before clipping, and of parameters before the step. A tied weight has its first name."""
+    """Name -> norm: of gradients before clipping, and of parameters before the step. A tied weight is under its first name."""
 
     gradient: dict[str, float]
     parameter: dict[str, float]
 
 
 def layer_norms(pipeline: Pipeline, optimizer: Optimizer, by: str) -> LayerNorms:
-    """Return the norms of the step at hand, before the optimizer's; collective over the run.
+    """Return the norms of the present step; to be called before the optimizer's step. Collective over the run.
 
-    Each element counts once, wherever it is: the norms do not depend on the layout but for rounding.
+    Each element counts once, on whichever rank it is, so the norms do not depend on the layout, except for rounding.
 
     Args:
-        by: "layer" or "parameter".
+        by: the unit of a norm, "layer" or "parameter".
     """
     own = [_named(pipeline, optimizer.named_squares(gradients), by) for gradients in (True, False)]
     everyone = [own]

@@ -1,8 +1,8 @@
 """gloo's listening sockets, closed to strangers as soon as a process group is connected.
 
-gloo listens on a TCP port for each process group as long as that lives, takes whoever connects, and keeps what it cannot
-place: any user of the machine could exhaust this process's descriptors. A group connects once, when it is made, so that
-nothing is lost when its socket hears no more.
+gloo listens on a TCP port for the lifetime of each process group, accepts every connection, and keeps those that it cannot
+assign: any user of the machine could exhaust this process's descriptors. A group connects only once, when it is created, so its
+socket needs no further connections.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import struct
 from collections.abc import Iterator
 
 _SO_ATTACH_FILTER = 26  # socket(7); Python has no name for it
-_DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # BPF_RET 0: a program that keeps no byte of any packet
+_DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # BPF_RET 0: a program that drops every packet
 _DESCRIPTORS = 65536
 
 
 def refuse_connections() -> int:
-    """Lets every TCP socket that this process listens on drop what comes from now on; returns how many these are.
+    """Make every listening TCP socket of this process drop incoming packets. Return the number of these sockets.
 
-    Connections that are there stay. On systems without socket filters nothing changes.
+    Existing connections are not affected. On systems without socket filters nothing changes.
     """
     program = ctypes.create_string_buffer(_DROP)
     count = 0
@@ -35,7 +35,7 @@ def refuse_connections() -> int:
 
 
 def allow_descriptors() -> None:
-    """Raises the soft limit of open files: while a process group is made, each connection of a stranger takes one."""
+    """Raise the soft limit of open files: while a process group is created, each connection of a stranger takes a descriptor."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -44,7 +44,7 @@ def allow_descriptors() -> None:
 
 
 def _listeners() -> Iterator[socket.socket]:
-    """This process's listening TCP sockets, each as a duplicate to be closed."""
+    """Yield this process's listening TCP sockets, each as a duplicate that the caller closes."""
     try:
         names = os.listdir("/proc/self/fd")
     except OSError:

@@ -1,18 +1,18 @@
-"""A lock on an open file or directory, which ends with the process that holds it."""
+"""A lock on an open file or directory, released at the latest when the process that holds it ends."""
 
 from __future__ import annotations
 
 import fcntl
 import time
 
-LOCK_SECONDS = 10.0  # for another holder to end: a process that was killed may take a moment to go
+LOCK_SECONDS = 10.0  # to wait for another holder: a process that was killed may take a moment to exit
 _POLL_SECONDS = 0.1
 
 
 def locked(descriptor: int) -> bool:
-    """Return whether the open file is this process's alone from now on, until the descriptor is closed.
+    """Lock an open file exclusively until its descriptor is closed. Return False if another process holds it for LOCK_SECONDS.
 
-    True too on a file system without locks, where nobody can tell.
+    On a file system without locks nothing is locked, and the result is True.
     """
     until = time.monotonic() + LOCK_SECONDS
     while True:

@@ -62,12 +62,13 @@ TRACES = 9  # logged steps whose median is drawn at the end; a trace takes 50 KB
 
 
 def run(layout: Layout, context: WorkerContext) -> None:
-    """Trains `layout` on this worker; every worker of the run calls it. Rank 0 reports.
+    """Train `layout` on this worker; every worker of the run calls it. Rank 0 reports.
 
     Raises:
-        Preempted, Interrupted: a worker was told to stop; the step under way was finished, and a checkpoint saved.
-        CheckpointError: the checkpoint to resume is not there or damaged, or the last one could not be written.
-        ConfigError: a corpus or a folder that cannot be used.
+        Preempted, Interrupted: a worker was requested to stop; the step under way was finished, and a checkpoint saved.
+        CheckpointError: the checkpoint to resume from is absent or damaged, or the last one could not be written.
+        ConfigError: data or a folder that cannot be used.
+        PipeloomError: training diverged.
     """
     config = layout.config
     data = open_data(config, context)
@@ -113,15 +114,15 @@ def run(layout: Layout, context: WorkerContext) -> None:
 
 
 class Trainer:
-    """One rank's optimizer and the traces of its pipeline, from step to step.
-
-    `measuring`, where a schedule is searched for costs that the first steps show, looks at each of them.
+    """The training of one rank's part of a pipeline: its optimizer, checkpoints, checks and traces.
 
     Attributes:
-        made: steps made, those that were skipped among them.
-        batch: number of the next batch; ahead of `made` after a rollback, which leaves batches out.
-        checkpoints: of this run, once `begin` was called; None: nothing is saved.
-        held_out: losses on the held-out text that are known: "before".
+        made: number of steps made, including those that were skipped.
+        batch: number of the next batch; larger than `made` after a rollback, which leaves out batches.
+        traces: measured steps, the newest last.
+        measuring: the search for costs measured in the first steps, which gets each of them; None: no search is left to do.
+        checkpoints: the checkpoints of this run, once `begin` was called; None: nothing is saved.
+        held_out: losses on the held-out text: "before", once it is measured.
     """
 
     def __init__(
@@ -149,8 +150,8 @@ class Trainer:
         self._bad_steps = BadSteps(config.train.on_nan, config.train.on_spike)
         self._rollbacks = 0
         self._run_folder = Path()
-        self._seconds, self._timed = 0.0, 0  # of the steps since the last log line
-        self._places, self._flops = 0, 0  # of their batches over all replicas
+        self._seconds, self._timed = 0.0, 0  # seconds and number of the steps since the last log line
+        self._places, self._flops = 0, 0  # tokens and FLOPs of their batches over all replicas
         self._experts = ExpertLoads(config, pipeline)
         self._profile: OperatorProfile | None = None
         self._speculative: SpeculativeOptimizer | None = None
@@ -158,7 +159,7 @@ class Trainer:
             self._speculative = SpeculativeOptimizer(pipeline, self.optimizer)
 
     def begin(self, start: Start, folder: Path) -> None:
-        """Takes over the state of the checkpoint that the run begins with, if any, and saves from now on; collective."""
+        """Load the checkpoint that the run starts from, if any, and prepare to save checkpoints; collective."""
         saved = None
         if start.path is not None:
             begun = time.perf_counter()
@@ -192,7 +193,7 @@ class Trainer:
         self.checkpoints.require_room()
 
     def _adopt(self, loaded: Loaded) -> None:
-        """Adopt what a checkpoint holds beside tensors. Raises CheckpointError for one that no trainer has written."""
+        """Restore the values that a checkpoint holds beside tensors. Raises CheckpointError if it is not a trainer's."""
         extra = loaded.extra if isinstance(loaded.extra, dict) else {}
         self.made = self.pipeline.next_step = loaded.step
         try:
@@ -204,7 +205,7 @@ class Trainer:
             raise CheckpointError(f"{loaded.path}: it is not a trainer's checkpoint: {error}") from None
 
     def _extra(self) -> dict[str, Any]:
-        """Return what is stored beside tensors."""
+        """Return the values that checkpoints hold beside tensors."""
         return {
             **self._facts,
             "batch": self.batch,
@@ -219,17 +220,20 @@ class Trainer:
     def train(self, text: Tensor | Rows | Mixture | SortedDocuments, held_out: Sequence[Batch] = ()) -> None:
         """Make all steps that are left, on batches of `text`.
 
-        Raises Preempted or Interrupted after a step in which a worker was told to stop.
-
         Args:
-            held_out: for the losses of every `train.eval_every`-th step.
+            held_out: batches to evaluate on after every `train.eval_every`-th step.
+
+        Raises:
+            Preempted, Interrupted: a worker was requested to stop; raised after the step under way.
+            CheckpointError: the last checkpoint could not be written.
+            PipeloomError: training diverged.
         """
         options = self.config.train
         place, shape = self.pipeline.mesh.place, self.pipeline.mesh.shape
         batches = Batches(text, self.config, shape.dp)
         self.pipeline.train()
         if options.on_nan == "rollback" or options.on_spike == "rollback":
-            self._save()  # something to go back to
+            self._save()  # the first checkpoint to roll back to
         final = self.made
         with StepGarbage(trim_freed_memory) as garbage:
             while self.made < options.steps:
@@ -278,11 +282,11 @@ class Trainer:
                     self.save_as_asked(flags)
                 if self.measuring is not None and self.measuring.after_step():
                     self.measuring = None
-                    self.traces.clear()  # of another schedule
+                    self.traces.clear()  # they are of other schedules
         self._finish()
 
     def _finish(self) -> None:
-        """Save the final state, if that has not been done."""
+        """Save the final state, unless it is saved already."""
         if self._report is not None:
             self._report.end_progress()
         if self.checkpoints is not None:
@@ -290,19 +294,19 @@ class Trainer:
             self.checkpoints.finish()
 
     def _count(self, batch: Batch) -> None:
-        """Add up the tokens of a step, whose batches may have other shapes than those before."""
+        """Add the tokens and FLOPs of a step's batch, whose shape may differ from that of other steps."""
         rows, length = batch.tokens.shape
         rows *= self.pipeline.mesh.shape.dp
         self._places += rows * length
         self._flops += training_flops(self.config.model, length, rows)
 
     def _evaluates(self, made: int) -> bool:
-        """Return whether the loss on the held-out text is due after step `made`; that of the last step is everyone's."""
+        """Return whether the held-out loss is due after step `made`; `run` always computes the one after the last step."""
         options = self.config.train
         return bool(options.eval_every) and made % options.eval_every == 0 and made < options.steps
 
     def _evaluate(self, made: int, held_out: Sequence[Batch]) -> None:
-        """Report the loss on the held-out text; training continues as it would have without."""
+        """Report the loss on the held-out text. It does not affect the training that follows."""
         loss = self.held_out_loss(held_out)
         self.pipeline.train()
         if self._report is not None:
@@ -315,7 +319,7 @@ class Trainer:
             self.checkpoints.save(self.made, self.batch)
 
     def save_as_asked(self, flags: int) -> None:
-        """Saves what has been asked for until now; who asks meanwhile asks for another checkpoint."""
+        """Save a checkpoint. Requests up to now are met by it; a request that arrives while it is saved leads to another one."""
         if flags & SAVE:
             self._context.requests.save = False
             self._save_file.unlink(missing_ok=True)
@@ -323,16 +327,16 @@ class Trainer:
 
     @property
     def _save_file(self) -> Path:
-        """A file that people make in the run's folder to ask for a checkpoint."""
+        """Return the file that a user creates in the run's folder to request a checkpoint."""
         return self._run_folder / "save"
 
     def _flags(self) -> int:
-        """Return what this rank was asked for."""
+        """Return the requests that this rank has received, as bits of `train.requests`."""
         asked = self._report is not None and self._run_folder.is_absolute() and self._save_file.exists()
         return self._context.flags | SAVE * asked
 
     def _end(self, flags: int) -> NoReturn:
-        """Saves and ends the run, as asked."""
+        """Save a checkpoint, and end the run as requested: raise Preempted or Interrupted."""
         where = "no step has run, so nothing is saved"
         if self.checkpoints is not None and self.made:
             self.checkpoints.require(self.made, self.batch)
@@ -345,7 +349,7 @@ class Trainer:
         raise kind(f"stopped after step {self.made} of {self.config.train.steps}, as asked; {where}")
 
     def _roll_back(self) -> None:
-        """Goes back to the newest checkpoint, and on with the batch after the bad one."""
+        """Load the newest checkpoint, and continue with the batch after the bad one."""
         options, bad, batch = self.config.train, self.made, self.batch
         self._rollbacks += 1
         used = self._rollbacks
@@ -369,9 +373,10 @@ class Trainer:
                 self._report.say(line)
 
     def final_steps(self, batch: Batch, rate: float, settle: bool) -> list[Outcome]:
-        """Make one step, and return those that are final after it: with a barrier this step.
+        """Make one step, and return the outcomes of the steps that are final after it.
 
-        Without one the step before it, and this one too if `settle` asks or training ends here.
+        With a barrier, that is this step. Without one it is the step before; this step too with `settle`, or if the step before
+        has a request or a gradient norm that is not finite.
         """
         if self._speculative is None:
             return [self.step(batch, rate)]
@@ -383,7 +388,7 @@ class Trainer:
         return [replace(each, bad="" if math.isfinite(each.norm) else "nan") for each in found]
 
     def _record(self, step: int, outcome: Outcome) -> None:
-        """Writes a final step down. Raises PipeloomError when training has diverged, and is to stop then."""
+        """Record a final step in the log. Raises PipeloomError if training has diverged, and is configured to stop then."""
         loss, norm = outcome.loss, outcome.norm
         if self._report is not None:
             self._report.record("step", step=step, loss=loss, grad_norm=norm, lr=outcome.rate)
@@ -407,7 +412,7 @@ class Trainer:
         """Make one optimizer step, unless its gradient is bad: then the weights stay as they are.
 
         Args:
-            norms: whether the outcome has those of each layer.
+            norms: whether to compute the norms by layer (or by parameter, as `log.norms` is set) for the outcome.
         """
         there = batch.to(self.pipeline.device)
         loss = self.pipeline.step(there.tokens, there.targets, **there.keywords)
@@ -421,7 +426,10 @@ class Trainer:
         return Outcome(loss.item(), norm, rate, together(row[0] for row in rows), bad=bad, norms=by_layer)
 
     def held_out_loss(self, batches: Sequence[Batch]) -> float:
-        """The mean over all targets of the batches, nats; the same on every rank. Replicas share a batch that they divide."""
+        """Return the mean loss per target over the batches, in nats; collective, and the same on every rank.
+
+        Replicas share a batch if their number divides its rows; otherwise each of them evaluates the whole batch.
+        """
         device, total, count = self.pipeline.device, 0.0, 0.0
         place, replicas = self.pipeline.mesh.place, self.pipeline.mesh.shape.dp
         self.pipeline.eval()
@@ -439,7 +447,7 @@ class Trainer:
         return total / count
 
     def _log(self, step: int, outcome: Outcome, loads: Loads | None) -> None:
-        """The figures since the last line; measures the step's bubble, which takes all ranks."""
+        """Report the figures since the last log line, and the bubble of this step; collective."""
         pipeline = self.pipeline
         measured = pipeline.timeline()
         self.traces.append(measured)
@@ -477,7 +485,7 @@ class Trainer:
 def _reporting(
     layout: Layout, context: WorkerContext, start: Start, facts: Mapping[str, str]
 ) -> Iterator[Report | None]:
-    """The run's report on rank 0, None on the others."""
+    """Open the run's report: yield it on rank 0, and None on the other ranks."""
     if context.rank != 0:
         yield None
         return
@@ -491,13 +499,13 @@ def _reporting(
 
 
 def _recovery(begun: float) -> str:
-    """Return words for the time that a resumed run took until here: to load, and since this process started."""
+    """Return a text with the time to load a checkpoint, since `begun`, and the time since this process started."""
     load, since = time.perf_counter() - begun, seconds_running()
     return f"{load:.1f} s to load" + (f", {since:.1f} s since the worker's start" if since is not None else "")
 
 
 def _run_folder(report: Report | None, context: WorkerContext) -> Path:
-    """The run's folder, the same on every worker; collective."""
+    """Return the run's folder, the same on every worker; collective."""
     own = "" if report is None else str(report.folder.root.absolute())
     if context.world_size == 1:
         return Path(own)
@@ -514,7 +522,7 @@ def typical(traces: Sequence[Timeline]) -> Timeline:
 def _conclude(
     report: Report, traces: Sequence[Timeline], losses: tuple[float, float, int], unit: str, written: str, crowded: str
 ) -> None:
-    """The end of the run on the terminal: losses, bubble, a sample, where the files are."""
+    """Report the end of the run: losses, bubble, a sample, and the paths of its files."""
     before, after, count = losses
     measured = typical(traces)
     prediction = simulated(measured)
