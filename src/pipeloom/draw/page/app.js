@@ -1,4 +1,4 @@
-// The page: panes on one axis of time, what the pointer and the keys do, edits, and files to save.
+// The page: panes on one axis of time, handlers of the pointer and the keys, edits, and files to save.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const element = (id) => document.getElementById(id);
@@ -14,7 +14,7 @@ const state = {
   theme: matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light",
   critical: false, memory: true, edit: false, follow: -1,
   selected: null, // {pane, rank, at}
-  active: 0, // the pane that edits, exports and keys are about
+  active: 0, // the pane that edits, exports and keys apply to
   pointer: null, // time under the pointer
   drag: null,
 };
@@ -76,7 +76,7 @@ class Pane {
     this.drawOver();
   }
 
-  /** What changes with the pointer and the selection, on a canvas of its own. */
+  /** Draw what depends on the pointer and the selection, on a separate canvas above the drawing. */
   drawOver() {
     const ratio = window.devicePixelRatio || 1, theme = THEMES[state.theme], { schedule, layout, above } = this;
     above.setTransform(ratio, 0, 0, ratio, 0, 0);
@@ -146,7 +146,7 @@ class Pane {
   }
 }
 
-/** The table per rank, as text: its heads, then a row for each rank; and the makespan. */
+/** The table per rank, as text: its headings, then a row for each rank; and the makespan. */
 function tableOf(schedule, { factor, name }) {
   const { figures } = schedule;
   const time = (value) => number(plain(value * factor));
@@ -362,7 +362,7 @@ function settled(pane) {
   redraw();
 }
 
-/** What an edit changed: the cycle, or makespan, idle and memory against the schedule as it was. */
+/** The effect of an edit in words: the cycle, or makespan, idle time and memory compared with the schedule before it. */
 function changeWords(pane, schedule) {
   if (schedule.invalid) return schedule.invalid;
   const before = pane.original, now = schedule.figures;
@@ -393,7 +393,7 @@ function undo(again = false) {
   }
 }
 
-/** Where in its program a dragged cell would stand: behind all the others whose middle is before `time`. */
+/** The position of a dragged cell in its program: after all others whose middle is before `time`. */
 function placeAt(drag, time) {
   const { start, end } = drag.times;
   let low = 0, high = start.length;
@@ -446,7 +446,7 @@ function save(content, type, suffix) {
   setTimeout(() => URL.revokeObjectURL(link.href), 10000);
 }
 
-/** All panes with their headings, figures and assumptions, through a painter; returns the size. */
+/** Draw all panes with their headings, figures and assumptions with a painter; return the size. */
 function compose(painter, width, theme) {
   let y = 0;
   for (const pane of panes) {
@@ -468,7 +468,7 @@ function compose(painter, width, theme) {
   return [width, y + legendOn(painter, y, width, theme)];
 }
 
-/** The legend at `y`; returns its height. */
+/** Draw the legend at `y`; return its height. */
 function legendOn(painter, y, width, theme) {
   let x = 16, line = 0;
   for (const node of element("legend").children) {
@@ -636,7 +636,7 @@ for (const pane of panes) {
   });
 }
 
-/** The selection one place along its rank, or at the same time on another rank. */
+/** Move the selection one place along its rank, or to the same time on another rank. */
 function step(along, across) {
   const pane = panes[state.active];
   if (!pane) return;

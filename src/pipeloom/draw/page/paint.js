@@ -4,7 +4,7 @@
 const GUTTER = 62, RIGHT = 14, RULER = 22, MOST_ROW = 44;
 /** The least height of a row: a few ranks have room for their numbers, hundreds fit into a window. */
 const leastRow = (ranks) => (ranks <= 16 ? 18 : ranks <= 64 ? 11 : 7);
-const MOST_BOXES = 5000; // drawn one by one; above, and for boxes of less than 4 pixels, by column: 5,000 boxes take 10 ms
+const MOST_BOXES = 5000; // more boxes, and boxes of less than 4 pixels, are drawn as columns of pixels: 5,000 boxes take 10 ms
 
 const THEMES = {
   light: {
@@ -21,7 +21,7 @@ const rgb = (text) => [1, 3, 5].map((at) => parseInt(text.slice(at, at + 2), 16)
 const mixed = (text, other, share) =>
   "#" + rgb(text).map((part, at) => Math.round(part + (rgb(other)[at] - part) * share).toString(16).padStart(2, "0")).join("");
 
-/** Lines of a hatched tile of 8 x 8, by cause: they differ in direction, so that no colour is needed to tell them apart. */
+/** Lines of a hatched tile of 8 x 8, by cause: they differ in direction, so no colour is needed to tell them apart. */
 const HATCHES = [
   [[-1, 9, 9, -1], [-1, 1, 1, -1], [7, 9, 9, 7]],
   [[4, 0, 4, 8]],
@@ -90,7 +90,7 @@ class CanvasPainter {
     this.context.fillText(content, x, y);
   }
 
-  /** Pixels of the device, from (x, y) on. */
+  /** Write an image in device pixels, from (x, y) on. */
   pixels(x, y, image) {
     this.context.putImageData(image, Math.round(x * this.ratio), Math.round(y * this.ratio));
   }
@@ -160,7 +160,7 @@ class SvgPainter {
   }
 }
 
-/** Where a schedule's rows lie on a drawing of a given width; `view` is the interval of time that is shown. */
+/** Positions of a schedule's rows on a drawing of a given width; `view` is the interval of time that is shown. */
 class Layout {
   constructor(schedule, width, row, showsMemory) {
     this.schedule = schedule;
@@ -200,7 +200,7 @@ function niceStep(span, most) {
   return [1, 2, 5, 10].map((factor) => power * factor).find((step) => step >= rough * (1 - 1e-9));
 }
 
-/** Draws one schedule with a painter. `options`: view, theme, follow (micro-batch or -1), critical, unit. */
+/** Drawing of one schedule with a painter. `options`: view, theme, follow (micro-batch or -1), critical, unit. */
 class Drawing {
   constructor(layout, painter, options) {
     Object.assign(this, { layout, painter, schedule: layout.schedule }, options);
@@ -291,7 +291,7 @@ class Drawing {
     }
   }
 
-  /** The all-to-all of a box, on a row of its own at its foot: how much of the box's time the links are busy. */
+  /** Draw the all-to-all of a box in a row at its foot, for the part of the box's time in which the links are busy. */
   drawTalk(talk, x, y, width, height) {
     let left = x;
     for (const [code, share] of talk) {
@@ -326,7 +326,7 @@ class Drawing {
     bar(Math.min(finish, view.end));
   }
 
-  /** Rows as columns of pixels: each has the mean colour of what runs in it. */
+  /** Draw rows as columns of pixels, each in the mean colour of the actions that run in it. */
   drawColumns() {
     const { schedule, layout, painter, theme, view } = this;
     const ratio = painter.ratio;
@@ -426,7 +426,7 @@ class Drawing {
     }
   }
 
-  /** The cells of a chain: outlined, with lines from rank to rank; one line through all where boxes are columns. */
+  /** Draw a chain: its cells outlined, with lines from rank to rank; one line through all where boxes are columns. */
   drawPath(path, stroke, dense) {
     const { schedule, layout, view, painter } = this;
     const lines = [];

@@ -20,7 +20,7 @@ function number(value, digits = 4) {
   return text.includes(".") ? text.replace(/0+$/, "").replace(/\.$/, "") : text;
 }
 
-/** The cells of one rank: codes of their actions (second: -1 but in a pair), what they wait for and produce, and times. */
+/** The cells of one rank: codes of their actions (second: -1 unless it is a pair), what they wait for and produce, and times. */
 class Program {
   constructor(length) {
     this.length = length;
@@ -28,7 +28,7 @@ class Program {
     for (const name of ["hop", "hop2", "duration", "start", "end", "rise", "change"]) this[name] = new Float64Array(length);
   }
 
-  /** Take the cell at `from` out and put it where it is at `to` afterwards. */
+  /** Move the cell at `from`, so that it is at `to` afterwards. */
   move(from, to) {
     for (const column of Object.values(this)) {
       if (!ArrayBuffer.isView(column)) continue;
@@ -199,7 +199,7 @@ class Schedule {
     return latency + (bandwidth === null ? 0 : (factor * size) / bandwidth);
   }
 
-  /** [event, rank that makes it, name] of every tensor that the action waits for by name, or of its gradient. */
+  /** [event, rank that produces it, name] of every tensor that the action waits for by name, or of its gradient. */
   namedOf(code) {
     const need = this.tensors.length ? this.kindOf(code).need : null;
     if (!need || !need.step) return [];
@@ -284,7 +284,7 @@ class Schedule {
 
   // ---- simulate and check ----
 
-  /** Every cell as early as order and messages allow. Returns, by rank, how many cells could run. */
+  /** Start every cell as early as order and messages allow. Return, by rank, how many cells could run. */
   simulate() {
     const never = Infinity;
     const endOf = new Float64Array(this.always + 2).fill(never);
@@ -331,7 +331,7 @@ class Schedule {
     return reached;
   }
 
-  /** Where each event is produced: rank and place in its program, -1 where nowhere. */
+  /** Set the rank and the place in its program at which each event is produced; -1 for an event that no cell produces. */
   index() {
     this.makerRank = new Int32Array(this.always + 2).fill(-1);
     this.makerAt = new Int32Array(this.always + 2).fill(-1);
@@ -345,7 +345,7 @@ class Schedule {
     });
   }
 
-  /** What follows from programs and times: the cycle in words, or "", and everything that is drawn. */
+  /** Compute what follows from programs and times: the cycle in words, or "", and everything that is drawn. */
   settle(reached = null) {
     this.index();
     this.reached = reached || Int32Array.from(this.programs, (program) => program.length);
@@ -446,7 +446,7 @@ class Schedule {
     return true;
   }
 
-  /** The programs and times as they were read: those of a measured step are no simulation's. */
+  /** Restore the programs and times as they were read: a simulation cannot give those of a measured step. */
   restore() {
     this.programs = this.document.codes.map((codes, rank) => this.read(codes, rank));
     this.settle();
@@ -584,7 +584,7 @@ class Schedule {
 
   // ---- idle ----
 
-  /** By rank: start, end, cause and the place of the cell waited before, of every interval in which it idles. */
+  /** By rank: start, end, cause and the place of the next cell, of every interval in which it idles. */
   get gaps() {
     return this.once("gaps", () => this.programs.map((_, rank) => this.gapsOf(rank)));
   }
@@ -745,7 +745,7 @@ class Schedule {
 
   // ---- forms ----
 
-  /** What the CSV form cannot say of this schedule; empty where it says all. */
+  /** The part of this schedule that the CSV form cannot express; empty if it can express all of it. */
   beyondCsv() {
     if (this.routes.length > 1) return "which micro-batch takes which route";
     return this.tensors.length ? "which tensors stages pass by name" : "";
