@@ -19,6 +19,7 @@ from pipeloom.errors import UsageError
 from pipeloom.runtime import LocalPipeline, Pipeline
 from pipeloom.schedule.csv_form import from_csv, to_csv
 from pipeloom.schedule.json_form import from_json, to_json
+from pipeloom.schedule.measured import hops
 from processes import free_port
 
 
@@ -45,6 +46,11 @@ def main() -> None:
     assert "N note" in svg([timeline])
     assert "N note" in terminal(timeline, color=False)
     assert {event.get("cat") for event in trace(timeline)["traceEvents"]} >= {"note", "forward"}
+    noted_last = [
+        [t for cell in map(str, p) for t in dict.fromkeys((cell, cell.replace("B", "N")))] for p in plain.programs
+    ]
+    late = pl.simulate(pl.Schedule.of(noted_last, placement=range(2), microbatches=3), pl.Costs(p2p=0.25))
+    assert hops(late.schedule, late.starts, late.ends) == [0.25] * 2  # of the actions, not of the notes behind them
     twice = [[*map(str, program), "0N0"] if not rank else program for rank, program in enumerate(schedule.programs)]
     with pytest.raises(pl.ScheduleError, match="0N0 appears twice"):
         pl.check(pl.Schedule.of(twice, placement=range(2), microbatches=3))

@@ -9,6 +9,7 @@ from statistics import fmean, median
 from typing import Any
 
 from pipeloom.errors import UsageError
+from pipeloom.schedule.channels import message_kind
 from pipeloom.schedule.costs import Costs, durations
 from pipeloom.schedule.exposed import COMMUNICATIONS, Exposed
 from pipeloom.schedule.model import Schedule, parts
@@ -79,15 +80,15 @@ def hops(schedule: Schedule, starts: Sequence[Sequence[float]], ends: Sequence[S
     """Times from the end of an action to the start of the one on another rank that waited for its message, on the first route."""
     route = schedule.routes[0]
     places = {
-        ("F" if action.kind == "F" else "I", action.stage, action.microbatch): (rank, at)
+        (kind, action.stage, action.microbatch): (rank, at)
         for rank, program in enumerate(schedule.programs)
         for at, cell in enumerate(program)
         for action in parts(cell)
-        if action.kind != "W"
+        if (kind := message_kind(action)) is not None
     }
     needed: dict[tuple[int, int], list[tuple[float, int]]] = {}
     for (kind, stage, microbatch), (rank, at) in places.items():
-        position = route.index(stage) + (-1 if kind == "F" else 1) if stage in route else -1
+        position = route.index(stage) + (-1 if kind == "activation" else 1) if stage in route else -1
         if 0 <= position < len(route):
             source, entry = places[kind, route[position], microbatch]
             needed.setdefault((rank, at), []).append((ends[source][entry], source))
