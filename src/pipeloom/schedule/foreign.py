@@ -2,7 +2,7 @@
 
 A dump is a folder with `config.json` (`pp_size`, `vp_size` or `vpp_size`, `num_mbs` or `micro_batches`) and `pp_rank_N.json`:
 iteration -> `fwd_start`, `fwd_end`, `bwd_start`, `bwd_end` and, where the backward is split, `wgrad_start`, `wgrad_end`, in ms
-from the start of the iteration on that rank; `fwd_minibatch`, `fwd_chunk` and their like label each event; `total` (ms) and
+from the start of the iteration on that rank; `fwd_minibatch`, `fwd_chunk` and the like label each event; `total` (ms) and
 `memory` (GB) are the time and memory of the step.
 
 Chrome traces and folders of them are read by `chrome.py`, CSV files with durations by `timed_csv.py`.
@@ -230,7 +230,7 @@ def _words(rows: _Ranks) -> list[str]:
 
 
 def _schedule(rows: _Ranks, sizes: tuple[int, int, int], folder: Path) -> tuple[Schedule, list[str]]:
-    """The schedule that these events ran, and how it was found."""
+    """The schedule of these events, and notes on how it was found."""
     ranks, chunks, microbatches = sizes
     events = [event for row in rows for event in row]
     if not events:

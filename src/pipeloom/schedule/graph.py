@@ -34,7 +34,7 @@ class Graph:
         always: the index of an event that has always happened.
         event: code -> the event that the action ends with; None where every code is its own event (only F and B).
         needs: code -> the event that it waits for.
-        named: what actions wait for by name; None: nothing.
+        named: dependencies of actions by name; None: there are none.
 
     Tables of all kinds have one more entry, for `Schedule.no_action`: it needs `always` and makes `always + 1`.
     """
@@ -81,11 +81,11 @@ class Graph:
 
 @dataclass(frozen=True)
 class NamedNeeds:
-    """Dependencies by name: a forward waits for the tensors that its stage reads, a backward the gradients of those written.
+    """Dependencies by name: of a forward on the tensors that its stage reads, of a backward on the gradients of those it writes.
 
     Attributes:
         microbatches: m.
-        edges: code // m -> (event of micro-batch 0, what brings it) of each.
+        edges: code // m -> (event of micro-batch 0, the edge that carries it) of each dependency.
     """
 
     microbatches: int
@@ -103,7 +103,7 @@ class NamedNeeds:
         return cls(m, tuple(edges for step in steps for edges in by_step[step]))
 
     def of_code(self, code: int) -> list[tuple[int, Edge]]:
-        """(event, what brings it) of each that the action waits for."""
+        """(event, the edge that carries it) of each dependency by name of the action."""
         stage, microbatch = divmod(code, self.microbatches)
         return [(event + microbatch, edge) for event, edge in self.edges[stage]]
 
@@ -276,7 +276,7 @@ def _walk(turns: _Turns, end_of: list[float], run: Run, clocks: list[float]) -> 
 
 
 def _walk_hops(turns: _Turns, end_of: list[float], run: Run, clocks: list[float]) -> None:
-    """As `_walk`, with a hop before what is waited for arrives.
+    """As `_walk`, with a hop before each input arrives.
 
     A loop of its own: one loop with hops of 0 takes 1.1 to 1.5 times as long where hops are free, and `check` always is.
     """

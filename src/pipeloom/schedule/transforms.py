@@ -308,7 +308,7 @@ def cut_stages(schedule: Schedule, pieces: int) -> Schedule:
 
 
 def forward_only(schedule: Schedule, microbatches: int | None = None) -> Schedule:
-    """Return the forwards of `schedule` alone, in their order: what an evaluation runs. `check` is for training steps.
+    """Return the forwards of `schedule` alone, in their order, for evaluation. `check` refuses it: it expects a training step.
 
     Args:
         microbatches: how many of the first micro-batches to run; None: all.
@@ -352,9 +352,9 @@ class NamedTransform:
     """A transform as the command line and configurations name it: `name`, or `name=number`.
 
     Attributes:
-        words: what it does, for people.
+        words: its description.
         apply: (schedule, number or None, costs) -> schedule.
-        number: what the number stands for; None: it takes none.
+        number: the meaning of the number; None: it takes none.
         needs_number: whether the number must be given.
     """
 

@@ -362,7 +362,7 @@ function settled(pane) {
   redraw();
 }
 
-/** The effect of an edit in words: the cycle, or makespan, idle time and memory compared with the schedule before it. */
+/** The effect of all edits in words: the cycle, or makespan, bubble ratio and memory beside those of the original schedule. */
 function changeWords(pane, schedule) {
   if (schedule.invalid) return schedule.invalid;
   const before = pane.original, now = schedule.figures;
@@ -537,7 +537,7 @@ function buttons() {
   element("csv").disabled = Boolean(missing);
   const which = panes.length > 1 ? ` of ${pane.schedule.document.heading}` : "";
   element("csv").title = missing ? `The CSV form cannot say ${missing}; save JSON` : `The schedule${which} as torch's CSV`;
-  element("json").title = `The schedule${which} as JSON, which check and train take`;
+  element("json").title = `The schedule${which} as JSON, for pipeloom check and train`;
   for (const name of ["critical", "memory", "edit"]) element(name).setAttribute("aria-pressed", String(state[name]));
   for (const each of panes) each.stage.classList.toggle("editing", state.edit);
 }
