@@ -6,7 +6,7 @@ import os
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may run on; where the system does not say, those of the machine."""
+    """Return the number of cores that this process may run on; if the system does not tell, the machine's cores."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not on Linux

@@ -115,7 +115,7 @@ def _make_absolute(merged: Merged, section: str, key: str, words: Sequence[str])
     """Make an existing path absolute, so that a run's `config.toml` and checkpoints name it wherever they are read.
 
     Args:
-        words: values that are no paths.
+        words: values that are not paths.
     """
     table = merged.values.get(section)
     value = table.get(key) if isinstance(table, dict) else None

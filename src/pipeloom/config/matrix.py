@@ -1,6 +1,6 @@
 """A verify matrix: many layouts in one TOML file.
 
-skip_invalid = true                      # leave out combinations that are refused, and say how many
+skip_invalid = true                      # leave out combinations that are refused, and report how many
 [base.train]
 seq_len = 16
 [[layout]]                               # lists are expanded into every combination

@@ -1,6 +1,6 @@
 """The stages string: `"Et*3|(tt|)*29|L"` says which layers each stage holds.
 
-E is the embedding, t a block, L the final norm and output layer; `|` stands between stages; `x*3` repeats a letter and
+E is the embedding, t a block, L the final norm and output layer; `|` separates stages; `x*3` repeats a letter and
 `(…)*n` a group, including its `|`.
 """
 

@@ -112,7 +112,7 @@ class _ChartSheet:
         path = " ".join(f"{x:.1f},{y:.1f}" for _, _, x, y in points)
         wide = 2 + 1.5 * max(
             0, min(len(self.labels), 4) - 1 - self.labels.index(label)
-        )  # the first shows behind the others
+        )  # the first stays visible behind the others
         self.out.append(f'<polyline points="{path}" fill="none" {self.stroke(label)} stroke-width="{wide:g}"/>')
         colour = COLOURS[self.labels.index(label) % len(COLOURS)]
         for size, value, x, y in points:

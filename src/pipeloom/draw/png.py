@@ -6,7 +6,7 @@ from pipeloom.errors import UsageError
 
 
 def png(svg: str, zoom: float = 2.0) -> bytes:
-    """The picture of an SVG document, `zoom` pixels for each of its own; raises UsageError without the extra `png`."""
+    """The picture of an SVG document, with `zoom` pixels per pixel of the document; raises UsageError without the extra `png`."""
     try:
         from resvg_py import svg_to_bytes
     except ImportError:

@@ -32,7 +32,7 @@ class Need(NamedTuple):
     Attributes:
         event: one of EVENTS.
         step: of which stage: -1 the one before in the route, 0 the action's own, 1 the one after.
-        at_end: the event of its own stage that stands for it where the route has no such stage; None: nothing is waited for.
+        at_end: the event of its own stage that replaces it where the route has no such stage; None: it waits for nothing.
     """
 
     event: str
@@ -53,7 +53,7 @@ class Kind:
         memory: (a, b): the action changes the stage's memory by (a + b * held) * activation (`Costs.held`,
             `Costs.activation`), at its start where that is more, at its end where it is less.
         duration: the name of a field of `StageCosts`, or a time.
-        resource: what it occupies. A rank that only communicates counts as idle.
+        resource: the resource that it occupies. A rank that only communicates counts as idle.
         colour: (hue in degrees, chroma, lightness above or below the chunk's) in OKLCH.
         execute: `execute(modules, microbatch)` runs an action of a kind registered by a user: `modules` are the stage's
             layers. None for the built-in kinds, which the executor knows.
@@ -107,7 +107,7 @@ _KINDS: dict[str, Kind] = {
     )
 }
 MOST_KINDS = 16
-"""How many kinds the integer codes have room for; fixed, so that a code means the same after a kind is registered."""
+"""The number of kinds that integer codes have room for; fixed, so that a code keeps its meaning when a kind is registered."""
 
 
 @lru_cache(maxsize=1)
@@ -138,7 +138,7 @@ def register_kind(kind: Kind, execute: Callable[[tuple[Any, ...], int], None] | 
     """Add a kind of action; every process that reads or runs schedules with it registers it first, in the same order.
 
     Args:
-        execute: `execute(modules, microbatch)`, what the executor does; default: `kind.execute`.
+        execute: `execute(modules, microbatch)`, which the executor calls; default: `kind.execute`.
 
     Raises UsageError for a letter that is taken or not in capitals, a kind that produces an event or waits for another stage,
     an unknown event or cost, numbers that are not finite, and a seventeenth kind.

@@ -1,11 +1,11 @@
 """Batches: the messages that the batched transport puts into one call, so chosen that all calls match on one communicator.
 
 On one communicator the batches of a rank run one after the other, a message moves when both of its ends are in a batch that
-has its turn, and a batch ends when all its messages have moved (NCCL's rule). A receive that is posted too early holds up
-the sends behind it, one that is posted too late those of its sender.
+has its turn, and a batch ends when all its messages have moved (NCCL's rule). A receive that is posted too early delays
+the sends after it; one that is posted too late delays those of its sender.
 
 So both ends place a message by the same clock: a walk of the whole schedule at unit costs, in which a message moves when
-the entry that makes it ends. On every rank the batches then hold the messages of windows of time that follow one another,
+the entry that sends it ends. On every rank the batches then hold the messages of windows of time that follow one another,
 and the earliest message that has not moved is always in batches that have their turn. Whatever `check` accepts can run.
 """
 
@@ -32,7 +32,7 @@ def batches_of(programs: TrafficOfRanks, rank: int, ahead: bool = True) -> tuple
     """Return the batches of `rank`: for each of its entries those launched before it, and finally those after the last one.
 
     The first batch before an entry holds the sends of the entry before it and the receives that the entry needs. With
-    `ahead` the receives of what arrives while the entry computes come next: in the same batch if the entry does not wait
+    `ahead`, the receives of messages that arrive while the entry computes follow: in the same batch if the entry does not wait
     for it, else in a separate one. Without `ahead`, they are in the batch after the entry.
     """
     return _of_rank(programs, rank, _clock(programs), ahead)
@@ -70,7 +70,7 @@ def _clock(programs: TrafficOfRanks) -> _Clock:
                 waiting[missing] = rank
                 break
             starts.append(max([ends[-1] if ends else 0, *(clock.moves[message] for message in entry.receives)]))
-            # At least 1: what an entry makes must move later than what it needs.
+            # At least 1: the messages that an entry sends must move later than those that it needs.
             ends.append(starts[-1] + max(1, sum(len(kind_of(action.kind).produces) for action in parts(entry.cell))))
             for message in entry.sends:
                 clock.moves[message] = ends[-1]

@@ -1,7 +1,7 @@
-"""Messages and channels, derived from a schedule: what each program entry receives and sends, and in which order.
+"""Messages and channels, derived from a schedule: the messages that each program entry receives and sends, and their order.
 
 A **channel** is one direction between two ranks and one kind (activations or gradients), first in, first out. Both ends
-derive the same order from the same schedule: that in which the source's program makes the messages.
+derive the same order from the same schedule: that in which the source's program sends the messages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MessageKind = Literal["activation", "gradient"]
 
 
 class Channel(NamedTuple):
-    """One direction between two ranks, and what it carries."""
+    """One direction between two ranks, and the kind of its messages."""
 
     source: int
     destination: int
@@ -157,8 +157,8 @@ class NamedEdges:
     """Edges of named tensors, by stage.
 
     Attributes:
-        reads: stage -> what it receives by name, in the order of `Schedule.tensors`.
-        writes: stage -> what it sends by name, in that order.
+        reads: stage -> edges of the tensors that it receives, in the order of `Schedule.tensors`.
+        writes: stage -> edges of the tensors that it sends, in that order.
     """
 
     reads: tuple[tuple[Edge, ...], ...]

@@ -13,7 +13,7 @@ from pipeloom.schedule.timeline import Timeline
 
 TimeRows = Sequence[Sequence[float]]
 
-# Two events of one rank may overlap by this share of the shorter one: what timers of two streams differ by.
+# Two events of one rank may overlap by this share of the shorter one: timers of two streams differ a little.
 _OVERLAP = 0.02
 
 

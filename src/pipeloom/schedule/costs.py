@@ -1,4 +1,4 @@
-"""Costs: how long a stage's actions take, how long a hop takes, and what a micro-batch keeps in memory."""
+"""Costs: times of a stage's actions and of hops, and the memory that a micro-batch keeps."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from pipeloom.schedule.model import Schedule
 def critical_path(
     schedule: Schedule, costs: Costs, all_ends: Sequence[Sequence[float]], overlap_p2p: bool
 ) -> tuple[tuple[int, int], ...]:
-    """Return what `Timeline.critical_path` describes; `all_ends`: rank -> the ends of its entries. Linear in their number."""
+    """Return the value of `Timeline.critical_path`; `all_ends`: rank -> the ends of its entries. Linear in their number."""
     graph = Graph.of(schedule)
     factors = costs.factors(schedule.microbatches)
     entries = [schedule.split_entries(rank) for rank in range(schedule.ranks)]
@@ -33,7 +33,7 @@ def critical_path(
                     continue
                 source, position = maker[event]
                 arrival = all_ends[source][position]
-                if overlap_p2p:  # else the hop comes after whatever was waited for
+                if overlap_p2p:  # otherwise the hop starts when the wait ends
                     arrival += costs.hop(source, rank, factors[code % schedule.microbatches], name)
                 candidates.append((arrival, source != rank, maker[event]))
         if at:

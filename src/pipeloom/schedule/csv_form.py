@@ -114,7 +114,7 @@ def _word(piece: str) -> str:
 
 
 def _read(text: str, where: str) -> tuple[list[list[Cell]], list[list[_Place]]]:
-    """Each rank's cells and where they stand."""
+    """Each rank's cells and their places in the text."""
     rows: list[list[Cell]] = []
     places: list[list[_Place]] = []
     for line, content in enumerate(text.removeprefix("\ufeff").rstrip().splitlines(), start=1):

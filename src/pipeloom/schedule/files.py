@@ -39,7 +39,7 @@ def load(path: str | Path) -> Schedule:
 
 
 def save(schedule: Schedule, path: str | Path) -> None:
-    """Write the schedule to a file that `load` reads, as its ending says. Raises as `Schedule.save`."""
+    """Write the schedule to a file that `load` reads, in the form that its extension names. Raises as `Schedule.save`."""
     where = Path(path)
     forms = {".csv": to_csv, ".json": to_json}
     if where.suffix.lower() not in forms:

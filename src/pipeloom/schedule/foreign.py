@@ -40,7 +40,7 @@ class Foreign:
 
     Attributes:
         timelines: one for each iteration, in seconds; the ranks' clocks are shifted so that no message arrives before it is sent.
-        memory: rank -> GB, the largest of the iterations; empty where the trace does not say.
+        memory: rank -> GB, the largest of the iterations; empty where the trace does not give it.
         notes: how the schedule was found, and what was ambiguous.
     """
 

@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 def importable_from(folder: str | Path | None) -> Iterator[None]:
     """Let imports inside find modules of `folder` (None: the working directory) that are found nowhere else.
 
-    The folder stands at the end of the path, so that no file in it takes the place of a module of Python or of a package.
+    The folder is put at the end of the path, so no file in it can shadow a module of Python or of a package.
     """
     entry = os.path.abspath(folder if folder is not None else os.getcwd())
     if entry in sys.path:

@@ -1,12 +1,12 @@
 """The dependency graph of a schedule, and the loops that walk it: for `check`, whether every rank ends; for `simulate`, when.
 
-An event is what a stage produces for a micro-batch: its output (F), its input gradient (B or I), its weight gradient (W).
+An event is a result of a stage for a micro-batch: its output (F), its input gradient (B or I), its weight gradient (W).
 Every action waits for at most one event beside its place in the program (`Kind.waits_for`):
 
     F of a route's first stage: nothing        F: the output of the stage before
     B, I of a route's last stage: its output   B, I: the input gradient of the stage after      W: its own input gradient
 
-That a backward follows its own F needs no edge of its own: the chain through the last stage implies it. Nor does
+That a backward follows its own F needs no separate edge: the chain through the last stage implies it. Nor does
 a tensor that stages read by name, or its gradient: it is produced before the neighbour's message that the action waits for.
 Its message may arrive later, however, so a walk that counts hops waits for it, too (`NamedNeeds`).
 """
@@ -36,7 +36,7 @@ class Graph:
         needs: code -> the event that it waits for.
         named: dependencies of actions by name; None: there are none.
 
-    Tables of all kinds have one more entry, for `Schedule.no_action`: it needs `always` and makes `always + 1`.
+    Tables of all kinds have one more entry, for `Schedule.no_action`: it needs `always` and produces `always + 1`.
     """
 
     always: int
@@ -278,7 +278,7 @@ def _walk(turns: _Turns, end_of: list[float], run: Run, clocks: list[float]) -> 
 def _walk_hops(turns: _Turns, end_of: list[float], run: Run, clocks: list[float]) -> None:
     """As `_walk`, with a hop before each input arrives.
 
-    A loop of its own: one loop with hops of 0 takes 1.1 to 1.5 times as long where hops are free, and `check` always is.
+    A separate loop: one loop with hops of 0 takes 1.1 to 1.5 times as long where hops are free, and `check` always is.
     """
     ready, waiting = turns.ready, turns.waiting
     while ready:
@@ -340,7 +340,7 @@ def _walk_pairs(turns: _Turns, end_of: list[float], run: Run, clocks: list[float
 def _named_feed(
     schedule: Schedule, rank: int, graph: Graph, weights: WalkCosts, named: dict[int, list[tuple[int, float]]]
 ) -> Iterator[Any]:
-    """The duration of every entry, the events that it makes, and (event, hop) of each message that it waits for."""
+    """The duration of every entry, the events that it produces, and (event, hop) of each message that it waits for."""
     limit, none, event = schedule.pair_stride, schedule.no_action, graph.event
     assert event is not None
     for code, first, second in zip(schedule.codes[rank], *schedule.split_entries(rank), strict=True):

@@ -63,7 +63,7 @@ def gaps(timeline: TimedSchedule) -> tuple[tuple[Gap, ...], ...]:
 
 
 class _Makers(NamedTuple):
-    """event -> (rank, position) of the entry that produces it, and the graph with what each code needs."""
+    """event -> (rank, position) of the entry that produces it, and the graph with the needs of each code."""
 
     graph: Graph
     place: dict[int, tuple[int, int]]

@@ -47,7 +47,7 @@ def from_json(text: str, source: str = "json") -> Schedule:
 
     Raises:
         UsageError: no JSON (with file:line:column), another format, a missing key, a value of the wrong type.
-        ScheduleError: a cell that is no action, or a rank, stage, route or micro-batch out of range.
+        ScheduleError: a cell that is not an action, or a rank, stage, route or micro-batch out of range.
     """
     try:
         found = json.loads(text.removeprefix("\ufeff"), parse_int=_integer)

@@ -297,7 +297,7 @@ def slow_stages(timelines: Sequence[Timeline], layers: Sequence[float] | None = 
     """The stages whose time per layer exceeds that of the others by more than noise.
 
     A stage's time is the median over the steps of its mean F + I + W. It is compared with the median of the other stages that
-    have as much to do for each layer: not the first and the last, whose embedding and head are no layers, unless `layers`
+    have as much to do for each layer: not the first and the last, whose embedding and head are not layers, unless `layers`
     gives their cost in layers. Noise is the variation between the steps of a stage, and between the other stages.
 
     Args:

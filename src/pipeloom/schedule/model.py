@@ -77,7 +77,7 @@ class Schedule:
         Args:
             tensors: (name, producer, consumers); producer and consumers are stage positions.
 
-        Raises ScheduleError for a tensor sent backwards, one without a consumer, and one that a stage would get twice.
+        Raises ScheduleError for a tensor sent backwards, one without a consumer, and one that a stage would receive twice.
         """
         return replace(self, tensors=normalized([NamedTensor(n, p, tuple(c)) for n, p, c in tensors]))
 

@@ -78,7 +78,7 @@ class Placed(NamedTuple):
 
 @dataclass
 class _Resources:
-    """Both resources in order: when each is free, and what has run."""
+    """Both resources: the time from which each is free, and the segments that have run."""
 
     free: dict[Resource, float] = field(default_factory=lambda: {"computation": 0.0, "communication": 0.0})
     done: list[Placed] = field(default_factory=list)

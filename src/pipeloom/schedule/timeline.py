@@ -141,7 +141,7 @@ class Timeline:
 
     @cached_property
     def memory_changes(self) -> list[float]:
-        """code -> what the action adds to its rank's memory."""
+        """code -> the change of its rank's memory by the action."""
         return _memory_changes(self.schedule, self.costs)
 
     @cached_property
@@ -169,7 +169,7 @@ class Timeline:
         def steps(rank: int) -> Iterable[float]:
             if schedule.has_pairs:
                 return chain.from_iterable(self._steps(rank, change))
-            return map(change.__getitem__, schedule.codes[rank])  # quicker, and what most schedules need
+            return map(change.__getitem__, schedule.codes[rank])  # faster, and sufficient for most schedules
 
         return tuple(_plain(max(accumulate(steps(rank)), default=0.0)) for rank in range(schedule.ranks))
 
@@ -227,7 +227,7 @@ class Timeline:
 
 
 def _memory_changes(schedule: Schedule, costs: Costs) -> list[float]:
-    """code -> what the action adds to its rank's memory."""
+    """code -> the change of its rank's memory by the action."""
     activation = costs.per_stage("activation", schedule.stages)
     held = costs.per_stage("held", schedule.stages)
     factors = costs.factors(schedule.microbatches)

@@ -58,7 +58,7 @@ def unpair(schedule: Schedule, stages: Collection[int] | None = None) -> Schedul
 def half_split(schedule: Schedule, parity: int = 0) -> Schedule:
     """Return `schedule` with the backwards of every second micro-batch as I and W, and those of the others as one B.
 
-    A B that is split becomes an I directly followed by its W; a merged B stands where its I was. Pairs are taken apart.
+    A B that is split becomes an I directly followed by its W; a merged B takes the place of its I. Pairs are taken apart.
     Memory: no rank's peak is larger than before.
 
     Args:
@@ -146,11 +146,11 @@ def defer_last_stage_weights(schedule: Schedule, last: int = 0, costs: Costs | N
 
 @dataclass(frozen=True)
 class _Cooldown:
-    """One rank's program, cut behind its last forward, without the weight gradients that are still to be placed.
+    """One rank's program, cut after its last forward, without the weight gradients that are still to be placed.
 
     Attributes:
         head: the entries up to the last forward.
-        rest: those behind it.
+        rest: those after it.
         weights: I -> its W, for each W to be placed, in the order in which they become due.
     """
 

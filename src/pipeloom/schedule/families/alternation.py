@@ -21,7 +21,7 @@ class RoundRules:
     Attributes:
         overrun: a warm-up forward may end after the first backward could have started.
         skip: a rank that is two forwards ahead of the next one may leave a round's forward out.
-        eager: a weight gradient goes into a short wait even if another rank has more idle time.
+        eager: a weight gradient is computed in a short wait even if another rank has more idle time.
     """
 
     overrun: bool

@@ -14,9 +14,9 @@ from pipeloom.schedule.simulate import simulate
 
 
 def baseline_memory(placement: Sequence[int], ranks: int, microbatches: int) -> tuple[float, str]:
-    """Return (stage-micro-batches, family): what the placement's first family holds on its fullest rank.
+    """Return (stage-micro-batches, family): the peak of the placement's first family, on its fullest rank.
 
-    Without such a family, what 1F1B holds: p micro-batches in every stage of a rank.
+    Without such a family, the peak of 1F1B: p micro-batches in every stage of a rank.
     """
     for schedule in _families(placement, (ranks, microbatches), None):
         return float(max(simulate(schedule).peak_activations)), schedule.name

@@ -60,7 +60,7 @@ class _Grid:
     gradients: list[list[int]] = field(default_factory=list)  # rank -> the slots of its I, in order
 
     def ordered(self) -> list[tuple[int, int, BlockSlot]]:
-        """(slot, rank, what) of everything, in time."""
+        """(slot, rank, action) of all actions, in order of time."""
         return sorted((slot, rank, what) for rank, row in enumerate(self.taken) for slot, what in row.items())
 
     def earliest(self, what: BlockSlot) -> int:

@@ -57,7 +57,7 @@ def round_sizes(ranks: int, microbatches: int, rounds: str = "balanced", group_s
     * tail, head: rounds of p; the remainder joins the last, or the first.
     * paper: rounds of p and a short one of m % p. It adds idle time, and deadlocks for many sizes (smallest: p=4 v=3 m=5).
       Its source counts one idle slot less (11 for 12 at p=4 v=2 m=9), because it warms up with one forward more.
-    * group_size N: rounds of N; a remainder of at least p is a round of its own, a smaller one joins the last.
+    * group_size N: rounds of N; a remainder of at least p is a further round, a smaller one joins the last.
     """
     if rounds not in get_args(Rounds):
         raise UsageError(f"there are no rounds {rounds!r:.200}{did_you_mean(rounds, get_args(Rounds))}")
