@@ -21,6 +21,7 @@ class Copies:
 
     @torch.no_grad()
     def take(self, tensors: Sequence[Tensor]) -> None:
+        """Copy the tensors; the copies replace those of the last call."""
         if [(t.shape, t.dtype) for t in tensors] != [(t.shape, t.dtype) for t in self._copies]:
             self._copies = [torch.empty_like(tensor) for tensor in tensors]
         self._originals = [tensor.detach() for tensor in tensors]
@@ -29,6 +30,7 @@ class Copies:
 
     @torch.no_grad()
     def restore(self) -> None:
+        """Write the copies back into the tensors."""
         if self._copies:
             torch._foreach_copy_(self._originals, self._copies)
 

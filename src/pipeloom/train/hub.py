@@ -317,7 +317,7 @@ def hub_config(shape: DecoderShape) -> Any:
         inner = {"intermediate_size": shape.intermediate_size}
         if shape.qk_norm:
             if shape.qkv_bias and not shape.attention_bias:
-                raise ConfigError("Qwen3, the model with qk_norm, has attention_bias, and no qkv_bias alone")
+                raise ConfigError("Qwen3, the model with qk_norm, has no qkv_bias without attention_bias")
             return package.Qwen3Config(**common, **inner, attention_bias=shape.attention_bias)
         if shape.qkv_bias and not shape.attention_bias:
             return package.Qwen2Config(**common, **inner)
@@ -325,7 +325,7 @@ def hub_config(shape: DecoderShape) -> Any:
     if shape.router != "softmax" or shape.capacity_factor or shape.attention_bias:
         raise ConfigError(
             f'no model of transformers has router = "{shape.router}", capacity_factor = {shape.capacity_factor:g} and '
-            f"attention_bias = {str(shape.attention_bias).lower()}; exported are softmax routers without a capacity"
+            f"attention_bias = {str(shape.attention_bias).lower()}; only softmax routers without a capacity can be exported"
         )
     chosen = {"num_experts_per_tok": shape.num_experts_per_tok}
     dense = [block for block, experts in enumerate(shape.expert_blocks) if not experts]
@@ -347,7 +347,9 @@ def hub_config(shape: DecoderShape) -> Any:
                 f"Mixtral, the model without shared experts, has experts in every block, and block {dense[0]} is dense here"
             )
         if shape.qkv_bias or not shape.norm_topk_prob:
-            raise ConfigError("Mixtral, the model without shared experts, has no qkv_bias, and norm_topk_prob = true")
+            raise ConfigError(
+                "Mixtral, the model without shared experts, has no qkv_bias, and needs norm_topk_prob = true"
+            )
         return package.MixtralConfig(
             **common, **chosen, num_local_experts=shape.num_experts, intermediate_size=shape.expert_width
         )

@@ -148,7 +148,7 @@ def _private_folder() -> tempfile.TemporaryDirectory[str]:
     try:
         return tempfile.TemporaryDirectory(prefix="pipeloom-", ignore_cleanup_errors=True)
     except OSError as error:
-        raise UsageError(f"cannot make a temporary folder (TMPDIR): {error.strerror or error}") from None
+        raise UsageError(f"cannot create a temporary folder (TMPDIR): {error.strerror or error}") from None
 
 
 class _SocketPairs:

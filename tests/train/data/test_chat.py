@@ -104,7 +104,7 @@ def test_the_tokenizers_own_template_is_used(tmp_path: Path) -> None:
     [
         ([{"role": "user", "content": "x"}], "so there is nothing to learn"),
         ([{"role": "user"}], "message 1 is not"),
-        (["x"], "is a list without messages, not a text"),
+        (["x"], "is a list without messages, not a string"),
         ([*CHAT, {"role": "assistant", "content": "\ud800"}], "message 6 holds half of a surrogate pair"),
         ("text", "it is a text, and those before are conversations"),
     ],

@@ -177,6 +177,9 @@ def test_tokens_that_the_model_does_not_know_are_refused(folder: Path) -> None:
     np.full(5000, 300, dtype=np.uint16).tofile(folder / "a.bin")
     with pytest.raises(ConfigError, match=r"holds the token 300, and the model has 256 tokens \(model.vocab_size\)"):
         data(folder, source=str(folder / "a.bin"))
+    np.save(folder / "signed.npy", np.array([1, -100, 2], dtype=np.int32))
+    with pytest.raises(ConfigError, match=r"signed.npy holds the token -100, and the model has 256 tokens"):
+        data(folder, source=str(folder / "signed.npy"))
     (folder / "odd.bin").write_bytes(b"123")
     with pytest.raises(ConfigError, match="has 3 bytes, which is not a whole number of uint16"):
         data(folder, source=str(folder / "odd.bin"))
@@ -210,8 +213,8 @@ BAD = [
     (b'{"text": "a\0b"}', "zero bytes"),
     (b'["text"]', "it is a list, not an object"),
     (b'{"other": 1}', 'it has no field "text"'),
-    (b'{"text": 7}', 'field "text" is a number, not a text'),
-    (b'{"text": null}', 'field "text" is null, not a text'),
+    (b'{"text": 7}', 'field "text" is a number, not a string'),
+    (b'{"text": null}', 'field "text" is null, not a string'),
     (b'{"text": "\\ud800"}', "half of a surrogate pair"),
     (b'{"text": ' + b"[" * 100_000 + b"}", "nested too deeply|not JSON"),
     (b'{"text": "' + b"x" * 3000 + b'"}', "it has more than 2,000 bytes"),

@@ -33,13 +33,17 @@ class SlicedOptimizer(Protocol):
     yet), `master` and the `moments` of that parameter: flat tensors of those elements.
     """
 
-    def moments(self, name: str) -> tuple[str, ...]: ...
+    def moments(self, name: str) -> tuple[str, ...]:
+        """Return the names of the state tensors of a parameter, beside `master`."""
 
-    def state_dict(self) -> dict[str, dict[str, Any]]: ...
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Return the state of each parameter of this process, as above."""
 
-    def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> None: ...
+    def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replace the state of each parameter; `states` as from `state_dict`."""
 
-    def read_parameters(self) -> None: ...
+    def read_parameters(self) -> None:
+        """Set the masters from the parameters, after weights were loaded without the optimizer's state."""
 
 
 AnyOptimizer = SlicedOptimizer | torch.optim.Optimizer
@@ -253,12 +257,13 @@ class Stored(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, tuple[int, ...]]:
-        """Key -> whole shape."""
+        """Return key -> whole shape."""
 
     @property
     def numbers(self) -> Mapping[str, Number]: ...
 
-    def region(self, key: str, box: Box) -> Tensor: ...
+    def region(self, key: str, box: Box) -> Tensor:
+        """Return the values of `box` of a tensor, on the CPU in the stored dtype."""
 
 
 def required_names(pipeline: Pipeline, trained_only: bool = False) -> dict[str, tuple[int, ...]]:

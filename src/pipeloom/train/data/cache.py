@@ -82,7 +82,7 @@ class Entry:
     """Memory-mapped arrays of an entry of the cache; `facts` holds the other values of its index."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ValueError for an entry that is damaged."""
+        """Raise ValueError for an entry that is damaged."""
         self.path = path
         try:
             index = json.loads(read_file(path / INDEX, CONFIG_BYTES, "an index"))

@@ -252,7 +252,7 @@ class _Fields:
         if isinstance(value, list) and all(isinstance(each, dict) for each in value):
             return Record(place, value)
         kind = "a list without messages" if isinstance(value, list) else _json_kind(value)
-        return BadRecord(place, f'field "{shortened(self.name)}" is {kind}, not a text')
+        return BadRecord(place, f'field "{shortened(self.name)}" is {kind}, not a string')
 
 
 def _json_kind(value: Any) -> str:
@@ -260,7 +260,7 @@ def _json_kind(value: Any) -> str:
         bool: "true or false",
         int: "a number",
         float: "a number",
-        str: "a text",
+        str: "a string",
         list: "a list",
         dict: "an object",
     }

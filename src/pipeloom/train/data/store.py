@@ -219,7 +219,7 @@ def token_files(source: Source, vocabulary: int, kind: str, eos: int | None) -> 
     A document ends after each `eos`, if there is one, and at the end of each file.
 
     Args:
-        vocabulary: the model's number of tokens; every token must be below it.
+        vocabulary: the model's number of tokens; every token must be from 0 to below it.
         kind: element type of .bin files: "uint16", "uint32", or "auto": the smaller one that holds the vocabulary.
 
     Raises:
@@ -227,10 +227,13 @@ def token_files(source: Source, vocabulary: int, kind: str, eos: int | None) -> 
     """
     arrays = [_mapped(file, vocabulary, kind, source) for file in source.files]
     for file, array in zip(source.files, arrays, strict=True):
-        largest = max((int(array[at : at + 2**22].max()) for at in range(0, len(array), 2**22)), default=0)
-        if largest >= vocabulary:
+        pieces = [array[at : at + 2**22] for at in range(0, len(array), 2**22)]
+        largest = max((int(piece.max()) for piece in pieces), default=0)
+        smallest = min((int(piece.min()) for piece in pieces), default=0) if array.dtype.kind == "i" else 0
+        if smallest < 0 or largest >= vocabulary:
+            wrong = smallest if smallest < 0 else largest
             raise ConfigError(
-                f'data.source = "{shortened(source.name)}": {file} holds the token {largest:,}, and the model has '
+                f'data.source = "{shortened(source.name)}": {file} holds the token {wrong:,}, and the model has '
                 f"{vocabulary:,} tokens (model.vocab_size); numbers are read as {array.dtype} (data.token_type)"
             )
     tokens = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
