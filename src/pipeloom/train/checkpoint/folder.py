@@ -84,7 +84,7 @@ def publish(partial: Path, final: Path) -> None:
 def superseded(found: Sequence[tuple[int, Path]], keep: int, keep_every: int) -> list[Path]:
     """Return the directories to delete from `found` (newest first).
 
-    Kept are the `keep` newest (0: all), and those whose step is a multiple of `keep_every` (0: no others).
+    The `keep` newest stay (0: all of them), and those whose step is a multiple of `keep_every` (0: no others).
     """
     if keep == 0:
         return []

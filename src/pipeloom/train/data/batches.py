@@ -283,7 +283,7 @@ class Batches:
     """The batches of a run over all replicas; each depends on the configuration, the data and the step alone."""
 
     def __init__(self, text: Tensor | Rows | Mixture | SortedDocuments, config: Config, replicas: int) -> None:
-        """Raise ConfigError for data that is too short, and for samplings that do not suit it."""
+        """Raise ConfigError for data that is too short, or a `data.sampling` that it does not support."""
         train, data = config.train, config.data
         if isinstance(text, Tensor):
             require_length(len(text), train.seq_len, "training text")
