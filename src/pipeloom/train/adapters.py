@@ -36,7 +36,7 @@ _SAMPLE = 64  # bytes at each of the start, middle and end of a tensor that a di
 
 
 def base_weights(config: Config) -> BaseWeights | None:
-    """Return the source of the weights that stay frozen beside adapters; None: the configuration has no adapters.
+    """Return the source of the weights that adapters leave frozen; None: the configuration has no adapters.
 
     Raises CheckpointError or ConfigError if they cannot be read.
     """

@@ -57,7 +57,7 @@ class OptimizerCopy:
 
 
 class Surroundings:
-    """Side effects of a forward pass beside gradients: buffers (running statistics) and the random state."""
+    """Side effects of a forward pass besides gradients: buffers (running statistics) and the random state."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         trained = {name for name, _ in pipeline.named_parameters()}

@@ -8,6 +8,7 @@ so that nothing but `.metadata` is unpickled.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import datetime
@@ -102,19 +103,22 @@ def import_dcp(source: Path, folder: Path) -> Path:
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{source}: {RECORD!r} is damaged: {type(error).__name__} {str(error)[:200]}") from None
     partial.mkdir(mode=0o700, parents=True)
-    files = {_FILE: write_tensors(partial / _FILE, {key: tensor.contiguous() for key, tensor in state.items()})}
-    if "extra" in stored:
-        files[EXTRA] = write_bytes(partial / EXTRA, json.dumps(record["extra"]).encode())
-    entries = {key: _entry(key, tensor) for key, tensor in state.items()}
-    writer = {
-        "imported": "torch.distributed.checkpoint",
-        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
-    }
-    write_bytes(partial / MANIFEST, to_bytes(Manifest(step, stored, entries, numbers, files, writer, weights)))
-    read_manifest(
-        partial
-    )  # refuses tensors that another program has left incomplete, before the directory gets its final name
-    publish(partial, final)
+    try:
+        files = {_FILE: write_tensors(partial / _FILE, {key: tensor.contiguous() for key, tensor in state.items()})}
+        if "extra" in stored:
+            files[EXTRA] = write_bytes(partial / EXTRA, json.dumps(record["extra"]).encode())
+        entries = {key: _entry(key, tensor) for key, tensor in state.items()}
+        writer = {
+            "imported": "torch.distributed.checkpoint",
+            "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+        }
+        manifest = Manifest(step, stored, entries, numbers, files, writer, weights)
+        write_bytes(partial / MANIFEST, to_bytes(manifest))
+        # Refuse what another program has made invalid before the directory gets its final name.
+        read_manifest(partial)
+        publish(partial, final)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return final
 
 
@@ -132,6 +136,11 @@ def _read(source: Path) -> dict[str, Tensor]:
         others = [key for key, entry in described.items() if not isinstance(entry, TensorStorageMetadata)]
         if others:
             raise CheckpointError(f"{source}: {others[0]!r} is not a tensor, and would be unpickled")
+        for key, entry in described.items():
+            if entry.properties.dtype not in DTYPE_NAMES:
+                raise CheckpointError(
+                    f"{source}: {key!r} has the dtype {entry.properties.dtype}, which no checkpoint holds"
+                )
         state = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in described.items()}
         load(state, checkpoint_id=source, no_dist=True)
     except CheckpointError:

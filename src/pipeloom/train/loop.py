@@ -193,7 +193,7 @@ class Trainer:
         self.checkpoints.require_room()
 
     def _adopt(self, loaded: Loaded) -> None:
-        """Restore the values that a checkpoint holds beside tensors. Raises CheckpointError if it is not a trainer's."""
+        """Restore the values that a checkpoint holds besides tensors. Raises CheckpointError if it is not a trainer's."""
         extra = loaded.extra if isinstance(loaded.extra, dict) else {}
         self.made = self.pipeline.next_step = loaded.step
         try:
@@ -205,7 +205,7 @@ class Trainer:
             raise CheckpointError(f"{loaded.path}: it is not a trainer's checkpoint: {error}") from None
 
     def _extra(self) -> dict[str, Any]:
-        """Return the values that checkpoints hold beside tensors."""
+        """Return the values that checkpoints hold besides tensors."""
         return {
             **self._facts,
             "batch": self.batch,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,16 @@ def test_what_is_not_ours_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert not (tmp_path / "new").exists()
     assert command("import", "--format", "zip", path, tmp_path / "new") == 2
     assert "hf (transformers) or dcp" in capsys.readouterr().err
+
+
+def test_a_refused_import_leaves_nothing(tmp_path: Path) -> None:
+    record = {"step": -1, "stored": ["model"], "numbers": {}, "base": None}
+    for weight, words in ((torch.ones(2), "step -1"), (torch.ones(2, dtype=torch.complex128), "complex128")):
+        packed = torch.tensor(list(json.dumps(record).encode()), dtype=torch.uint8)
+        dcp.save({RECORD: packed, "model.a.weight": weight}, checkpoint_id=tmp_path / weight.type(), no_dist=True)
+        with pytest.raises(CheckpointError, match=words):
+            import_dcp(tmp_path / weight.type(), tmp_path / "new")
+        assert not (tmp_path / "new").exists() or not list((tmp_path / "new").iterdir())
 
 
 def test_what_is_no_tensor_is_not_unpickled(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ class SlicedOptimizer(Protocol):
     """
 
     def moments(self, name: str) -> tuple[str, ...]:
-        """Return the names of the state tensors of a parameter, beside `master`."""
+        """Return the names of the state tensors of a parameter besides `master`."""
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return the state of each parameter of this process, as above."""

@@ -24,7 +24,7 @@ def write_whole(folder: Path, step: int, groups: Iterable[Mapping[str, Tensor]],
 
     Args:
         groups: name in the checkpoint -> whole tensor, on the CPU.
-        extra: values, as JSON can hold them, that a run that starts from the checkpoint needs beside the tensors.
+        extra: values, as JSON can hold them, that a run that starts from the checkpoint needs besides the tensors.
 
     Returns:
         the checkpoint's directory.

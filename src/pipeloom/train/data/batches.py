@@ -45,7 +45,7 @@ class Batch(NamedTuple):
 
     @property
     def keywords(self) -> dict[str, Tensor]:
-        """Return the keyword arguments for a pipeline's methods, beside tokens and targets."""
+        """Return the keyword arguments for a pipeline's methods besides tokens and targets."""
         return {} if self.positions is None else {"position_ids": self.positions}
 
 

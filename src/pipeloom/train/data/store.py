@@ -47,7 +47,7 @@ class Store:
 
 @dataclass(frozen=True)
 class Reading:
-    """Settings for turning documents into tokens, beside the tokenizer.
+    """Settings for turning documents into tokens, besides the tokenizer.
 
     Attributes:
         field: field of records to train on; empty: "messages" or "text", whichever the first record has.
