@@ -32,7 +32,7 @@ from pipeloom.train.checkpoint.manifest import BaseWeights
 from pipeloom.train.checkpoint.whole import write_whole
 from pipeloom.train.data.choice import FILES
 
-_SHARD_BYTES = 2 * 10**9  # of weights in memory at a time, and per file; readers can read parts of a file
+_SHARD_BYTES = 2 * 10**9  # bytes of weights in memory at a time and per file; readers can read parts of a file
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".index.json")
 _COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _OF_MODEL = ("config.json", "generation_config.json")

@@ -173,7 +173,7 @@ class _SocketPairs:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close all sockets here: only the workers keep them, so that neighbours see the connection of one that exits close."""
+        """Close all sockets here: only the workers keep them, so that the exit of one closes its connections."""
         self._close([*self._taken, *(end for ends in self._ends.values() for end in ends.values())])
 
     @staticmethod
@@ -293,7 +293,7 @@ def _watch(workers: list[_Worker], signals: _Signals, patience: Patience, folder
             return INTERRUPTED
         if signals.saves:
             signals.saves = 0
-            _signal(workers[:1], signal.SIGUSR1)  # to one worker only: several could handle it after different steps
+            _signal(workers[:1], signal.SIGUSR1)  # one request reaches all ranks; two could count for different steps
         if (signals.interrupts or signals.terminations) and not forwarded:
             forwarded = True
             if signals.interrupts:

@@ -346,7 +346,7 @@ class Trainer:
             self._say(*self._profile.finish())
         self.pipeline.close()
         kind = Interrupted if flags & INTERRUPT else Preempted
-        raise kind(f"stopped after step {self.made} of {self.config.train.steps}, as asked; {where}")
+        raise kind(f"stopped after step {self.made} of {self.config.train.steps}, as requested; {where}")
 
     def _roll_back(self) -> None:
         """Load the newest checkpoint, and continue with the batch after the bad one."""

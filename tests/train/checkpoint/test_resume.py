@@ -73,7 +73,7 @@ def test_sigterm_saves_and_the_next_run_goes_on_with_the_next_batch(tmp_path: Pa
     assert run.returncode == 75, err
     asked, noted, last = (step for step, _ in reversed(complete(folder)))
     assert asked < noted <= last == len(steps_of(folder))
-    assert f"stopped after step {last} of 100000, as asked; saved as {folder / f'step-{last:06d}'}" in err
+    assert f"stopped after step {last} of 100000, as requested; saved as {folder / f'step-{last:06d}'}" in err
     assert json.loads((folder / "exit.json").read_text())["exit_code"] == 75
     assert not list(folder.glob(".*"))
     again = command(tmp_path, "a", "--train.steps", str(last + 2), "--checkpoint.resume", "auto")
