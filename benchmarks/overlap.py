@@ -38,7 +38,7 @@ from pipeloom.runtime import LocalPipeline, Pipeline
 from pipeloom.schedule.actions import Action, Pair
 from pipeloom.schedule.measured import hops
 from pipeloom.schedule.model import parts
-from pipeloom.schedule.segments import LayerSegments, SegmentCosts, Times, exposed, length, run_block
+from pipeloom.schedule.segments import LayerSegments, PhaseTimes, SegmentCosts, exposed, length, run_block
 from pipeloom.schedule.transforms import unpair
 from pipeloom.train.emulated import Clock, EmulatedBlock
 from processes import run_ranks
@@ -49,7 +49,7 @@ UNIT = 0.010
 
 def segments(talk: float) -> LayerSegments:
     """A block whose computations take a unit each, and whose all-to-alls take `talk` seconds."""
-    part = Times(UNIT, UNIT, UNIT)
+    part = PhaseTimes(UNIT, UNIT, UNIT)
     return LayerSegments(part, part, talk, talk)
 
 

@@ -75,6 +75,28 @@ def test_a_docstring_that_begins_with_a_question_word_is_found() -> None:
     assert not questions('"""Howitzers."""\ndef f():\n    """Return what it is."""')
 
 
+PLACEHOLDERS = frozenset({"found", "made", "kept", "own", "usual", "chosen", "shown", "taken"})
+
+
+def placeholders(text: str) -> set[str]:
+    """Return the variables and arguments of a module's functions whose names do not say what they hold."""
+    functions = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.Lambda))
+    nodes = [node for function in functions for node in ast.walk(function)]
+    variables = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return PLACEHOLDERS & (variables | {node.arg for node in nodes if isinstance(node, ast.arg)})
+
+
+def test_variables_are_named_by_nouns() -> None:
+    names = {str(path.relative_to(SOURCE)): placeholders(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+    assert {module: words for module, words in names.items() if words} == {}
+
+
+def test_a_placeholder_is_found() -> None:
+    text = "found = 1\ndef f(own):\n    kept: int = 2\n    for made, x in own: ...\n"
+    text += "    return [lambda usual: y for shown in x if x.taken]\n"
+    assert placeholders(text) == {"own", "kept", "made", "usual", "shown"}
+
+
 def test_no_two_test_files_share_a_name() -> None:
     """pytest imports test files by their names alone, and refuses the second of a name only where it sees both."""
     names = Counter(path.name for path in Path(__file__).parent.rglob("test_*.py"))

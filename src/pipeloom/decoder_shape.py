@@ -130,10 +130,10 @@ def frequency_problem(frequency: int | tuple[int, ...], blocks: int) -> str:
     """Return the problem of a `moe_layer_freq` for this number of blocks, as words that follow its name; "" if there is none."""
     if isinstance(frequency, int):
         return f"={frequency} is below 1; nearest: 1" if frequency < 1 else ""
-    shown = echo(list(frequency))
+    text = echo(list(frequency))
     if len(frequency) != blocks:
-        return f"={shown} has {len(frequency)} entries; the model has {blocks} blocks, and each needs one"
+        return f"={text} has {len(frequency)} entries; the model has {blocks} blocks, and each needs one"
     if not set(frequency) <= {0, 1}:
         wrong = next(entry for entry in frequency if entry not in (0, 1))
-        return f"={shown} holds {wrong}; an entry is 1 (experts) or 0 (dense)"
-    return "" if any(frequency) else f"={shown} gives no block experts; give one a 1, or set num_experts to 0"
+        return f"={text} holds {wrong}; an entry is 1 (experts) or 0 (dense)"
+    return "" if any(frequency) else f"={text} gives no block experts; give one a 1, or set num_experts to 0"

@@ -70,17 +70,17 @@ def open_file(path: str | Path, what: str) -> BinaryIO:
         UsageError: not a regular file (a pipe, a device).
         OSError: as `open` raises it, for a folder too.
     """
-    shown, mode = shortened(str(path)), os.stat(path).st_mode
+    name, mode = shortened(str(path)), os.stat(path).st_mode
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):  # checked before opening, which may have an effect on a device
-        raise UsageError(f"{shown} is {_kind(mode)}, and {what} is read from a file")
+        raise UsageError(f"{name} is {_kind(mode)}, and {what} is read from a file")
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     file = open(descriptor, "rb")  # noqa: SIM115  # its reader closes it
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         file.close()
-        raise UsageError(f"{shown} is {_kind(mode)}, and {what} is read from a file")
+        raise UsageError(f"{name} is {_kind(mode)}, and {what} is read from a file")
     return file
 
 
@@ -98,8 +98,8 @@ def read_file(path: str | Path, most: int, what: str) -> bytes:
         size = os.fstat(file.fileno()).st_size
         content = file.read(most + 1) if size <= most else b""  # files of /proc report a size of 0
     if max(size, len(content)) > most:
-        shown = shortened(str(path))
-        raise UsageError(f"{shown} has {max(size, len(content)):,} bytes; {what} has at most {most:,}")
+        name = shortened(str(path))
+        raise UsageError(f"{name} has {max(size, len(content)):,} bytes; {what} has at most {most:,}")
     return content
 
 

@@ -103,8 +103,8 @@ def main_gradients(setup: Setup) -> list[Row]:
     weight = torch.nn.Parameter(torch.zeros(out, inner, dtype=torch.bfloat16, device=setup.device))
     main = MainGradients()
     buffer = torch.full((out, inner), math.nan, device=setup.device)
-    main.hold(weight, buffer)
-    main.restart([weight])
+    main.attach(weight, buffer)
+    main.reset([weight])
     want = rows.double().t() @ columns.double()
     found = []
     with torch.no_grad():

@@ -315,7 +315,7 @@ def fusion(setup: Setup) -> list[Row]:
     rows, columns = (torch.randn(n, w, device=setup.device, dtype=torch.bfloat16) for w in (out, inner))
     weight = nn.Parameter(torch.zeros(out, inner, dtype=torch.bfloat16, device=setup.device))
     main, buffer = MainGradients(), torch.zeros(out, inner, device=setup.device)
-    main.hold(weight, buffer)
+    main.attach(weight, buffer)
     with torch.no_grad():
         fused = seconds(setup, lambda: main.add_product(weight, rows, columns), repeats=20)
         apart = seconds(setup, lambda: buffer.add_(rows.t() @ columns), repeats=20)

@@ -169,12 +169,12 @@ def test_auxiliary_losses_belong_to_their_micro_batch_under_any_schedule(family:
 
 def test_a_scale_that_all_micro_batches_share_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = model(**STRONG, num_hidden_layers=4)
-    want, carry = losses_added(shape), TopKGate.carry
+    want, carry = losses_added(shape), TopKGate.attach_aux_loss
 
     def mean_share(self: TopKGate, weights: Tensor, tally: Any, microbatch: MicrobatchContext) -> Tensor:
         return carry(self, weights, tally, replace(microbatch, share=1 / len(SIZES)))
 
-    monkeypatch.setattr(TopKGate, "carry", mean_share)
+    monkeypatch.setattr(TopKGate, "attach_aux_loss", mean_share)
     assert worst(found_under("1f1b", shape), want) > 1e-2
 
 

@@ -132,13 +132,13 @@ def broken(rank: int, what: str) -> float:
     """The error of a step in which something is wrong on purpose."""
     mesh, shape = mesh_of(dp=2, ep=2), model(aux_loss_coef=0.5)
     _, want, _ = serial(shape, 2)
-    unpermute_and_mix, carry, group_by_expert = moe.unpermute_and_mix, TopKGate.carry, moe.group_by_expert
+    unpermute_and_mix, carry, group_by_expert = moe.unpermute_and_mix, TopKGate.attach_aux_loss, moe.group_by_expert
     if what == "the gate gets no gradient":
         moe.unpermute_and_mix = lambda rows, weights, dispatch_plan: unpermute_and_mix(
             rows, weights.detach(), dispatch_plan
         )
     elif what == "the share of the auxiliary loss is left out":
-        TopKGate.carry = lambda self, weights, tally, microbatch: carry(self, weights, tally, None)
+        TopKGate.attach_aux_loss = lambda self, weights, tally, microbatch: carry(self, weights, tally, None)
     elif what == "experts get each other's rows":
         moe.group_by_expert = lambda rows, dispatch_plan: group_by_expert(rows, dispatch_plan).roll(1, 0)
     return worst(step_on(mesh, shape, Way())[1], want)

@@ -53,7 +53,7 @@ def desk_of(how: str, weight: nn.Parameter) -> WeightGradContext:
         grad_context.queue = WeightGradQueue()
     elif how == "main":
         grad_context.main = MainGradients()
-        grad_context.main.hold(weight, torch.zeros_like(weight))
+        grad_context.main.attach(weight, torch.zeros_like(weight))
     else:
         grad_context.in_place = True
     return grad_context
@@ -65,7 +65,7 @@ def finish(grad_context: WeightGradContext, loss: Tensor, weight: nn.Parameter) 
     if grad_context.queue is not None:
         grad_context.queue.flush()
     if grad_context.main is not None:
-        grad_context.main.complete([weight])
+        grad_context.main.finalize([weight])
         return grad_context.main.of(weight)
     assert weight.grad is not None
     return weight.grad
@@ -150,7 +150,7 @@ def test_hooks_on_the_weight_fire_as_in_one_process(kind: str, how: str, which: 
     assert len(want) == (6 if which == "both" else 3)
     assert got == pytest.approx(want)
     if grad_context.main is not None:
-        grad_context.main.complete([weight])
+        grad_context.main.finalize([weight])
         torch.testing.assert_close(grad_context.main.of(weight), twin.grad)
     else:
         torch.testing.assert_close(weight.grad, twin.grad)

@@ -52,8 +52,8 @@ def test_gradients_now_later_and_into_main_gradients_are_the_same(counts: tuple[
         main = MainGradients()
         if grad_context is not None and grad_context.main is not None:
             main = grad_context.main
-            main.hold(weight, torch.full((4, 8, 16), 7.0))
-            main.restart([weight])
+            main.attach(weight, torch.full((4, 8, 16), 7.0))
+            main.reset([weight])
         for _ in range(1 + twice):
             apply_grouped_linear(rows, weight, counts, grad_context).backward(seed)
             if grad_context is not None and grad_context.queue is not None:

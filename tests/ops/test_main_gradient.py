@@ -36,8 +36,8 @@ def buffers_of(net: nn.Module, dtype: torch.dtype) -> tuple[MainGradients, dict[
     main = MainGradients()
     buffers = {name: torch.full(p.shape, torch.nan, dtype=dtype) for name, p in net.named_parameters()}
     for name, parameter in net.named_parameters():
-        main.hold(parameter, buffers[name])
-    main.restart(net.parameters())
+        main.attach(parameter, buffers[name])
+    main.reset(net.parameters())
     return main, buffers
 
 
@@ -101,13 +101,13 @@ def test_what_got_no_gradient_is_zeros_and_what_stands_in_grad_is_taken() -> Non
     used, unused, own = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     main = MainGradients()
     for parameter in (used, unused, own):
-        main.hold(parameter, torch.full((2,), torch.nan))
-    main.restart([used, unused, own])
+        main.attach(parameter, torch.full((2,), torch.nan))
+    main.reset([used, unused, own])
     (used * 3).sum().backward()
     own.grad = torch.tensor([1.0, 2.0])
-    main.complete([used, unused, own])
+    main.finalize([used, unused, own])
     assert [main.of(p).tolist() for p in (used, unused, own)] == [[3, 3], [0, 0], [1, 2]]
-    main.complete([used, unused, own])
+    main.finalize([used, unused, own])
     assert main.of(used).tolist() == [3, 3]
     assert own.grad is None
 
@@ -125,4 +125,4 @@ def test_no_gradients_means_no_function_of_ours() -> None:
 
 def test_a_buffer_of_another_shape_is_refused() -> None:
     with pytest.raises(ValueError, match=r"a buffer of \[3\] for a parameter of \[2\]"):
-        MainGradients().hold(nn.Parameter(torch.ones(2)), torch.ones(3))
+        MainGradients().attach(nn.Parameter(torch.ones(2)), torch.ones(3))

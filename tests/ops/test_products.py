@@ -63,12 +63,10 @@ def test_a_linear_layer_and_its_gradients(lead: tuple[int, ...], bias: bool, cal
 
 def test_strided_operands(calls: list[Any]) -> None:
     x, y = torch.randn(INPUTS, ROWS).t(), torch.randn(OUTPUTS, INPUTS).t()
-    torch.testing.assert_close(
-        products.multiply(x, y), x.double() @ y.double(), rtol=1e-5, atol=1e-4, check_dtype=False
-    )
+    torch.testing.assert_close(products.matmul(x, y), x.double() @ y.double(), rtol=1e-5, atol=1e-4, check_dtype=False)
     assert len(calls) == 0  # autograd would record it
     with torch.no_grad():
-        torch.testing.assert_close(products.multiply(x, y), x @ y, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(products.matmul(x, y), x @ y, rtol=1e-5, atol=1e-4)
     assert len(calls) == 1
 
 
@@ -76,9 +74,9 @@ def test_strided_operands(calls: list[Any]) -> None:
 def test_a_product_that_is_added(calls: list[Any]) -> None:
     x, y, total = torch.randn(ROWS, INPUTS), torch.randn(INPUTS, OUTPUTS), torch.randn(ROWS, OUTPUTS)
     expected = total + x @ y
-    products.add_product(total, x, y)
+    products.addmm(total, x, y)
     torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-4)
-    products.add_product(total.fill_(float("nan")), x, y, first=True)
+    products.addmm(total.fill_(float("nan")), x, y, first=True)
     torch.testing.assert_close(total, x @ y, rtol=1e-5, atol=1e-4)
     assert len(calls) == 2
 

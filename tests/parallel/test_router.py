@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import ConfigError
-from pipeloom.ops.aux_loss import with_loss
+from pipeloom.ops.aux_loss import attach_loss
 from pipeloom.parallel.router import (
     Gate,
     RouterNoise,
     capacity_of,
     dropped_between,
     limit,
-    move_bias,
     route,
     sample_noise,
+    update_bias,
 )
 
 
@@ -125,7 +125,7 @@ def test_a_bias_moves_the_choice_and_not_the_weights() -> None:
 
 def test_the_bias_rises_for_idle_experts_and_falls_for_busy_ones() -> None:
     bias = torch.zeros(4)
-    move_bias(bias, torch.tensor([10, 2, 6, 6]), 0.001)
+    update_bias(bias, torch.tensor([10, 2, 6, 6]), 0.001)
     torch.testing.assert_close(bias, torch.tensor([-0.001, 0.001, 0.0, 0.0]))
 
 
@@ -134,7 +134,7 @@ def test_the_bias_evens_out_a_gate_that_favours_one_expert() -> None:
     logits = torch.randn(4096, 4, generator=generator()) + torch.tensor([1.5, 0.0, 0.0, 0.0])
     before = route(gate, logits, bias=bias).tally.counts
     for _ in range(300):
-        move_bias(bias, route(gate, logits, bias=bias).tally.counts, 0.01)
+        update_bias(bias, route(gate, logits, bias=bias).tally.counts, 0.01)
     after = route(gate, logits, bias=bias).tally.counts
     assert before.max() / before.float().mean() > 2
     assert after.max() / after.float().mean() < 1.1
@@ -234,7 +234,7 @@ def test_gates_that_cannot_be_are_refused(router: str, experts: int, k: int, wor
 def test_a_carried_loss_changes_gradients_and_nothing_else() -> None:
     logits = torch.randn(3, 4, generator=generator(), requires_grad=True)
     x, z = logits.softmax(-1), logits.logsumexp(-1).square().mean()
-    out = with_loss(x, 0.25 * z)
+    out = attach_loss(x, 0.25 * z)
     assert torch.equal(out, x)
     out[:, 0].sum().backward(retain_graph=True)
     assert logits.grad is not None
@@ -242,4 +242,4 @@ def test_a_carried_loss_changes_gradients_and_nothing_else() -> None:
     (x[:, 0].sum() + 0.25 * z).backward()
     torch.testing.assert_close(found, logits.grad)
     with torch.no_grad():
-        assert with_loss(x, z) is x
+        assert attach_loss(x, z) is x

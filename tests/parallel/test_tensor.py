@@ -133,7 +133,7 @@ def check_penalty(tensor: TensorParallel, how: str) -> None:
     elif how == "main":
         grad_context.main = MainGradients()
         for parameter in pair.parameters():
-            grad_context.main.hold(parameter, torch.zeros_like(parameter))
+            grad_context.main.attach(parameter, torch.zeros_like(parameter))
     elif how == "hook":
         grad_context.queue = WeightGradQueue()
         pair.left.weight.register_hook(lambda g: seen.append(g.shape) or 2 * g)
@@ -289,7 +289,7 @@ def frozen_and_main(rank: int) -> list[bool]:
         defer_weight_gradients(pair, grad_context)
         grad_context.main = main
         for weight in (pair.left.weight, pair.down.weight):
-            main.hold(weight, torch.zeros_like(weight))
+            main.attach(weight, torch.zeros_like(weight))
         queue = grad_context.queue = WeightGradQueue() if split else None
         pair(own_tokens(x, tensor)).backward(own_tokens(seed, tensor))
         if queue is not None:

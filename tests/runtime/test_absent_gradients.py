@@ -333,7 +333,7 @@ def test_a_gradient_that_comes_and_goes_asks_for_shapes_each() -> None:
     first, second = (Message(channel, Edge(0, 1, "output"), number, number) for number in range(2))
     book = ShapeCache("once")
     book.begin(["same shape", "same shape"])
-    assert (book.introduces(first), book.introduces(second)) == (True, False)
+    assert (book.needs_header(first), book.needs_header(second)) == (True, False)
     book.expect(first, (0,))
     book.keep_promise(second, (0,))
     with pytest.raises(UsageError, match=r'input of stage 1 has a gradient for micro-batch 1.*set shapes = "each"'):

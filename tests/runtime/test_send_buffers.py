@@ -129,7 +129,7 @@ def test_a_sent_tensor_lives_until_its_acknowledgement() -> None:
                 seen += 1
         for message in chain(*step.sends):
             value = torch.ones(3, requires_grad=True) * message.microbatch
-            book.learn(message.edge, message.microbatch, boundary_of((value,)))
+            book.remember(message.edge, message.microbatch, boundary_of((value,)))
             before = len(group.sends)
             transport.exchange([Outgoing(message, (value,), boundary_of((value,)))], ())
             waiting[message] = group.sends[before:]

@@ -139,7 +139,7 @@ def test_messages_have_dtypes_that_nccl_knows(dtype: torch.dtype) -> None:
     message = Message(Channel(0, 1, "activation"), Edge(0, 1, OUTPUT), 0, 0)
     book = ShapeCache("once")
     book.begin([True])
-    book.learn(message.edge, 0, boundary_of(values))
+    book.remember(message.edge, 0, boundary_of(values))
     transport = torch_p2p.TorchTransport(links, {}, book, BufferPool(torch.device("cpu")))
     transport.exchange([Outgoing(message, values, boundary_of(values))], [])
     transport.exchange([], [message])

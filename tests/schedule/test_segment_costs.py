@@ -11,7 +11,7 @@ from pipeloom import schedules
 from pipeloom.errors import UsageError
 from pipeloom.schedule import Costs, simulate
 from pipeloom.schedule.bounds import lower_bound
-from pipeloom.schedule.segments import LayerSegments, SegmentCosts, Times, exposed, length, run_block
+from pipeloom.schedule.segments import LayerSegments, PhaseTimes, SegmentCosts, exposed, length, run_block
 
 
 def unit(x: float) -> LayerSegments:
@@ -81,7 +81,7 @@ def test_resources_are_never_used_twice_and_needs_are_kept() -> None:
 
     def some() -> LayerSegments:
         talk = [random.choice([0.0, random.random() * 3]) for _ in range(4)]
-        parts = [Times(*(random.random() * 2 for _ in range(3))) for _ in range(2)]
+        parts = [PhaseTimes(*(random.random() * 2 for _ in range(3))) for _ in range(2)]
         return LayerSegments(*parts, *talk)
 
     for _ in range(200):
@@ -110,7 +110,7 @@ def test_costs_of_uniform_stages() -> None:
 
 
 def test_stages_that_differ() -> None:
-    dense = LayerSegments(Times(2, 2, 2), Times(0, 0, 0))
+    dense = LayerSegments(PhaseTimes(2, 2, 2), PhaseTimes(0, 0, 0))
     model = SegmentCosts(((dense,), (unit(1),), (unit(1), dense)))
     costs = model.costs()
     assert costs.forward == (2, 4, 6)

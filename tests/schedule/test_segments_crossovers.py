@@ -13,10 +13,10 @@ import pytest
 
 from pipeloom.schedule import Costs, Timeline, simulate
 from pipeloom.schedule.families import build
-from pipeloom.schedule.segments import LayerSegments, SegmentCosts, Times
+from pipeloom.schedule.segments import LayerSegments, PhaseTimes, SegmentCosts
 
 RANKS = (4, 8, 16)
-HALF = Times(0.25, 0.25, 0.5)
+HALF = PhaseTimes(0.25, 0.25, 0.5)
 HIDDEN = SegmentCosts.uniform(LayerSegments(HALF, HALF, 0.25, 0.25)).costs()
 COSTS = {"gain": replace(HIDDEN, backward=None), "no gain": Costs(), "B alone hides, too": HIDDEN}
 

@@ -13,7 +13,7 @@ from pipeloom.errors import CapacityError, PipeloomError
 from pipeloom.schedule import Costs, check, simulate
 from pipeloom.schedule.costs import TIME_TOLERANCE
 from pipeloom.schedule.families import build
-from pipeloom.schedule.segments import LayerSegments, SegmentCosts, Times
+from pipeloom.schedule.segments import LayerSegments, PhaseTimes, SegmentCosts
 from pipeloom.solver import driver
 from pipeloom.solver.bounds import pair_bound, pairs_gain
 from pipeloom.solver.construct import CONSTRUCTION
@@ -98,7 +98,7 @@ def test_better_than_without_pairs() -> None:
 
 def test_stages_that_differ_and_segments() -> None:
     """Pair times by both stages, a B and an F|B that hide what F|I and W do not: taken where they are shorter."""
-    layers = [LayerSegments(Times(1, 1, 1), Times(1, 1, 1), x, x) for x in (0.2, 1.5, 1.8, 1.1)]
+    layers = [LayerSegments(PhaseTimes(1, 1, 1), PhaseTimes(1, 1, 1), x, x) for x in (0.2, 1.5, 1.8, 1.1)]
     costs = SegmentCosts(tuple((layer,) for layer in layers)).costs(p2p=0.1)
     found = pl.search(2, 8, costs, 8, placement="loop", chunks=2, pairs=True, iterations=300)
     check(found.schedule)

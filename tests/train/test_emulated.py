@@ -11,7 +11,7 @@ import torch
 import pipeloom as pl
 from pipeloom.runtime import LocalPipeline
 from pipeloom.schedule import Costs, Schedule
-from pipeloom.schedule.segments import LayerSegments, Times
+from pipeloom.schedule.segments import LayerSegments, PhaseTimes
 from pipeloom.train import emulated
 from pipeloom.train.emulated import Clock, EmulatedBlock
 from pipeloom.train.rehearse import Rehearsal
@@ -113,7 +113,7 @@ def test_replicas_of_a_position_are_the_stages_of_their_rank(hands: Hands) -> No
 
 def test_a_weight_gradient_that_can_wait_hides_an_all_to_all(hands: Hands) -> None:
     for split, seconds in ((True, 0.13), (False, 0.14)):
-        clock, part = Clock(), Times(0.01, 0.01, 0.01)
+        clock, part = Clock(), PhaseTimes(0.01, 0.01, 0.01)
         build = partial(EmulatedBlock, clock, LayerSegments(part, part, 0.02, 0.02), split)
         pipeline = LocalPipeline([build], pl.schedules.one_f_one_b(1, 1), loss=lambda out, _: out.mean())
         begun = hands.now

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pipeloom.config import load_layout
-from pipeloom.train.verify import Step, compare, make_batch, relative_error, serial_step
+from pipeloom.train.verify import ComparedStep, compare, make_batch, relative_error, serial_step
 
 CPU = torch.device("cpu")
 
@@ -63,8 +63,8 @@ def test_swapped_micro_batches_fail() -> None:
     assert min(failing.values()) > 1e-3
 
 
-def step(loss: float = 2.0, **gradients: Any) -> Step:
-    return Step(loss, {name: None if g is None else torch.tensor(g) for name, g in gradients.items()})
+def step(loss: float = 2.0, **gradients: Any) -> ComparedStep:
+    return ComparedStep(loss, {name: None if g is None else torch.tensor(g) for name, g in gradients.items()})
 
 
 def test_differences_are_relative_to_the_largest_serial_value() -> None:
@@ -103,7 +103,7 @@ def test_differences_are_relative_to_the_largest_serial_value() -> None:
         "loss is nan",
     ],
 )
-def test_whatever_differs_fails(found: list[Step]) -> None:
+def test_whatever_differs_fails(found: list[ComparedStep]) -> None:
     reference = step(a=[1.0], b=[2.0])
     assert compare([step(a=[1.0]), step(b=[2.0])], reference, (), 1e-5).passed
     assert not compare(found, reference, (), 1e-5).passed

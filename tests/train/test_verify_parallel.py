@@ -109,10 +109,11 @@ def mutated(rank: int, name: str) -> list[Any] | None:
 def test_what_is_left_out_is_seen(name: str) -> None:
     layout = layout_of(name)
     found = run_ranks(mutated, layout.world_size, name)[0]
-    from pipeloom.train.verify import Step
+    from pipeloom.train.verify import ComparedStep
 
     steps = [
-        Step(loss, {key: None if g is None else torch.from_numpy(g) for key, g in held.items()}) for loss, held in found
+        ComparedStep(loss, {key: None if g is None else torch.from_numpy(g) for key, g in held.items()})
+        for loss, held in found
     ]
     result = compare(steps, serial_step(layout, CPU), tied(layout.config.model), 1e-5)
     assert result.passed == name.startswith("sound"), (result.loss_error, max(result.errors.values()))

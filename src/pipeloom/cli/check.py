@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from pipeloom.cli.requests import JsonOption
+from pipeloom.cli.schedule_arguments import JsonOption
 from pipeloom.errors import UsageError
 
 
@@ -33,8 +33,8 @@ def command(
     schedule = load(file)
     check(schedule, receive_depth=receive_depth, transport=transport)
     if as_json:
-        found = {"ok": True, "name": schedule.name, "ranks": schedule.ranks, "stages": schedule.stages}
-        print(json.dumps(found | {"microbatches": schedule.microbatches, "actions": schedule.actions}))
+        summary = {"ok": True, "name": schedule.name, "ranks": schedule.ranks, "stages": schedule.stages}
+        print(json.dumps(summary | {"microbatches": schedule.microbatches, "actions": schedule.actions}))
     else:
         print(
             f"{file}: ok; ranks {schedule.ranks}, stages {schedule.stages}, micro-batches {schedule.microbatches}, "

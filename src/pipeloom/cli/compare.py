@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from pipeloom.cli import flags, papers, requests, volumes
+from pipeloom.cli import flags, papers, schedule_arguments, volumes
 from pipeloom.cli import sweep as sweeps
 from pipeloom.cli.schedule import write_files, write_pictures
 from pipeloom.cli.sweep import SIZES, Sweep
@@ -47,24 +47,24 @@ def command(
     names: Annotated[
         list[str] | None, typer.Argument(metavar="NAME[:key=value,…] …", help="Schedules, with options; or all.")
     ] = None,
-    ranks: requests.RanksOption = None,
-    microbatches: requests.MicrobatchesOption = None,
-    chunks: requests.ChunksOption = None,
-    forward: requests.ForwardOption = "1",
-    input_grad: requests.InputGradOption = "1",
-    weight_grad: requests.WeightGradOption = "1",
-    p2p: requests.P2pOption = "0",
-    held: requests.HeldOption = "1",
-    all_to_all: requests.AllToAllOption = "0",
-    pair: requests.PairOption = None,
-    microbatch_costs: requests.MicrobatchCostsOption = None,
-    message: requests.MessageOption = None,
-    overlap_p2p: requests.OverlapP2pOption = True,
-    as_json: requests.JsonOption = False,
-    svg: requests.SvgOption = None,
-    png: requests.PngOption = None,
-    html: requests.HtmlOption = None,
-    width: requests.WidthOption = None,
+    ranks: schedule_arguments.RanksOption = None,
+    microbatches: schedule_arguments.MicrobatchesOption = None,
+    chunks: schedule_arguments.ChunksOption = None,
+    forward: schedule_arguments.ForwardOption = "1",
+    input_grad: schedule_arguments.InputGradOption = "1",
+    weight_grad: schedule_arguments.WeightGradOption = "1",
+    p2p: schedule_arguments.P2pOption = "0",
+    held: schedule_arguments.HeldOption = "1",
+    all_to_all: schedule_arguments.AllToAllOption = "0",
+    pair: schedule_arguments.PairOption = None,
+    microbatch_costs: schedule_arguments.MicrobatchCostsOption = None,
+    message: schedule_arguments.MessageOption = None,
+    overlap_p2p: schedule_arguments.OverlapP2pOption = True,
+    as_json: schedule_arguments.JsonOption = False,
+    svg: schedule_arguments.SvgOption = None,
+    png: schedule_arguments.PngOption = None,
+    html: schedule_arguments.HtmlOption = None,
+    width: schedule_arguments.WidthOption = None,
     sweep: Annotated[
         str | None,
         typer.Option(
@@ -106,7 +106,7 @@ def command(
         return
     if not names:
         raise UsageError("name the schedules to compare, or give all")
-    costs = requests.costs_of(
+    costs = schedule_arguments.costs_of(
         (forward, input_grad, weight_grad, p2p), held, (all_to_all, pair), microbatch_costs, message
     )
     if sweep is not None:
@@ -177,10 +177,10 @@ def _sweep(
 
     def simulated(name: str, value: int) -> Timeline:
         at = SIZES.index(sweep.size)
-        chosen: Any = (*sizes[:at], value, *sizes[at + 1 :])
-        if sweep.size == "chunks" and not requests.takes_chunks(parse_spec(name)[0]):
+        point: Any = (*sizes[:at], value, *sizes[at + 1 :])
+        if sweep.size == "chunks" and not schedule_arguments.takes_chunks(parse_spec(name)[0]):
             raise UsageError(f"the number of chunks of {name} is fixed")
-        return _row(name, chosen, *simulation).timeline
+        return _row(name, point, *simulation).timeline
 
     every = [one for spec in names for one in (FAMILIES if spec == "all" else (spec,))]
     series = sweep.run(every, simulated)
@@ -205,12 +205,12 @@ def _row(spec: str, sizes: Sizes, costs: Costs, overlap_p2p: bool) -> Row:
     ranks, microbatches, chunks = sizes
     if "chunks" in options:
         chunks = options.pop("chunks")
-    elif not requests.takes_chunks(name):
+    elif not schedule_arguments.takes_chunks(name):
         chunks = None
-    schedule = requests.schedule_of(name, (ranks, microbatches, chunks), options)
+    schedule = schedule_arguments.schedule_of(name, (ranks, microbatches, chunks), options)
     costs = share(costs, schedule)
     if name in FAMILIES and "costs" in inspect.signature(FAMILIES[name]).parameters:
-        schedule = requests.schedule_of(name, (ranks, microbatches, chunks), options, costs)
+        schedule = schedule_arguments.schedule_of(name, (ranks, microbatches, chunks), options, costs)
     return Row(spec, simulate(schedule, costs, overlap_p2p=overlap_p2p))
 
 
@@ -219,7 +219,7 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     name, colon, options = spec.rpartition(":")
     if not colon or "=" not in options:
         return spec, {}
-    return name, requests.options_of(options.split(","))
+    return name, schedule_arguments.options_of(options.split(","))
 
 
 def share(costs: Costs, schedule: Schedule) -> Costs:
@@ -262,13 +262,14 @@ def table(rows: Sequence[Row], refused: Sequence[tuple[str, str]], costs: Costs,
     """Return the comparison as text: one line per schedule, the meaning of the figures, and what was refused, and why."""
     from pipeloom.draw.figures import BUBBLE_WORDS, cost_numbers
 
-    found = [_cells(row.timeline) for row in rows]
-    memory = any(line["mem.", "max"] != line["act.", "max"] for line in found)  # else it says what the activations say
-    shown = [
+    figures_of_rows = [_cells(row.timeline) for row in rows]
+    # without memory of its own, the column would repeat the activations
+    memory = any(line["mem.", "max"] != line["act.", "max"] for line in figures_of_rows)
+    columns = [
         key for key in _FIGURES if (memory or key != ("mem.", "max")) and (costs.message or key != ("mes.", "size"))
     ]
-    cells = [[line[key] for key in shown] for line in found]
-    heads = [[head[at] for head in shown] for at in (0, 1)]
+    cells = [[line[key] for key in columns] for line in figures_of_rows]
+    heads = [[head[at] for head in columns] for at in (0, 1)]
     wide = [max(len(line[at]) for line in [*heads, *cells]) for at in range(len(heads[0]))]
     room = width - sum(wide) - 2 * len(wide)
     labels = [row.label for row in rows]

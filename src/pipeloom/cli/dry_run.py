@@ -48,8 +48,8 @@ def expected_timeline(layout: Layout) -> Timeline:
     for route in schedule.routes:
         for position, stage in enumerate(route):
             costs[stage] = forward[position]
-    each = tuple(costs)
-    return simulate(schedule, Costs(forward=each, input_grad=each, weight_grad=each))
+    stage_times = tuple(costs)
+    return simulate(schedule, Costs(forward=stage_times, input_grad=stage_times, weight_grad=stage_times))
 
 
 def measured_timeline(layout: Layout, costs: LayerCosts) -> Timeline:
@@ -99,7 +99,7 @@ def _measured_lines(layout: Layout) -> list[str]:
     except UsageError as error:
         return [f"activations and time of a step: not predicted: {error}"]
     timeline = measured_timeline(layout, costs)
-    shown = ", ".join(f"rank {rank} {_bytes(size)}" for rank, size in enumerate(peak_bytes(layout, costs, timeline)))
+    peaks = ", ".join(f"rank {rank} {_bytes(size)}" for rank, size in enumerate(peak_bytes(layout, costs, timeline)))
     divided = layout.mesh.tp > 1 or layout.mesh.ep > 1
     whole = "; tp and sp divide them" if layout.mesh.tp > 1 else ""
     cut = (
@@ -108,7 +108,7 @@ def _measured_lines(layout: Layout) -> list[str]:
         else ""
     )
     lines = [
-        f"activations at the peak: {shown} (tensors that autograd keeps, measured on one whole layer of each kind on this "
+        f"activations at the peak: {peaks} (tensors that autograd keeps, measured on one whole layer of each kind on this "
         f"CPU{whole}{cut}; without temporaries of an operation and buffers of messages)"
     ]
     if divided or config.train.device == "cuda":
@@ -218,8 +218,8 @@ def _rates(config: Config, steps: int, replicas: int) -> Sequence[tuple[int, flo
     from pipeloom.train.rate import learning_rate
 
     warm = min(config.optimizer.warmup_steps, steps - 1)
-    chosen = sorted({0, warm, (warm + steps - 1) // 2, steps - 1})
-    return [(step, learning_rate(step, steps, config.optimizer, replicas)) for step in chosen]
+    steps_to_print = sorted({0, warm, (warm + steps - 1) // 2, steps - 1})
+    return [(step, learning_rate(step, steps, config.optimizer, replicas)) for step in steps_to_print]
 
 
 def _checkpoints(config: Config) -> str:

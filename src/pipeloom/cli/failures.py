@@ -165,11 +165,11 @@ def _usage(error: Any, as_json: bool, given: Sequence[str]) -> int:
 
 def _report(error: Exception, message: str, code: int, as_json: bool, hint: bool = False) -> int:
     if as_json:
-        found: dict[str, Any] = {"type": type(error).__name__, "message": message, "exit_code": code}
+        report: dict[str, Any] = {"type": type(error).__name__, "message": message, "exit_code": code}
         if isinstance(error, ConfigError):
             problems = [message] if isinstance(error, ArgumentError) else error.problems
-            found["problems"] = [sentence(problem) for problem in problems]
-        print(json.dumps({"error": found}), flush=True)
+            report["problems"] = [sentence(problem) for problem in problems]
+        print(json.dumps({"error": report}), flush=True)
         return code
     from pipeloom.train.failures import first_to_say
 

@@ -51,13 +51,13 @@ def export(
     from pipeloom.config.adapter import ADAPTER_CONFIG
     from pipeloom.train.hub import export as write
 
-    taken = write(checkpoint, out, merge)
+    source = write(checkpoint, out, merge)
     how = (
         "PeftModel.from_pretrained(model, "
         if (out / ADAPTER_CONFIG).is_file()
         else "AutoModelForCausalLM.from_pretrained("
     )
-    print(f"exported {taken} to {out}: {how}{str(out)!r})")
+    print(f"exported {source} to {out}: {how}{str(out)!r})")
 
 
 def import_(
@@ -95,9 +95,9 @@ def import_(
 
     if checkpoint.exists() and (not checkpoint.is_dir() or any(checkpoint.iterdir())):
         raise ConfigError(f"{checkpoint} exists and is not empty; give a new directory")
-    path, own = import_directory(source, checkpoint)
+    path, ours = import_directory(source, checkpoint)
     model = (
-        "Pipeloom's own decoder, for any layout" if own else "the model in transformers, for layouts without tp and ep"
+        "Pipeloom's own decoder, for any layout" if ours else "the model in transformers, for layouts without tp and ep"
     )
     print(f"{path}: of {model}")
     print(f"pipeloom train {checkpoint / 'model.toml'}")

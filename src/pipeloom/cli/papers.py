@@ -45,8 +45,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         head = f"{row['model']:6}{row['ranks']:>3}{row['microbatches']:>4}"
         for source in ("here", "published"):
             values = list(row[source].values())
-            shown = "".join(f"{v:12.4f}" for v in values[:2]) + "".join(f"{v:8.4f}" for v in values[2:])
-            lines.append(f"{head if source == 'here' else '':13}  {source:9}{shown}")
+            figures = "".join(f"{v:12.4f}" for v in values[:2]) + "".join(f"{v:8.4f}" for v in values[2:])
+            lines.append(f"{head if source == 'here' else '':13}  {source:9}{figures}")
     equal = sum(round(row["here"][c], 4) == row["published"][c] for row in rows for c in columns)
     better = sum(round(row["here"][c], 4) < row["published"][c] for row in rows for c in columns)
     worse = sum(round(row["here"][c], 4) > row["published"][c] for row in rows for c in columns)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from pipeloom.cli import requests
+from pipeloom.cli import schedule_arguments
 from pipeloom.cli.schedule import write_files
 from pipeloom.cli.study import Study
 from pipeloom.cli.workers import be_worker, require_torch, start_workers
@@ -51,24 +51,24 @@ def command(
         str,
         typer.Argument(metavar="NAME_OR_FILE", help="A family, module:function, or a schedule in CSV or JSON format."),
     ],
-    ranks: requests.RanksOption = None,
-    microbatches: requests.MicrobatchesOption = None,
-    chunks: requests.ChunksOption = None,
-    option: requests.FamilyOption = None,
-    transform: requests.TransformsOption = None,
-    forward: requests.ForwardOption = "1",
-    input_grad: requests.InputGradOption = "1",
-    weight_grad: requests.WeightGradOption = "1",
-    held: requests.HeldOption = "1",
-    all_to_all: requests.AllToAllOption = "0",
-    microbatch_costs: requests.MicrobatchCostsOption = None,
+    ranks: schedule_arguments.RanksOption = None,
+    microbatches: schedule_arguments.MicrobatchesOption = None,
+    chunks: schedule_arguments.ChunksOption = None,
+    option: schedule_arguments.FamilyOption = None,
+    transform: schedule_arguments.TransformsOption = None,
+    forward: schedule_arguments.ForwardOption = "1",
+    input_grad: schedule_arguments.InputGradOption = "1",
+    weight_grad: schedule_arguments.WeightGradOption = "1",
+    held: schedule_arguments.HeldOption = "1",
+    all_to_all: schedule_arguments.AllToAllOption = "0",
+    microbatch_costs: schedule_arguments.MicrobatchCostsOption = None,
     unit: Annotated[
         float | None,
         typer.Option(
             "--unit", metavar="S", help="Seconds that a cost of 1 takes; default: chosen for this machine, and printed."
         ),
     ] = None,
-    message: requests.MessageOption = "64KiB",
+    message: schedule_arguments.MessageOption = "64KiB",
     steps: Annotated[int, typer.Option("--steps", metavar="N", min=2, max=10_000, help="Steps to record.")] = 8,
     slow: Annotated[
         list[str] | None,
@@ -86,12 +86,12 @@ def command(
             "--device", metavar="NAME", help="cpu: emulated computation sleeps; cuda: it keeps one GPU per rank busy."
         ),
     ] = "cpu",
-    as_json: requests.JsonOption = False,
-    svg: requests.SvgOption = None,
-    png: requests.PngOption = None,
-    html: requests.HtmlOption = None,
-    trace: requests.TraceOption = None,
-    width: requests.WidthOption = None,
+    as_json: schedule_arguments.JsonOption = False,
+    svg: schedule_arguments.SvgOption = None,
+    png: schedule_arguments.PngOption = None,
+    html: schedule_arguments.HtmlOption = None,
+    trace: schedule_arguments.TraceOption = None,
+    width: schedule_arguments.WidthOption = None,
 ) -> None:
     """Run a schedule with real messages and emulated computation.
 
@@ -101,12 +101,12 @@ def command(
     with more ranks than cores, a larger unit keeps the timing right. Prints the step and how far it is from its simulation.
     """
     require_torch("rehearse")
-    transforms = requests.transforms_of(transform or ())
-    costs = requests.costs_of(
+    transforms = schedule_arguments.transforms_of(transform or ())
+    costs = schedule_arguments.costs_of(
         (forward, input_grad, weight_grad, "0"), held, (all_to_all, None), microbatch_costs, message
     )
-    options = requests.options_of(option or ())
-    schedule = requests.schedule_of(name, (ranks, microbatches, chunks), options, costs, transforms)
+    options = schedule_arguments.options_of(option or ())
+    schedule = schedule_arguments.schedule_of(name, (ranks, microbatches, chunks), options, costs, transforms)
     rehearsal = _rehearsal(schedule, costs, unit, steps, slow or (), transport, device)
     code, timelines = _run(rehearsal, device, context.meta[_PRINTED_WORDS])
     if code or not timelines:
@@ -228,10 +228,10 @@ def _require_machine(rehearsal: Rehearsal, device: str) -> None:
             f"{memory / 1e9:,.0f} GB; at most {size * memory // need:,}"
         )
     if device == "cuda":
-        found = cuda_devices()
-        if found < schedule.ranks:
+        gpus = cuda_devices()
+        if gpus < schedule.ranks:
             raise UsageError(
-                f"--device cuda: this machine has {found} GPU{'s' * (found != 1)} for {schedule.ranks} ranks; use --device cpu"
+                f"--device cuda: this machine has {gpus} GPU{'s' * (gpus != 1)} for {schedule.ranks} ranks; use --device cpu"
             )
 
 
@@ -240,18 +240,18 @@ def _work(rehearsal: Rehearsal, device: str) -> tuple[int, tuple[Timeline, ...]]
     from pipeloom.schedule import timeline_form
     from pipeloom.train.rehearse import run
 
-    found: tuple[Timeline, ...] = ()
+    measured_steps: tuple[Timeline, ...] = ()
 
     def body(context: Any) -> None:
-        nonlocal found
-        found = run(rehearsal, context)
+        nonlocal measured_steps
+        measured_steps = run(rehearsal, context)
 
     code = be_worker(_layout(rehearsal, device), body)
     if code or int(os.environ["RANK"]):
         return code, ()
     if _STEPS_FILE not in os.environ:
-        return 0, found
-    Path(os.environ[_STEPS_FILE]).write_text(json.dumps(timeline_form.to_dict(found)), encoding="utf-8")
+        return 0, measured_steps
+    Path(os.environ[_STEPS_FILE]).write_text(json.dumps(timeline_form.to_dict(measured_steps)), encoding="utf-8")
     return 0, ()
 
 

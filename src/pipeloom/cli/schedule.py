@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeloom.cli import requests
+from pipeloom.cli import schedule_arguments
 from pipeloom.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,28 +20,28 @@ if TYPE_CHECKING:
 
 def command(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A family, a CSV or JSON file, or module:function.")],
-    ranks: requests.RanksOption = None,
-    microbatches: requests.MicrobatchesOption = None,
-    chunks: requests.ChunksOption = None,
-    option: requests.FamilyOption = None,
-    transform: requests.TransformsOption = None,
-    forward: requests.ForwardOption = "1",
-    input_grad: requests.InputGradOption = "1",
-    weight_grad: requests.WeightGradOption = "1",
-    p2p: requests.P2pOption = "0",
-    held: requests.HeldOption = "1",
-    all_to_all: requests.AllToAllOption = "0",
-    pair: requests.PairOption = None,
-    microbatch_costs: requests.MicrobatchCostsOption = None,
-    message: requests.MessageOption = None,
-    overlap_p2p: requests.OverlapP2pOption = True,
-    as_json: requests.JsonOption = False,
+    ranks: schedule_arguments.RanksOption = None,
+    microbatches: schedule_arguments.MicrobatchesOption = None,
+    chunks: schedule_arguments.ChunksOption = None,
+    option: schedule_arguments.FamilyOption = None,
+    transform: schedule_arguments.TransformsOption = None,
+    forward: schedule_arguments.ForwardOption = "1",
+    input_grad: schedule_arguments.InputGradOption = "1",
+    weight_grad: schedule_arguments.WeightGradOption = "1",
+    p2p: schedule_arguments.P2pOption = "0",
+    held: schedule_arguments.HeldOption = "1",
+    all_to_all: schedule_arguments.AllToAllOption = "0",
+    pair: schedule_arguments.PairOption = None,
+    microbatch_costs: schedule_arguments.MicrobatchCostsOption = None,
+    message: schedule_arguments.MessageOption = None,
+    overlap_p2p: schedule_arguments.OverlapP2pOption = True,
+    as_json: schedule_arguments.JsonOption = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print the schedule in torch's CSV format.")] = False,
-    svg: requests.SvgOption = None,
-    png: requests.PngOption = None,
-    html: requests.HtmlOption = None,
-    trace: requests.TraceOption = None,
-    width: requests.WidthOption = None,
+    svg: schedule_arguments.SvgOption = None,
+    png: schedule_arguments.PngOption = None,
+    html: schedule_arguments.HtmlOption = None,
+    trace: schedule_arguments.TraceOption = None,
+    width: schedule_arguments.WidthOption = None,
 ) -> None:
     """Draw a schedule, or write it in another format.
 
@@ -53,12 +53,12 @@ def command(
         raise UsageError("--json and --csv both print on standard output; choose one")
     from pipeloom.schedule import simulate
 
-    transforms = requests.transforms_of(transform or ())
-    costs = requests.costs_of(
+    transforms = schedule_arguments.transforms_of(transform or ())
+    costs = schedule_arguments.costs_of(
         (forward, input_grad, weight_grad, p2p), held, (all_to_all, pair), microbatch_costs, message
     )
-    options = requests.options_of(option or ())
-    schedule = requests.schedule_of(name, (ranks, microbatches, chunks), options, costs, transforms)
+    options = schedule_arguments.options_of(option or ())
+    schedule = schedule_arguments.schedule_of(name, (ranks, microbatches, chunks), options, costs, transforms)
     timeline = simulate(schedule, costs, overlap_p2p=overlap_p2p)
     write_files([timeline], svg=svg, png=png, html=html, trace=trace, width=width)
     if csv:
@@ -125,9 +125,9 @@ def write_pictures(drawing: Callable[[], str], svg: Path | None, png: Path | Non
 
 def write(path: Path, content: Callable[[], str | bytes]) -> None:
     """Write the file and say so on standard error, so that standard output stays one thing."""
-    made = content()
+    data = content()
     try:
-        path.write_bytes(made if isinstance(made, bytes) else made.encode("utf-8"))
+        path.write_bytes(data if isinstance(data, bytes) else data.encode("utf-8"))
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
     print(f"wrote {path}", file=sys.stderr)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeloom.cli import requests
+from pipeloom.cli import schedule_arguments
 from pipeloom.cli.schedule import as_dict, write_files
 from pipeloom.errors import INTERRUPTED, UsageError
 
@@ -40,21 +40,21 @@ ObjectiveOption = Annotated[
 
 
 def command(
-    ranks: requests.RanksOption = None,
-    microbatches: requests.MicrobatchesOption = None,
-    chunks: requests.ChunksOption = None,
+    ranks: schedule_arguments.RanksOption = None,
+    microbatches: schedule_arguments.MicrobatchesOption = None,
+    chunks: schedule_arguments.ChunksOption = None,
     placement: Placement = None,
     memory: Memory = None,
-    held: requests.HeldOption = "1",
+    held: schedule_arguments.HeldOption = "1",
     objective: ObjectiveOption = "makespan",
-    forward: requests.ForwardOption = "1",
-    input_grad: requests.InputGradOption = "1",
-    weight_grad: requests.WeightGradOption = "1",
-    p2p: requests.P2pOption = "0",
-    all_to_all: requests.AllToAllOption = "0",
-    pair: requests.PairOption = None,
-    microbatch_costs: requests.MicrobatchCostsOption = None,
-    overlap_p2p: requests.OverlapP2pOption = True,
+    forward: schedule_arguments.ForwardOption = "1",
+    input_grad: schedule_arguments.InputGradOption = "1",
+    weight_grad: schedule_arguments.WeightGradOption = "1",
+    p2p: schedule_arguments.P2pOption = "0",
+    all_to_all: schedule_arguments.AllToAllOption = "0",
+    pair: schedule_arguments.PairOption = None,
+    microbatch_costs: schedule_arguments.MicrobatchCostsOption = None,
+    overlap_p2p: schedule_arguments.OverlapP2pOption = True,
     time_limit: Annotated[float | None, typer.Option(metavar="S", help="Seconds to search at most.")] = None,
     iterations: Annotated[int | None, typer.Option(metavar="N", help="Moves of the local search at most.")] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the random choices.")] = 0,
@@ -62,13 +62,13 @@ def command(
     prove: Annotated[
         bool, typer.Option("--prove", help="Try to prove optimality with OR-Tools (needs the extra opt).")
     ] = False,
-    as_json: requests.JsonOption = False,
+    as_json: schedule_arguments.JsonOption = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print the schedule in torch's CSV format.")] = False,
-    svg: requests.SvgOption = None,
-    png: requests.PngOption = None,
-    html: requests.HtmlOption = None,
-    trace: requests.TraceOption = None,
-    width: requests.WidthOption = None,
+    svg: schedule_arguments.SvgOption = None,
+    png: schedule_arguments.PngOption = None,
+    html: schedule_arguments.HtmlOption = None,
+    trace: schedule_arguments.TraceOption = None,
+    width: schedule_arguments.WidthOption = None,
 ) -> None:
     """Search for a schedule within a memory limit.
 
@@ -87,7 +87,9 @@ def command(
         result = search(
             ranks,
             microbatches,
-            requests.costs_of((forward, input_grad, weight_grad, p2p), held, (all_to_all, pair), microbatch_costs),
+            schedule_arguments.costs_of(
+                (forward, input_grad, weight_grad, p2p), held, (all_to_all, pair), microbatch_costs
+            ),
             memory,
             placement=_placement(placement),
             chunks=chunks,
@@ -124,10 +126,10 @@ def _placement(text: str | None) -> str | list[int] | None:
 
 def _as_dict(result: SearchResult, memory: float | None, seed: int) -> dict[str, object]:
     """`schedule --json`'s keys; with the objective makespan, its bound and gap are the search's, which know the memory."""
-    found = as_dict(result.timeline)
+    fields = as_dict(result.timeline)
     if result.objective == "makespan":
-        found |= {"lower_bound": result.lower_bound, "gap": result.gap}
-    return found | {
+        fields |= {"lower_bound": result.lower_bound, "gap": result.gap}
+    return fields | {
         "search": {
             "objective": result.objective,
             "value": result.value,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipeloom.cli import requests
+from pipeloom.cli import schedule_arguments
 from pipeloom.cli.schedule import write_files
 from pipeloom.cli.study import Study
 from pipeloom.errors import PipeloomError, UsageError, did_you_mean, shortened
@@ -47,12 +47,12 @@ def command(
         ),
     ] = None,
     every: Annotated[bool, typer.Option("--every", help="Draw every recorded step, one below the other.")] = False,
-    as_json: requests.JsonOption = False,
-    svg: requests.SvgOption = None,
-    png: requests.PngOption = None,
-    html: requests.HtmlOption = None,
-    trace: requests.TraceOption = None,
-    width: requests.WidthOption = None,
+    as_json: schedule_arguments.JsonOption = False,
+    svg: schedule_arguments.SvgOption = None,
+    png: schedule_arguments.PngOption = None,
+    html: schedule_arguments.HtmlOption = None,
+    trace: schedule_arguments.TraceOption = None,
+    width: schedule_arguments.WidthOption = None,
 ) -> None:
     """Show the measured steps of a run.
 
@@ -87,8 +87,8 @@ def steps_of(path: Path) -> tuple[tuple[Timeline, ...], tuple[float, ...], tuple
 
     ours = path.is_dir() and (path / TIMELINES_FILE).is_file()  # beside it stands the trace of one step
     if not ours and is_foreign(path):
-        found = load_foreign(path)
-        return found.timelines, found.memory, found.notes
+        foreign = load_foreign(path)
+        return foreign.timelines, foreign.memory, foreign.notes
     return timelines_of(path), (), ()
 
 
@@ -106,10 +106,10 @@ def timelines_of(path: Path) -> tuple[Timeline, ...]:
         raise UsageError(
             f"there is no {shortened(str(path))}{did_you_mean(path.name, names) if len(names) < 200 else ''}"
         )
-    found = timeline_form.load(file)
-    if not found:
+    timelines = timeline_form.load(file)
+    if not timelines:
         raise UsageError(f"{file} contains no steps")
-    return found
+    return timelines
 
 
 def layers_of(run: Path, steps: Sequence[Timeline]) -> list[float] | None:

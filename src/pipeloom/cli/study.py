@@ -50,9 +50,9 @@ class Study:
         from pipeloom.solver import search
 
         schedule, costs = self.typical.schedule, self.prediction.costs
-        room = max(simulate(schedule, costs).peak_memory)
+        memory = max(simulate(schedule, costs).peak_memory)
         return search(
-            schedule.ranks, schedule.microbatches, costs, room, placement=list(schedule.placement), time_limit=seconds
+            schedule.ranks, schedule.microbatches, costs, memory, placement=list(schedule.placement), time_limit=seconds
         )
 
     def memory_law(self) -> tuple[float, float] | None:

@@ -43,14 +43,14 @@ class Sweep:
             step = int(match[3]) if match[3] else -(-(high - low + 1) // MOST_POINTS)
             if step < 1:
                 raise UsageError(f"--sweep is {text!r:.200}; the step must be at least 1")
-            found = tuple(range(low, high + 1, step))
+            points = tuple(range(low, high + 1, step))
         elif re.fullmatch(r"\d{1,6}(,\d{1,6})*", values.strip()):
-            found = tuple(dict.fromkeys(map(int, values.split(","))))
+            points = tuple(dict.fromkeys(map(int, values.split(","))))
         else:
             raise UsageError(f"--sweep is {text!r:.200}; give a range such as 8..64, or numbers such as 8,16,32")
-        if len(found) > MOST_POINTS:
-            raise UsageError(f"--sweep has {len(found)} values; the most is {MOST_POINTS}: give a larger step")
-        return cls(size, found)
+        if len(points) > MOST_POINTS:
+            raise UsageError(f"--sweep has {len(points)} values; the most is {MOST_POINTS}: give a larger step")
+        return cls(size, points)
 
     def run(self, names: Sequence[str], simulated: Callable[[str, int], Timeline]) -> list[Series]:
         """A series for each name; a value that a schedule refuses is a gap with the reason."""

@@ -103,34 +103,34 @@ def read_request(arguments: Sequence[str]) -> Request:
     from pipeloom.config import load_layout, split_arguments
     from pipeloom.config.matrix import label, load_matrix
 
-    own, rest = _own_options(arguments)
+    options, rest = _own_options(arguments)
     path, overrides = split_arguments(rest)
-    tolerance = _tolerance(own.get("tolerance"))
-    as_json = "json" in own
-    if "matrix" not in own:
+    tolerance = _tolerance(options.get("tolerance"))
+    as_json = "json" in options
+    if "matrix" not in options:
         layout = load_layout(path, overrides)
         return Request((label(layout),), (layout,), (), tolerance, as_json)
-    matrix = load_matrix(own["matrix"], path, overrides)
+    matrix = load_matrix(options["matrix"], path, overrides)
     return Request(matrix.names, matrix.layouts, matrix.skipped, tolerance, as_json)
 
 
 def _own_options(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """(`matrix`, `tolerance` and `json` as they were given, the other words)."""
-    own: dict[str, str] = {}
+    options: dict[str, str] = {}
     others: list[str] = []
     words = list(arguments)
     while words:
         word = words.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
         if word == "--json":
-            own["json"] = "yes"
+            options["json"] = "yes"
         elif word.startswith("--") and name in ("matrix", "tolerance"):
             if not equals and not words:
                 raise UsageError(f"--{name} needs a value: --{name} VALUE")
-            own[name] = value if equals else words.pop(0)
+            options[name] = value if equals else words.pop(0)
         else:
             others.append(word)
-    return own, others
+    return options, others
 
 
 def _tolerance(text: str | None) -> float:

@@ -31,14 +31,14 @@ def of(config: str, ranks: int | None, microbatches: int | None) -> list[LayoutV
     from pipeloom.config import load, load_layout
     from pipeloom.config.volume import volumes
 
-    own = load(config)
-    count = ranks if ranks is not None else max(own.parallel.pp, own.parallel.tp, 2)
-    m = microbatches if microbatches is not None else own.schedule.microbatches
+    config_of_file = load(config)
+    count = ranks if ranks is not None else max(config_of_file.parallel.pp, config_of_file.parallel.tp, 2)
+    m = microbatches if microbatches is not None else config_of_file.schedule.microbatches
     line = {"parallel.pp": count, "parallel.tp": 1, "parallel.sp": False}
     alone = {"parallel.pp": 1, "parallel.tp": count, "schedule.name": "gpipe"}
     rows = []
     for label, axes in (
-        (f"pipeline, {own.schedule.name}", line),
+        (f"pipeline, {config_of_file.schedule.name}", line),
         ("tensor parallel", alone | {"parallel.sp": False}),
         ("tensor and sequence parallel", alone | {"parallel.sp": True}),
     ):

@@ -62,9 +62,9 @@ def describe_keys() -> str:
         lines.append(f"\n[{section}]")
         for key, field in model.model_fields.items():
             value = default[section][key]
-            shown = "" if value is None or value == "" else f" ({_shown(value)})"
+            default_text = "" if value is None or value == "" else f" ({_shown(value)})"
             flag = f"  --{section}.{key:<{29 - len(section)}} "
-            text = textwrap.wrap(f"{field.description}{shown}", width - len(flag), break_on_hyphens=False)
+            text = textwrap.wrap(f"{field.description}{default_text}", width - len(flag), break_on_hyphens=False)
             lines += [(flag if at == 0 else " " * len(flag)) + words for at, words in enumerate(text)]
     return "\n".join(lines)
 

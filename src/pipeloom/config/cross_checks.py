@@ -87,8 +87,8 @@ def _groups_divide(config: Config) -> Iterator[str]:
 
 @_reads("model.vocab_size", "data.tokenizer")
 def _vocabulary_holds_bytes(config: Config) -> Iterator[str]:
-    own = config.data.tokenizer == "auto" and not config.model.source
-    if (own or config.data.tokenizer == "bytes") and config.model.vocab_size < 256:
+    byte_tokens_by_default = config.data.tokenizer == "auto" and not config.model.source
+    if (byte_tokens_by_default or config.data.tokenizer == "bytes") and config.model.vocab_size < 256:
         yield f"model.vocab_size = {config.model.vocab_size}: the byte tokenizer has 256 tokens; nearest: 256"
 
 
@@ -225,10 +225,10 @@ def _experts_spread(config: Config) -> Iterator[str]:
 
 @_reads("train.recompute", "model.num_hidden_layers")
 def _recomputed_blocks_exist(config: Config) -> Iterator[str]:
-    chosen, blocks = config.train.recompute, config.model.num_hidden_layers
-    wrong = [number for number in chosen if number >= blocks] if isinstance(chosen, tuple) else []
+    recomputed, blocks = config.train.recompute, config.model.num_hidden_layers
+    wrong = [number for number in recomputed if number >= blocks] if isinstance(recomputed, tuple) else []
     if wrong:
-        yield f"train.recompute = {list(chosen)}: there is no block {wrong[0]}; the model has {blocks} (0..{blocks - 1})"
+        yield f"train.recompute = {list(recomputed)}: there is no block {wrong[0]}; the model has {blocks} (0..{blocks - 1})"
 
 
 @_reads("schedule.overlap_p2p", "schedule.transport")
@@ -312,12 +312,12 @@ def _muon_needs_the_barrier(config: Config) -> Iterator[str]:
 
 @_reads("train.on_nan", "train.on_spike", "optimizer.barrier")
 def _bad_steps_need_the_barrier(config: Config) -> Iterator[str]:
-    for key, usual in (("on_nan", ("stop", "skip")), ("on_spike", ("ignore",))):
+    for key, allowed in (("on_nan", ("stop", "skip")), ("on_spike", ("ignore",))):
         value = getattr(config.train, key)
-        if value not in usual and not config.optimizer.barrier:
+        if value not in allowed and not config.optimizer.barrier:
             yield (
                 f'train.{key} = "{value}": without a barrier a step is known to be bad only after the next has begun; set '
-                f'optimizer.barrier = true, or train.{key} = "{usual[0]}"'
+                f'optimizer.barrier = true, or train.{key} = "{allowed[0]}"'
             )
 
 
@@ -359,8 +359,8 @@ def _writers_are_installed(config: Config) -> Iterator[str]:
         ("wandb", config.log.wandb, "wandb", "pip install wandb"),
     ):
         if value and importlib.util.find_spec(package) is None:
-            shown = "true" if value is True else f'"{value}"'
-            yield f"log.{key} = {shown}: the package {package} is not installed: {install}"
+            setting = "true" if value is True else f'"{value}"'
+            yield f"log.{key} = {setting}: the package {package} is not installed: {install}"
 
 
 @_reads("train.profile_from", "train.steps")

@@ -20,7 +20,7 @@ _GATE = "pipeloom.models.gate.TopKGate"
 def router_problems(config: Config) -> Iterator[str]:
     """Yield a sentence for each key of the router or the experts that contradicts another."""
     model = config.model
-    experts, chosen = model.num_experts, model.num_experts_per_tok
+    experts, top_k = model.num_experts, model.num_experts_per_tok
     if experts == 0:
         if model.num_shared_experts:
             yield f"model.num_shared_experts = {model.num_shared_experts}: there are no experts; set model.num_experts"
@@ -33,11 +33,11 @@ def router_problems(config: Config) -> Iterator[str]:
     problem = frequency_problem(model.moe_layer_freq, model.num_hidden_layers)
     if problem:
         yield sentence(ArgumentError("moe_layer_freq", problem))
-    wanted = ROUTERS[model.router] or chosen
-    if chosen != wanted:
-        yield f'model.num_experts_per_tok = {chosen}: router "{model.router}" chooses {wanted}; use {wanted}'
-    elif chosen > experts:
-        yield f"model.num_experts_per_tok = {chosen}: model.num_experts is {experts}; nearest: {experts}"
+    wanted = ROUTERS[model.router] or top_k
+    if top_k != wanted:
+        yield f'model.num_experts_per_tok = {top_k}: router "{model.router}" chooses {wanted}; use {wanted}'
+    elif top_k > experts:
+        yield f"model.num_experts_per_tok = {top_k}: model.num_experts is {experts}; nearest: {experts}"
 
 
 def user_classes(config: Config, folders: Mapping[str, Path]) -> tuple[dict[str, Any], list[str]]:

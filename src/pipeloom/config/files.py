@@ -78,36 +78,36 @@ def read_toml(path: Path, text: str | None = None) -> dict[str, Any]:
 
     Raises ConfigError with the reason; for malformed TOML it begins with file:line:column.
     """
-    shown = shortened(str(path))
+    name = shortened(str(path))
     try:
         if text is None:
             text = read_file(path, CONFIG_BYTES, "a configuration").decode("utf-8")
         if any(line.count(".") > _MOST_DOTS for line in text.split("\n")):
             raise ConfigError(
-                f"{shown}: a line has more than {_MOST_DOTS} dots, but a key has at most {MOST_NESTED} parts"
+                f"{name}: a line has more than {_MOST_DOTS} dots, but a key has at most {MOST_NESTED} parts"
             )
         tables = tomllib.loads(text)
     except FileNotFoundError:
         near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.toml")]) if path.parent.is_dir() else ""
-        raise ConfigError(f"there is no file {shown}{near}") from None
+        raise ConfigError(f"there is no file {name}{near}") from None
     except UsageError as error:
         raise ConfigError(str(error)) from None
     except OSError as error:
-        raise ConfigError(f"{shown} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{name} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{shown} is not UTF-8 text (byte {error.start})") from None
+        raise ConfigError(f"{name} is not UTF-8 text (byte {error.start})") from None
     except tomllib.TOMLDecodeError as error:
         message, _, place = str(error).rpartition(" (at ")
         if place.startswith("line "):
             line, _, column = place.removeprefix("line ").removesuffix(")").partition(", column ")
         else:  # "at end of document"
             line, column = str(len((text or "").splitlines()) or 1), "1"
-        raise ConfigError(f"{shown}:{line}:{column}: {message or error}") from None
+        raise ConfigError(f"{name}:{line}:{column}: {message or error}") from None
     except RecursionError:
-        raise ConfigError(f"{shown}: tables and lists are nested too deeply; at most {MOST_NESTED} levels") from None
+        raise ConfigError(f"{name}: tables and lists are nested too deeply; at most {MOST_NESTED} levels") from None
     except ValueError as error:  # a zero byte in the name, a number of thousands of digits
-        raise ConfigError(f"{shown} cannot be read: {error}") from None
-    require_small(tables, shown)
+        raise ConfigError(f"{name} cannot be read: {error}") from None
+    require_small(tables, name)
     return tables
 
 

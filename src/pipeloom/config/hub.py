@@ -50,16 +50,16 @@ def own_sizes(directory: str) -> dict[str, Any]:
     """Keys of `[model]` with which our own decoder computes the model in a directory. Raises ConfigError where it cannot."""
     values = _content(directory, "weights")
     try:
-        found = own_values(values)
+        decoder_keys = own_values(values)
     except KeyError as error:
         raise ConfigError(f'model.weights = "{directory}": its config.json has no {error.args[0]}') from None
-    if found is None:
+    if decoder_keys is None:
         kind, why = values.get("model_type", "model"), _not_plain(values)
         raise ConfigError(
             f'model.weights = "{directory}": Pipeloom\'s own decoder cannot compute this {kind}{f" ({why})" if why else ""}; '
             "nearest: model.source, which trains the model of transformers"
         )
-    return found
+    return decoder_keys
 
 
 def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,14 +73,14 @@ def _not_plain(values: Mapping[str, Any]) -> str:
     window = values.get("sliding_window", 4096 if kind == "mistral" else None)  # files that leave it out mean this
     if kind in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe") and not values.get("use_sliding_window", False):
         window = None
-    found = {
+    choices = {
         "hidden_act": (values.get("hidden_act", "silu"), "silu"),
         "rope_type": (turns, "default"),
         "partial_rotary_factor": (rope.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0)), 1.0),
         "mlp_bias": (values.get("mlp_bias", False), False),
         "sliding_window": (window or None, None),
     }
-    return ", ".join(f"{key} = {json.dumps(value)}" for key, (value, plain) in found.items() if value != plain)
+    return ", ".join(f"{key} = {json.dumps(value)}" for key, (value, plain) in choices.items() if value != plain)
 
 
 def own_values(values: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -92,18 +92,18 @@ def own_values(values: Mapping[str, Any]) -> dict[str, Any] | None:
     if kind not in _OWN or _not_plain(values):
         return None
     rope = _rope(values)
-    usual = {**_USUAL, **_OWN[kind]}
+    defaults = {**_USUAL, **_OWN[kind]}
     heads = values["num_attention_heads"]
-    found = {
+    decoder_keys = {
         "num_hidden_layers": values["num_hidden_layers"],
         "hidden_size": values["hidden_size"],
         "num_attention_heads": heads,
-        "num_key_value_heads": values.get("num_key_value_heads", usual.get("num_key_value_heads")) or heads,
+        "num_key_value_heads": values.get("num_key_value_heads", defaults.get("num_key_value_heads")) or heads,
         "intermediate_size": values["intermediate_size"],
         "vocab_size": values["vocab_size"],
         "tie_word_embeddings": bool(values.get("tie_word_embeddings", False)),
-        "rope_theta": float(rope.get("rope_theta", values.get("rope_theta", usual["rope_theta"]))),
-        "rms_norm_eps": float(values.get("rms_norm_eps", usual["rms_norm_eps"])),
+        "rope_theta": float(rope.get("rope_theta", values.get("rope_theta", defaults["rope_theta"]))),
+        "rms_norm_eps": float(values.get("rms_norm_eps", defaults["rms_norm_eps"])),
         "attention_bias": bool(kind in ("llama", "qwen3", "qwen3_moe") and values.get("attention_bias", False)),
         "qkv_bias": bool(kind == "qwen2" or (kind == "qwen2_moe" and values.get("qkv_bias", True))),
         "qk_norm": kind in ("qwen3", "qwen3_moe"),
@@ -111,12 +111,19 @@ def own_values(values: Mapping[str, Any]) -> dict[str, Any] | None:
         "num_shared_experts": 0,
         "moe_layer_freq": 1,
     }
-    width = values.get("head_dim", usual.get("head_dim"))
+    width = values.get("head_dim", defaults.get("head_dim"))
     if width:
-        found["head_dim"] = width
+        decoder_keys["head_dim"] = width
     if kind == "mixtral":
-        found |= {"num_experts": values["num_local_experts"], "num_experts_per_tok": values["num_experts_per_tok"]}
-        found |= {"moe_intermediate_size": values["intermediate_size"], "norm_topk_prob": True, "num_shared_experts": 0}
+        decoder_keys |= {
+            "num_experts": values["num_local_experts"],
+            "num_experts_per_tok": values["num_experts_per_tok"],
+        }
+        decoder_keys |= {
+            "moe_intermediate_size": values["intermediate_size"],
+            "norm_topk_prob": True,
+            "num_shared_experts": 0,
+        }
     if kind in ("qwen2_moe", "qwen3_moe"):
         sparse = expert_blocks(values, values["num_hidden_layers"])
         shared, odd = 0, 0
@@ -125,12 +132,12 @@ def own_values(values: Mapping[str, Any]) -> dict[str, Any] | None:
         if odd or not any(sparse) or (kind == "qwen2_moe" and not shared):
             return None
         if not all(sparse):
-            found["moe_layer_freq"] = [int(experts) for experts in sparse]
+            decoder_keys["moe_layer_freq"] = [int(experts) for experts in sparse]
         count = values["num_experts"] if "num_experts" in values else values["num_local_experts"]  # later files' name
-        found |= {"num_experts": count, "num_experts_per_tok": values["num_experts_per_tok"]}
-        found |= {"moe_intermediate_size": values["moe_intermediate_size"], "num_shared_experts": shared}
-        found["norm_topk_prob"] = bool(values.get("norm_topk_prob", False))
-    return found
+        decoder_keys |= {"num_experts": count, "num_experts_per_tok": values["num_experts_per_tok"]}
+        decoder_keys |= {"moe_intermediate_size": values["moe_intermediate_size"], "num_shared_experts": shared}
+        decoder_keys["norm_topk_prob"] = bool(values.get("norm_topk_prob", False))
+    return decoder_keys
 
 
 def _content(source: str, key: str) -> dict[str, Any]:
@@ -150,24 +157,24 @@ def sizes(source: str) -> dict[str, Any]:
     path, content = expanded(source) / "config.json", _content(source, "source")
     inner = content.get("text_config")
     values = {**content, **inner} if isinstance(inner, dict) else content
-    found = {}
+    decoder_keys = {}
     for key, spellings in _SPELLINGS.items():
         value = next((values[name] for name in spellings if isinstance(values.get(name), (int, bool))), None)
         if value is not None:
-            found[key] = value
+            decoder_keys[key] = value
     for key in _NEEDED:
-        if key not in found:
+        if key not in decoder_keys:
             raise ConfigError(f'model.source = "{source}": {path} has no {" or ".join(_SPELLINGS[key])}')
-    blocks = expert_blocks(values, found["num_hidden_layers"])
-    if found.get("num_experts") and not any(blocks):
-        found["num_experts"] = 0
-    elif found.get("num_experts") and not all(blocks):
-        found["moe_layer_freq"] = [int(experts) for experts in blocks]
-    found.setdefault("num_attention_heads", 1)
-    found.setdefault("num_key_value_heads", found["num_attention_heads"])
-    found.setdefault("intermediate_size", 4 * found["hidden_size"])
-    found.setdefault("tie_word_embeddings", True)  # the default of transformers
-    return found
+    blocks = expert_blocks(values, decoder_keys["num_hidden_layers"])
+    if decoder_keys.get("num_experts") and not any(blocks):
+        decoder_keys["num_experts"] = 0
+    elif decoder_keys.get("num_experts") and not all(blocks):
+        decoder_keys["moe_layer_freq"] = [int(experts) for experts in blocks]
+    decoder_keys.setdefault("num_attention_heads", 1)
+    decoder_keys.setdefault("num_key_value_heads", decoder_keys["num_attention_heads"])
+    decoder_keys.setdefault("intermediate_size", 4 * decoder_keys["hidden_size"])
+    decoder_keys.setdefault("tie_word_embeddings", True)  # the default of transformers
+    return decoder_keys
 
 
 def expert_blocks(values: Mapping[str, Any], blocks: int) -> tuple[bool, ...]:

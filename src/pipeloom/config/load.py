@@ -58,14 +58,16 @@ def load_layout(
     problems = list(wrong.values())
     if config is None and fallback is None:
         raise ConfigError(problems)
-    chosen = config or fallback
-    assert chosen is not None
+    resolved = config or fallback
+    assert resolved is not None
     sizes: list[str] = []
     if not any(key.startswith("parallel") for key in wrong):
-        chosen, sizes = _computed(chosen, world_size)
+        resolved, sizes = _computed(resolved, world_size)
     folders = {key: _folder(merged.origins.get(key, ""), folder) for key in CODE_KEYS}
     try:
-        layout, more = examine(chosen, {*wrong, "parallel"} if sizes and COMPUTED in _axes(chosen) else wrong, folders)
+        layout, more = examine(
+            resolved, {*wrong, "parallel"} if sizes and COMPUTED in _axes(resolved) else wrong, folders
+        )
     except PipeloomError:
         if problems:
             raise ConfigError(problems) from None
@@ -74,7 +76,7 @@ def load_layout(
     problems += [problem for problem in sizes if problem not in problems]
     if problems or layout is None:
         raise ConfigError(problems)
-    return replace(layout, origins=_origins(merged, config or chosen, chosen))
+    return replace(layout, origins=_origins(merged, config or resolved, resolved))
 
 
 def _folder(origin: str, given: Path | None) -> Path:
@@ -136,12 +138,12 @@ def _adopt_file_sizes(merged: Merged) -> None:
     name = schedule.get("name")
     if not isinstance(name, str) or not names_a_file(name) or not Path(name).is_file():
         return
-    made = read_schedule(name)
+    loaded = read_schedule(name)
     if "parallel.pp" not in merged.given:
-        parallel["pp"] = made.ranks
+        parallel["pp"] = loaded.ranks
         merged.origins["parallel.pp"] = name
     if "schedule.microbatches" not in merged.given:
-        schedule["microbatches"] = made.microbatches
+        schedule["microbatches"] = loaded.microbatches
         merged.origins["schedule.microbatches"] = name
 
 
@@ -158,20 +160,22 @@ def _adopt_model_sizes(merged: Merged) -> None:
         _take_sizes(merged, model, "weights", weights, own_sizes(weights))
 
 
-def _take_sizes(merged: Merged, model: dict[str, Any], which: str, directory: str, own: Mapping[str, Any]) -> None:
-    """Replace the default's sizes by `own`, those of the directory that `model.which` names."""
+def _take_sizes(
+    merged: Merged, model: dict[str, Any], which: str, directory: str, directory_keys: Mapping[str, Any]
+) -> None:
+    """Replace the default's sizes by `directory_keys`, those of the directory that `model.which` names."""
     for key in sorted(merged.given):
         section, _, name = key.partition(".")
         if section != "model" or name == which or name not in model:
             continue
-        if which == "weights" and name not in own:
+        if which == "weights" and name not in directory_keys:
             continue  # how our own decoder trains, such as dropout
-        if model[name] != own.get(name):
+        if model[name] != directory_keys.get(name):
             raise ConfigError(
                 f'{key} = {model[name]}: the model of model.{which} = "{directory}" sets it; leave it out'
             )
-    merged.origins.update(dict.fromkeys((f"model.{key}" for key in own), f"{directory}/config.json"))
-    model.update(own)
+    merged.origins.update(dict.fromkeys((f"model.{key}" for key in directory_keys), f"{directory}/config.json"))
+    model.update(directory_keys)
 
 
 def _adopt_adapter(merged: Merged) -> None:
@@ -180,13 +184,16 @@ def _adopt_adapter(merged: Merged) -> None:
     adapter = section.get("adapter") if isinstance(section, dict) else None
     if not isinstance(section, dict) or not isinstance(adapter, str) or not adapter:
         return
-    own = adapter_keys(adapter)
+    adapter_options = adapter_keys(adapter)
     for name in ("r", "lora_alpha", "target_modules"):
         given = section.get(name)
-        if f"lora.{name}" in merged.given and (list(given) if isinstance(given, tuple) else given) != own[name]:
+        if (
+            f"lora.{name}" in merged.given
+            and (list(given) if isinstance(given, tuple) else given) != adapter_options[name]
+        ):
             raise ConfigError(f'lora.{name} = {given}: the adapter of lora.adapter = "{adapter}" sets it; leave it out')
-    kept = {name: value for name, value in own.items() if f"lora.{name}" not in merged.given}
-    section.update(kept, adapter=_absolute(adapter))
+    adopted = {name: value for name, value in adapter_options.items() if f"lora.{name}" not in merged.given}
+    section.update(adopted, adapter=_absolute(adapter))
 
 
 def _adopt_vocabulary(merged: Merged) -> None:

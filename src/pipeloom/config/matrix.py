@@ -97,13 +97,13 @@ def _count(row: Mapping[str, Any]) -> int:
 
 def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted key -> value, tables within tables joined by dots."""
-    found: dict[str, Any] = {}
+    keys: dict[str, Any] = {}
     for key, value in tables.items():
         if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{key}.")
+            keys |= flat(value, f"{prefix}{key}.")
         else:
-            found[prefix + key] = value
-    return found
+            keys[prefix + key] = value
+    return keys
 
 
 def label(layout: Layout, combination: Mapping[str, Any] | None = None) -> str:

@@ -40,18 +40,18 @@ def shown(value: Any) -> str:
 
 def sentences(error: ValidationError, values: Mapping[str, Any], origins: Mapping[str, str]) -> dict[str, str]:
     """ "section.key" -> the sentence for it, one for each key that pydantic refuses."""
-    found: dict[str, str] = {}
+    sentence_of_key: dict[str, str] = {}
     for detail in error.errors(include_url=False):
         path = [str(part) for part in detail["loc"]]
         key = ".".join(path[:2])
         sentence = _sentence(dict(detail), path, values, origins)
-        found.setdefault(key, sentence)
-    return found
+        sentence_of_key.setdefault(key, sentence)
+    return sentence_of_key
 
 
 def option_sentences(error: ValidationError, options: Mapping[str, Any], model: type[BaseModel]) -> list[str]:
     """The sentences for `[schedule.options]`, which `model` describes; one for each key, at any depth."""
-    found: dict[str, str] = {}
+    sentence_of_option: dict[str, str] = {}
     for detail in error.errors(include_url=False):
         *outer, name = [str(part) for part in detail["loc"]]
         table: Any = options
@@ -67,8 +67,8 @@ def option_sentences(error: ValidationError, options: Mapping[str, Any], model: 
             sentence = f"{start}: there is no such option{did_you_mean(name, fields)}"
         else:
             sentence = _sentence(dict(detail), [place, name], {place: table}, {})
-        found.setdefault(key, sentence)
-    return list(found.values())
+        sentence_of_option.setdefault(key, sentence)
+    return list(sentence_of_option.values())
 
 
 def _sentence(detail: dict[str, Any], path: list[str], values: Mapping[str, Any], origins: Mapping[str, str]) -> str:

@@ -40,10 +40,10 @@ def _untransformed(config: Config, folder: Path | None) -> Schedule:
         return _sized(read_schedule(wanted.name), config)
     sizes = config.parallel.pp, wanted.microbatches, wanted.chunks
     try:
-        made = build(wanted.name, *sizes, wanted.options, folder=folder)
+        complete = build(wanted.name, *sizes, wanted.options, folder=folder)
     except TypeError as error:  # an option of the wrong type
         raise ConfigError(f'schedule.name = "{wanted.name}": it failed with {type(error).__name__}: {error}') from error
-    return _sized(made, config)
+    return _sized(complete, config)
 
 
 def _sized(schedule: Schedule, config: Config) -> Schedule:

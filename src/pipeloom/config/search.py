@@ -175,7 +175,7 @@ def search_request(config: Config) -> SearchRequest:
         family = baseline(placement, ranks, m, memory, costs)
     except ArgumentError as error:
         raise ConfigError(f"schedule.options.{error.argument}{error.words}") from None
-    usual: Literal["makespan", "span"] = "makespan" if config.optimizer.barrier else "span"
+    default_objective: Literal["makespan", "span"] = "makespan" if config.optimizer.barrier else "span"
     return SearchRequest(
         ranks=ranks,
         microbatches=m,
@@ -186,7 +186,7 @@ def search_request(config: Config) -> SearchRequest:
         costs=costs,
         measure=options.measure,
         trial=options.trial if config.train.steps > options.measure + 2 * options.trial else 0,
-        objective=options.objective or usual,
+        objective=options.objective or default_objective,
         time_limit=options.time_limit,
         iterations=options.iterations,
         seed=options.seed,

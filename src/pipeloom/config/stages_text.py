@@ -54,8 +54,8 @@ def expand(text: str) -> str:
     if plain.count("*") + plain.count("(") > _MARKS or len(plain) > _MOST_LETTERS:
         raise UsageError(f"it holds more than {_MARKS:,} repetitions, or {_MOST_LETTERS:,} letters")
     while True:
-        plain, letters = _REPEATED_LETTER.subn(lambda found: _repeat(found[1], found[2]), plain)
-        plain, groups = _REPEATED_GROUP.subn(lambda found: _repeat(found[1], found[2]), plain)
+        plain, letters = _REPEATED_LETTER.subn(lambda match: _repeat(match[1], match[2]), plain)
+        plain, groups = _REPEATED_GROUP.subn(lambda match: _repeat(match[1], match[2]), plain)
         if len(plain) > _MOST_LETTERS:
             raise UsageError(f"it stands for more than {_MOST_LETTERS:,} letters")
         if not letters and not groups:

@@ -130,16 +130,16 @@ def _experts(layout: Layout) -> Volume:
 
 def _recomputed(config: Config) -> tuple[int, ...]:
     """Return the blocks whose forward is recomputed."""
-    chosen = config.train.recompute
-    if isinstance(chosen, tuple):
-        return chosen
-    return tuple(range(config.model.num_hidden_layers if chosen == "full" else 0))
+    setting = config.train.recompute
+    if isinstance(setting, tuple):
+        return setting
+    return tuple(range(config.model.num_hidden_layers if setting == "full" else 0))
 
 
 def words(layout: Layout) -> str:
     """One line with the bytes and the number of messages of each kind in a step; empty if there are none."""
-    found = volumes(layout)
-    if not found:
+    kinds = volumes(layout)
+    if not kinds:
         return ""
-    parts = [f"{volume.kind} {size_words(volume.bytes)} in {volume.count:,}" for volume in found]
+    parts = [f"{volume.kind} {size_words(volume.bytes)} in {volume.count:,}" for volume in kinds]
     return f"messages of a step, all workers: {'; '.join(parts)}"

@@ -62,14 +62,14 @@ def grid(timeline: Timeline, columns: int, filled: bool) -> Grid:
     scale = _scale(ranks, makespan, columns)
     used = max(1, round(makespan * scale))
     widths = sorted(round(end * scale) - round(start * scale) for row in ranks for start, end, _, _ in row)
-    usual = widths[len(widths) // 10] if widths else 1
+    typical_width = widths[len(widths) // 10] if widths else 1
     digits = len(str(timeline.schedule.microbatches - 1))
     chunks = timeline.schedule.chunks
     kinds = frozenset(action.kind for row in ranks for _, _, action, _ in row)
-    if usual < 1:
+    if typical_width < 1:
         dithered = tuple((_dithered(row, used, scale, chunks),) for row in ranks)
         return Grid(dithered, used, scale, makespan, 1, True, kinds)
-    below = 0 if usual >= digits + 2 else 1 if usual >= digits + (digits > 1) else digits
+    below = 0 if typical_width >= digits + 2 else 1 if typical_width >= digits + (digits > 1) else digits
     bands = tuple(_band(row, used, scale, chunks, below, filled) for row in ranks)
     return Grid(bands, used, scale, makespan, 1 + below, False, kinds)
 
@@ -107,9 +107,9 @@ def _band(
             texts += f"{action.microbatch:>{below}}"
         for index, text in enumerate(texts):
             rest = "─" if filled and index == 0 and wide > len(text) else " "
-            shown = text if len(text) <= wide else ""
+            label = text if len(text) <= wide else ""
             # the last column of a filled box stays empty where it can, so that two boxes never touch
-            body = (shown + rest * max(0, wide - len(shown) - 1)).ljust(wide) if filled else shown.ljust(wide)
+            body = (label + rest * max(0, wide - len(label) - 1)).ljust(wide) if filled else label.ljust(wide)
             for at, char in enumerate(body[:wide]):
                 lines[index][left + at] = (char, paint)
     return tuple(lines)
@@ -126,11 +126,11 @@ def _dithered(row: list[_BusyTime], columns: int, scale: float, chunks: int) -> 
             at += 1
     owed: dict[str, float] = defaultdict(float)
     line: PaintedLine = []
-    for found in inside:
-        found[IDLE_PAINT] = max(0.0, 1 - sum(found.values()))
-        for paint, time in found.items():
+    for times in inside:
+        times[IDLE_PAINT] = max(0.0, 1 - sum(times.values()))
+        for paint, time in times.items():
             owed[paint.kind] += time
-        chosen = max((p for p, time in found.items() if time > 1e-9), key=lambda p: (owed[p.kind], found[p]))
-        owed[chosen.kind] -= 1
-        line.append((chosen.kind or "·", chosen))
+        paint_of_cell = max((p for p, time in times.items() if time > 1e-9), key=lambda p: (owed[p.kind], times[p]))
+        owed[paint_of_cell.kind] -= 1
+        line.append((paint_of_cell.kind or "·", paint_of_cell))
     return line

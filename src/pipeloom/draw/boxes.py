@@ -69,14 +69,14 @@ def talk(timeline: Timeline, box: EntryBox) -> tuple[tuple[Action, float], ...]:
     costs, stages = timeline.costs, timeline.schedule.stages
     shares = costs.per_stage("all_to_all", stages)
     factors = costs.factors(timeline.schedule.microbatches)
-    found = []
+    action_shares = []
     for action in box.actions:
         produces = kind_of(action.kind).produces
         name = "forward" if OUTPUT in produces else "input_grad" if INPUT_GRADIENT in produces else None
         if name is not None and shares[action.stage] and box.end > box.start:
             time = shares[action.stage] * costs.per_stage(name, stages)[action.stage] * factors[action.microbatch]
-            found.append((action, time / (box.end - box.start)))
-    return tuple(found)
+            action_shares.append((action, time / (box.end - box.start)))
+    return tuple(action_shares)
 
 
 def nice_step(span: float, most: int) -> float:

@@ -67,9 +67,9 @@ def messages(schedule: Schedule, costs: Costs) -> dict[str, Any]:
     }
 
 
-def message_words(found: dict[str, Any]) -> str:
+def message_words(totals: dict[str, Any]) -> str:
     """ "48 between ranks, 192 MiB", of `messages`; without the size where it is not known."""
-    return f"{found['count']} between ranks" + (f", {size_words(found['size'])}" if found["size"] else "")
+    return f"{totals['count']} between ranks" + (f", {size_words(totals['size'])}" if totals["size"] else "")
 
 
 def full_rank(schedule: Schedule) -> float:

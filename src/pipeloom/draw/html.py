@@ -34,9 +34,9 @@ def html(timelines: Timeline | Sequence[Timeline], title: str | None = None) -> 
     Args:
         title: of the page; default: the heading of the timeline, or the names of several schedules.
     """
-    shown = [timelines] if isinstance(timelines, Timeline) else list(timelines)
-    names = list(dict.fromkeys(timeline.schedule.name for timeline in shown))
-    given = title if title is not None else heading(shown[0]) if len(shown) == 1 else " · ".join(names)
+    panels = [timelines] if isinstance(timelines, Timeline) else list(timelines)
+    names = list(dict.fromkeys(timeline.schedule.name for timeline in panels))
+    given = title if title is not None else heading(panels[0]) if len(panels) == 1 else " · ".join(names)
     name = printable(given) or "Pipeloom"
     style, script = _resource("page.css"), _script()
     policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'; form-action 'none'"
@@ -45,7 +45,7 @@ def html(timelines: Timeline | Sequence[Timeline], title: str | None = None) -> 
         "title": escape(name),
         "style": style,
         "script": script,
-        "data": _embedded(document(shown, name)),
+        "data": _embedded(document(panels, name)),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda slot: parts[slot[1]], _resource("page.html"))
 

@@ -14,22 +14,22 @@ MOST_BOXES = 4000  # of an SVG in a notebook: 0.5 MB
 MOST_ACTIONS = 100_000  # of a page in a notebook: 5 MB
 
 
-def svg_of(shown: Schedule | Timeline) -> str | None:
+def svg_of(subject: Schedule | Timeline) -> str | None:
     """The drawing (of a schedule: with unit costs); None where it is too large or the schedule cannot run."""
-    timeline = _timeline(shown)
+    timeline = _timeline(subject)
     if not isinstance(timeline, Timeline) or timeline.schedule.actions > MOST_BOXES:
         return None
     return svg(timeline)
 
 
-def html_of(shown: Schedule | Timeline) -> str | None:
+def html_of(subject: Schedule | Timeline) -> str | None:
     """The page in a sandboxed frame; the reason where a schedule cannot run; None where it is too large.
 
     The text inside the iframe element is shown by viewers that remove frames.
     """
-    timeline = _timeline(shown)
+    timeline = _timeline(subject)
     if not isinstance(timeline, Timeline):
-        return f"<pre>{escape(repr(shown))}\n{escape(str(timeline))}</pre>"
+        return f"<pre>{escape(repr(subject))}\n{escape(str(timeline))}</pre>"
     if timeline.schedule.actions > MOST_ACTIONS:
         return None
     height = min(900, 300 + 85 * timeline.schedule.ranks)
@@ -40,10 +40,10 @@ def html_of(shown: Schedule | Timeline) -> str | None:
     )
 
 
-def _timeline(shown: Schedule | Timeline) -> Timeline | PipeloomError:
-    if isinstance(shown, Timeline):
-        return shown
+def _timeline(subject: Schedule | Timeline) -> Timeline | PipeloomError:
+    if isinstance(subject, Timeline):
+        return subject
     try:
-        return simulate(shown)
+        return simulate(subject)
     except PipeloomError as error:
         return error

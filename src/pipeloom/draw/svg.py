@@ -74,25 +74,26 @@ def svg(timelines: Timeline | Sequence[Timeline], width: float = USUAL_WIDTH, to
     Raises:
         UsageError: no timeline, or a width below `LEAST_WIDTH`.
     """
-    shown = [timelines] if isinstance(timelines, Timeline) else list(timelines)
-    if not shown:
+    panels = [timelines] if isinstance(timelines, Timeline) else list(timelines)
+    if not panels:
         raise UsageError("svg needs at least one timeline")
     if not width >= LEAST_WIDTH:
         raise UsageError(f"an SVG is at least {LEAST_WIDTH} pixels wide, not {width:g}")
-    longest = max(timeline.makespan for timeline in shown) or 1.0
-    ranks = max(timeline.schedule.ranks for timeline in shown)
+    longest = max(timeline.makespan for timeline in panels) or 1.0
+    ranks = max(timeline.schedule.ranks for timeline in panels)
     left = max(LEAST_LEFT, 26 + text_width(f"rank {ranks - 1}", 12))
-    unit = time_unit(shown)
-    idle = [number(plain(value * unit[0])) for timeline in shown for value in timeline.idle]
+    unit = time_unit(panels)
+    idle = [number(plain(value * unit[0])) for timeline in panels for value in timeline.idle]
     idle_room = max(LEAST_IDLE, *(text_width(words, 11.5) + 6 for words in idle))
     sheet = _TimelineSheet(width, left, (width - left - idle_room - PEAK_RIGHT) / longest, unit, idle_room)
     top = 0.0
-    for timeline in shown:
+    for timeline in panels:
         top = (
-            _panel(sheet, timeline, top, tooltips and sum(t.schedule.actions for t in shown) <= MOST_TOOLTIPS) + BETWEEN
+            _panel(sheet, timeline, top, tooltips and sum(t.schedule.actions for t in panels) <= MOST_TOOLTIPS)
+            + BETWEEN
         )
-    height = _legend(sheet, shown, top - BETWEEN / 2) + 10
-    names = escape(printable("; ".join(heading(timeline) for timeline in shown)))
+    height = _legend(sheet, panels, top - BETWEEN / 2) + 10
+    names = escape(printable("; ".join(heading(timeline) for timeline in panels)))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_n(width)} {_n(height)}" width="{_n(width)}" '
         f'height="{_n(height)}" role="img" aria-label="{names.replace(chr(34), "&quot;")}">\n'
@@ -187,9 +188,9 @@ def _panel(sheet: _TimelineSheet, timeline: Timeline, top: float, tooltips: bool
     y += 5
     rows = boxes(timeline)
     widths = sorted((box.end - box.start) * scale for row in rows for box in row)
-    usual = widths[len(widths) // 10] if widths else 0.0
-    size = _number_size(usual, timeline.schedule.microbatches)
-    edge = min(0.8, 0.12 * usual)
+    typical_width = widths[len(widths) // 10] if widths else 0.0
+    size = _number_size(typical_width, timeline.schedule.microbatches)
+    edge = min(0.8, 0.12 * typical_width)
     origin = min((starts[0] for starts in timeline.starts if starts), default=0.0)
     for rank, row in enumerate(rows):
         sheet.text(left - 10, y + ROW / 2 + 4, f"rank {rank}", "r")
@@ -267,9 +268,9 @@ def _talk(sheet: _TimelineSheet, box: EntryBox, timeline: Timeline, y: float) ->
         x += share * wide
 
 
-def _number_size(usual: float, microbatches: int) -> float:
-    """The font size at which boxes `usual` wide hold the longest micro-batch number; 0 if that is too small."""
-    size = min(12.0, (usual - 1) / (DIGIT * len(str(microbatches - 1))))
+def _number_size(typical_width: float, microbatches: int) -> float:
+    """The font size at which boxes `typical_width` wide hold the longest micro-batch number; 0 if that is too small."""
+    size = min(12.0, (typical_width - 1) / (DIGIT * len(str(microbatches - 1))))
     return size if size >= 5.5 else 0.0
 
 

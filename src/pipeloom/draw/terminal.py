@@ -136,33 +136,33 @@ def _legend(text: Text, timeline: Timeline, picture: Grid, colored: bool) -> Non
 
 
 def _figures(timeline: Timeline, width: int) -> str:
-    found = figures(timeline)
+    values = figures(timeline)
     factor, unit = time_unit([timeline])
 
     def time(value: float) -> str:
         return number(plain(value * factor))
 
-    lines = [f"makespan          {time(found['makespan'])}{f' {unit}' if unit else ''}"]
+    lines = [f"makespan          {time(values['makespan'])}{f' {unit}' if unit else ''}"]
     if timeline.source == "simulated":
         lines[0] += (
-            f"   lower bound {number(found['lower_bound'])}, gap {100 * found['gap']:.1f} %"
-            f"   period {number(found['period'])}"
+            f"   lower bound {number(values['lower_bound'])}, gap {100 * values['gap']:.1f} %"
+            f"   period {number(values['period'])}"
         )
     for key, words in BUBBLE_WORDS.items():
-        lines.append(f"{key.replace('_', ' '):<17} {found[key]:.4f}  {words}")
-    sent = found["messages"]
+        lines.append(f"{key.replace('_', ' '):<17} {values[key]:.4f}  {words}")
+    sent = values["messages"]
     if sent["count"]:
         most = max(channel["count"] for channel in sent["channels"])
         lines.append(f"messages          {message_words(sent)}, at most {most} on a channel")
     full = full_rank(timeline.schedule)
-    memory = found["peak_memory"] if found["peak_memory"] != found["peak_activations"] else None
+    memory = values["peak_memory"] if values["peak_memory"] != values["peak_activations"] else None
     columns = ["rank", "busy", "idle", "warm-up", "steady", "cool-down", "peak activations"]
     rows = []
     for rank, idle in enumerate(timeline.idle_by_phase):
-        peak = found["peak_activations"][rank]
-        shown = str(peak) if full == 1 else f"{peak} = {number(peak * full)} full-rank"
-        times = (found["busy"][rank], found["idle"][rank], idle.warmup, idle.steady, idle.cooldown)
-        rows.append([str(rank), *map(time, times), shown])
+        peak = values["peak_activations"][rank]
+        activations = str(peak) if full == 1 else f"{peak} = {number(peak * full)} full-rank"
+        times = (values["busy"][rank], values["idle"][rank], idle.warmup, idle.steady, idle.cooldown)
+        rows.append([str(rank), *map(time, times), activations])
         if memory is not None:
             rows[-1].append(number(memory[rank]))
     if memory is not None:

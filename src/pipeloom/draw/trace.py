@@ -54,19 +54,19 @@ def _all_to_all(timeline: Timeline, box: EntryBox, unit: float) -> Iterator[dict
 def _flows(timeline: Timeline, unit: float) -> Iterator[dict[str, Any]]:
     """An arrow for each message between ranks, from the middle of the slice that sends it to that of the one that needs it."""
     rows = boxes(timeline)
-    made: dict[Message, float] = {}
+    sent_at: dict[Message, float] = {}
     programs = traffic(timeline.schedule)
     middle = [[(box.start + box.end) / 2 * unit for box in row] for row in rows]
     for rank, program in enumerate(programs):
         for at, entry in enumerate(program):
-            made |= dict.fromkeys(entry.sends, middle[rank][at])
+            sent_at |= dict.fromkeys(entry.sends, middle[rank][at])
     number = 0
     for rank, program in enumerate(programs):
         for at, entry in enumerate(program):
             for message in entry.receives:
                 number += 1
                 flow = {"cat": "message", "name": message.channel.kind, "id": number, "tid": 0}
-                yield {"ph": "s", **flow, "pid": message.channel.source, "ts": made[message]}
+                yield {"ph": "s", **flow, "pid": message.channel.source, "ts": sent_at[message]}
                 yield {"ph": "f", "bp": "e", **flow, "pid": rank, "ts": middle[rank][at]}
 
 

@@ -86,9 +86,9 @@ def adapter_name(name: str) -> str:
     """The name in `transformers` of a module or parameter that has this name in a pipeline."""
     for end in _ENDS:
         name = name.removeprefix(end)
-    for own, hub in ((f"{names.HEAD}.lm_head", "lm_head"), (f"{names.HEAD}.norm", "model.norm")):
-        if name == own or name.startswith(f"{own}."):
-            return hub + name.removeprefix(own)
+    for decoder_name, hub in ((f"{names.HEAD}.lm_head", "lm_head"), (f"{names.HEAD}.norm", "model.norm")):
+        if name == decoder_name or name.startswith(f"{decoder_name}."):
+            return hub + name.removeprefix(decoder_name)
     return name
 
 

@@ -64,8 +64,8 @@ def auto_layers(model: nn.Module, example_batch: Any) -> AutoLayers:
             trunk = _trunk(model)
             graph = _traced(model, trunk, len(inputs))
             parts = _parts(model, graph, _cuts(name, graph, trunk), inputs)
-            found = _run(parts, inputs)
-        difference = _difference(found, want)
+            got = _run(parts, inputs)
+        difference = _difference(got, want)
     finally:
         for module, training in modes.items():
             module.training = training
@@ -121,16 +121,16 @@ def _trunk(model: nn.Module) -> list[str]:
     large = [path for path in lists if share[path] >= _TRUNK_SHARE]
     outer = [path for path in lists if not any(path != other and _inside(path, other) for other in lists)]
     if large:
-        chosen = [max(large, key=lambda path: (len(lists[path]), -path.count(".")))]
+        trunk_lists = [max(large, key=lambda path: (len(lists[path]), -path.count(".")))]
     elif sum(share[path] for path in outer) >= _TRUNK_SHARE:
-        chosen = outer
+        trunk_lists = outer
     else:
         words = ", ".join(f"{path!r} {share[path]:.0%}" for path in sorted(outer, key=lambda path: -share[path])[:3])
         raise ConfigError(
             f"{type(model).__name__} has no sequential trunk: no nn.Sequential or nn.ModuleList holds half of its parameters"
             f"{f' ({words})' if words else ''}; give a list of layers yourself (docs/own_model.md)"
         )
-    return [f"{path}.{at}".lstrip(".") for path in chosen for at in range(len(lists[path]))]
+    return [f"{path}.{at}".lstrip(".") for path in trunk_lists for at in range(len(lists[path]))]
 
 
 def _inside(path: str, container: str) -> bool:
@@ -302,21 +302,21 @@ def _run(parts: Sequence[_CutPart], inputs: Sequence[Tensor]) -> Any:
     return x
 
 
-def _difference(found: Any, want: Any) -> float:
+def _difference(got: Any, want: Any) -> float:
     """The largest |a - b| / max |b| over the tensors of two outputs; infinite where they are not alike."""
     if isinstance(want, Mapping):
-        same = isinstance(found, Mapping) and found.keys() == want.keys()
-        return max((_difference(found[key], want[key]) for key in want), default=0.0) if same else float("inf")
+        same = isinstance(got, Mapping) and got.keys() == want.keys()
+        return max((_difference(got[key], want[key]) for key in want), default=0.0) if same else float("inf")
     if isinstance(want, (tuple, list)):
-        same = isinstance(found, (tuple, list)) and len(found) == len(want)
-        return max((_difference(a, b) for a, b in zip(found, want, strict=True)), default=0.0) if same else float("inf")
+        same = isinstance(got, (tuple, list)) and len(got) == len(want)
+        return max((_difference(a, b) for a, b in zip(got, want, strict=True)), default=0.0) if same else float("inf")
     if not isinstance(want, Tensor):
-        return 0.0 if found is want or found == want else float("inf")
-    if not isinstance(found, Tensor) or found.shape != want.shape or found.dtype != want.dtype:
+        return 0.0 if got is want or got == want else float("inf")
+    if not isinstance(got, Tensor) or got.shape != want.shape or got.dtype != want.dtype:
         return float("inf")
     if not want.numel():
         return 0.0
-    a, b = found.double(), want.double()
+    a, b = got.double(), want.double()
     return float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
 
 

@@ -46,12 +46,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, position_ids: Tensor) -> T
         sizes = [torch.bincount(row).tolist() for row in document_numbers(position_ids)]
         if OWN_CALL_TOKENS * sum(map(len, sizes)) <= position_ids.numel():
             rows = zip(sizes, *(torch.split(each, 1) for each in (query, key, value)), strict=True)
-            return torch.cat([_one_by_one(own, q, k, v, grouped) for own, q, k, v in rows])
+            return torch.cat([_one_by_one(lengths, q, k, v, grouped) for lengths, q, k, v in rows])
     mask = visible(position_ids)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
 
 
 def _one_by_one(sizes: list[int], query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> Tensor:
-    documents = zip(*(torch.split(each, sizes, 2) for each in (query, key, value)), strict=True)
-    each = [F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped) for q, k, v in documents]
-    return torch.cat(each, 2)
+    documents = zip(*(torch.split(tensor, sizes, 2) for tensor in (query, key, value)), strict=True)
+    attended = [F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped) for q, k, v in documents]
+    return torch.cat(attended, 2)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipeloom.decoder_shape import DecoderShape
 from pipeloom.errors import UsageError
-from pipeloom.ops.aux_loss import with_loss
+from pipeloom.ops.aux_loss import attach_loss
 from pipeloom.ops.deferred import WeightGradContext, apply_linear
 from pipeloom.ops.microbatch import MicrobatchContext
 from pipeloom.ops.random_state import RandomSource
@@ -23,9 +23,9 @@ from pipeloom.parallel.router import (
     RoutingStats,
     capacity_of,
     limit,
-    move_bias,
     route,
     sample_noise,
+    update_bias,
 )
 from pipeloom.parallel.sharding import ParameterSharding
 from pipeloom.parallel.tensor import TensorParallel
@@ -115,7 +115,7 @@ class TopKGate(nn.Module):
             return routing
         return limit(routing, capacity_of(routing.tally.tokens, self.gate, self.capacity_factor))
 
-    def carry(self, weights: Tensor, tally: RoutingStats, microbatch: MicrobatchContext | None) -> Tensor:
+    def attach_aux_loss(self, weights: Tensor, tally: RoutingStats, microbatch: MicrobatchContext | None) -> Tensor:
         """`weights`, whose backward adds the gradient of the micro-batch's auxiliary losses.
 
         These are of this replica's tokens of the micro-batch, and count by its share of the step, as its loss does.
@@ -125,9 +125,9 @@ class TopKGate(nn.Module):
         if self.tensor is not None and self.tensor.index != 0:
             return weights  # the gradients of the ranks are summed
         share = 1.0 if microbatch is None else microbatch.share
-        return with_loss(weights, share * (self.balance * tally.balance_loss() + self.z * tally.z_loss()))
+        return attach_loss(weights, share * (self.balance * tally.balance_loss() + self.z * tally.z_loss()))
 
-    def record(self, counts: Tensor, dropped: Tensor | None, microbatch: MicrobatchContext | None) -> None:
+    def record_load(self, counts: Tensor, dropped: Tensor | None, microbatch: MicrobatchContext | None) -> None:
         """Remembers what a micro-batch asked for, in training."""
         if self.training and torch.is_grad_enabled():
             load = Load(counts.detach(), counts.new_zeros(()) if dropped is None else dropped)
@@ -156,4 +156,4 @@ def take_loads(gate: TopKGate) -> Tensor:
 def balance(gate: TopKGate, counts: Tensor) -> None:
     """Moves the bias of a sigmoid gate towards even loads; `counts` [experts] are of the whole step, over all replicas."""
     if gate.gate.router == "sigmoid":
-        move_bias(gate.e_score_correction_bias, counts, gate.gate.bias_rate)
+        update_bias(gate.e_score_correction_bias, counts, gate.gate.bias_rate)

@@ -48,9 +48,9 @@ def layers(
 
     Building a block raises ArgumentError for numbers of heads or experts, or an inner width, that the ranks do not divide.
     """
-    usual = math.sqrt(2 / (5 * shape.hidden_size))
-    residual = usual / math.sqrt(2 * shape.num_hidden_layers)
-    deviations = Deviations(usual, {"o_proj": residual, "down_proj": residual})
+    deviation = math.sqrt(2 / (5 * shape.hidden_size))
+    residual = deviation / math.sqrt(2 * shape.num_hidden_layers)
+    deviations = Deviations(deviation, {"o_proj": residual, "down_proj": residual})
     same = {names.HEAD_WEIGHT: names.EMBEDDING_WEIGHT} if shape.tie_word_embeddings else {}
     cut = spread(tensor)
     index = {"tp": cut.index if cut is not None else 0, "ep": expert.axis.index if expert is not None else 0}

@@ -87,8 +87,8 @@ class SparseFeedForward(nn.Module):
         """Return where all tokens of a micro-batch go; the weights carry its auxiliary losses."""
         wanted = self.gate.choose(tokens, self.gate.draw(tokens, microbatch))
         routing = self.gate.limit(wanted)
-        self.gate.record(routing.tally.counts, dropped_between(wanted, routing), microbatch)
-        return replace(routing, weights=self.gate.carry(routing.weights, routing.tally, microbatch))
+        self.gate.record_load(routing.tally.counts, dropped_between(wanted, routing), microbatch)
+        return replace(routing, weights=self.gate.attach_aux_loss(routing.weights, routing.tally, microbatch))
 
     def compute(self, rows: Tensor, dispatch_plan: DispatchPlan) -> Tensor:
         """Rows as they came through this rank's experts, in the same order."""

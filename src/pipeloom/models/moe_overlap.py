@@ -96,8 +96,8 @@ def run_in_sequence_blocks(
         routing = mlp.gate.choose(tokens, _of_block(whole_draws, x, start, end))
         tally = routing.tally if tally is None else tally + routing.tally
         if end == x.shape[1]:
-            mlp.gate.record(tally.counts, None, microbatch)
-            routing = replace(routing, weights=mlp.gate.carry(routing.weights, tally, microbatch))
+            mlp.gate.record_load(tally.counts, None, microbatch)
+            routing = replace(routing, weights=mlp.gate.attach_aux_loss(routing.weights, tally, microbatch))
         dispatch = begin_dispatch([routing], expert)
         rows = permute_for_dispatch(tokens, routing.weights, dispatch.leaving[0], expert)
         if ready:
@@ -143,9 +143,11 @@ def _spread(block: SparseBlock) -> ExpertParallel:
 
 def _cut(routing: Routing, chunks: int) -> list[Routing]:
     """The routing of each run of tokens; each keeps the tally of all."""
-    kept: list[Tensor | None] = [None] * chunks if routing.kept is None else list(routing.kept.tensor_split(chunks))
-    parts = zip(routing.experts.tensor_split(chunks), routing.weights.tensor_split(chunks), kept, strict=True)
-    return [Routing(experts, weights, own, routing.tally) for experts, weights, own in parts]
+    kept_masks: list[Tensor | None] = (
+        [None] * chunks if routing.kept is None else list(routing.kept.tensor_split(chunks))
+    )
+    parts = zip(routing.experts.tensor_split(chunks), routing.weights.tensor_split(chunks), kept_masks, strict=True)
+    return [Routing(experts, weights, mask, routing.tally) for experts, weights, mask in parts]
 
 
 def _dispatch(rows: tuple[Tensor, Tensor], dispatch_plan: DispatchPlan, expert: ExpertParallel) -> Finish:

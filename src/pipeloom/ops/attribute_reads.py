@@ -40,8 +40,8 @@ class AttributeReads:
     def __init__(self, attributes: Iterable[Attribute], recomputed: bool) -> None:
         self._recomputed = recomputed
         self._watched: dict[int, tuple[Any, dict[str, Attribute]]] = {}
-        for each in attributes:
-            self._watched.setdefault(id(each.owner), (each.owner, {}))[1][each.name] = each
+        for attribute in attributes:
+            self._watched.setdefault(id(attribute.owner), (attribute.owner, {}))[1][attribute.name] = attribute
         self._kinds: list[tuple[Any, type]] = []
         self.found: Attribute | None = None
         self._counts_read: dict[tuple[int, str], Attribute] = {}

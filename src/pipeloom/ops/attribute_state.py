@@ -47,7 +47,9 @@ class AttributeState:
         self._seen: dict[int, Any] = {}  # what was found stays alive, so that no id is used twice
         self._holders: list[tuple[Any, Any]] = []  # a container, and what it held
         self._tensors: list[tuple[Tensor, int]] = []  # with their versions
-        self._generators: list[tuple[_Generator, Any]] = [(each, each.get()) for each in _shared_generators()]
+        self._generators: list[tuple[_Generator, Any]] = [
+            (generator, generator.get()) for generator in _shared_generators()
+        ]
         self._sources: list[tuple[Any, str]] = []  # random generators as the module holds them, with their names
         self._names: dict[int, str] = {}  # id of a container, a tensor or a generator -> its name
         self._owned: dict[int, Attribute] = {}  # id of a container or a tensor -> the attribute that leads to it
@@ -108,9 +110,9 @@ class AttributeState:
                 if value is not None and not _is_empty(value) and _depends(value, value_now):
                     yield Attribute(holder, path.rpartition(".")[2], path)
         yield from (self._owned[id(tensor)] for tensor, version in self._tensors if tensor._version != version)
-        for each, state in self._generators:
-            if id(each) in self._names and not same_state(each.get(), state):
-                path = self._names[id(each)]
+        for generator, state in self._generators:
+            if id(generator) in self._names and not same_state(generator.get(), state):
+                path = self._names[id(generator)]
                 yield Attribute(self._module, path, path)
 
     def reached(self) -> Iterator[tuple[Any, str]]:
@@ -149,17 +151,22 @@ class AttributeState:
         changed = [_differ(held, held_by(holder)) for holder, held in self._holders]
         self._unchanged = [holder for (holder, _), differs in zip(self._holders, changed, strict=True) if not differs]
         self._holders = list(itertools.compress(self._holders, changed))
-        self._generators = [(each, state) for each, state in self._generators if not same_state(each.get(), state)]
+        self._generators = [
+            (generator, state) for generator, state in self._generators if not same_state(generator.get(), state)
+        ]
 
     def swap_in(self) -> None:
         """Puts what was there at that moment in place, until `swap_out`."""
         holders = (*(holder for holder, _ in self._holders), *self._unchanged)
-        outside = [(holder, _everything_in(holder)) for holder in holders], [each.get() for each, _ in self._generators]
+        outside = (
+            [(holder, _everything_in(holder)) for holder in holders],
+            [generator.get() for generator, _ in self._generators],
+        )
         self._outside.append(outside)
         for holder, held in self._holders:
             _fill(holder, held)
-        for each, state in self._generators:
-            each.set(state)
+        for generator, state in self._generators:
+            generator.set(state)
 
     def swap_out(self) -> None:
         """Puts back what stood there, also where the forward ends early and leaves what it takes away at its end."""
@@ -167,8 +174,8 @@ class AttributeState:
         for holder, held in contents:
             if _differ(held, _everything_in(holder)):
                 _fill(holder, held)
-        for (each, _), state in zip(self._generators, states, strict=True):
-            each.set(state)
+        for (generator, _), state in zip(self._generators, states, strict=True):
+            generator.set(state)
 
 
 _IMMUTABLE = frozenset(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def with_loss(x: Tensor, loss: Tensor) -> Tensor:
+def attach_loss(x: Tensor, loss: Tensor) -> Tensor:
     """`x` unchanged; when its gradient is computed, d loss / d parameters is added to theirs.
 
     So the loss belongs to the micro-batch that `x` belongs to, whatever else is in flight. `loss` is 0-dim and already
@@ -16,10 +16,10 @@ def with_loss(x: Tensor, loss: Tensor) -> Tensor:
     """
     if not (torch.is_grad_enabled() and x.requires_grad and loss.requires_grad):
         return x
-    return _WithLoss.apply(x, loss)  # type: ignore[no-any-return, no-untyped-call]
+    return _AttachedLoss.apply(x, loss)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _WithLoss(torch.autograd.Function):
+class _AttachedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
         ctx.save_for_backward(loss)

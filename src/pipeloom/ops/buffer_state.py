@@ -38,8 +38,8 @@ class BufferState:
     @property
     def share_memory(self) -> bool:
         """Return whether two of the buffers whose copies are kept are views of one memory, which their copies are not."""
-        kept = {id(b): b for part in self._parts for name, b in part.before.items() if name in part.copies}
-        memory = [b.untyped_storage().data_ptr() for b in kept.values() if b is not None and b.numel()]
+        copied = {id(b): b for part in self._parts for name, b in part.before.items() if name in part.copies}
+        memory = [b.untyped_storage().data_ptr() for b in copied.values() if b is not None and b.numel()]
         return len(set(memory)) < len(memory)
 
     def swap_in(self) -> None:

@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 from pipeloom.errors import UsageError
 from pipeloom.ops.backward_pass import run_backward
 from pipeloom.ops.main_gradient import MainGradients
-from pipeloom.ops.products import add_product, adjoint, as_rows, linear, multiply, plain_operations_only
+from pipeloom.ops.products import addmm, adjoint, as_rows, linear, matmul, plain_operations_only
 
 _LOOKS = 2  # steps before which hooks on the accumulation of gradients are looked for
 _MARK = 12345  # autograd's own number of such a node is the largest there is
@@ -91,11 +91,11 @@ def add_weight_gradient(weight: nn.Parameter, x: Tensor, gradient: Tensor, main:
     if main is not None and weight in main:
         main.add_product(weight, rows, columns)
     elif weight.grad is None:
-        weight.grad = multiply(rows.t(), columns).to(weight.dtype)
+        weight.grad = matmul(rows.t(), columns).to(weight.dtype)
     elif weight.grad.dtype == rows.dtype:
-        add_product(weight.grad, rows.t(), columns)
+        addmm(weight.grad, rows.t(), columns)
     else:
-        weight.grad += multiply(rows.t(), columns)
+        weight.grad += matmul(rows.t(), columns)
 
 
 def as_autocast(x: Tensor) -> Tensor:
@@ -246,11 +246,11 @@ class _Linear(torch.autograd.Function):
         if gradient is None:
             return (None,) * 4
         x, weight = ctx.saved_tensors
-        dx = multiply(gradient, adjoint(weight.to(gradient.dtype))) if ctx.needs_input_grad[0] else None
+        dx = matmul(gradient, adjoint(weight.to(gradient.dtype))) if ctx.needs_input_grad[0] else None
         db = as_rows(gradient).sum(0) if ctx.needs_input_grad[2] else None
         dw = None
         if not ctx.grad_context.writes_now(ctx.weight, ctx.queue):
-            dw = multiply(as_rows(gradient).t(), adjoint(as_rows(x)))
+            dw = matmul(as_rows(gradient).t(), adjoint(as_rows(x)))
         elif ctx.queue is not None:
             x = x.detach()  # of the same version, and without the graph
             work = partial(add_weight_gradient, ctx.weight, x, gradient, ctx.grad_context.main)
@@ -280,9 +280,9 @@ def defer_weight_gradients(module: nn.Module, grad_context: WeightGradContext) -
             part.forward = partial(_forward, part, grad_context)  # type: ignore[method-assign]
 
 
-def _is_plain(own: Any) -> bool:
+def _is_plain(forward: Any) -> bool:
     """Return whether an instance's own forward is none, or this module's."""
-    return own is None or (isinstance(own, partial) and own.func is _forward)
+    return forward is None or (isinstance(forward, partial) and forward.func is _forward)
 
 
 def _forward(layer: nn.Linear, grad_context: WeightGradContext, /, input: Tensor) -> Tensor:

@@ -43,8 +43,8 @@ def grouped_multiply(x: Tensor, matrices: Tensor, counts: Sequence[int], how: st
     if x.shape[0] == 0:
         return x.new_zeros(0, matrices.shape[2])
     if (how or _way(x, matrices.shape[1], matrices.shape[2])) == "grouped":
-        found: Tensor = _GROUPED_MM(x, matrices, offs=_offsets(counts, x.device))
-        return found
+        product: Tensor = _GROUPED_MM(x, matrices, offs=_offsets(counts, x.device))
+        return product
     out = x.new_empty(x.shape[0], matrices.shape[2])
     for at, start, end in _runs(counts):
         torch.mm(x[start:end], matrices[at], out=out[start:end])
@@ -61,8 +61,8 @@ def grouped_products(rows: Tensor, columns: Tensor, counts: Sequence[int], how: 
     if rows.shape[0] == 0:
         return rows.new_zeros(shape)
     if (how or _way(rows, rows.shape[1], columns.shape[1])) == "grouped":
-        found: Tensor = _GROUPED_MM(rows.t(), columns, offs=_offsets(counts, rows.device))
-        return found
+        products: Tensor = _GROUPED_MM(rows.t(), columns, offs=_offsets(counts, rows.device))
+        return products
     out = rows.new_zeros(shape)
     for at, start, end in _runs(counts):
         torch.mm(rows[start:end].t(), columns[start:end], out=out[at])

@@ -11,22 +11,22 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from pipeloom.ops.products import add_product
+from pipeloom.ops.products import addmm
 
 
 class MainGradients:
     """Parameter -> the buffer of its shape that its gradient is added to.
 
-    A buffer that was `restart`ed is written by the first gradient and added to by the next: nobody has to fill it with zeros.
+    A buffer that was `reset` is written by the first gradient and added to by the next: nobody has to fill it with zeros.
     Call what adds where autograd records nothing: in a backward, or under `no_grad`.
 
     Attributes:
-        opened: False outside a step: what autograd computes then stays in `.grad`.
-        absent: parameters whose buffer has had no gradient since its `restart`.
+        accepting: False outside a step: what autograd computes then stays in `.grad`.
+        absent: parameters whose buffer has had no gradient since its `reset`.
     """
 
     def __init__(self) -> None:
-        self.opened = True
+        self.accepting = True
         self._buffers: dict[nn.Parameter, Tensor] = {}
         self._empty: set[nn.Parameter] = set()
         self.absent: set[nn.Parameter] = set()
@@ -35,9 +35,9 @@ class MainGradients:
 
     def __contains__(self, parameter: Tensor) -> bool:
         """Return whether gradients of `parameter` go to a buffer now."""
-        return self.opened and parameter in self._buffers
+        return self.accepting and parameter in self._buffers
 
-    def hold(self, parameter: nn.Parameter, buffer: Tensor) -> None:
+    def attach(self, parameter: nn.Parameter, buffer: Tensor) -> None:
         """From now on gradients of `parameter` go to `buffer`, which keeps what it holds."""
         if buffer.shape != parameter.shape:
             raise ValueError(f"a buffer of {list(buffer.shape)} for a parameter of {list(parameter.shape)}")
@@ -48,17 +48,17 @@ class MainGradients:
             parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
 
     def of(self, parameter: nn.Parameter) -> Tensor:
-        """The buffer; what it holds is undefined between `restart` and the first gradient or `complete`."""
+        """The buffer; what it holds is undefined between `reset` and the first gradient or `finalize`."""
         return self._buffers[parameter]
 
-    def restart(self, parameters: Iterable[nn.Parameter]) -> None:
+    def reset(self, parameters: Iterable[nn.Parameter]) -> None:
         """Forgets what the buffers hold."""
         parameters = tuple(parameters)
         self._empty.update(parameters)
         self.absent.update(parameters)
 
     @torch.no_grad()
-    def complete(self, parameters: Iterable[nn.Parameter]) -> None:
+    def finalize(self, parameters: Iterable[nn.Parameter]) -> None:
         """Takes what stands in `.grad`, and writes zeros where no gradient came."""
         for parameter in parameters:
             if parameter.grad is not None:
@@ -74,14 +74,14 @@ class MainGradients:
     def watched(self, parameter: Tensor) -> bool:
         """Return whether someone else waits, by a hook, for the parameter's gradient to be accumulated.
 
-        Its gradients then add up in `.grad` until `complete`, so that the hook sees them as it does in one process.
+        Its gradients then add up in `.grad` until `finalize`, so that the hook sees them as it does in one process.
         """
         return parameter in self._watched or len(parameter._post_accumulate_grad_hooks or ()) > (
             parameter in self._hooked
         )
 
     def _arrived(self, parameter: Tensor) -> None:
-        if self.opened and not self.watched(parameter):
+        if self.accepting and not self.watched(parameter):
             self.collect(parameter)
 
     def collect(self, parameter: Tensor) -> None:
@@ -133,4 +133,4 @@ def _add_product(buffer: Tensor, rows: Tensor, columns: Tensor, first: bool) -> 
         else:
             torch.addmm(buffer, rows.t(), columns, out_dtype=torch.float32, out=buffer)
     else:  # where the types differ: a CPU has no such product; conversion is exact, and small beside it
-        add_product(buffer, rows.to(buffer.dtype).t(), columns.to(buffer.dtype), first)
+        addmm(buffer, rows.to(buffer.dtype).t(), columns.to(buffer.dtype), first)

@@ -70,8 +70,8 @@ def _as_own(out: Tensor) -> Tensor:
     """
     if torch.is_grad_enabled() or not out._is_view():
         return out
-    own: Tensor = torch.ops.aten._unsafe_view.default(out, out.shape)
-    return own
+    view: Tensor = torch.ops.aten._unsafe_view.default(out, out.shape)
+    return view
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -79,14 +79,14 @@ def as_rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def multiply(x: Tensor, y: Tensor) -> Tensor:
+def matmul(x: Tensor, y: Tensor) -> Tensor:
     """x y: [..., k] and [k, n] -> [..., n]."""
     if torch.is_grad_enabled() or not _suits(x, y, y.shape[1]):
         return x @ y
     return _by_onednn(x, y.t())
 
 
-def add_product(total: Tensor, x: Tensor, y: Tensor, first: bool = False) -> None:
+def addmm(total: Tensor, x: Tensor, y: Tensor, first: bool = False) -> None:
     """total += x y, [m, k] and [k, n], all of one dtype; `first`: total = x y, whatever it held."""
     if not torch.is_grad_enabled() and _suits(x, y, y.shape[1]):
         product = _by_onednn(x, y.t())
@@ -129,8 +129,8 @@ class _OneDnnLinear(torch.autograd.Function):
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
         rows = as_rows(gradient)
         return (
-            multiply(gradient, weight) if wants_x else None,
-            multiply(rows.t(), as_rows(x)) if wants_weight else None,
+            matmul(gradient, weight) if wants_x else None,
+            matmul(rows.t(), as_rows(x)) if wants_weight else None,
             rows.sum(0) if wants_bias else None,
         )
 
@@ -154,8 +154,8 @@ def _suits(x: Tensor, y: Tensor, columns: int) -> bool:
 
 def _by_onednn(x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
     """x y^T + bias; autograd records nothing."""
-    found: Tensor = onednn_operation()(x, y, bias, "none", [], "")
-    return found
+    product: Tensor = onednn_operation()(x, y, bias, "none", [], "")
+    return product
 
 
 @cache

@@ -296,8 +296,8 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *marks: Tensor) -> Any:
-        found = ctx.call.arrived()
-        return None, *(found[at] for at in ctx.call.moving)
+        gradients = ctx.call.arrived()
+        return None, *(gradients[at] for at in ctx.call.moving)
 
 
 class _End(torch.autograd.Function):

@@ -45,7 +45,7 @@ class TokenPermutation:
 def assign(
     keys: Tensor,
     count: int,
-    kept: Tensor | None = None,
+    mask: Tensor | None = None,
     sums: Tensor | None = None,
     parts: int = 1,
     *,
@@ -55,7 +55,7 @@ def assign(
 
     Args:
         keys: [tokens, k] int64, 0..count-1, such as each choice's expert.
-        kept: [tokens, k] bool; choices that are not kept get no row. None: all are kept.
+        mask: [tokens, k] bool; choices that are not kept get no row. None: all are kept.
         sums, parts: see TokenPermutation.
         rows: how many choices are kept, where the caller knows it (finding out waits for a GPU).
 
@@ -63,10 +63,10 @@ def assign(
         the assignment, and [count] int64 on the device of `keys`.
     """
     tokens, k = keys.shape
-    flat = keys.flatten() if kept is None else torch.where(kept, keys, count).flatten()
+    flat = keys.flatten() if mask is None else torch.where(mask, keys, count).flatten()
     order = torch.argsort(flat, stable=True)
     counts = torch.bincount(flat, minlength=count)
-    if kept is not None:
+    if mask is not None:
         order = order[: int(counts[:count].sum()) if rows is None else rows]
         counts = counts[:count]
     slot = torch.full((tokens * k,), -1, dtype=torch.int64, device=keys.device)
@@ -125,8 +125,8 @@ class _Mix(torch.autograd.Function):
             d_weights[permutation.order] = products.to(weights.dtype)
             d_weights = d_weights.view_as(weights)
         if ctx.needs_input_grad[0]:
-            own = weights.reshape(-1).index_select(0, permutation.order)
-            d_rows = (spread * own.unsqueeze(-1)).to(rows.dtype)
+            weights_in_order = weights.reshape(-1).index_select(0, permutation.order)
+            d_rows = (spread * weights_in_order.unsqueeze(-1)).to(rows.dtype)
         return d_rows, d_weights, None
 
 
@@ -168,8 +168,8 @@ def _factors(weights: Tensor | None, permutation: TokenPermutation, dtype: torch
     """For each choice [tokens, 1], 0 where it was dropped; None for 1."""
     if weights is None and permutation.complete:
         return [None] * permutation.slot.shape[1]
-    kept = None if permutation.complete else (permutation.slot >= 0).to(dtype)
-    factors = kept if weights is None else weights.to(dtype) if kept is None else weights.to(dtype) * kept
+    mask = None if permutation.complete else (permutation.slot >= 0).to(dtype)
+    factors = mask if weights is None else weights.to(dtype) if mask is None else weights.to(dtype) * mask
     assert factors is not None
     return list(torch.split(factors, 1, dim=1))
 

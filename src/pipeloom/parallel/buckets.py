@@ -103,11 +103,11 @@ class Bucket:
         count = self.size // self.axis.size
         return slice(self.axis.index * count, (self.axis.index + 1) * count)
 
-    def runs(self, chosen: slice) -> Iterator[slice]:
-        """The stretches of `chosen` elements that belong to matrices and to vectors, at most one of each."""
+    def runs(self, section: slice) -> Iterator[slice]:
+        """The stretches of `section` elements that belong to matrices and to vectors, at most one of each."""
         border = next((slot.start for slot in self.slots if not slot.held.matrix), self.stop)
         for start, stop in ((0, border), (border, self.stop)):
-            start, stop = max(start, chosen.start), min(stop, chosen.stop)
+            start, stop = max(start, section.start), min(stop, section.stop)
             if start < stop:
                 yield slice(start, stop)
 
@@ -132,16 +132,19 @@ def make_buckets(held: Sequence[BucketParameter], mesh: Mesh, capacity: int) -> 
         capacity: bytes of gradients after which a bucket is full; a larger parameter has one of its own.
     """
     groups: dict[tuple[object, ...], list[list[BucketParameter]]] = {}
-    for each in reversed(held):
-        if each.parameter.requires_grad:
-            parameter, expert = each.parameter, each.sharding.over("ep") is not None
-            key = (each.stages, expert, each.sharding.partial, parameter.dtype, parameter.device)
+    for candidate in reversed(held):
+        if candidate.parameter.requires_grad:
+            parameter, expert = candidate.parameter, candidate.sharding.over("ep") is not None
+            key = (candidate.stages, expert, candidate.sharding.partial, parameter.dtype, parameter.device)
             members = groups.setdefault(key, [[]])
-            size = sum(other.parameter.numel() for other in (*members[-1], each)) * main_dtype(parameter.dtype).itemsize
+            size = (
+                sum(other.parameter.numel() for other in (*members[-1], candidate))
+                * main_dtype(parameter.dtype).itemsize
+            )
             if members[-1] and size > capacity:
                 members.append([])
-            members[-1].append(each)
-    place = {each.name: at for at, each in enumerate(reversed(held))}
+            members[-1].append(candidate)
+    place = {candidate.name: at for at, candidate in enumerate(reversed(held))}
     buckets = [
         Bucket(members, mesh.edp if members[0].sharding.over("ep") is not None else mesh.dp)
         for group in groups.values()
@@ -153,8 +156,8 @@ def make_buckets(held: Sequence[BucketParameter], mesh: Mesh, capacity: int) -> 
 def _slots(members: Sequence[BucketParameter]) -> tuple[BucketSlot, ...]:
     """Matrices first, so that they are one run; each parameter begins at a multiple of 64 bytes at least."""
     slots, start = [], 0
-    for each in sorted(members, key=lambda each: not each.matrix):
-        slots.append(BucketSlot(each, start, start + each.parameter.numel()))
+    for member in sorted(members, key=lambda member: not member.matrix):
+        slots.append(BucketSlot(member, start, start + member.parameter.numel()))
         start = _aligned(slots[-1].stop)
     return tuple(slots)
 

@@ -90,9 +90,9 @@ def start_all_gather(x: Tensor, axis: Axis) -> PendingCollective:
 def start_gather_slices(flat: Tensor, axis: Axis) -> PendingCollective:
     """Every rank's slice of `flat`, [size · n], on every rank: rank r's own elements are r·n to (r+1)·n."""
     parts = flat.view(axis.size, -1)
-    own = parts[axis.index].clone() if flat.device.type == "cpu" else parts[axis.index]  # NCCL works in place
-    work = start(getattr(dist, _GATHER), flat, own, group=axis.group)
-    return PendingCollective(work, lambda: flat, own, "dp")
+    part = parts[axis.index].clone() if flat.device.type == "cpu" else parts[axis.index]  # NCCL works in place
+    work = start(getattr(dist, _GATHER), flat, part, group=axis.group)
+    return PendingCollective(work, lambda: flat, part, "dp")
 
 
 def start_gather_columns(x: Tensor, axis: Axis, sizes: Sequence[int]) -> PendingParts:
@@ -121,8 +121,8 @@ def start_tokens_for_columns(x: Tensor, axis: Axis, sizes: Sequence[int]) -> Pen
 
 def start_columns_for_tokens(parts: Sequence[Tensor], axis: Axis) -> PendingParts:
     """Each rank's columns of this rank's tokens -> own columns of every rank's tokens: the inverse."""
-    own = parts[axis.index].shape
-    return _exchange(parts, [tuple(own)] * axis.size, axis)
+    shape = parts[axis.index].shape
+    return _exchange(parts, [tuple(shape)] * axis.size, axis)
 
 
 def _exchange(parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], axis: Axis) -> PendingParts:
@@ -159,12 +159,12 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> PendingCollective:
     parts = _token_parts(x, axis).contiguous()
     if parts.device.type == "cpu" or goes_through_host(parts.device, axis.group):
         return _exchange_and_sum(parts, axis)
-    own = torch.empty_like(parts[0])
+    total = torch.empty_like(parts[0])
     out, given = (
-        torch.view_as_real(x) if x.is_complex() else x for x in (own, parts)
+        torch.view_as_real(x) if x.is_complex() else x for x in (total, parts)
     )  # as torch does in its other sums
     work = start(getattr(dist, _SCATTER), _rows(out), _rows(given), group=axis.group)
-    return PendingCollective(work, lambda: own, parts)
+    return PendingCollective(work, lambda: total, parts)
 
 
 def _exchange_and_sum(parts: Tensor, axis: Axis) -> PendingCollective:

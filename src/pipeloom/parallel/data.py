@@ -74,7 +74,7 @@ class GradientSync:
         main: MainGradients | None = None,
     ) -> None:
         self.main = main if main is not None else MainGradients()
-        self.main.opened = False
+        self.main.accepting = False
         self.mesh = mesh
         self.sharded = sharded
         self.buckets = make_buckets(held, mesh, capacity)
@@ -99,7 +99,7 @@ class GradientSync:
         for at, bucket in enumerate(self.buckets):
             for slot, view in bucket.views(bucket.flat):
                 self._parameters[slot.held.name] = slot.held.parameter
-                self.main.hold(slot.held.parameter, view)
+                self.main.attach(slot.held.parameter, view)
                 self._views[slot.held.name] = view
             for parameter in bucket.parameters if bucket.axis.size > 1 else ():
                 node: Any = get_gradient_edge(parameter).node
@@ -114,7 +114,7 @@ class GradientSync:
         for bucket in self.buckets:
             self._open_bucket(bucket)
         self.absent = set()
-        self.main.opened = True
+        self.main.accepting = True
 
     def last_backward(self, stage: int) -> None:
         """Call it before a stage's last backward, if that is one call of autograd's and puts off no weight gradient.
@@ -156,7 +156,7 @@ class GradientSync:
                 self.absent |= self._absent_everywhere(bucket, sums.get(bucket))
         for bucket in self.buckets:
             if not self.syncing:
-                self.main.complete(bucket.parameters)
+                self.main.finalize(bucket.parameters)
                 self.absent |= self.main.absent.intersection(bucket.parameters)
             if bucket.before is not None:
                 self.absent -= set(bucket.parameters) - bucket.absent_before
@@ -165,7 +165,7 @@ class GradientSync:
                 bucket.before = None
             bucket.content = "reduced" if self.syncing else "local"
             self._show(bucket)
-        self.main.opened = False
+        self.main.accepting = False
         self._first = False
 
     @contextlib.contextmanager
@@ -233,7 +233,7 @@ class GradientSync:
             bucket.before = bucket.part.clone()
             bucket.absent_before = frozenset(self.absent.intersection(bucket.parameters))
         if bucket.content != "local":
-            self.main.restart(bucket.parameters)
+            self.main.reset(bucket.parameters)
 
     def _read_grads(self, bucket: Bucket) -> None:
         """Learns from `.grad` what was dropped, or put there by someone else, since the last step."""
@@ -262,7 +262,7 @@ class GradientSync:
             return
         self._awaited.pop(at, None)
         bucket = self.buckets[at]
-        self.main.complete(bucket.parameters)
+        self.main.finalize(bucket.parameters)
         if bucket.axis.size > 1 or bucket.partial:
             bucket.mark(self.main.absent)
         self._pending[at] = self._reducer.start(bucket)
@@ -286,10 +286,10 @@ class GradientSync:
         absent = self.main.absent.intersection(bucket.parameters)
         if not absent or not (bucket.axis.size > 1 or bucket.partial):
             return absent
-        found = (
+        totals = (
             bucket.flat[bucket.marks] if sums is None else sums
         ).tolist()  # on a GPU this waits, but only if one is absent
-        return {parameter for parameter, total in zip(bucket.parameters, found, strict=True) if not total}
+        return {parameter for parameter, total in zip(bucket.parameters, totals, strict=True) if not total}
 
     def _sum_partial(self) -> None:
         """The second sum, over tp, of what each tp rank saw of its own tokens only."""
@@ -313,11 +313,11 @@ class GradientSync:
             return
         with self._lock:  # on a GPU autograd has threads of its own
             self._awaited.get(at, set()).discard(parameter)
-            for each, awaited in sorted(self._awaited.items()):
+            for waiting, awaited in sorted(self._awaited.items()):
                 if awaited:
                     return  # buckets start in the same order on every rank
                 with self._stream.in_order():
-                    self._start(each)
+                    self._start(waiting)
 
 
 def allreduce_gradients(parameters: Iterable[nn.Parameter], group: Any = None) -> None:

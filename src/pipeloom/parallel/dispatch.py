@@ -179,8 +179,8 @@ def bytes_across_nodes(dispatch_plans: Sequence[DispatchPlan], parallel: ExpertP
     hops = [dispatch_plan.hops[0] for dispatch_plan in dispatch_plans]
     if parallel.two_level:
         assert parallel.across is not None
-        own = parallel.across.index
-        return row_bytes * sum(sum(split.send) - split.send[own] for split in hops)
+        here = parallel.across.index
+        return row_bytes * sum(sum(split.send) - split.send[here] for split in hops)
     length = parallel.size // parallel.nodes
-    own = parallel.axis.index // length
-    return row_bytes * sum(count for split in hops for rank, count in enumerate(split.send) if rank // length != own)
+    here = parallel.axis.index // length
+    return row_bytes * sum(count for split in hops for rank, count in enumerate(split.send) if rank // length != here)

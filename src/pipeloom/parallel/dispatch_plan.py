@@ -160,23 +160,24 @@ def _at_home(routings: Sequence[Routing]) -> Dispatch:
 
 def _flat(routings: Sequence[Routing], parallel: ExpertParallel) -> Dispatch:
     size, total = parallel.size, routings[0].tally.counts.numel()
-    own = parallel.own(total)[0]
+    local_experts = parallel.own(total)[0]
     per_node = total // parallel.nodes
     leaving, counts = [], []
     for routing in routings:
         nodes = routing.experts // per_node if parallel.nodes > 1 else None
-        assignment, found = assign(routing.experts, total, routing.kept, nodes, parallel.nodes)
+        assignment, rows = assign(routing.experts, total, routing.kept, nodes, parallel.nodes)
         leaving.append(assignment)
-        counts.append(found.view(size, own))
+        counts.append(rows.view(size, local_experts))
     exchange = _CountExchange(torch.stack(counts, dim=1), parallel.axis)  # rank, routing, expert of the rank
 
     def finish() -> list[DispatchPlan]:
         sending, receiving = exchange.wait()
-        keys = torch.arange(own) * size + torch.arange(size).unsqueeze(1)  # chunks arrive by rank, then by expert
+        # chunks arrive by rank, then by expert
+        keys = torch.arange(local_experts) * size + torch.arange(size).unsqueeze(1)
         plans = []
         for assignment, sent, received in zip(leaving, sending.unbind(1), receiving.unbind(1), strict=True):
             split = AllToAllSplit(parallel.axis, tuple(sent.sum(1).tolist()), tuple(received.sum(1).tolist()))
-            arrival = _arrival(keys, received, own, assignment.order.device)
+            arrival = _arrival(keys, received, local_experts, assignment.order.device)
             plans.append(DispatchPlan(assignment, (split,), arrival))
         return plans
 
@@ -194,20 +195,25 @@ def _two_level(routings: Sequence[Routing], parallel: ExpertParallel) -> Dispatc
     assert across is not None
     assert inside is not None
     total = routings[0].tally.counts.numel()
-    own, per_node, nodes, places = parallel.own(total)[0], total // parallel.nodes, parallel.nodes, inside.size
+    local_experts, per_node, nodes, places = (
+        parallel.own(total)[0],
+        total // parallel.nodes,
+        parallel.nodes,
+        inside.size,
+    )
     leaving, routes, counts = [], [], []
     for routing in routings:
-        chosen = routing.experts if routing.kept is None else torch.where(routing.kept, routing.experts, -per_node)
-        node = torch.div(chosen, per_node, rounding_mode="floor")
-        every = torch.arange(nodes, device=chosen.device)
+        experts = routing.experts if routing.kept is None else torch.where(routing.kept, routing.experts, -per_node)
+        node = torch.div(experts, per_node, rounding_mode="floor")
+        every = torch.arange(nodes, device=experts.device)
         needed = (node.unsqueeze(-1) == every).any(1)
-        assignment, rows = assign(every.expand(chosen.shape[0], -1), nodes, needed)
+        assignment, rows = assign(every.expand(experts.shape[0], -1), nodes, needed)
         leaving.append(assignment)
         target = (assignment.order % nodes).unsqueeze(1)
-        choices = chosen.index_select(0, assignment.token)
+        choices = experts.index_select(0, assignment.token)
         in_target = node.index_select(0, assignment.token) == target
         routes.append(torch.where(in_target, choices % per_node, choices.new_tensor(-1)))
-        wanted = torch.bincount(torch.where(chosen < 0, total, chosen).flatten(), minlength=total + 1)[:total]
+        wanted = torch.bincount(torch.where(experts < 0, total, experts).flatten(), minlength=total + 1)[:total]
         counts.append(torch.cat([rows.unsqueeze(1), wanted.view(nodes, per_node)], dim=1))
     # ranks are numbered node · places + place; every place of a node is told the same
     table = torch.stack(counts, dim=1).repeat_interleave(places, dim=0)
@@ -217,26 +223,28 @@ def _two_level(routings: Sequence[Routing], parallel: ExpertParallel) -> Dispatc
         told, heard = (x.view(nodes, places, len(routings), 1 + per_node) for x in exchange.wait())
         # chunks arrive by place, expert and node
         place = torch.arange(places).view(-1, 1, 1)
-        keys = torch.arange(own).view(-1, 1) * parallel.size + torch.arange(nodes) * places + place
+        keys = torch.arange(local_experts).view(-1, 1) * parallel.size + torch.arange(nodes) * places + place
         plans = []
         for at, (assignment, route) in enumerate(zip(leaving, routes, strict=True)):
             sent, received = told[:, inside.index, at, 0], heard[:, inside.index, at, 0]
             first = AllToAllSplit(across, tuple(sent.tolist()), tuple(received.tolist()))
-            handed_on = heard[:, inside.index, at, 1:].view(nodes, places, own).sum((0, 2))
-            handed_here = heard[:, :, at, 1:].view(nodes, places, places, own)[:, :, inside.index].permute(1, 2, 0)
+            handed_on = heard[:, inside.index, at, 1:].view(nodes, places, local_experts).sum((0, 2))
+            handed_here = (
+                heard[:, :, at, 1:].view(nodes, places, places, local_experts)[:, :, inside.index].permute(1, 2, 0)
+            )
             second = AllToAllSplit(inside, tuple(handed_on.tolist()), tuple(handed_here.sum((1, 2)).tolist()))
-            arrival = _arrival(keys, handed_here, own, route.device)
+            arrival = _arrival(keys, handed_here, local_experts, route.device)
             plans.append(DispatchPlan(assignment, (first, second), arrival, route))
         return plans
 
     return Dispatch(leaving, finish)
 
 
-def _arrival(keys: Tensor, received: Tensor, own: int, device: torch.device) -> ExpertRows:
+def _arrival(keys: Tensor, received: Tensor, local_experts: int, device: torch.device) -> ExpertRows:
     """`keys`: what to sort the chunks by, expert first; `received`: rows of each chunk; both in order of arrival, on the CPU."""
     chunks, rows = keys.flatten(), received.flatten()
-    experts = torch.div(chunks, max(len(chunks) // own, 1), rounding_mode="floor")
-    counts = torch.zeros(own, dtype=torch.int64).index_add_(0, experts, rows)
+    experts = torch.div(chunks, max(len(chunks) // local_experts, 1), rounding_mode="floor")
+    counts = torch.zeros(local_experts, dtype=torch.int64).index_add_(0, experts, rows)
     order = torch.argsort(torch.repeat_interleave(chunks, rows), stable=True)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order))

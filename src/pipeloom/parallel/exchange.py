@@ -32,12 +32,12 @@ def all_gather_json(value: Any, group: Any) -> list[Any]:
     Args:
         value: what JSON can hold. Tuples arrive as lists, keys of dicts as text; floats keep every bit.
     """
-    own = _to_bytes(value, group)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.tensor([own.numel()], device=own.device), group=group)
+    data = _to_bytes(value, group)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=data.device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([data.numel()], device=data.device), group=group)
     lengths = [int(size) for size in sizes]
-    padded = own.new_zeros(max(lengths))
-    padded[: own.numel()] = own
+    padded = data.new_zeros(max(lengths))
+    padded[: data.numel()] = data
     parts = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(parts, padded, group=group)
     return [_from_bytes(part[:length]) for part, length in zip(parts, lengths, strict=True)]
@@ -45,10 +45,10 @@ def all_gather_json(value: Any, group: Any) -> list[Any]:
 
 def broadcast_json(value: Any, group: Any, source: int) -> Any:
     """Return the value that global rank `source` gives; what the others give is ignored. Collective over the group."""
-    own = _to_bytes(value if dist.get_rank() == source else None, group)
-    size = torch.tensor([own.numel()], device=own.device)
+    encoded = _to_bytes(value if dist.get_rank() == source else None, group)
+    size = torch.tensor([encoded.numel()], device=encoded.device)
     dist.broadcast(size, source, group=group)
-    data = own if dist.get_rank() == source else own.new_empty(int(size))
+    data = encoded if dist.get_rank() == source else encoded.new_empty(int(size))
     dist.broadcast(data, source, group=group)
     return _from_bytes(data)
 

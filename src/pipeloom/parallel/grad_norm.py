@@ -19,8 +19,8 @@ def squares(gradients: Sequence[Tensor]) -> list[float]:
         return []
     wide = any(gradient.dtype == torch.float64 for gradient in filled)
     norms = torch._foreach_norm(filled, 2, dtype=torch.float64 if wide else torch.float32)
-    found: list[float] = torch.stack(norms).double().square().tolist()
-    return found
+    values: list[float] = torch.stack(norms).double().square().tolist()
+    return values
 
 
 def square_norm(gradients: Sequence[Tensor]) -> tuple[float, float]:
@@ -28,9 +28,9 @@ def square_norm(gradients: Sequence[Tensor]) -> tuple[float, float]:
 
     Both together are exact to twice the digits of one number, so that sums over ranks do not depend on which rank holds what.
     """
-    each = squares(gradients)
-    total = exact_sum(each)
-    return total, exact_sum([*each, -total]) if math.isfinite(total) else 0.0
+    terms = squares(gradients)
+    total = exact_sum(terms)
+    return total, exact_sum([*terms, -total]) if math.isfinite(total) else 0.0
 
 
 def global_norm(squares: Iterable[float]) -> float:

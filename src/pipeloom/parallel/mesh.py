@@ -257,11 +257,11 @@ def _alone(rank: int) -> Mesh:
 def _torch_mesh(shape: MeshShape, members: Sequence[int]) -> DeviceMesh:
     """Torch's mesh of the axes longer than 1: it makes their groups, in the same order on every process."""
     by_stride = [(axis, size) for axis, size in shape.outermost_first if size > 1]
-    kept = sorted(by_stride, key=lambda each: AXES.index(each[0]))
+    in_axis_order = sorted(by_stride, key=lambda axis_stride: AXES.index(axis_stride[0]))
     numbered = torch.tensor(members, dtype=torch.int).view([size for _, size in by_stride])
-    layout = numbered.permute([by_stride.index(each) for each in kept]).contiguous()
+    layout = numbered.permute([by_stride.index(axis_stride) for axis_stride in in_axis_order]).contiguous()
     kind = "cuda" if "nccl" in str(dist.get_backend_config()) and torch.cuda.is_available() else "cpu"
-    return DeviceMesh(kind, layout, mesh_dim_names=tuple(axis for axis, _ in kept))
+    return DeviceMesh(kind, layout, mesh_dim_names=tuple(axis for axis, _ in in_axis_order))
 
 
 def _line(groups: Sequence[Sequence[int]], members: Sequence[int]) -> Axis:

@@ -190,12 +190,12 @@ def route(
     probabilities = scores
     if gate.router == "sigmoid":
         probabilities = scores / scores.sum(-1, keepdim=True)
-    kept = None
+    mask = None
     if gate.router != "switch" and (gate.renormalise or draws.second is not None):
         shares = weights / weights.sum(-1, keepdim=True)
         if draws.second is not None:
-            kept = torch.ones_like(experts, dtype=torch.bool)
-            kept[:, 1] = draws.second < 2 * shares[:, 1].detach()
+            mask = torch.ones_like(experts, dtype=torch.bool)
+            mask[:, 1] = draws.second < 2 * shares[:, 1].detach()
         if gate.renormalise:
             weights = shares
     tally = RoutingStats(
@@ -204,7 +204,7 @@ def route(
         logits.logsumexp(-1).square().sum(),
         logits.shape[0],
     )
-    return Routing(experts, weights, kept, tally)
+    return Routing(experts, weights, mask, tally)
 
 
 def capacity_of(tokens: int, gate: Gate, factor: float) -> int:
@@ -238,7 +238,7 @@ def dropped_between(wanted: Routing, limited: Routing) -> Tensor | None:
 
 
 @torch.no_grad()
-def move_bias(bias: Tensor, counts: Tensor, rate: float) -> None:
+def update_bias(bias: Tensor, counts: Tensor, rate: float) -> None:
     """Moves the bias [experts] of each expert by `rate`: up where its load is below the mean, down where above.
 
     `counts` are those of a whole step over all replicas (arXiv 2408.15664, algorithm 1).

@@ -113,14 +113,16 @@ def shardings_of(module: nn.Module) -> dict[str, ParameterSharding]:
     for path, part in module.named_modules():
         if not isinstance(part, HasSharding):
             continue
-        own = dict(module.get_submodule(path).named_parameters(recurse=False))
+        parameters = dict(module.get_submodule(path).named_parameters(recurse=False))
         for local, sharding in part.sharding().items():
-            if local not in own:
-                raise UsageError(f"{type(part).__name__}.sharding() names {local!r}, and the module has {sorted(own)}")
+            if local not in parameters:
+                raise UsageError(
+                    f"{type(part).__name__}.sharding() names {local!r}, and the module has {sorted(parameters)}"
+                )
             for shard in sharding.shards:
-                if own[local].shape[shard.dim] not in shard.sizes:
+                if parameters[local].shape[shard.dim] not in shard.sizes:
                     raise UsageError(
-                        f"{type(part).__name__}.{local} has {own[local].shape[shard.dim]} in dimension {shard.dim}, "
+                        f"{type(part).__name__}.{local} has {parameters[local].shape[shard.dim]} in dimension {shard.dim}, "
                         f"and its layout says parts of {list(shard.sizes)}"
                     )
             name = f"{path}.{local}" if path else local

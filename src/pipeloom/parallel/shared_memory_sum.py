@@ -81,8 +81,8 @@ class SharedBuffers:
         answers = all_gather_json(None not in maps, axis.group)
         if mine is not None:
             os.close(mine.descriptor)
-        found = [each for each in maps if each is not None]
-        return cls(axis, found, sizes, dtypes) if all(answers) else None
+        opened = [each for each in maps if each is not None]
+        return cls(axis, opened, sizes, dtypes) if all(answers) else None
 
     def start(self, at: int) -> None:
         """Buffer `at` of this process is full. Sums those that everybody has filled by now."""
@@ -167,9 +167,9 @@ class SharedMemoryAllReduce:
         """The sum of everyone's `x` is to be written into it. None where its size is under way already: use another way."""
         key = x.numel(), x.dtype
         if key not in self._buffers:
-            made = self._buffers[key] = SharedBuffers.connect(self._axis, [key[0]], [key[1]])
-            if made is not None:
-                made.spins = self._spins
+            connected = self._buffers[key] = SharedBuffers.connect(self._axis, [key[0]], [key[1]])
+            if connected is not None:
+                connected.spins = self._spins
         buffers = self._buffers[key]
         if buffers is None or key in self._busy:
             return None

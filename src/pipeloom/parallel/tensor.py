@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pipeloom.errors import ArgumentError, UsageError, divisors, nearest
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, add_weight_gradient, apply_linear, as_autocast
 from pipeloom.ops.main_gradient import MainGradients
-from pipeloom.ops.products import add_product, adjoint, as_rows, linear, multiply, plain_operations_only
+from pipeloom.ops.products import addmm, adjoint, as_rows, linear, matmul, plain_operations_only
 from pipeloom.parallel.collectives import (
     PendingCollective,
     start_all_gather,
@@ -107,9 +107,9 @@ class ColumnLinear(nn.Module):
         self.parts = tuple(parts)
         self.shard = Shard("tp", 0, self.parts, tuple(fused))
         self.gather_output = gather_output
-        own = self.parts[tensor.index]
-        self.weight = nn.Parameter(torch.empty(own, inputs))
-        self.bias = nn.Parameter(torch.empty(own)) if bias else None
+        outputs_here = self.parts[tensor.index]
+        self.weight = nn.Parameter(torch.empty(outputs_here, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs_here)) if bias else None
         self.grad_context: WeightGradContext | None = None
 
     def sharding(self) -> Mapping[str, ParameterSharding]:
@@ -170,8 +170,8 @@ class RowLinear(nn.Module):
         return x if self.input_is_parallel else own_columns(x, self.tensor, Shard("tp", 1, self.parts))
 
     def forward(self, x: Tensor) -> Tensor:
-        own = self.own_inputs(x)
-        out = sum_over_ranks(apply_linear(own, self.weight, None, self.grad_context), self.tensor)
+        columns = self.own_inputs(x)
+        out = sum_over_ranks(apply_linear(columns, self.weight, None, self.grad_context), self.tensor)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
@@ -202,8 +202,8 @@ def project(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
 
 def split_projections(out: Tensor, outputs: Sequence[int]) -> tuple[Tensor, ...]:
     """The projections in what a fused layer puts out, cut or not: `outputs` are those of each projection as a whole."""
-    own = out.shape[-1]
-    return torch.split(out, [size * own // sum(outputs) for size in outputs], -1)
+    width = out.shape[-1]
+    return torch.split(out, [size * width // sum(outputs) for size in outputs], -1)
 
 
 def column_linear(
@@ -424,22 +424,22 @@ class _Column(torch.autograd.Function):
             dx, recorded = _recorded_gradients(x, weights, gradients, tensor, needs_x, wanted)
             return dx, None, *recorded, *_bias_gradients(gradients, needs[count:])
         queue: WeightGradQueue | None = ctx.queue
-        taken = [at for at in wanted if grad_context is not None and grad_context.writes_now(ctx.weights[at], queue)]
+        deferred = [at for at in wanted if grad_context is not None and grad_context.writes_now(ctx.weights[at], queue)]
         main = None if grad_context is None else grad_context.main
         products: list[Tensor | None] = [None] * count
         fetch = partial(start_all_gather, x.detach(), tensor.axis) if tensor.sequence and wanted else None
-        late = queue is not None and taken == wanted
+        late = queue is not None and deferred == wanted
         gathering = fetch() if fetch is not None and not late else None
         reducing = start_input_gradient(gradients, weights, tensor) if needs_x else None
         biases = _bias_gradients(gradients, needs[count:])
-        if queue is not None and taken:
-            work = partial(_add, [(ctx.weights[at], gradients[at]) for at in taken], main)
+        if queue is not None and deferred:
+            work = partial(_add, [(ctx.weights[at], gradients[at]) for at in deferred], main)
             queue.put(work if fetch is not None else partial(work, x.detach()), fetch, reads=(x, *gradients))
         if wanted and not late:
             whole = gathering.wait() if gathering is not None else x
             for at in wanted:
-                if at not in taken:
-                    products[at] = multiply(as_rows(gradients[at]).t(), adjoint(as_rows(whole)))
+                if at not in deferred:
+                    products[at] = matmul(as_rows(gradients[at]).t(), adjoint(as_rows(whole)))
                 elif queue is None:
                     add_weight_gradient(ctx.weights[at], whole, gradients[at], main)
         return reducing.wait() if reducing is not None else None, None, *products, *biases
@@ -474,9 +474,9 @@ def start_input_gradient(
     gradients: Sequence[Tensor], weights: Sequence[Tensor], tensor: TensorParallel
 ) -> PendingCollective | SharedSum:
     """The sum over layers of gradient · weight, and the start of its sum over the ranks."""
-    rows = multiply(as_rows(gradients[0]), adjoint(weights[0].to(gradients[0].dtype)))
+    rows = matmul(as_rows(gradients[0]), adjoint(weights[0].to(gradients[0].dtype)))
     for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
-        add_product(rows, as_rows(gradient), adjoint(weight.to(gradient.dtype)))
+        addmm(rows, as_rows(gradient), adjoint(weight.to(gradient.dtype)))
     dx = rows.view(*gradients[0].shape[:-1], -1)
     return start_reduce_scatter(dx, tensor.axis) if tensor.sequence else _start_sum(dx, tensor)
 

@@ -46,8 +46,8 @@ class VocabularyEmbedding(nn.Module):
         """Raises UsageError for a token outside the vocabulary; on CUDA the device does, when it comes to it."""
         _refuse_outside(tokens, self.vocabulary, "token")
         local, outside = _local(tokens, self.parts, self.tensor.index)
-        found = F.embedding(local, self.weight).masked_fill(outside.unsqueeze(-1), 0)
-        return sum_over_ranks(found, self.tensor)
+        rows = F.embedding(local, self.weight).masked_fill(outside.unsqueeze(-1), 0)
+        return sum_over_ranks(rows, self.tensor)
 
 
 class VocabularyHead(ColumnLinear):
@@ -105,9 +105,9 @@ class _CrossEntropy(torch.autograd.Function):
         _refuse_outside(torch.where(counts, targets, 0), call.vocabulary, "target")
         local, outside = _local(targets, call.parts, call.axis.index)
         work = _shifted(logits, call.axis)
-        own = work.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill_(outside, 0)
+        target_logits = work.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill_(outside, 0)
         smooth = [work.sum(-1)] if call.smoothing else []
-        sums = start_all_reduce(torch.stack([own, work.exp_().sum(-1), *smooth]), call.axis).wait()
+        sums = start_all_reduce(torch.stack([target_logits, work.exp_().sum(-1), *smooth]), call.axis).wait()
         losses = sums[1].log() - (1 - call.smoothing) * sums[0]
         if call.smoothing:
             losses -= call.smoothing / call.vocabulary * sums[2]

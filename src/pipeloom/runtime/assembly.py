@@ -147,7 +147,7 @@ def assemble(
         which = ranges[schedule.position_of[number]]
         return Stage(
             number,
-            build_stage(layers, which, device, build.built, options.recompute, seed, build.shared.learn),
+            build_stage(layers, which, device, build.built, options.recompute, seed, build.shared.add_layer),
             options.deallocate,
             build.grad_context,
             schedule.splits_backward or summed is not None or products.uses_onednn(),
@@ -160,7 +160,7 @@ def assemble(
     stages, failure = _build_stages(stage, schedule.stages_of[rank], copies_on)
     modules = {n: m for s in stages.values() for n, m in zip(s.layers.names, s.modules, strict=True)}
     for name, module in modules.items():
-        build.state.learn(name, module)
+        build.state.add_layer(name, module)
     owners = _holders_of(names, ranges, schedule)
     declared = make_ties(tied, owners)
     facts = exchange(_facts(stages, modules, declared, build, failure))
@@ -293,10 +293,10 @@ def _check_recompute(recompute: Literal["none", "full"] | frozenset[str], names:
 
 def _refuse(facts: Sequence[Mapping[str, Any]]) -> None:
     """Raises, on every rank, what one rank found while it built its layers."""
-    for other, each in enumerate(facts):
-        if each["failure"] is not None:
-            raise DistributedError(f"rank {other} of the pipeline could not build its layers: {each['failure']}")
-    problems = dict.fromkeys(problem for each in facts for problem in each["problems"])
+    for other, rank_facts in enumerate(facts):
+        if rank_facts["failure"] is not None:
+            raise DistributedError(f"rank {other} of the pipeline could not build its layers: {rank_facts['failure']}")
+    problems = dict.fromkeys(problem for rank_facts in facts for problem in rank_facts["problems"])
     if problems:
         raise ConfigError(list(problems))
 

@@ -168,7 +168,7 @@ def split_batch(
     return Microbatches(
         each_inputs,
         tuple(each_targets),
-        tuple({**context, **own} for context, own in zip(contexts, keyword_parts, strict=True)),
+        tuple({**context, **of_part} for context, of_part in zip(contexts, keyword_parts, strict=True)),
         shares,
         tuple(signature((*i, *k.values())) for i, k in zip(each_inputs, keyword_parts, strict=True)),
     )

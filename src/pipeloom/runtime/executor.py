@@ -28,7 +28,7 @@ from pipeloom.runtime.overlap import CommStream, Coroutine, interleave
 from pipeloom.runtime.p2p.base import Delivery, Outgoing, Transport
 from pipeloom.runtime.program import Instruction, RankProgram
 from pipeloom.runtime.stage import GiveToTerm, ShareOfLoss, Stage, StageOutputs
-from pipeloom.runtime.tensor_spec import Boundary, BoundaryValues, ShapeCache, boundary_of
+from pipeloom.runtime.tensor_spec import BoundaryValues, ShapeCache, TensorSpecs, boundary_of
 from pipeloom.schedule.actions import OUTPUT, Action, kind_of
 from pipeloom.schedule.channels import Edge, Message
 
@@ -344,7 +344,7 @@ class Executor:
 
     # -- inputs and outputs of actions -----------------------------------------------------------------------------------
 
-    def _forward_inputs(self, action: Action, received: Deliveries) -> tuple[BoundaryValues, Boundary | None]:
+    def _forward_inputs(self, action: Action, received: Deliveries) -> tuple[BoundaryValues, TensorSpecs | None]:
         """A forward's inputs, those by name last; their specs, None for those of the user."""
         _, stage, mb = action
         program = self.program.stages[stage]
@@ -357,11 +357,11 @@ class Executor:
         if self.training and received:
             self._inputs[stage, mb] = received
         values: BoundaryValues = ()
-        specs: Boundary = ()
+        specs: TensorSpecs = ()
         for edge in program.inputs:
             if edge in received:
                 delivery = received[edge]
-                self.specs.learn(edge, mb, delivery.boundary)
+                self.specs.remember(edge, mb, delivery.boundary)
             else:
                 delivery = self._local.pop(("activation", edge, mb))
             values, specs = values + delivery.values, specs + delivery.boundary
@@ -411,7 +411,7 @@ class Executor:
     def _give(self, edge: Edge, microbatch: int, values: BoundaryValues, deliveries: dict[Edge, Delivery]) -> None:
         """A forward's `values` to the stage that `edge` leads to: here, or by way of `deliveries`."""
         specs = boundary_of(values)
-        self.specs.learn(edge, microbatch, specs)
+        self.specs.remember(edge, microbatch, specs)
         if edge.consumer in self.stages:
             self._local["activation", edge, microbatch] = Delivery(_handed_over(edge, values), specs)
         else:

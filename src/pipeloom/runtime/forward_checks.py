@@ -25,7 +25,7 @@ from pipeloom.runtime.program import StageProgram
 from pipeloom.runtime.shared_state import SharedChanges, SharedState, StateHolder
 from pipeloom.runtime.stage_modules import StageModules
 from pipeloom.runtime.state_changes import BackwardChanges, StateChanges, require_unread
-from pipeloom.runtime.tensor_spec import Boundary, BoundaryValues
+from pipeloom.runtime.tensor_spec import BoundaryValues, TensorSpecs
 
 _FIRST = 64  # forwards of a stage; a layer that changes its input in place does so in one of them
 _LOOKS = 2  # of them; a layer that changes its parameters does so in one of these
@@ -67,7 +67,7 @@ class ForwardChecks:
         self.written_in_backward: list[Attribute] = []
 
     def begin(
-        self, inputs: BoundaryValues, specs: Boundary | None, program: StageProgram, arriving: bool
+        self, inputs: BoundaryValues, specs: TensorSpecs | None, program: StageProgram, arriving: bool
     ) -> CheckedForward | None:
         """Return the checks of one more forward; None: it needs none.
 
@@ -205,7 +205,7 @@ def version_of(value: Tensor) -> int:
     return 0 if value.is_inference() else value._version
 
 
-def _aliases(values: BoundaryValues, specs: Boundary) -> list[tuple[Tensor, int]]:
+def _aliases(values: BoundaryValues, specs: TensorSpecs) -> list[tuple[Tensor, int]]:
     pairs = zip(values, specs, strict=True)
     return [(v, version_of(v)) for v, s in pairs if v is not None and s is not None and s.shares]
 

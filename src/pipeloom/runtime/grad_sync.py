@@ -121,7 +121,7 @@ class StepGradients:
     @torch.no_grad()
     def _sum_in_place(self, sync: GradientSync, group: Any) -> None:
         for holders, weights in self._shared.items():
-            sync.main.complete(weights)
+            sync.main.finalize(weights)
             parts = [None if weight in sync.main.absent else sync.main.of(weight) for weight in weights]
             like = [sync.main.of(weight) for weight in weights]
             for weight, total in zip(weights, self._sum(holders, like, parts, group), strict=True):
@@ -153,11 +153,11 @@ class StepGradients:
         Args:
             counts: whether this process counts a parameter; each element must be counted once over the mesh.
         """
-        own = [gradient for name, gradient in self._reduced() if counts(name)]
+        counted = [gradient for name, gradient in self._reduced() if counts(name)]
         carrier = carrier_of(device, everyone.group)
         with self._alarm.waiting_for_device(device):
-            square = square_norm(own)
-        row = torch.tensor([*square, float(any(map(_is_wide, own)))], dtype=torch.float64, device=carrier)
+            square = square_norm(counted)
+        row = torch.tensor([*square, float(any(map(_is_wide, counted)))], dtype=torch.float64, device=carrier)
         rows = [row]
         if everyone.group is not None:
             rows = [torch.empty_like(row) for _ in range(everyone.size)]
@@ -182,7 +182,7 @@ class StepGradients:
         """
         if self.sync is None:
             return [(name, p.grad) for name, p in self._parameters.items() if p.grad is not None]
-        found = []
+        gradients = []
         for bucket in self.sync.buckets:
             if bucket.content == "local":
                 raise UsageError(
@@ -199,8 +199,8 @@ class StepGradients:
                 else:
                     gradient = bucket.part[first - mine.start : last - mine.start]
                 if gradient is not None:
-                    found.append((held.name, gradient))
-        return found
+                    gradients.append((held.name, gradient))
+        return gradients
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

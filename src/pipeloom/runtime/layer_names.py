@@ -74,9 +74,9 @@ class LayerNames:
             *rest, written = result
         wanted = sorted({*self.writes, *self.losses})
         if not isinstance(written, Mapping) or sorted(written) != wanted:
-            found = sorted(map(str, written)) if isinstance(written, Mapping) else type(written).__name__
+            returned = sorted(map(str, written)) if isinstance(written, Mapping) else type(written).__name__
             raise UsageError(
-                f"layer {self.layer!r} declares {wanted} in writes and losses, and returned {found}; return them in a dict "
+                f"layer {self.layer!r} declares {wanted} in writes and losses, and returned {returned}; return them in a dict "
                 f'after its output, as in "return x, {{{wanted[0]!r}: y}}"'
             )
         for key, name in self.writes.items():

@@ -234,8 +234,8 @@ class LossBroadcast:
                 reduction = self._group.allreduce([total])
             return PendingLoss(lambda: self._await(reduction, total, None), self._terms)
         self._send(total)
-        own = total.to(self._device, copy=True)
-        return PendingLoss(lambda: own)
+        loss = total.to(self._device, copy=True)
+        return PendingLoss(lambda: loss)
 
     def _receive(self) -> tuple[Any, Tensor]:
         total = torch.zeros((), dtype=torch.float32, device=self._carrier)

@@ -233,7 +233,7 @@ class _OnStream:
         current = torch.cuda.current_stream(self._stream.device)
         current.wait_event(self._done)
         for value in self._values:
-            if not any(value is kept for kept in self._kept):
+            if not any(value is source for source in self._kept):
                 for tensor in _device_tensors(value):
                     tensor.record_stream(current)
         self._kept = ()
@@ -246,11 +246,11 @@ def _device_tensors(value: Any) -> Iterator[Tensor]:
         if value.is_cuda:
             yield value
     elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _device_tensors(each)
+        for item in value:
+            yield from _device_tensors(item)
     elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _device_tensors(each)
+        for item in value.values():
+            yield from _device_tensors(item)
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
             yield from _device_tensors(getattr(value, field.name))

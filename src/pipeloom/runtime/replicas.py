@@ -64,24 +64,24 @@ def replicated(assembly: Assembly, mesh: Mesh) -> dict[str, Replicated]:
     A key names the tensor and the part of it that this process holds: equal keys mean equal values.
     """
     first_names = {weight: (tie.names[0], tie.holders) for tie, weight in assembly.ties.items()}
-    layouts = {each.parameter: each.sharding for each in assembly.held}
-    found = []
+    layouts = {candidate.parameter: candidate.sharding for candidate in assembly.held}
+    tensors = []
     for name, parameter in assembly.parameters.items():
         first, holders = first_names.get(parameter, (name, ()))
-        found.append(Replicated(first, parameter.detach(), layouts[parameter], holders))
+        tensors.append(Replicated(first, parameter.detach(), layouts[parameter], holders))
     for name, buffer in assembly.buffers.items():
         layer = ties.layer_of(name, assembly.modules)
         assert layer is not None
         owner = assembly.modules[layer].get_submodule(name[len(layer) + 1 :].rpartition(".")[0])
         sharding = _like_neighbours(owner, layouts)
-        found.append(Replicated(name, buffer, sharding, assembly.replicated_layers.get(layer, ())))
+        tensors.append(Replicated(name, buffer, sharding, assembly.replicated_layers.get(layer, ())))
     keyed = {}
-    for each in found:
-        expert, cut = each.sharding.over("ep") is not None, each.sharding.over("tp") is not None
-        copies = (mesh.edp if expert else mesh.dp).size * (1 if cut else mesh.tp.size) * max(len(each.holders), 1)
-        if copies > 1 and each.tensor.layout == torch.strided and each.tensor.numel():
-            parts = [f"{shard.axis} {getattr(mesh.place, shard.axis)}" for shard in each.sharding.shards]
-            keyed[" ".join([each.name, *parts])] = each
+    for candidate in tensors:
+        expert, cut = candidate.sharding.over("ep") is not None, candidate.sharding.over("tp") is not None
+        copies = (mesh.edp if expert else mesh.dp).size * (1 if cut else mesh.tp.size) * max(len(candidate.holders), 1)
+        if copies > 1 and candidate.tensor.layout == torch.strided and candidate.tensor.numel():
+            parts = [f"{shard.axis} {getattr(mesh.place, shard.axis)}" for shard in candidate.sharding.shards]
+            keyed[" ".join([candidate.name, *parts])] = candidate
     return dict(sorted(keyed.items()))
 
 
@@ -94,7 +94,7 @@ def compare(mine: Mapping[str, Replicated], mesh: Mesh) -> list[Difference]:
     sums = {key: [_kind(each.tensor), value] for (key, each), value in zip(mine.items(), values, strict=True)}
     everyone = all_gather_json(sums, mesh.everyone.group)
     known: dict[str, tuple[int, list[Any]]] = {}
-    found: dict[str, Difference] = {}
+    differences: dict[str, Difference] = {}
     for number, theirs in enumerate(everyone):
         for key, value in theirs.items():
             first, expected = known.setdefault(key, (number, value))
@@ -104,8 +104,8 @@ def compare(mine: Mapping[str, Replicated], mesh: Mesh) -> list[Difference]:
                     f"{key!r} is {expected[0]} on {names.of(first)} and {value[0]} on {names.of(number)}"
                 )
             if value != expected:
-                found.setdefault(key, Difference(key, first, number))
-    return [found[key] for key in sorted(found)]
+                differences.setdefault(key, Difference(key, first, number))
+    return [differences[key] for key in sorted(differences)]
 
 
 def words(differences: Sequence[Difference], mesh: Mesh) -> str:
@@ -128,18 +128,18 @@ def make_equal(
         group: for messages between the pipeline's ranks.
     """
     for difference in differences:
-        each = mine.get(difference.key)
-        if each is None:
+        held_tensor = mine.get(difference.key)
+        if held_tensor is None:
             continue
-        data = each.tensor.contiguous().view(-1).view(torch.uint8)
-        if len(each.holders) > 1:
-            ties.send_first(each.holders, rank, data, group)
-        axes = [mesh.edp if each.sharding.over("ep") is not None else mesh.dp]
-        if each.sharding.over("tp") is None:
+        data = held_tensor.tensor.contiguous().view(-1).view(torch.uint8)
+        if len(held_tensor.holders) > 1:
+            ties.send_first(held_tensor.holders, rank, data, group)
+        axes = [mesh.edp if held_tensor.sharding.over("ep") is not None else mesh.dp]
+        if held_tensor.sharding.over("tp") is None:
             axes.insert(0, mesh.tp)
         for axis in axes:
             _broadcast(data, axis)
-        each.tensor.copy_(data.view(each.tensor.dtype).view(each.tensor.shape))
+        held_tensor.tensor.copy_(data.view(held_tensor.tensor.dtype).view(held_tensor.tensor.shape))
 
 
 def say(differences: Sequence[Difference], mesh: Mesh) -> None:

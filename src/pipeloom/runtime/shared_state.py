@@ -58,20 +58,20 @@ class SharedState:
         found: what layers and factories refer to before any is built, in an order that every process finds alike.
     """
 
-    def __init__(self, position_of: Mapping[str, int], found: Iterable[Any]) -> None:
+    def __init__(self, position_of: Mapping[str, int], values: Iterable[Any]) -> None:
         self._position_of = position_of
         self._numbers: dict[int, int] = {}
         self._alive: list[Any] = []
         kinds = []
-        for value in found:
-            inside = [each.value for each in _inside(value)] if isinstance(value, nn.Module) else [value]
-            for each in inside:
-                if id(each) not in self._numbers and not isinstance(each, _LEAVES):
-                    self._numbers[id(each)] = len(self._numbers)
-                    self._alive.append(each)
-                    kinds.append(type(each).__qualname__)
+        for value in values:
+            inside = [item.value for item in _inside(value)] if isinstance(value, nn.Module) else [value]
+            for item in inside:
+                if id(item) not in self._numbers and not isinstance(item, _LEAVES):
+                    self._numbers[id(item)] = len(self._numbers)
+                    self._alive.append(item)
+                    kinds.append(type(item).__qualname__)
         self._digest = hashlib.sha256(repr(kinds).encode()).hexdigest()[:16]
-        self._overlaps = _Overlaps(found)
+        self._overlaps = _Overlaps(values)
         self._held: dict[str, dict[Any, StateHolder]] = {}
         self._places: dict[Any, set[int]] = {}
 
@@ -81,10 +81,10 @@ class SharedState:
         position_of = {names[layer]: position for position, which in enumerate(ranges) for layer in which}
         return cls(position_of, referred_to(layers) if len(ranges) > 1 else ())
 
-    def learn(self, layer: str, module: nn.Module) -> None:
+    def add_layer(self, layer: str, module: nn.Module) -> None:
         """The built layer is `module`."""
         self._held[layer] = {}
-        self._overlaps.learn(layer, module)
+        self._overlaps.add_layer(layer, module)
         if len(set(self._position_of.values())) < 2:
             return
         for holder in (*_inside(module), *_outside(module)):
@@ -116,12 +116,12 @@ class SharedState:
 
         Raises ConfigError for parameters and buffers of one memory that are not on the same ranks, and not `tied`.
         """
-        alike = len({each["digest"] for each in facts}) == 1
+        alike = len({rank_facts["digest"] for rank_facts in facts}) == 1
         if alike:
-            self._overlaps.require_together([dict(each["memory"]) for each in facts], tied)
-            self._require_no_gradients([number for each in facts for number, _ in each["numbers"]])
-        for each in facts:
-            for key, places in (*each["globals"], *(each["numbers"] if alike else ())):
+            self._overlaps.require_together([dict(rank_facts["memory"]) for rank_facts in facts], tied)
+            self._require_no_gradients([number for rank_facts in facts for number, _ in rank_facts["numbers"]])
+        for rank_facts in facts:
+            for key, places in (*rank_facts["globals"], *(rank_facts["numbers"] if alike else ())):
                 self._places.setdefault(key, set()).update(places)
 
     def _require_no_gradients(self, held: Sequence[int]) -> None:
@@ -141,12 +141,12 @@ class SharedState:
 
         Call it once all ranks have built their layers.
         """
-        found: dict[int, tuple[str, StateHolder]] = {}
+        holders: dict[int, tuple[str, StateHolder]] = {}
         for layer in layers:
             for key, holder in self._held.get(layer, {}).items():
                 if len(self._places[key]) > 1:
-                    found.setdefault(id(holder.value), (layer, holder))
-        return list(found.values())
+                    holders.setdefault(id(holder.value), (layer, holder))
+        return list(holders.values())
 
 
 class _Overlaps:
@@ -156,19 +156,21 @@ class _Overlaps:
         names: number of such a tensor -> its name in a layer that is built here.
     """
 
-    def __init__(self, found: Iterable[Any]) -> None:
+    def __init__(self, values: Iterable[Any]) -> None:
         tensors: dict[int, Tensor] = {}
-        for value in found:
+        for value in values:
             inside = (*value.parameters(), *value.buffers()) if isinstance(value, nn.Module) else (value,)
-            tensors.update((id(each), each) for each in inside if isinstance(each, Tensor) and _has_memory(each))
+            tensors.update(
+                (id(tensor), tensor) for tensor in inside if isinstance(tensor, Tensor) and _has_memory(tensor)
+            )
         by_memory: dict[int, list[Tensor]] = {}
-        for each in tensors.values():
-            by_memory.setdefault(each.untyped_storage().data_ptr(), []).append(each)
+        for tensor in tensors.values():
+            by_memory.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
         self._numbers: dict[int, int] = {}
         self._pairs: list[tuple[int, int]] = []
         self._alive: list[Tensor] = []
         for together in by_memory.values():
-            extents = sorted(((*_extent(each), each) for each in together), key=itemgetter(0, 1))
+            extents = sorted(((*_extent(tensor), tensor) for tensor in together), key=itemgetter(0, 1))
             for at, (_, end, one) in enumerate(extents):
                 for start, _, other in extents[at + 1 :]:
                     if start >= end:
@@ -180,7 +182,7 @@ class _Overlaps:
         self._alive.append(tensor)
         return self._numbers.setdefault(id(tensor), len(self._numbers))
 
-    def learn(self, layer: str, module: nn.Module) -> None:
+    def add_layer(self, layer: str, module: nn.Module) -> None:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()) if self._pairs else ():
             if id(tensor) in self._numbers:
                 self.names.setdefault(self._numbers[id(tensor)], f"{layer}.{name}")

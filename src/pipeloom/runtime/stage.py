@@ -31,7 +31,7 @@ from pipeloom.runtime.program import StageProgram
 from pipeloom.runtime.shared_state import SharedState
 from pipeloom.runtime.stage_modules import StageModules
 from pipeloom.runtime.state_changes import BackwardChanges
-from pipeloom.runtime.tensor_spec import Boundary, BoundaryValues, as_values, require_plain, tensors_in
+from pipeloom.runtime.tensor_spec import BoundaryValues, TensorSpecs, as_values, require_plain, tensors_in
 
 ShareOfLoss = Callable[[Any], Tensor]
 """The output of a route's last stage -> the micro-batch's share of the step's loss, 0-dim."""
@@ -100,7 +100,7 @@ class InFlight:
     queue: WeightGradQueue | None
     groups: list[SavedGroup] = field(default_factory=list)
     outputs: BoundaryValues = ()
-    specs: Boundary | None = None
+    specs: TensorSpecs | None = None
     read: int = 0
     backward_checks: Callable[[], BackwardChanges] | None = None
 
@@ -167,7 +167,7 @@ class Stage:
         self,
         microbatch: int,
         values: BoundaryValues,
-        specs: Boundary | None,
+        specs: TensorSpecs | None,
         keywords: Mapping[str, Any],
         program: StageProgram,
         loss: ShareOfLoss | None = None,
@@ -238,7 +238,7 @@ class Stage:
         self,
         microbatch: int,
         values: BoundaryValues,
-        specs: Boundary | None,
+        specs: TensorSpecs | None,
         keywords: Mapping[str, Any],
         program: StageProgram,
         loss: ShareOfLoss | None = None,
@@ -280,7 +280,7 @@ class Stage:
     def _begin_forward(
         self,
         values: BoundaryValues,
-        specs: Boundary | None,
+        specs: TensorSpecs | None,
         program: StageProgram,
         queues: bool,
         arriving: bool = False,
@@ -356,14 +356,14 @@ class Stage:
             if share is not None:
                 shares.append(share)
             losses = tuple([each for each in shares if each.requires_grad])
-            kept = (*outputs, *tensors.values()) if tensors else outputs
-            roots = _roots(kept)
+            results = (*outputs, *tensors.values()) if tensors else outputs
+            roots = _roots(results)
             if checks is not None:
                 checks.require_own(roots, losses)
                 flight.backward_checks = checks.of_backward
             flight.groups.append(SavedGroup(inputs, roots, losses))
             if not self._deallocate:
-                flight.outputs = kept
+                flight.outputs = results
             self._alive[microbatch] = flight
         if share is None and not terms:
             return StageOutputs(outputs, tensors)
@@ -450,10 +450,10 @@ class Stage:
             if pending is not None:
                 arrived = self._communications.wait(pending, f"{before.name}'s backward")
                 seeds = [arrived[at] for at in which]
-        found = self._backward(flight, seeds)
+        input_gradients = self._backward(flight, seeds)
         if flight.queue is not None and not keeps_weights:
             flight.queue.flush()
-        return found
+        return input_gradients
 
     def _backward(self, flight: InFlight, gradients: Sequence[Tensor | None]) -> InputGradients:
         """The backward of the first group: of an unsegmented stage the only one."""
@@ -462,9 +462,9 @@ class Stage:
         if flight.specs is None:
             return ((),)
         pairs = zip(group.inputs, flight.specs, strict=True)
-        found = [(leaf.grad,) if spec is not None and spec.carries else () for leaf, spec in pairs]
-        cut = len(found) - flight.read
-        return tuple([gradient for each in found[:cut] for gradient in each]), *found[cut:]
+        leaf_gradients = [(leaf.grad,) if spec is not None and spec.carries else () for leaf, spec in pairs]
+        cut = len(leaf_gradients) - flight.read
+        return tuple([gradient for each in leaf_gradients[:cut] for gradient in each]), *leaf_gradients[cut:]
 
     def _keep_weights(self, microbatch: int, flight: InFlight) -> None:
         if flight.queue is not None:
@@ -575,7 +575,7 @@ def _roots(outputs: tuple[Any, ...]) -> tuple[GradientEdge, ...]:
     return tuple([get_gradient_edge(value) for value in outputs if carries(value)])
 
 
-def _leaves(values: BoundaryValues, specs: Boundary) -> BoundaryValues:
+def _leaves(values: BoundaryValues, specs: TensorSpecs) -> BoundaryValues:
     """Inputs that carry a gradient as leaves of the stage's own graph."""
     pairs = zip(values, specs, strict=True)
     return tuple(

@@ -68,9 +68,9 @@ class KnownKeywords:
     @classmethod
     def of(cls, stages: Iterable[StageModules]) -> KnownKeywords:
         """Return the keywords of these stages' layers, less what they read from other layers."""
-        taken = [keywords for stage in stages for keywords in stage.keywords]
-        names = frozenset().union(*(each for each in taken if each is not None))
-        return cls(names, any(each is None for each in taken))
+        accepted = [keywords for stage in stages for keywords in stage.keywords]
+        names = frozenset().union(*(each for each in accepted if each is not None))
+        return cls(names, any(each is None for each in accepted))
 
     @classmethod
     def union(cls, parts: Iterable[KnownKeywords]) -> KnownKeywords:
@@ -184,8 +184,8 @@ def build_stage(
         accepted = keywords_of(modules[-1])
         declared[-1].require_keywords(accepted)
         keywords.append(None if accepted is None else accepted - declared[-1].reads.keys())
-    chosen = recompute if isinstance(recompute, frozenset) else names if recompute == "full" else ()
-    return StageModules(tuple(modules), tuple(names), tuple(keywords), tuple(declared), frozenset(chosen))
+    recomputed = recompute if isinstance(recompute, frozenset) else names if recompute == "full" else ()
+    return StageModules(tuple(modules), tuple(names), tuple(keywords), tuple(declared), frozenset(recomputed))
 
 
 def layer_name(source: LayerSource, index: int) -> str:

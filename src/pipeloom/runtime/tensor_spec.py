@@ -50,7 +50,7 @@ class TensorSpec(NamedTuple):
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
-Boundary = tuple[TensorSpec | None, ...]
+TensorSpecs = tuple[TensorSpec | None, ...]
 
 
 def as_values(result: Any, where: str) -> BoundaryValues:
@@ -85,7 +85,7 @@ def require_plain(values: Iterable[Tensor | None], where: str) -> None:
             )
 
 
-def boundary_of(values: BoundaryValues) -> Boundary:
+def boundary_of(values: BoundaryValues) -> TensorSpecs:
     """The specs of these values."""
     specs = [  # a generator would cost as much again as these specs
         None
@@ -105,12 +105,12 @@ def _memory(value: Tensor) -> int:
     return value.untyped_storage().data_ptr()
 
 
-def gradients_of(boundary: Boundary) -> Boundary:
+def gradients_of(boundary: TensorSpecs) -> TensorSpecs:
     """The specs of the gradient message that answers a message of `boundary`: one for each tensor that carries one."""
     return tuple(spec for spec in boundary if spec is not None and spec.carries)
 
 
-def encode(boundary: Boundary) -> Tensor:
+def encode(boundary: TensorSpecs) -> Tensor:
     """The boundary as HEADER_LENGTH int64 numbers; raises UsageError when it does not fit."""
     numbers = to_numbers(boundary)
     if len(numbers) > HEADER_LENGTH:
@@ -120,7 +120,7 @@ def encode(boundary: Boundary) -> Tensor:
     return torch.tensor(numbers + [0] * (HEADER_LENGTH - len(numbers)), dtype=torch.int64)
 
 
-def to_numbers(boundary: Boundary) -> list[int]:
+def to_numbers(boundary: TensorSpecs) -> list[int]:
     """Return the boundary as integers: the number of values, then -1 for None, or dtype, marks, dimensions and sizes."""
     numbers = [len(boundary)]
     for spec in boundary:
@@ -134,14 +134,14 @@ def to_numbers(boundary: Boundary) -> list[int]:
     return numbers
 
 
-def decode(header: Tensor) -> Boundary:
+def decode(header: Tensor) -> TensorSpecs:
     """The inverse of `encode`."""
     return from_numbers(header.tolist())
 
 
-def from_numbers(each: Iterable[int]) -> Boundary:
+def from_numbers(flat: Iterable[int]) -> TensorSpecs:
     """The inverse of `to_numbers`; numbers after the last one needed are ignored."""
-    numbers = iter(each)
+    numbers = iter(flat)
     specs: list[TensorSpec | None] = []
     for _ in range(next(numbers)):
         kind = next(numbers)
@@ -160,10 +160,10 @@ def input_of(edge: Edge) -> str:
     return f"{what} of stage {edge.consumer}"
 
 
-def words(boundary: Boundary) -> str:
+def describe(boundary: TensorSpecs) -> str:
     """The boundary for a message to a person."""
-    shown = ["None" if s is None else f"{str(s.dtype).removeprefix('torch.')}{list(s.shape)}" for s in boundary]
-    return f"({', '.join(shown)})"
+    specs = ["None" if s is None else f"{str(s.dtype).removeprefix('torch.')}{list(s.shape)}" for s in boundary]
+    return f"({', '.join(specs)})"
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -201,7 +201,7 @@ class ShapeCache:
 
     def __init__(self, policy: Literal["once", "each"]) -> None:
         self.policy = policy
-        self._known: dict[tuple[Edge, int], Boundary] = {}
+        self._known: dict[tuple[Edge, int], TensorSpecs] = {}
         self._without: dict[tuple[Edge, int], tuple[int, ...]] = {}
         self._introduced: set[tuple[str, Edge, int]] = set()
         self._numbers: dict[Hashable, int] = {}  # of input signatures, which are slow to hash
@@ -219,21 +219,21 @@ class ShapeCache:
     def _key(self, edge: Edge, microbatch: int) -> tuple[Edge, int]:
         return edge, (microbatch if self.policy == "each" else self._signatures[microbatch])
 
-    def introduces(self, message: Message) -> bool:
+    def needs_header(self, message: Message) -> bool:
         """Return whether `message` is the first of its key on its channel, so that it has a header. Call it once per message."""
         key = (message.channel.kind, *self._key(message.edge, message.microbatch))
         first = key not in self._introduced
         self._introduced.add(key)
         return first
 
-    def of(self, message: Message) -> Boundary | None:
+    def of(self, message: Message) -> TensorSpecs | None:
         """The specs of the tensors of `message`, or None when they are not known yet."""
         boundary = self._known.get(self._key(message.edge, message.microbatch))
         if boundary is None or message.channel.kind == "activation":
             return boundary
         return gradients_of(boundary)
 
-    def answering(self, message: Message) -> Boundary:
+    def answering(self, message: Message) -> TensorSpecs:
         """The specs of a gradient message; the activations that it answers must be known."""
         specs = self.of(message)
         assert specs is not None
@@ -256,29 +256,29 @@ class ShapeCache:
                 f'same shape it had none before: it depends on the data, so set shapes = "each"'
             )
 
-    def learn(self, edge: Edge, microbatch: int, boundary: Boundary) -> None:
+    def remember(self, edge: Edge, microbatch: int, boundary: TensorSpecs) -> None:
         """Keep the specs of what crosses `edge` for `microbatch`. Raises UsageError when they were others before."""
         key = self._key(edge, microbatch)
         known = self._known.setdefault(key, boundary)
         if known != boundary:
             what = "the output" if edge.name == OUTPUT else f"tensor {edge.name!r}"
             raise UsageError(
-                f"{what} of stage {edge.producer} for micro-batch {microbatch} is {words(boundary)}; for inputs of the same "
-                f"shape it was {words(known)}: {_reason(known, boundary)}"
+                f"{what} of stage {edge.producer} for micro-batch {microbatch} is {describe(boundary)}; for inputs of the same "
+                f"shape it was {describe(known)}: {_reason(known, boundary)}"
             )
 
 
-def _reason(known: Boundary, boundary: Boundary) -> str:
+def _reason(known: TensorSpecs, boundary: TensorSpecs) -> str:
     """Return what differs between two boundaries, why it may, and what to do."""
-    each = 'set shapes = "each" in RuntimeOptions'
+    advice = 'set shapes = "each" in RuntimeOptions'
     pairs = [(a, b) for a, b in zip(known, boundary, strict=False) if a is not None and b is not None]
     if [a is None for a in known] != [b is None for b in boundary]:
-        return f"a layer returns other values than before, so {each}"
+        return f"a layer returns other values than before, so {advice}"
     if any(a.shape != b.shape for a, b in pairs):
-        return f"its shape depends on the data, so {each}"
+        return f"its shape depends on the data, so {advice}"
     if any(a.dtype != b.dtype for a, b in pairs):
-        return f"its dtype has changed, as it does when autocast is on in some steps only; use it in all of them, or {each}"
+        return f"its dtype has changed, as it does when autocast is on in some steps only; use it in all of them, or {advice}"
     return (
         "it now carries a gradient where it carried none, or none where it carried one, as when layers are frozen or "
-        f"unfrozen between steps; create a new pipeline, or {each}"
+        f"unfrozen between steps; create a new pipeline, or {advice}"
     )

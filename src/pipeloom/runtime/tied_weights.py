@@ -74,13 +74,13 @@ def frozen_names(modules: Mapping[str, nn.Module]) -> list[str]:
 
 def replica_ties(modules: Mapping[str, nn.Module], owners: Owners, tied: Sequence[Tie]) -> tuple[Tie, ...]:
     """A tie for every parameter here of a layer that other ranks hold too, unless it is tied already."""
-    taken = {name for tie in tied for name in tie.names}
+    tied_names = {name for tie in tied for name in tie.names}
     return tuple(
         Tie((f"{layer}.{inner}",), owners[layer])
         for layer, module in modules.items()
         if len(owners[layer]) > 1
         for inner, _ in module.named_parameters()
-        if f"{layer}.{inner}" not in taken
+        if f"{layer}.{inner}" not in tied_names
     )
 
 
@@ -98,11 +98,13 @@ def share(tie: Tie, modules: Mapping[str, nn.Module]) -> nn.Parameter | None:
         if layer is None:
             continue
         inner = name[len(layer) + 1 :]
-        own = dict(modules[layer].named_parameters(remove_duplicate=False))[inner]  # get_parameter fails in TorchScript
+        parameter = dict(modules[layer].named_parameters(remove_duplicate=False))[
+            inner
+        ]  # get_parameter fails in TorchScript
         if shared is None:
-            shared, first = own, name
-        elif own.shape != shared.shape:
-            raise ConfigError(f"tied: {first} is {list(shared.shape)} and {name} is {list(own.shape)}")
+            shared, first = parameter, name
+        elif parameter.shape != shared.shape:
+            raise ConfigError(f"tied: {first} is {list(shared.shape)} and {name} is {list(parameter.shape)}")
         else:
             path, _, leaf = inner.rpartition(".")
             setattr(modules[layer].get_submodule(path), leaf, shared)
@@ -153,16 +155,16 @@ def sum_over(
     """
     whole = [torch.zeros_like(each) if part is None else part for each, part in zip(like, parts, strict=True)]
     marks = torch.tensor([float(part is not None) for part in parts], device=whole[0].device).to(whole[0].dtype)
-    own = _flatten([*whole, marks])
-    if goes_through_host(own.device, group):
-        own = own.cpu()
-    received: dict[int, Tensor] = {rank: own}
+    flat = _flatten([*whole, marks])
+    if goes_through_host(flat.device, group):
+        flat = flat.cpu()
+    received: dict[int, Tensor] = {rank: flat}
     works = []
     for other in holders:
         if other == rank:
             continue
-        received[other] = torch.empty_like(own)
-        calls = [(group.send, own), (group.recv, received[other])]
+        received[other] = torch.empty_like(flat)
+        calls = [(group.send, flat), (group.recv, received[other])]
         # On NCCL a send ends when the other end receives, and calls between two ranks run one after the other.
         for call, tensor in calls if rank < other else reversed(calls):
             works.append(call([as_sent(tensor)], other, Tag.TIED_WEIGHT))
@@ -221,16 +223,16 @@ class SharedParameters:
         self._layers = layers
         self._objects: dict[str, nn.Parameter] = {}
         self._built: list[nn.Module] = []
-        found = list(_objects(layers))
+        objects = list(_objects(layers))
         self._lengths = {
-            id(each.value): (each.value, len(each.value)) for each in found if isinstance(each.value, list)
+            id(each.value): (each.value, len(each.value)) for each in objects if isinstance(each.value, list)
         }
-        self._numbers = _numbers(found)
+        self._numbers = _numbers(objects)
         for layer, name in zip(layers, names, strict=True):
             if isinstance(layer, nn.Module):
                 self._remember(name, layer)
 
-    def learn(self, name: str, module: nn.Module) -> None:
+    def add_layer(self, name: str, module: nn.Module) -> None:
         """The layer `name` is `module`; call it before the module's parameters are moved or replaced."""
         self._remember(name, module)
         self._built.append(module)
@@ -256,9 +258,9 @@ class SharedParameters:
             if parameter not in self._numbers:
                 names.setdefault(parameter, name)
         built = {id(part) for module in self._built for part in module.modules()}
-        kept = []
-        for found in _objects(self._layers, self._added_to):
-            value = found.value
+        additions = []
+        for holder in _objects(self._layers, self._added_to):
+            value = holder.value
             if isinstance(value, nn.Parameter):
                 inside: Iterable[tuple[str, nn.Parameter]] = [("", value)]
             elif isinstance(value, nn.Module) and not _collects(value, built):
@@ -268,9 +270,9 @@ class SharedParameters:
             is_layer = any(value is module for module in self._built)
             for inner, parameter in inside:
                 if parameter in names:
-                    path = f"{found.path}:{inner} {tuple(parameter.shape)} {parameter.dtype}"
-                    kept.append((path, names[parameter], is_layer))
-        return kept
+                    path = f"{holder.path}:{inner} {tuple(parameter.shape)} {parameter.dtype}"
+                    additions.append((path, names[parameter], is_layer))
+        return additions
 
     def _added_to(self, value: Any) -> bool:
         """Return whether a list was made, or has become longer or shorter, while layers were built."""
@@ -287,8 +289,8 @@ class SharedParameters:
         names = {parameter: name for name, parameter in reversed(self._objects.items())}
         if _number_alike(facts):
             by_number = {number: parameter for parameter, number in self._numbers.items()}
-            for each in facts:
-                for name, number in each["numbers"].items():
+            for rank_facts in facts:
+                for name, number in rank_facts["numbers"].items():
                     names.setdefault(by_number[number], name)
         held = {p for name, p in self._objects.items() if layer_of(name, here) is not None}
         return {parameter: name for parameter, name in names.items() if parameter not in held}
@@ -301,12 +303,12 @@ def _number_alike(facts: Sequence[Mapping[str, Any]]) -> bool:
 
 def shared_groups(facts: Sequence[Mapping[str, Any]]) -> Groups:
     """Names of parameters that are one object, from the `facts` of every rank of a pipeline."""
-    groups: Groups = [tuple(names) for each in facts for names in each["groups"]]
+    groups: Groups = [tuple(names) for rank_facts in facts for names in rank_facts["groups"]]
     if _number_alike(facts):
-        groups += _grouped({name: number for each in facts for name, number in each["numbers"].items()})
+        groups += _grouped({name: number for rank_facts in facts for name, number in rank_facts["numbers"].items()})
     paths: dict[str, dict[str, bool]] = {}
-    for each in facts:
-        for path, name, is_layer in each["kept"]:
+    for rank_facts in facts:
+        for path, name, is_layer in rank_facts["kept"]:
             paths.setdefault(path, {})[name] = is_layer
     # where every rank has found a layer of its own, each of them was kept there in its turn
     groups += [tuple(names) for names in paths.values() if len(names) > 1 and not all(names.values())]
@@ -315,17 +317,17 @@ def shared_groups(facts: Sequence[Mapping[str, Any]]) -> Groups:
 
 def merged(groups: Sequence[Sequence[str]]) -> Groups:
     """Groups that have a name in common are one; names keep the order in which they come."""
-    found: list[dict[str, None]] = []
+    disjoint: list[dict[str, None]] = []
     for names in groups:
         together = dict.fromkeys(names)
         apart: list[dict[str, None]] = []
         touched: list[dict[str, None]] = []
-        for other in found:
+        for other in disjoint:
             (touched if together.keys() & other.keys() else apart).append(other)
         for other in reversed(touched):
             together = {**other, **together}
-        found = [*apart, together]
-    return [tuple(names) for names in found]
+        disjoint = [*apart, together]
+    return [tuple(names) for names in disjoint]
 
 
 def _grouped(keys: Mapping[str, int]) -> Groups:
@@ -347,14 +349,14 @@ class _Found(NamedTuple):
     value: Any
 
 
-def _numbers(found: Iterable[_Found]) -> dict[nn.Parameter, int]:
+def _numbers(objects: Iterable[_Found]) -> dict[nn.Parameter, int]:
     """Parameter object -> its number among all that were found."""
     numbers: dict[nn.Parameter, int] = {}
-    for each in found:
-        if isinstance(each.value, nn.Parameter):
-            numbers.setdefault(each.value, len(numbers))
-        elif isinstance(each.value, nn.Module):
-            for parameter in each.value.parameters():
+    for holder in objects:
+        if isinstance(holder.value, nn.Parameter):
+            numbers.setdefault(holder.value, len(numbers))
+        elif isinstance(holder.value, nn.Module):
+            for parameter in holder.value.parameters():
                 numbers.setdefault(parameter, len(numbers))
     return numbers
 

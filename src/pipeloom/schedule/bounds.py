@@ -27,32 +27,38 @@ def lower_bound(schedule: Schedule, costs: Costs | None = None, *, split_backwar
     Micro-batches may differ (`Costs.microbatch`), and come in any order: the least of a route's factors stands for the one that
     a rank waits for. Memory does not enter. docs/bounds.md: work, head, tail.
     """
-    chosen = costs if costs is not None else Costs()
-    factors = chosen.factors(schedule.microbatches)
-    spread = StageCosts.of(chosen, schedule.stages)
+    cost_model = costs if costs is not None else Costs()
+    factors = cost_model.factors(schedule.microbatches)
+    spread = StageCosts.of(cost_model, schedule.stages)
     before, _ = neighbours(schedule)
     prefix, suffix = [0.0] * schedule.stages, [0.0] * schedule.stages
     sums = [0.0] * len(schedule.routes)
     for index, route in enumerate(schedule.routes):
-        own = [factor for factor, taken in zip(factors, schedule.route_of, strict=True) if taken == index]
-        sums[index], least = sum(own), min(own, default=1.0)
+        factors_of_route = [
+            factor for factor, route_index in zip(factors, schedule.route_of, strict=True) if route_index == index
+        ]
+        sums[index], least = sum(factors_of_route), min(factors_of_route, default=1.0)
         for stage in route:
             previous = before[stage]
             if previous is not None:
                 here, there = schedule.placement[stage], schedule.placement[previous]
-                out, back = chosen.hop(there, here, least), chosen.hop(here, there, least)
+                out, back = cost_model.hop(there, here, least), cost_model.hop(here, there, least)
                 prefix[stage] = prefix[previous] + least * spread.forward[previous] + out
                 suffix[stage] = suffix[previous] + least * spread.backward[previous] + back
     route_of = {stage: index for index, route in enumerate(schedule.routes) for stage in route}
     uses = {stage: sums[route] for stage, route in route_of.items()}
     in_use = set(schedule.route_of)
-    gainless = chosen.pair is None and chosen.pair_split is None and not any(chosen.per_stage("all_to_all", len(uses)))
+    gainless = (
+        cost_model.pair is None
+        and cost_model.pair_split is None
+        and not any(cost_model.per_stage("all_to_all", len(uses)))
+    )
     best = 0.0
     for stages in schedule.stages_of:
         busy = [stage for stage in stages if uses[stage]]
         if not busy:
             continue
-        work = _least_work(chosen, schedule.stages, [(stage, uses[stage]) for stage in busy])
+        work = _least_work(cost_model, schedule.stages, [(stage, uses[stage]) for stage in busy])
         head = min(prefix[stage] for stage in busy) if gainless or not in_use - {route_of[s] for s in busy} else 0.0
         tail = min(suffix[stage] for stage in busy) if not split_backward and len(schedule.routes) == 1 else 0.0
         best = max(best, work + head + tail)
@@ -124,21 +130,21 @@ def memory_bound(
     chains = {factor: _ways(placement, costs, factor)[1] for factor in set(factors)}
     best = 0.0
     for rank in range(max(placement) + 1):
-        own = [s for s in range(count) if placement[s] == rank]
-        work = whole * sum(spread.forward[s] + spread.backward[s] for s in own)
-        loads = [(spread.forward[s], activation[s]) for s in own]
+        stages_of_rank = [s for s in range(count) if placement[s] == rank]
+        work = whole * sum(spread.forward[s] + spread.backward[s] for s in stages_of_rank)
+        loads = [(spread.forward[s], activation[s]) for s in stages_of_rank]
         filled = _forwards_that_fit(loads, whole, memory + ROUNDING, even=smallest == 1 == max(factors))
         area = sum(
             factor * activation[s] * (chains[factor][s] + factor * held[s] * spread.weight_grad[s])
             for factor in factors
-            for s in own
+            for s in stages_of_rank
         )
-        first = min(head[s] for s in own)
+        first = min(head[s] for s in stages_of_rank)
         if objective == "makespan":
-            wait = min(head[s] + chain[s] - smallest * spread.input_grad[s] for s in own)
+            wait = min(head[s] + chain[s] - smallest * spread.input_grad[s] for s in stages_of_rank)
             best = max(best, wait + work - filled, first + area / memory)
         else:
-            wait = min(chain[s] - smallest * spread.input_grad[s] for s in own)
+            wait = min(chain[s] - smallest * spread.input_grad[s] for s in stages_of_rank)
             best = max(best, wait + work - filled, area / memory)
     return round(best, 9)
 

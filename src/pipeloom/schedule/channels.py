@@ -87,7 +87,7 @@ def traffic(schedule: Schedule) -> tuple[tuple[EntryTraffic, ...], ...]:
     """rank -> its program with messages. The schedule must have passed `check`."""
     before, after = neighbours(schedule)
     named = NamedEdges.of(schedule)
-    made: dict[tuple[MessageKind, Edge, int], Message] = {}
+    message_of: dict[tuple[MessageKind, Edge, int], Message] = {}
     count: dict[Channel, int] = defaultdict(int)
 
     def into(stage: int) -> list[Edge]:
@@ -110,7 +110,7 @@ def traffic(schedule: Schedule) -> tuple[tuple[EntryTraffic, ...], ...]:
             channel = Channel(rank, destination, kind)
             message = Message(channel, edge, action.microbatch, count[channel])
             count[channel] += 1
-            made[kind, edge, action.microbatch] = message
+            message_of[kind, edge, action.microbatch] = message
             messages.append(message)
         return tuple(messages)
 
@@ -121,7 +121,7 @@ def traffic(schedule: Schedule) -> tuple[tuple[EntryTraffic, ...], ...]:
         awaited = into(action.stage) if kind == "activation" else out_of(action.stage)
         sources = [edge.producer if kind == "activation" else edge.consumer for edge in awaited]
         return tuple(
-            made[kind, edge, action.microbatch]
+            message_of[kind, edge, action.microbatch]
             for edge, source in zip(awaited, sources, strict=True)
             if schedule.placement[source] != rank
         )

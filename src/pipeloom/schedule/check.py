@@ -12,7 +12,7 @@ from pipeloom.errors import ScheduleError
 from pipeloom.schedule.actions import EVENTS, INPUT_GRADIENT, OUTPUT, WEIGHT_GRADIENT, Action, Cell, kind_of, kinds
 from pipeloom.schedule.batched_p2p import check_batches
 from pipeloom.schedule.channels import neighbours, smallest_depths, traffic
-from pipeloom.schedule.graph import Graph, reach
+from pipeloom.schedule.graph import Graph, runnable_prefix
 from pipeloom.schedule.model import Schedule, parts
 
 CheckedTransport = Literal["individual", "batched"]
@@ -38,7 +38,7 @@ def check(
     """
     _check_actions(schedule)
     graph = Graph.of(schedule)
-    reached = reach(schedule, graph)
+    reached = runnable_prefix(schedule, graph)
     if reached != list(map(len, schedule.codes)):
         raise ScheduleError(_explain(schedule, reached))
     if receive_depth is not None:

@@ -105,10 +105,10 @@ def _of_folder(folder: Path) -> tuple[list[_Row], list[str]]:
     for rank in sorted(rows):
         held = frozenset(action.stage for event in rows[rank].steps[-1] for action in parts(event.cell))
         lines.setdefault(held, rows[rank])
-    chosen = [lines[held] for held in sorted(lines, key=min)]
-    left = len(rows) - len(chosen)
+    best_rows = [lines[held] for held in sorted(lines, key=min)]
+    left = len(rows) - len(best_rows)
     notes = [f"{left} of {len(rows)} files hold the stages of another one (replicas) and are left out"] if left else []
-    return chosen, notes
+    return best_rows, notes
 
 
 def _rank_of(trace: Any, path: Path, default: int) -> int:
@@ -158,13 +158,13 @@ def _steps(events: Iterable[dict[str, Any]], rank: int, path: Path) -> list[list
         cell = _cell_of(name, rank)
         if cell is not None:
             (device if on_device else host).append(_NamedEvent(*_interval(event, name, path), cell))
-    found = _outermost(sorted(device or host, key=lambda event: (event.start, -event.end)))
+    outermost = _outermost(sorted(device or host, key=lambda event: (event.start, -event.end)))
     if len(steps) > 1 and not device:  # on a device the work of a step runs on into the host's next one
-        groups = [[action for action in found if low <= action.start < high] for low, high in sorted(steps)]
+        groups = [[action for action in outermost if low <= action.start < high] for low, high in sorted(steps)]
     else:
         groups = []
         counts: dict[Cell, int] = {}
-        for action in found:
+        for action in outermost:
             number = counts[action.cell] = counts.get(action.cell, 0) + 1
             while len(groups) < number:
                 groups.append([])
@@ -174,13 +174,13 @@ def _steps(events: Iterable[dict[str, Any]], rank: int, path: Path) -> list[list
 
 def _outermost(events: Sequence[_NamedEvent]) -> list[_NamedEvent]:
     """Return the events without the actions that lie inside the event of their pair."""
-    kept: list[_NamedEvent] = []
+    outermost: list[_NamedEvent] = []
     for event in events:
-        last = kept[-1] if kept else None
+        last = outermost[-1] if outermost else None
         inside = last is not None and event.end <= last.end and isinstance(last.cell, Pair)
         if not (inside and last is not None and event.cell in last.cell):
-            kept.append(event)
-    return kept
+            outermost.append(event)
+    return outermost
 
 
 def _interval(event: dict[str, Any], name: str, path: Path) -> tuple[float, float]:

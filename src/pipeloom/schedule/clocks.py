@@ -43,9 +43,9 @@ def offsets(schedule: Schedule, starts: TimeRows, ends: TimeRows) -> tuple[list[
     (Bellman and Ford). They are needed because each rank's clock begins with its own iteration.
     """
     bound: dict[tuple[int, int], float] = {}
-    for source, made, rank, at in needs(schedule):
+    for source, at_source, rank, at in needs(schedule):
         if source != rank:
-            late = ends[source][made] - starts[rank][at]
+            late = ends[source][at_source] - starts[rank][at]
             bound[source, rank] = max(late, bound.get((source, rank), late))
     shifts = [0.0] * schedule.ranks
     for _ in range(schedule.ranks):

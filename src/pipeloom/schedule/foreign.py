@@ -99,11 +99,11 @@ def _json(path: Path) -> Any:
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The JSON object of these pairs. Raises ValueError for a repeated key."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    table = dict(pairs)
+    if len(table) < len(pairs):
         keys = [key for key, _ in pairs]
         raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r:.60} appears twice in an object")
-    return found
+    return table
 
 
 def _load_dump(folder: Path) -> Foreign:
@@ -129,11 +129,11 @@ def _load_dump(folder: Path) -> Foreign:
     for name, rows in zip(names, iterations, strict=True):
         _require_milliseconds([dump[name] for dump in dumps], rows, f"{folder}, iteration {name}")
     _require_enough(iterations[-1], chunks * microbatches, folder)
-    found, notes = _schedule(iterations[-1], (ranks, chunks, microbatches), folder)
+    schedule, notes = _schedule(iterations[-1], (ranks, chunks, microbatches), folder)
     timelines = []
     for name, rows in zip(names, iterations, strict=True):
         try:
-            timelines.append(aligned(found, *_times(found, rows)))
+            timelines.append(aligned(schedule, *_times(schedule, rows)))
         except ScheduleError as error:
             raise ScheduleError(f"{folder}, iteration {name}: {error}") from None
     memory = tuple(max(_gigabytes(dump[name]) for name in names) for dump in dumps)
@@ -295,7 +295,7 @@ def _labelled(rows: _Ranks, sizes: tuple[int, int, int], folder: Path) -> Schedu
     if chunks == 2:
         places["vee"] = [stage for rank in range(ranks) for stage in (rank, 2 * ranks - 1 - rank)]
     reasons = []
-    found: list[tuple[float, Schedule]] = []
+    candidates: list[tuple[float, Schedule]] = []
     for name, stages in places.items():
         programs: list[list[Cell]] = []
         for rank, row in enumerate(rows):
@@ -325,10 +325,10 @@ def _labelled(rows: _Ranks, sizes: tuple[int, int, int], folder: Path) -> Schedu
         except ScheduleError as error:
             reasons.append(f"in a {name}: {error}")
             continue
-        found.append((_lateness(schedule, rows), schedule))
-    if not found:
+        candidates.append((_lateness(schedule, rows), schedule))
+    if not candidates:
         raise ScheduleError(f"{folder}: the events do not form a schedule; {'; '.join(reasons)}")
-    return min(found, key=lambda one: one[0])[1]
+    return min(candidates, key=lambda one: one[0])[1]
 
 
 def _times(schedule: Schedule, rows: _Ranks) -> tuple[list[list[float]], list[list[float]]]:
@@ -340,11 +340,11 @@ def _times(schedule: Schedule, rows: _Ranks) -> tuple[list[list[float]], list[li
             raise ScheduleError(
                 f"rank {rank} runs {word[:60]}, and the schedule {_letters(schedule.programs[rank])[:60]}"
             )
-        kept = [
+        events = [
             event for at, event in enumerate(row) if not at or row[at - 1][:2] != event[:2] or event.kind not in "BI"
         ]
-        starts.append([event.start for event in kept])
-        ends.append([event.end for event in kept])
+        starts.append([event.start for event in events])
+        ends.append([event.end for event in events])
     return starts, ends
 
 

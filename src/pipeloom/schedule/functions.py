@@ -65,12 +65,12 @@ def user_object(name: str, folder: Path, what: str) -> Any:
             raise UsageError(f"{error} among what is installed, nor in {folder.absolute()}") from None
         raise
     try:
-        found = getattr(module, attribute)
+        value = getattr(module, attribute)
     except AttributeError as error:
         raise UsageError(f"{what} {name!r:.200}: {error}") from None
-    if not callable(found):
+    if not callable(value):
         raise UsageError(f"{what} {name!r:.200} is not a {'class' if what == 'class' else 'function'}")
-    return found
+    return value
 
 
 def run_user_code(name: str, what: str, run: Callable[[], Result]) -> Result:
@@ -103,8 +103,8 @@ def _origin(error: Exception, name: str) -> str | None:
     outside = [f for f in frames if not f.filename.startswith((here, "<frozen ")) and f.filename != importlib.__file__]
     spec = sys.modules.get(name.partition(":")[0])
     file = getattr(spec, "__file__", None)
-    own = [frame for frame in outside if frame.filename == file] or outside
-    return f"{_short_path(own[-1].filename)}:{own[-1].lineno}" if own else None
+    of_file = [frame for frame in outside if frame.filename == file] or outside
+    return f"{_short_path(of_file[-1].filename)}:{of_file[-1].lineno}" if of_file else None
 
 
 def _short_path(file: str) -> str:

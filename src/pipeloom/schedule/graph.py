@@ -142,7 +142,7 @@ class WalkCosts:
 
 
 @dataclass(frozen=True)
-class Run:
+class WalkResult:
     """Result of `walk`.
 
     Attributes:
@@ -155,7 +155,7 @@ class Run:
     stuck: list[int]
 
 
-class _Turns:
+class _ReadyQueue:
     """Queue of ranks: those that are ready, ranks that wait for an event, and the entry that each of those stopped at."""
 
     def __init__(self, feeds: Sequence[Iterator[Any]]) -> None:
@@ -173,7 +173,7 @@ class _Turns:
         self.waiting[need] = rank
 
 
-def reach(schedule: Schedule, graph: Graph) -> list[int]:
+def runnable_prefix(schedule: Schedule, graph: Graph) -> list[int]:
     """rank -> how many entries of its program can run, with data dependencies and program order alone.
 
     The loops of this file are written out, one for each shape of entry: a call for each action would cost as much as the rest,
@@ -184,7 +184,7 @@ def reach(schedule: Schedule, graph: Graph) -> list[int]:
     if schedule.has_pairs:
         _reach_pairs(schedule, graph, happened)
     else:
-        turns = _Turns([zip(graph.events_of(p), graph.needs_of(p), strict=True) for p in schedule.codes])
+        turns = _ReadyQueue([zip(graph.events_of(p), graph.needs_of(p), strict=True) for p in schedule.codes])
         ready, waiting = turns.ready, turns.waiting
         while ready:
             rank = ready.pop()
@@ -205,7 +205,7 @@ def _reach_pairs(schedule: Schedule, graph: Graph, happened: bytearray) -> None:
         entries = schedule.split_entries(rank)
         columns = [column(codes) for codes in entries for column in (graph.events_of, graph.needs_of)]
         feeds.append(zip(*columns, strict=True))
-    turns = _Turns(feeds)
+    turns = _ReadyQueue(feeds)
     while turns.ready:
         rank = turns.ready.pop()
         for entry in turns.entries(rank):
@@ -214,9 +214,9 @@ def _reach_pairs(schedule: Schedule, graph: Graph, happened: bytearray) -> None:
                 turns.stop(rank, entry, need2 if happened[need] else need)
                 break
             happened[event] = happened[event2] = 1
-            for made in (event, event2):
-                if made in turns.waiting:
-                    turns.ready.append(turns.waiting.pop(made))
+            for produced in (event, event2):
+                if produced in turns.waiting:
+                    turns.ready.append(turns.waiting.pop(produced))
 
 
 def walk(
@@ -225,24 +225,24 @@ def walk(
     weights: WalkCosts,
     clocks: Sequence[float] | None = None,
     overlap_p2p: bool = True,
-) -> Run:
+) -> WalkResult:
     """Run every rank's program as early as order and messages allow; each rank starts at its clock (default 0).
 
     With `overlap_p2p` a message travels while its receiver computes; without, its hop starts when the receiver is free.
     Linear in the number of actions. A schedule with a cycle leaves ranks that wait for ever, listed in `stuck`.
     """
     end_of = [NEVER] * graph.always + [0.0, 0.0]
-    run = Run([[] for _ in schedule.codes], [[] for _ in schedule.codes], [])
+    run = WalkResult([[] for _ in schedule.codes], [[] for _ in schedule.codes], [])
     clock = list(clocks) if clocks is not None else [0.0] * schedule.ranks
     if weights.named is not None:
         feeds = [_named_feed(schedule, rank, graph, weights, weights.named) for rank in range(schedule.ranks)]
-        _walk_named(_Turns(feeds), end_of, run, clock, overlap_p2p)
+        _walk_named(_ReadyQueue(feeds), end_of, run, clock, overlap_p2p)
     elif schedule.has_pairs or (weights.hop is not None and not overlap_p2p):
         feeds = [_pair_feed(schedule, rank, graph, weights) for rank in range(schedule.ranks)]
-        _walk_pairs(_Turns(feeds), end_of, run, clock, overlap_p2p)
+        _walk_pairs(_ReadyQueue(feeds), end_of, run, clock, overlap_p2p)
     else:
         feeds = [_feed(program, graph, weights) for program in schedule.codes]
-        (_walk if weights.hop is None else _walk_hops)(_Turns(feeds), end_of, run, clock)
+        (_walk if weights.hop is None else _walk_hops)(_ReadyQueue(feeds), end_of, run, clock)
     run.stuck.extend(rank for rank, program in enumerate(schedule.codes) if len(run.ends[rank]) < len(program))
     return run
 
@@ -253,7 +253,7 @@ def _feed(program: Program, graph: Graph, weights: WalkCosts) -> Iterator[Any]:
     return zip(*columns, strict=True)
 
 
-def _walk(turns: _Turns, end_of: list[float], run: Run, clocks: list[float]) -> None:
+def _walk(turns: _ReadyQueue, end_of: list[float], run: WalkResult, clocks: list[float]) -> None:
     """Walk a graph in which hops are free and nothing is paired."""
     ready, waiting = turns.ready, turns.waiting
     while ready:
@@ -275,7 +275,7 @@ def _walk(turns: _Turns, end_of: list[float], run: Run, clocks: list[float]) -> 
         clocks[rank] = clock
 
 
-def _walk_hops(turns: _Turns, end_of: list[float], run: Run, clocks: list[float]) -> None:
+def _walk_hops(turns: _ReadyQueue, end_of: list[float], run: WalkResult, clocks: list[float]) -> None:
     """As `_walk`, with a hop before each input arrives.
 
     A separate loop: one loop with hops of 0 takes 1.1 to 1.5 times as long where hops are free, and `check` always is.
@@ -311,7 +311,9 @@ def _pair_feed(schedule: Schedule, rank: int, graph: Graph, weights: WalkCosts) 
     return zip(*columns, strict=True)
 
 
-def _walk_pairs(turns: _Turns, end_of: list[float], run: Run, clocks: list[float], overlap_p2p: bool) -> None:
+def _walk_pairs(
+    turns: _ReadyQueue, end_of: list[float], run: WalkResult, clocks: list[float], overlap_p2p: bool
+) -> None:
     """As `_walk_hops`, for programs with pairs and for hops that keep their receiver waiting."""
     ready, waiting = turns.ready, turns.waiting
     while ready:
@@ -331,9 +333,9 @@ def _walk_pairs(turns: _Turns, end_of: list[float], run: Run, clocks: list[float
             clock += duration
             end_of[event] = end_of[event2] = clock
             run.ends[rank].append(clock)
-            for made in (event, event2):
-                if made in waiting:
-                    ready.append(waiting.pop(made))
+            for produced in (event, event2):
+                if produced in waiting:
+                    ready.append(waiting.pop(produced))
         clocks[rank] = clock
 
 
@@ -351,7 +353,9 @@ def _named_feed(
         yield weights.duration[code] if code < limit else weights.pair[code], [event[each] for each in codes], needs
 
 
-def _walk_named(turns: _Turns, end_of: list[float], run: Run, clocks: list[float], overlap_p2p: bool) -> None:
+def _walk_named(
+    turns: _ReadyQueue, end_of: list[float], run: WalkResult, clocks: list[float], overlap_p2p: bool
+) -> None:
     """As `_walk_pairs`, for entries that wait for any number of messages."""
     ready, waiting = turns.ready, turns.waiting
     while ready:

@@ -111,7 +111,7 @@ def _gaps_of(timeline: TimedSchedule, rank: int, maker: _Makers, step: tuple[flo
     peak, level = timeline.peak_memory[rank], 0.0
     change = timeline.memory_changes
     upcoming = _upcoming_forwards(firsts, [forwards[code // stride] for code in firsts])
-    found: list[Gap] = []
+    rank_gaps: list[Gap] = []
     for at, (first, second) in enumerate(zip(firsts, seconds, strict=True)):
         start = timeline.starts[rank][at]
         if start > clock + dust:
@@ -122,12 +122,12 @@ def _gaps_of(timeline: TimedSchedule, rank: int, maker: _Makers, step: tuple[flo
             if later is not None and not forwards[first // stride] and level + change[later] > peak + 1e-9 * peak:
                 ready = _arrival(timeline, maker, rank, later, clock)
                 cuts = _for_memory(cuts, clock if ready is None else ready[0])
-            found += (Gap(*cut, at) for cut in cuts if cut[1] > cut[0] + dust)
+            rank_gaps += (Gap(*cut, at) for cut in cuts if cut[1] > cut[0] + dust)
         level += change[first] + (change[second] if second != none else 0.0)
         clock = timeline.ends[rank][at]
     if finish > clock + dust:
-        found.append(Gap(clock, finish, "end of step", len(firsts)))
-    return tuple(found)
+        rank_gaps.append(Gap(clock, finish, "end of step", len(firsts)))
+    return tuple(rank_gaps)
 
 
 def _upcoming_forwards(codes: object, is_forward: list[bool]) -> list[int | None]:

@@ -50,33 +50,33 @@ def from_json(text: str, source: str = "json") -> Schedule:
         ScheduleError: a cell that is not an action, or a rank, stage, route or micro-batch out of range.
     """
     try:
-        found = json.loads(text.removeprefix("\ufeff"), parse_int=_integer)
+        form = json.loads(text.removeprefix("\ufeff"), parse_int=_integer)
     except json.JSONDecodeError as error:
         raise UsageError(f"{source}:{error.lineno}:{error.colno}: this is not JSON: {error.msg}") from None
     except RecursionError:
         raise UsageError(f"{source}: lists and objects are nested too deeply; at most {MOST_NESTED} levels") from None
     except ValueError as error:
         raise UsageError(f"{source}: {error}") from None
-    if depth(found) > MOST_NESTED:
+    if depth(form) > MOST_NESTED:
         raise UsageError(f"{source}: lists and objects are nested too deeply; at most {MOST_NESTED} levels")
-    if not isinstance(found, dict):
-        raise UsageError(f"{source}: a schedule is a JSON object, and this is a {type(found).__name__}")
-    if found.get("format") != SCHEDULE_FORMAT:
+    if not isinstance(form, dict):
+        raise UsageError(f"{source}: a schedule is a JSON object, and this is a {type(form).__name__}")
+    if form.get("format") != SCHEDULE_FORMAT:
         raise UsageError(
-            f"{source}: format is {found.get('format')!r:.200}; this version reads {SCHEDULE_FORMAT!r:.200}"
+            f"{source}: format is {form.get('format')!r:.200}; this version reads {SCHEDULE_FORMAT!r:.200}"
         )
-    programs = _programs(found, source)
-    ranks = _whole(found, "ranks", source, default=len(programs))
+    programs = _programs(form, source)
+    ranks = _whole(form, "ranks", source, default=len(programs))
     if ranks != len(programs):
         raise ScheduleError(f"{source}: ranks is {ranks}, and there are programs for {len(programs)}")
-    microbatches = _whole(found, "microbatches", source)
-    placement = _wholes(_key(found, "placement", source), "placement", source)
+    microbatches = _whole(form, "microbatches", source)
+    placement = _wholes(_key(form, "placement", source), "placement", source)
     cells = sum(map(len, programs))
     if microbatches * len(placement) > 4 * cells:
         raise ScheduleError(
             f"{source}: {cells} actions are too few for {microbatches} micro-batches through {len(placement)} stages"
         )
-    name, options = found.get("name", "json"), found.get("options", {})
+    name, options = form.get("name", "json"), form.get("options", {})
     if not isinstance(name, str) or not isinstance(options, dict):
         raise UsageError(f"{source}: name must be a string and options an object")
     try:
@@ -86,9 +86,9 @@ def from_json(text: str, source: str = "json") -> Schedule:
             microbatches=microbatches,
             name=name,
             options={key: _frozen(value) for key, value in options.items()},
-            routes=_routes(found, source),
-            route_of=_wholes(found["route_of"], "route_of", source) if "route_of" in found else None,
-        ).with_tensors(_tensors(found, source))
+            routes=_routes(form, source),
+            route_of=_wholes(form["route_of"], "route_of", source) if "route_of" in form else None,
+        ).with_tensors(_tensors(form, source))
     except ScheduleError as error:
         raise ScheduleError(f"{source}: {error}") from None
 
@@ -99,14 +99,14 @@ def _integer(digits: str) -> int:
     return int(digits)
 
 
-def _key(found: dict[str, Any], key: str, source: str) -> Any:
-    if key not in found:
+def _key(form: dict[str, Any], key: str, source: str) -> Any:
+    if key not in form:
         raise UsageError(f"{source}: the key {key!r:.200} is missing")
-    return found[key]
+    return form[key]
 
 
-def _whole(found: dict[str, Any], key: str, source: str, default: int | None = None) -> int:
-    value = found.get(key, default) if default is not None else _key(found, key, source)
+def _whole(form: dict[str, Any], key: str, source: str, default: int | None = None) -> int:
+    value = form.get(key, default) if default is not None else _key(form, key, source)
     return _wholes([value], key, source)[0]
 
 
@@ -119,29 +119,29 @@ def _wholes(value: Any, key: str, source: str) -> list[int]:
     return value
 
 
-def _routes(found: dict[str, Any], source: str) -> list[list[int]] | None:
-    if "routes" not in found:
+def _routes(form: dict[str, Any], source: str) -> list[list[int]] | None:
+    if "routes" not in form:
         return None
-    routes = found["routes"]
+    routes = form["routes"]
     if not isinstance(routes, list) or not routes:
         raise UsageError(f"{source}: routes must be a list of lists of stages, not {routes!r:.60}")
     return [_wholes(route, "routes", source) for route in routes]
 
 
-def _tensors(found: dict[str, Any], source: str) -> list[tuple[str, int, list[int]]]:
-    tensors = found.get("tensors", [])
+def _tensors(form: dict[str, Any], source: str) -> list[tuple[str, int, list[int]]]:
+    tensors = form.get("tensors", [])
     if not isinstance(tensors, list):
         raise UsageError(f"{source}: tensors must be a list, not {tensors!r:.60}")
-    for each in tensors:
-        if not isinstance(each, list) or len(each) != 3 or not isinstance(each[0], str):
-            raise UsageError(f"{source}: tensors holds {each!r:.60}; give [name, producer, [consumers]]")
-        _wholes([each[1]], "tensors", source)
-        _wholes(each[2], "tensors", source)
+    for entry in tensors:
+        if not isinstance(entry, list) or len(entry) != 3 or not isinstance(entry[0], str):
+            raise UsageError(f"{source}: tensors holds {entry!r:.60}; give [name, producer, [consumers]]")
+        _wholes([entry[1]], "tensors", source)
+        _wholes(entry[2], "tensors", source)
     return [(name, producer, consumers) for name, producer, consumers in tensors]
 
 
-def _programs(found: dict[str, Any], source: str) -> list[list[str]]:
-    programs = _key(found, "programs", source)
+def _programs(form: dict[str, Any], source: str) -> list[list[str]]:
+    programs = _key(form, "programs", source)
     if not isinstance(programs, list) or not all(isinstance(program, list) for program in programs):
         raise UsageError(f"{source}: programs must be one list of cells for each rank")
     for rank, program in enumerate(programs):

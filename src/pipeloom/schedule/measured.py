@@ -39,10 +39,10 @@ def measured_costs(
                 times.setdefault((action.kind, action.stage), []).append(stop - begin)
 
     def mean(kind: str, stage: int) -> float:
-        own = times.get((kind, stage))
-        if own is None and kind != "F":
-            own = [time / 2 for time in times.get(("B", stage), [0.0])]
-        return fmean(own or [0.0])
+        samples = times.get((kind, stage))
+        if samples is None and kind != "F":
+            samples = [time / 2 for time in times.get(("B", stage), [0.0])]
+        return fmean(samples or [0.0])
 
     stages = range(schedule.stages)
     parted = tuple(mean("I", s) + mean("W", s) for s in stages)
@@ -92,12 +92,12 @@ def hops(schedule: Schedule, starts: Sequence[Sequence[float]], ends: Sequence[S
         if 0 <= position < len(route):
             source, entry = places[kind, route[position], microbatch]
             needed.setdefault((rank, at), []).append((ends[source][entry], source))
-    found = []
+    delays = []
     for (rank, at), messages in needed.items():
         end, source = max(messages)  # a pair waits for the later of its two
         if at and source != rank and end > ends[rank][at - 1]:
-            found.append(starts[rank][at] - end)
-    return found
+            delays.append(starts[rank][at] - end)
+    return delays
 
 
 @dataclass(frozen=True)
@@ -251,21 +251,21 @@ def _spent(timeline: Timeline) -> list[dict[str, float]]:
     origin, whole = _origin(timeline), step_time(timeline)
     exposed = timeline.exposed or (Exposed(),) * timeline.schedule.ranks
     rows = []
-    for rank, each in enumerate(exposed):
+    for rank, rank_exposed in enumerate(exposed):
         row = dict.fromkeys(SPENT, 0.0)
-        busy, inside = timeline.busy[rank], sum(each.inside.values())
+        busy, inside = timeline.busy[rank], sum(rank_exposed.inside.values())
         # On a GPU the device's events time communications and the host's clock the actions: never more than all of it.
         share = min(1.0, busy / inside) if inside else 1.0
-        for kind, seconds in each.inside.items():
+        for kind, seconds in rank_exposed.inside.items():
             row[kind] += share * seconds
         row["computation"] = busy - share * inside
         for cause, seconds in timeline.idle_by_cause[rank].items():
             row["p2p" if cause == "message" else cause] += seconds
         last = timeline.ends[rank][-1] if timeline.ends[rank] else origin
-        tail = max(0.0, each.end - last)
-        spoken = sum(each.after.values())
+        tail = max(0.0, rank_exposed.end - last)
+        spoken = sum(rank_exposed.after.values())
         share = min(1.0, tail / spoken) if spoken else 1.0
-        for kind, seconds in each.after.items():
+        for kind, seconds in rank_exposed.after.items():
             row[kind] += share * seconds
         row["overhead"] += tail - share * spoken
         row["end of step"] += whole - timeline.makespan - tail
@@ -311,18 +311,18 @@ def slow_stages(timelines: Sequence[Timeline], layers: Sequence[float] | None = 
     times = {stage: [_stage_time(step, stage) / sizes[stage] for step in steps] for stage in alike}
     middle = {stage: median(values) for stage, values in times.items()}
     spread = {stage: median(abs(value - middle[stage]) for value in values) for stage, values in times.items()}
-    found = []
+    outliers = []
     for stage in alike:
         others = [middle[other] for other in alike if other != stage]
         if len(others) < 2 or not median(others):
             continue
-        usual = median(others)
-        noise = max(median(spread.values()), spread[stage]) / usual
-        differ = median(abs(a - b) for a, b in combinations(others, 2)) / usual
-        excess = middle[stage] / usual - 1
+        typical = median(others)
+        noise = max(median(spread.values()), spread[stage]) / typical
+        differ = median(abs(a - b) for a, b in combinations(others, 2)) / typical
+        excess = middle[stage] / typical - 1
         if excess > max(LEAST_EXCESS, 3 * noise, 3 * differ):
-            found.append(SlowStage(stage, schedule.placement[stage], excess))
-    return tuple(sorted(found, key=lambda slow: -slow.excess))
+            outliers.append(SlowStage(stage, schedule.placement[stage], excess))
+    return tuple(sorted(outliers, key=lambda slow: -slow.excess))
 
 
 def _stage_time(timeline: Timeline, stage: int) -> float:

@@ -271,12 +271,10 @@ class Schedule:
         return html_of(self)
 
     def __repr__(self) -> str:
-        shown = "".join(f", {key}={value!r}" for key, value in self.options if key != "chunks")
+        options = "".join(f", {key}={value!r}" for key, value in self.options if key != "chunks")
         if self.tensors:
-            shown += f", tensors={len(self.tensors)}"
-        return (
-            f"Schedule({self.name}, ranks={self.ranks}, chunks={self.chunks}, microbatches={self.microbatches}{shown})"
-        )
+            options += f", tensors={len(self.tensors)}"
+        return f"Schedule({self.name}, ranks={self.ranks}, chunks={self.chunks}, microbatches={self.microbatches}{options})"
 
     def __str__(self) -> str:
         """The representation and one line per rank, cut at 20 actions."""

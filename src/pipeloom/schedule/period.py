@@ -14,10 +14,10 @@ def period(schedule: Schedule, costs: Costs | None = None, limit: int = 64, *, o
     Synchronization and Linearity, chapter 3); a few walks find it. After `limit` walks without a cycle: the mean growth of
     their second half.
     """
-    chosen = costs if costs is not None else Costs()
+    cost_model = costs if costs is not None else Costs()
     history = [[0.0] * schedule.ranks]
     for _ in range(limit):
-        run = run_once(schedule, chosen, history[-1], overlap_p2p=overlap_p2p)
+        run = run_once(schedule, cost_model, history[-1], overlap_p2p=overlap_p2p)
         history.append([ends[-1] if ends else clock for ends, clock in zip(run.ends, history[-1], strict=True)])
         for back in range(1, min(5, len(history))):
             growth = [now - then for now, then in zip(history[-1], history[-1 - back], strict=True)]

@@ -21,7 +21,7 @@ from pipeloom.schedule.actions import Resource
 from pipeloom.schedule.costs import Costs
 
 
-class Times(NamedTuple):
+class PhaseTimes(NamedTuple):
     """Forward, input gradient and weight gradient of one part of a layer."""
 
     forward: float = 1.0
@@ -29,7 +29,7 @@ class Times(NamedTuple):
     weight_grad: float = 1.0
 
 
-UNIT = Times()
+UNIT = PhaseTimes()
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class LayerSegments:
         UsageError: a negative or not finite time.
     """
 
-    attention: Times = UNIT
-    experts: Times = UNIT
+    attention: PhaseTimes = UNIT
+    experts: PhaseTimes = UNIT
     dispatch: float = 0.0
     combine: float = 0.0
     dispatch_backward: float | None = None
@@ -66,7 +66,7 @@ class LayerSegments:
         return combine, self.dispatch if self.dispatch_backward is None else self.dispatch_backward
 
 
-class Placed(NamedTuple):
+class ScheduledSegment(NamedTuple):
     """One segment as it ran: `name` as in the module's order, its layer (from the stage's first), and when."""
 
     name: str
@@ -81,7 +81,7 @@ class _Resources:
     """Both resources: the time from which each is free, and the segments that have run."""
 
     free: dict[Resource, float] = field(default_factory=lambda: {"computation": 0.0, "communication": 0.0})
-    done: list[Placed] = field(default_factory=list)
+    done: list[ScheduledSegment] = field(default_factory=list)
 
     def run(self, name: str, layer: int, resource: Resource, time: float, after: float) -> float:
         """Run a segment from `after` on; return its end. One that takes no time is not recorded and delays nothing."""
@@ -89,7 +89,7 @@ class _Resources:
             return after
         start = max(self.free[resource], after)
         self.free[resource] = start + time
-        self.done.append(Placed(name, layer, resource, start, start + time))
+        self.done.append(ScheduledSegment(name, layer, resource, start, start + time))
         return start + time
 
 
@@ -97,7 +97,9 @@ LayerSequence = Sequence[LayerSegments]
 WeightGradMode = Literal["split", "fused", "later"]
 
 
-def run_block(forward: LayerSequence, backward: LayerSequence, weights: WeightGradMode = "split") -> tuple[Placed, ...]:
+def run_block(
+    forward: LayerSequence, backward: LayerSequence, weights: WeightGradMode = "split"
+) -> tuple[ScheduledSegment, ...]:
     """One block on two resources: an overlapped pair, or a forward or a backward alone where the other is empty.
 
     Args:
@@ -132,7 +134,7 @@ def _layer_pair(
     run = resources.run
     fused = weights == "fused"
 
-    def back_through(name: str, times: Times, after: float) -> float:
+    def back_through(name: str, times: PhaseTimes, after: float) -> float:
         spent = times.input_grad + (times.weight_grad if fused else 0.0)
         end = run(f"B.{name}", at[1], "computation", spent, after)
         if weights == "split":
@@ -157,12 +159,12 @@ def _layer_pair(
     return output, gradient
 
 
-def length(block: Sequence[Placed]) -> float:
+def length(block: Sequence[ScheduledSegment]) -> float:
     """The time from the block's start to its last end."""
     return max((segment.end for segment in block), default=0.0)
 
 
-def exposed(block: Sequence[Placed]) -> float:
+def exposed(block: Sequence[ScheduledSegment]) -> float:
     """The block's time in which nothing computes: all-to-all that is not hidden."""
     return length(block) - sum(s.end - s.start for s in block if s.resource == "computation")
 

@@ -10,7 +10,7 @@ from pipeloom.schedule.actions import WEIGHT_GRADIENT, kinds
 from pipeloom.schedule.channels import Edge, neighbours
 from pipeloom.schedule.check import check
 from pipeloom.schedule.costs import Costs, PairTimes, durations
-from pipeloom.schedule.graph import Graph, NamedNeeds, Run, WalkCosts, walk
+from pipeloom.schedule.graph import Graph, NamedNeeds, WalkCosts, WalkResult, walk
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.timeline import Timeline
 
@@ -26,18 +26,18 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, overlap_p2p: boo
         ScheduleError: the schedule cannot run to its end.
         UsageError: the costs do not have one value for each stage.
     """
-    chosen = costs if costs is not None else Costs()
-    run = run_once(schedule, chosen, overlap_p2p=overlap_p2p)
+    cost_model = costs if costs is not None else Costs()
+    run = run_once(schedule, cost_model, overlap_p2p=overlap_p2p)
     if run.stuck:
         check(schedule)
         raise ScheduleError(f"ranks {run.stuck} cannot finish")  # pragma: no cover - check has raised
     starts, ends = tuple(map(tuple, run.starts)), tuple(map(tuple, run.ends))
-    return Timeline(schedule, chosen, starts, ends, overlap_p2p=overlap_p2p)
+    return Timeline(schedule, cost_model, starts, ends, overlap_p2p=overlap_p2p)
 
 
 def run_once(
     schedule: Schedule, costs: Costs, clocks: Sequence[float] | None = None, *, overlap_p2p: bool = True
-) -> Run:
+) -> WalkResult:
     """One walk of the schedule with these costs, its ranks starting at `clocks`."""
     costs.check_links(schedule.ranks)
     full = not overlap_p2p or bool(schedule.tensors)
@@ -73,14 +73,14 @@ def _named_hops(schedule: Schedule, costs: Costs) -> dict[int, list[tuple[int, f
         return None
     needs, m, place = NamedNeeds.of(schedule), schedule.microbatches, schedule.placement
     factors = costs.factors(m)
-    found: dict[int, list[tuple[int, float]]] = {}
+    needs_of_node: dict[int, list[tuple[int, float]]] = {}
     for stage, edges in enumerate(needs.edges):
         for microbatch, factor in enumerate(factors if edges else ()):
-            found[stage * m + microbatch] = [
+            needs_of_node[stage * m + microbatch] = [
                 (event + microbatch, costs.hop(*_ends(place, edge, stage % schedule.stages), factor, edge.name))
                 for event, edge in edges
             ]
-    return found if any(hop for needs_ in found.values() for _, hop in needs_) else None
+    return needs_of_node if any(hop for needs_ in needs_of_node.values() for _, hop in needs_) else None
 
 
 def _ends(place: Sequence[int], edge: Edge, receiver: int) -> tuple[int, int]:

@@ -91,9 +91,9 @@ def _milliseconds(text: str) -> float:
 def _timeline(schedule: Schedule, durations: list[list[float]]) -> Timeline:
     """Return the timeline in which each entry starts as soon as its rank is free and its inputs are computed."""
     waits: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    for source, made, rank, at in needs(schedule):
-        if (source, made) != (rank, at):
-            waits[rank, at].append((source, made))
+    for source, position, rank, at in needs(schedule):
+        if (source, position) != (rank, at):
+            waits[rank, at].append((source, position))
     starts: list[list[float]] = [[] for _ in range(schedule.ranks)]
     ends: list[list[float]] = [[] for _ in range(schedule.ranks)]
     progress = True
@@ -103,12 +103,12 @@ def _timeline(schedule: Schedule, durations: list[list[float]]) -> Timeline:
             while len(starts[rank]) < len(row):
                 at = len(starts[rank])
                 sources = waits[rank, at]
-                if any(len(ends[source]) <= made for source, made in sources):
+                if any(len(ends[source]) <= position for source, position in sources):
                     break
                 free = ends[rank][-1] if at else 0.0
-                starts[rank].append(max([free, *(ends[source][made] for source, made in sources)]))
+                starts[rank].append(max([free, *(ends[source][position] for source, position in sources)]))
                 ends[rank].append(starts[rank][-1] + row[at])
                 progress = True
-    if any(len(row) != len(taken) for row, taken in zip(starts, durations, strict=True)):
+    if any(len(row) != len(row_durations) for row, row_durations in zip(starts, durations, strict=True)):
         raise ScheduleError(f"{schedule.name} depends on itself")
     return aligned(schedule, starts, ends)

@@ -62,15 +62,15 @@ def load(path: str | Path) -> tuple[Timeline, ...]:
 def from_json(text: str, source: str = "json") -> tuple[Timeline, ...]:
     """The timelines in `text`; `source` is the file, for messages. Raises as `load`."""
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{source} is not JSON: {error}") from None
-    if not isinstance(found, dict) or found.get("format") != TIMELINES_FORMAT:
-        given = found.get("format") if isinstance(found, dict) else type(found).__name__
+    if not isinstance(content, dict) or content.get("format") != TIMELINES_FORMAT:
+        given = content.get("format") if isinstance(content, dict) else type(content).__name__
         raise UsageError(f"{source}: format is {given!r:.200}; this version reads '{TIMELINES_FORMAT}'")
     try:
-        schedules = [json_form.from_json(json.dumps(form), source) for form in found["schedules"]]
-        return tuple(_timeline(form, schedules, source) for form in found["timelines"])
+        schedules = [json_form.from_json(json.dumps(form), source) for form in content["schedules"]]
+        return tuple(_timeline(form, schedules, source) for form in content["timelines"])
     except PipeloomError:
         raise
     except (KeyError, TypeError, ValueError, IndexError) as error:

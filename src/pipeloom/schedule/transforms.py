@@ -39,14 +39,14 @@ def unpair(schedule: Schedule, stages: Collection[int] | None = None) -> Schedul
     if not schedule.has_pairs:
         return schedule
     limit, microbatches = schedule.pair_stride, schedule.microbatches
-    chosen = frozenset(range(schedule.stages) if stages is None else stages)
+    unpaired = frozenset(range(schedule.stages) if stages is None else stages)
 
     def cells(code: int) -> tuple[int, ...]:
         if code < limit:
             return (code,)
         forward, backward = code // limit - 1, code % limit
         both = {code // microbatches % schedule.stages for code in (forward, backward)}
-        return (forward, backward) if both <= chosen else (code,)
+        return (forward, backward) if both <= unpaired else (code,)
 
     codes = tuple(tuple(part for code in program for part in cells(code)) for program in schedule.codes)
     return schedule if codes == schedule.codes else replace(schedule, codes=codes)
@@ -85,11 +85,11 @@ def merge_backward(schedule: Schedule, backwards: Collection[tuple[int, int]] | 
     Args:
         backwards: (stage, micro-batch) of those to merge; None: all.
     """
-    chosen = None if backwards is None else frozenset(backwards)
+    merged = None if backwards is None else frozenset(backwards)
 
     def cells(rank: int, action: Action) -> tuple[Cell, ...]:
         kind, stage, mb = action
-        if kind not in ("I", "W") or (chosen is not None and (stage, mb) not in chosen):
+        if kind not in ("I", "W") or (merged is not None and (stage, mb) not in merged):
             return (action,)
         return (Action("B", stage, mb),) if kind == "I" else ()
 
@@ -191,20 +191,20 @@ class _Cooldown:
             return place if is_end else None
 
         places = [place for code in schedule.codes[rank] if (place := place_of(code)) is not None]
-        chosen = set(places[-last:] if last else places)
+        delayed = set(places[-last:] if last else places)
 
         def rewritten(program: Program) -> Program:
             codes: list[int] = []
             for code in program:
                 place = place_of(code)
-                if place in chosen and code % limit - place == backward:
+                if place in delayed and code % limit - place == backward:
                     codes.append(code - backward + input_grad)
-                elif not (code - code % stride == weight_grad and code % stride in chosen):
+                elif not (code - code % stride == weight_grad and code % stride in delayed):
                     codes.append(code)
             return tuple(codes)
 
         head, tail = _behind_last_forward(schedule, rank)
-        due = [place for place in places if place in chosen]
+        due = [place for place in places if place in delayed]
         return cls(rewritten(head), rewritten(tail), {input_grad + place: weight_grad + place for place in due})
 
     @property
@@ -246,11 +246,11 @@ def _with_weights_in_waits(
     schedule: Schedule, cooldowns: Sequence[_Cooldown], costs: Costs | None, at_most: Schedule | None = None
 ) -> Schedule:
     """The shortest of `schedule` with the cool-downs' weight gradients placed; `at_most` where none is shorter."""
-    chosen = costs if costs is not None else Costs()
-    late = simulate(replace(schedule, codes=tuple(each.late for each in cooldowns)), chosen)
-    duration = durations(schedule, chosen)
+    cost_model = costs if costs is not None else Costs()
+    late = simulate(replace(schedule, codes=tuple(each.late for each in cooldowns)), cost_model)
+    duration = durations(schedule, cost_model)
     best = at_most
-    least = float("inf") if at_most is None else simulate(at_most, chosen).makespan
+    least = float("inf") if at_most is None else simulate(at_most, cost_model).makespan
     for share in _FITTING_SHARES:
         needs = [share * each for each in duration]
         codes = tuple(
@@ -258,7 +258,7 @@ def _with_weights_in_waits(
             for each, starts, ends in zip(cooldowns, late.starts, late.ends, strict=True)
         )
         candidate = replace(schedule, codes=codes)
-        makespan = simulate(candidate, chosen).makespan
+        makespan = simulate(candidate, cost_model).makespan
         if best is None or makespan < least - TIME_TOLERANCE:
             best, least = candidate, makespan
     assert best is not None

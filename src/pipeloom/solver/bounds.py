@@ -84,16 +84,16 @@ def _first_input_gradients(instance: Instance, times: PairTimes) -> list[float]:
 
 def _of_rank(instance: Instance, times: PairTimes, back: list[float], rank: int) -> float:
     spread, m = times.spread, instance.microbatches
-    own = [stage for stage in range(instance.stages) if instance.placement[stage] == rank]
-    saved = {s: max(0.0, *(_saved(times, s, t) for t in own)) for s in own}
+    stages = [stage for stage in range(instance.stages) if instance.placement[stage] == rank]
+    saved = {s: max(0.0, *(_saved(times, s, t) for t in stages)) for s in stages}
     work = sum(
         spread.forward[s] + min(spread.backward[s], spread.input_grad[s] + spread.weight_grad[s]) - saved[s]
-        for s in own
+        for s in stages
     )
     head = instance.heads[rank]
-    wait = min(back[s] for s in own) - head
+    wait = min(back[s] for s in stages) - head
     activation = instance.costs.per_stage("activation", instance.stages)
-    gains = [(spread.forward[s] - saved[s], spread.forward[s], activation[s]) for s in own]
+    gains = [(spread.forward[s] - saved[s], spread.forward[s], activation[s]) for s in stages]
     gains = [gain for gain in gains if gain[0] > 0]
     in_time = _most([(gain, time) for gain, time, _ in gains], wait, m)
     in_memory = _most([(gain, memory) for gain, _, memory in gains], instance.memory_limit + TIME_TOLERANCE, m)
@@ -103,10 +103,10 @@ def _of_rank(instance: Instance, times: PairTimes, back: list[float], rank: int)
 def _most(items: list[tuple[float, float]], size: float, count: int) -> float:
     """The most gain of (gain, size) items, `count` of each, parts allowed, within `size`."""
     total = 0.0
-    for gain, each in sorted(items, key=lambda item: item[1] / item[0]):
-        taken = min(float(count), size / each) if each else float(count)
-        total += taken * gain
-        size -= taken * each
+    for gain, item_size in sorted(items, key=lambda item: item[1] / item[0]):
+        amount = min(float(count), size / item_size) if item_size else float(count)
+        total += amount * gain
+        size -= amount * item_size
         if math.isclose(size, 0.0):
             break
     return total

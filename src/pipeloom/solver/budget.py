@@ -45,8 +45,8 @@ class Budget:
         share = BUDGET.search_share_before_proof if prove else 1.0  # of the time, for the starts and the local search
         self.deadline = math.inf if time_limit is None else self.begin + share * time_limit
         self.timed = iterations is None and time_limit is not None
-        usual = 10**9 if self.timed else max(BUDGET.fewest_moves, int(share * BUDGET.work) // size)
-        self.allowed = iterations if iterations is not None else usual
+        default_moves = 10**9 if self.timed else max(BUDGET.fewest_moves, int(share * BUDGET.work) // size)
+        self.allowed = iterations if iterations is not None else default_moves
         self.used = 0
         self.slice_end = math.inf
         self.size = size

@@ -68,11 +68,13 @@ def family_schedules(
             if (only or large) and name not in (only or CHEAP):
                 continue
             try:
-                made = build(name, ranks, microbatches, chunks if name in ONE_ROUTE["loop"] else None, options, rough)
+                schedule = build(
+                    name, ranks, microbatches, chunks if name in ONE_ROUTE["loop"] else None, options, rough
+                )
             except PipeloomError:
                 continue
-            if list(made.placement) == merged:
-                yield cut_stages(made, run) if run > 1 else made
+            if list(schedule.placement) == merged:
+                yield cut_stages(schedule, run) if run > 1 else schedule
 
 
 def _candidates(
@@ -98,10 +100,10 @@ def merge_stage_costs(costs: Costs, stages: int, run: int) -> Costs:
         return tuple(sum(values[at : at + run]) for at in range(0, stages, run))
 
     activation, held = costs.per_stage("activation", stages), costs.per_stage("held", stages)
-    kept = [a * h for a, h in zip(activation, held, strict=True)]
+    held_bytes = [a * h for a, h in zip(activation, held, strict=True)]
     whole = summed("activation")
     shares = tuple(
-        min(1.0, sum(kept[at : at + run]) / whole[at // run]) if whole[at // run] else 1.0
+        min(1.0, sum(held_bytes[at : at + run]) / whole[at // run]) if whole[at // run] else 1.0
         for at in range(0, stages, run)
     )
     return replace(
@@ -157,15 +159,15 @@ def list_scheduled(instance: Instance, first_rule: bool = False) -> Iterator[Lis
     Micro-batches are taken as alike.
     """
     instance = instance.even
-    rooms = [instance.memory_limit] * instance.ranks
+    memory_limits = [instance.memory_limit] * instance.ranks
     rules = list(
         product((False, True), (True, False) if instance.stages > instance.ranks else (True,), (0.0, 0.5, 1.0))
     )
     for caps in _caps(instance):
-        line = single_route(instance.placement, instance.microbatches, instance.costs, rooms, caps)
+        problem = single_route(instance.placement, instance.microbatches, instance.costs, memory_limits, caps)
         for turns, late, patience in rules[:1] if first_rule else rules:
             try:
-                programs = programs_of(line, PriorityRule(turns, late, patience))
+                programs = programs_of(problem, PriorityRule(turns, late, patience))
             except MemoryDeadlock:
                 continue
             yield ListSchedule(
@@ -188,7 +190,7 @@ def interleaved_rounds(instance: Instance, patience: Sequence[float] = (1.0, 0.5
     for slope, share in product((1, 2), patience):
         # what the warm-up needs, and no more, so that weight gradients are not put off to the end
         memory_limit = min(instance.memory_limit, largest * (slope * (p - 1) + (chunks - 1) * max(sizes) + 1))
-        line = single_route(instance.placement, m, instance.costs, [memory_limit] * p)
+        problem = single_route(instance.placement, m, instance.costs, [memory_limit] * p)
         sequences: list[list[tuple[KindName, int]]] = []
         for rank in range(p):
             forwards: list[tuple[KindName, int]] = [("F", c * p + rank) for _, c in order]
@@ -196,7 +198,7 @@ def interleaved_rounds(instance: Instance, patience: Sequence[float] = (1.0, 0.5
             warmup = slope * (p - rank - 1) + (chunks - 1) * max(sizes)
             sequences.append(list(warmup_then_alternate(forwards, backwards, warmup)))
         try:
-            programs = programs_along(line, sequences, share)
+            programs = programs_along(problem, sequences, share)
         except MemoryDeadlock:
             continue
         yield ListSchedule(
@@ -215,8 +217,8 @@ def reduced_instances(instance: Instance) -> Iterator[tuple[Instance, Sequences,
     if rounds.nodes <= CONSTRUCTION.reduced:
         for seed in interleaved_rounds(rounds, (1.0,)):
             yield rounds, seed.sequences, seed.origin
-        for made in family_schedules(rounds.placement, rounds.microbatches, base.costs, base.memory_limit, ROUNDS):
-            yield rounds, sequences_of(rounds, made), made.name
+        for schedule in family_schedules(rounds.placement, rounds.microbatches, base.costs, base.memory_limit, ROUNDS):
+            yield rounds, sequences_of(rounds, schedule), schedule.name
     some = CONSTRUCTION.reduced // (6 * instance.stages)
     few = replace(
         base, microbatches=m - max(0, -(-(m - some) // 12) * 12) if m > 12 and some > 12 else min(m, some + 1)
@@ -233,9 +235,11 @@ def _caps(instance: Instance) -> list[tuple[float, ...]]:
         return [none]
     places = math.floor(instance.memory_limit / max(instance.costs.per_stage("activation", stages)) + TIME_TOLERANCE)
     later = [sum(1 for other in range(stage + 1, stages) if place[other] == place[stage]) for stage in range(stages)]
-    kept = tuple(max(1.0, places - count) for count in later)
+    by_free_places = tuple(max(1.0, places - count) for count in later)
     life = [stages - stage for stage in range(stages)]
     whole = [sum(life[other] for other in range(stages) if place[other] == place[stage]) for stage in range(stages)]
-    shared = tuple(max(1.0, float(round(places * own / all_))) for own, all_ in zip(life, whole, strict=True))
+    shared = tuple(
+        max(1.0, float(round(places * held_time / all_))) for held_time, all_ in zip(life, whole, strict=True)
+    )
     single = (1.0,) * stages  # fits wherever anything does: growth cannot get stuck under it
-    return list(dict.fromkeys([none, kept, shared, single]))
+    return list(dict.fromkeys([none, by_free_places, shared, single]))

@@ -394,7 +394,7 @@ def families_with_pairs(instance: Instance) -> Iterator[Schedule]:
 
 def _best_of(starts: list[WarmStart]) -> list[WarmStart]:
     """Sorted by value; of equal ones of one instance, the first only."""
-    kept: dict[tuple[float, tuple[int, ...], tuple[int, ...]], WarmStart] = {}
+    best: dict[tuple[float, tuple[int, ...], tuple[int, ...]], WarmStart] = {}
     for start in starts:
-        kept.setdefault((round(start.value, 9), start.instance.placement, start.instance.order), start)
-    return sorted(kept.values(), key=lambda start: start.value)
+        best.setdefault((round(start.value, 9), start.instance.placement, start.instance.order), start)
+    return sorted(best.values(), key=lambda start: start.value)

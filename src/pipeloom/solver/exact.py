@@ -78,9 +78,9 @@ def certify(instance: Instance, value: float, seconds: float, hint: Sequences | 
     bound = min(value, max(0.0, solver.best_objective_bound - slack) / factor)
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         sequences = model.sequences(solver)
-        found = evaluate(instance, sequences)
-        if found is not None and instance.fits(sequences) and found.value < value - TIME_TOLERANCE:
-            return Certificate(min(bound, found.value), sequences, found.value)
+        timing = evaluate(instance, sequences)
+        if timing is not None and instance.fits(sequences) and timing.value < value - TIME_TOLERANCE:
+            return Certificate(min(bound, timing.value), sequences, timing.value)
     return Certificate(bound, None, value)
 
 
@@ -153,8 +153,8 @@ class _Model:
             first = stage * m
             begins = [model.new_bool_var("") for _ in range(m if instance.objective == "span" else 1)]
             model.add_exactly_one(begins)
-            for other, chosen in enumerate(begins):
-                model.add(start[first] == end[first - m + other] + hop[first]).only_enforce_if(chosen)
+            for other, literal in enumerate(begins):
+                model.add(start[first] == end[first - m + other] + hop[first]).only_enforce_if(literal)
         target = model.new_int_var(0, most, "")
         if instance.objective == "makespan":
             model.add_max_equality(target, end)
@@ -193,18 +193,18 @@ class _Model:
         model.add_cumulative(parts, demands, math.ceil(memory_limit / EXACT.rounding))
 
     def hint(self, sequences: Sequences) -> None:
-        found = evaluate(self.instance, sequences)
-        if found is not None:
+        timing = evaluate(self.instance, sequences)
+        if timing is not None:
             for node, variable in enumerate(self.start):
-                self.model.add_hint(variable, math.floor(found.start[node] * self.factor + TIME_TOLERANCE))
+                self.model.add_hint(variable, math.floor(timing.start[node] * self.factor + TIME_TOLERANCE))
 
     def sequences(self, solver: Any) -> Sequences:
         """The order of the solution on every rank; where starts are equal, what takes no time goes first."""
-        kept: Sequences = [[] for _ in range(self.instance.ranks)]
+        sequences: Sequences = [[] for _ in range(self.instance.ranks)]
         for node in range(self.instance.nodes):
-            kept[self.instance.table.rank[node]].append(node)
+            sequences[self.instance.table.rank[node]].append(node)
 
         def when(node: int) -> tuple[int, int, int]:
             return solver.value(self.start[node]), solver.value(self.end[node]), node
 
-        return [sorted(sequence, key=when) for sequence in kept]
+        return [sorted(sequence, key=when) for sequence in sequences]

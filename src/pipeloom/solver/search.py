@@ -122,20 +122,20 @@ def search(
         require_at_most("time_limit", _limit("time_limit", time_limit), MOST_SECONDS)
     if iterations is not None:
         require_at_most("iterations", iterations, MOST_STEPS)
-    chosen = costs if costs is not None else Costs()
+    cost_model = costs if costs is not None else Costs()
     if objective not in OBJECTIVES:
         raise UsageError(f"objective is {objective!r:.200}{did_you_mean(str(objective), OBJECTIVES)}")
     memory_limit = math.inf if memory is None else _limit("memory", memory)
     instances = [
-        Instance(place, microbatches, chosen, memory_limit, objective, order, overlap_p2p)
+        Instance(place, microbatches, cost_model, memory_limit, objective, order, overlap_p2p)
         for place in placements_of(ranks, chunks, placement)
-        for order in microbatch_orders(chosen.factors(microbatches))
+        for order in microbatch_orders(cost_model.factors(microbatches))
     ]
     for instance in instances:
         require_room(instance)
     if iterations is not None and (isinstance(iterations, bool) or iterations < 0):
         raise UsageError(f"iterations is {iterations!r:.200}; it must be a whole number of at least 0")
-    _require_plain(chosen, prove, pairs, overlap_p2p)
+    _require_plain(cost_model, prove, pairs, overlap_p2p)
     if prove:
         require_solver()
     budget = Budget(instances[0].nodes, time_limit, iterations, prove)

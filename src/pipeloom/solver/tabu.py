@@ -120,15 +120,15 @@ class TabuSearch:
             return None
         self.random.shuffle(moves)
         tail = self.evaluation.tails(self.instance)
-        chosen, least = None, math.inf
+        best, least = None, math.inf
         for move in moves:
             length = estimate(self.state, self.evaluation, tail, move)
             if length >= least:
                 continue
             if length >= self.value - TIME_TOLERANCE and self.tabu.get(move.makes, 0) > self.step:
                 continue
-            chosen, least = move, length
-        return chosen or moves[0]
+            best, least = move, length
+        return best or moves[0]
 
     def _restart(self) -> None:
         """Back to the best, and a few random moves from there that keep the sequences free of cycles."""

@@ -43,23 +43,23 @@ def require_agreement(layouts: Sequence[Layout], context: WorkerContext, data: M
         mine |= {f"{where}{key}": value for key, value in _settings(layout).items()}
     mine |= data or {}
     with context.waiting("what the other workers are about to train", "start-up"):
-        found = differences(all_gather_json(mine, dist.group.WORLD))
-    if found:
-        raise DistributedError("the ranks disagree:\n" + "\n".join(f"  {line}" for line in found))
+        disagreements = differences(all_gather_json(mine, dist.group.WORLD))
+    if disagreements:
+        raise DistributedError("the ranks disagree:\n" + "\n".join(f"  {line}" for line in disagreements))
 
 
 def fingerprint(data: bytes | memoryview) -> str:
     """Return the size and the SHA-256 of `data`; of more than 64 MiB, the SHA-256 of 64 samples of 1 MiB at fixed offsets."""
     view = memoryview(data).cast("B")
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     if len(view) <= _SAMPLED_BYTES:
-        found.update(view)
+        hasher.update(view)
     else:
         piece = _SAMPLED_BYTES // _SAMPLES
         for number in range(_SAMPLES):
             start = (len(view) - piece) * number // (_SAMPLES - 1)
-            found.update(view[start : start + piece])
-    return f"{len(view)} bytes, SHA-256 {found.hexdigest()[:16]}"
+            hasher.update(view[start : start + piece])
+    return f"{len(view)} bytes, SHA-256 {hasher.hexdigest()[:16]}"
 
 
 def _settings(layout: Layout) -> dict[str, Any]:

@@ -82,18 +82,18 @@ def model_layers(
     """Return the layers of a configuration's model, with its adapters."""
     options = lora_options(config)
     if config.model.source:
-        chosen: list[Layer] = foreign(config.model.source, dtype)
+        model: list[Layer] = foreign(config.model.source, dtype)
     else:
         spread = spread_of(config, mesh)
-        chosen = layers(config.model.shape(), config.train.seed, dtype, device, tensor, spread, classes)
-    return chosen if options is None else with_adapters(chosen, options, config.train.seed)
+        model = layers(config.model.shape(), config.train.seed, dtype, device, tensor, spread, classes)
+    return model if options is None else with_adapters(model, options, config.train.seed)
 
 
 def moe_classes(layout: Layout) -> MoeClasses:
     """Return the classes of a layout's experts and routers."""
-    usual = MoeClasses()
+    defaults = MoeClasses()
     return MoeClasses(
-        layout.classes.get("experts_class", usual.experts), layout.classes.get("router_class", usual.router)
+        layout.classes.get("experts_class", defaults.experts), layout.classes.get("router_class", defaults.router)
     )
 
 
@@ -145,10 +145,10 @@ def recomputed(config: Config) -> Literal["none"] | frozenset[str]:
     Recomputing the embedding would save nothing, since it keeps only tokens; nor the output layer, whose backward follows its
     forward at once.
     """
-    chosen = config.train.recompute
-    if chosen == "none":
+    setting = config.train.recompute
+    if setting == "none":
         return "none"
-    blocks = range(config.model.num_hidden_layers) if chosen == "full" else chosen
+    blocks = range(config.model.num_hidden_layers) if setting == "full" else setting
     if config.model.source:
         trunk = foreign(config.model.source, PARAMETER_DTYPES[config.train.dtype])[1:]
         return frozenset(trunk[number].name for number in blocks)

@@ -15,13 +15,13 @@ from pipeloom.runtime import LocalPipeline, Pipeline
 def gather(pipeline: Pipeline, values: Sequence[float]) -> list[list[float]]:
     """Return the values of every rank of the run, in rank order, in fp64."""
     everyone = pipeline.mesh.everyone
-    own = torch.tensor(values, dtype=torch.float64, device=carrier_of(pipeline.device, everyone.group))
+    local = torch.tensor(values, dtype=torch.float64, device=carrier_of(pipeline.device, everyone.group))
     if everyone.group is not None:
-        rows = [torch.empty_like(own) for _ in range(everyone.size)]
+        rows = [torch.empty_like(local) for _ in range(everyone.size)]
         with pipeline.waiting("the other ranks' numbers"):
-            dist.all_gather(rows, own, group=everyone.group)
+            dist.all_gather(rows, local, group=everyone.group)
             return [row.tolist() for row in rows]  # under NCCL the host waits here
-    return [own.tolist()]
+    return [local.tolist()]
 
 
 def maxima(pipeline: Pipeline, values: Sequence[float]) -> list[float]:

@@ -12,7 +12,7 @@ from pipeloom.runtime.health.watchdog import Watchdog
 from pipeloom.train.failures import STORE
 from pipeloom.train.listeners import refuse_connections
 from pipeloom.train.rank_log import RankLog
-from pipeloom.train.requests import Requests
+from pipeloom.train.signals import Requests
 
 if TYPE_CHECKING:
     import torch
@@ -67,5 +67,5 @@ class WorkerContext:
 
     @property
     def flags(self) -> int:
-        """Return the requests that this worker has received, as bits of `train.requests`."""
+        """Return the requests that this worker has received, as bits of `train.signals`."""
         return self.requests.flags

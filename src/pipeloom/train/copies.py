@@ -51,12 +51,12 @@ class OptimizerCopy:
     def restore(self, optimizer: Optimizer) -> None:
         optimizer.wait()  # a transfer under way would overwrite what is restored
         self._copies.restore()
-        for each, states in zip(optimizer.optimizers, self._states, strict=True):
-            each.state.clear()  # a parameter's first gradient may have added state
-            each.state.update({master: dict(state) for master, state in states.items()})
+        for inner, states in zip(optimizer.optimizers, self._states, strict=True):
+            inner.state.clear()  # a parameter's first gradient may have added state
+            inner.state.update({master: dict(state) for master, state in states.items()})
 
 
-class Surroundings:
+class ForwardSideEffects:
     """Side effects of a forward pass besides gradients: buffers (running statistics) and the random state."""
 
     def __init__(self, pipeline: Pipeline) -> None:

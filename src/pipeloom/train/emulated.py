@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue
 from pipeloom.ops.microbatch import MicrobatchContext
 from pipeloom.ops.segments import Compute, Pending, Segment, Values, in_order
-from pipeloom.schedule.segments import LayerSegments, Times
+from pipeloom.schedule.segments import LayerSegments, PhaseTimes
 
 _BACK_TO_BACK = 0.002
 """Seconds between two computations within which the second makes up for the oversleeping of the first. The executor needs
@@ -58,9 +58,9 @@ class Clock:
         self._woken = time.perf_counter()
         self.seconds[name, kind].append(self._woken - begun)
 
-    def times(self, name: str) -> Times:
+    def times(self, name: str) -> PhaseTimes:
         """Return the mean durations of F, I and W of the part `name`, in seconds."""
-        return Times(*(fmean(self.seconds[name, kind]) for kind in "FIW"))
+        return PhaseTimes(*(fmean(self.seconds[name, kind]) for kind in "FIW"))
 
 
 def cycles_per_second(device: torch.device) -> float:
@@ -85,7 +85,7 @@ class _Work:
 
     clock: Clock
     name: str
-    times: Times
+    times: PhaseTimes
     queue: WeightGradQueue | None
 
 
@@ -118,7 +118,7 @@ class EmulatedLayer(nn.Module):
         factors: factor on the times of each micro-batch; empty: 1 for all.
     """
 
-    def __init__(self, clock: Clock, times: Times, factors: Sequence[float] = ()) -> None:
+    def __init__(self, clock: Clock, times: PhaseTimes, factors: Sequence[float] = ()) -> None:
         super().__init__()
         self.clock, self.times, self.factors = clock, times, factors
         self.weight = nn.Parameter(torch.zeros(()))
@@ -160,7 +160,7 @@ class EmulatedBlock(nn.Module):
             _Timed("combine", self.clock, factor * times.combine, factor * combine_backward),
         )
 
-    def _part(self, name: str, times: Times) -> Compute:
+    def _part(self, name: str, times: PhaseTimes) -> Compute:
         def run(values: Values) -> Values:
             queue = self.grad_context.queue if self.split else None  # queue of the micro-batch whose forward runs now
             return (_Emulated.apply(values[0], self.weight, _Work(self.clock, name, times, queue)),)  # type: ignore[no-untyped-call]
@@ -209,5 +209,5 @@ def _factor(factors: Sequence[float], microbatch: MicrobatchContext | None) -> f
     return factors[microbatch.index] if factors and microbatch is not None else 1.0
 
 
-def _times(times: Times, factor: float) -> Times:
-    return times if factor == 1 else Times(*(factor * time for time in times))
+def _times(times: PhaseTimes, factor: float) -> PhaseTimes:
+    return times if factor == 1 else PhaseTimes(*(factor * time for time in times))

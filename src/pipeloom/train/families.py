@@ -358,13 +358,13 @@ def compare(
 ) -> Verdict:
     """Compare a step's loss and the gradients of all ranks with a step of one process with the same weights."""
     errors: dict[str, float] = {}
-    found = [(name, held) for each in ranks for name, held in each.items()]
-    reference = _whole_model(model, {hf.hub_name(name): held.value for name, held in found})
+    holdings = [(name, held) for each in ranks for name, held in each.items()]
+    reference = _whole_model(model, {hf.hub_name(name): held.value for name, held in holdings})
     want_loss = _serial_step(reference, make_batch(family))
     parameters = dict(reference.named_parameters(remove_duplicate=False))
     norms = [float(p.grad.norm()) for p in reference.parameters() if p.grad is not None]
     floor = 1e-3 * statistics.median(norms)
-    for name, held in found:
+    for name, held in holdings:
         want = parameters[hf.hub_name(name)]
         if not torch.equal(held.value, want) or (held.gradient is None) != (want.grad is None):
             error = float("inf")  # copies of a weight differ, or only one of the two has a gradient
@@ -373,7 +373,7 @@ def compare(
         else:
             error = float((held.gradient - want.grad).norm()) / max(float(want.grad.norm()), floor)
         errors[name] = error if error == error else float("inf")
-    unseen = {id(p) for p in reference.parameters()} - {id(parameters[hf.hub_name(name)]) for name, _ in found}
+    unseen = {id(p) for p in reference.parameters()} - {id(parameters[hf.hub_name(name)]) for name, _ in holdings}
     errors.update((name, float("inf")) for name, p in parameters.items() if id(p) in unseen)
     worst = max(errors, key=lambda name: errors[name])
     loss_error = abs(loss - want_loss) / abs(want_loss)

@@ -121,11 +121,11 @@ def text_of(opened: OpenedModel) -> Text:
     name = tokenizer_name(data.tokenizer, str(opened.hub or ""))
     tokenizer = load_tokenizer(name, data.bos, data.eos)
     begin = [] if tokenizer.bos is None else [tokenizer.bos]
-    own = () if tokenizer.eos is None or name == BYTES else (tokenizer.eos,)
+    tokenizer_ends = () if tokenizer.eos is None or name == BYTES else (tokenizer.eos,)
     return Text(
         lambda text: begin + tokenizer.encode(text).tolist(),
         lambda tokens: tokenizer.decode(torch.tensor(tokens)),
-        _ends(opened.hub) or own,
+        _ends(opened.hub) or tokenizer_ends,
     )
 
 

@@ -236,9 +236,9 @@ def _transposed(base: BaseWeights, adapters: Mapping[str, Tensor]) -> list[str]:
     """Return the adapted layers that store their weights as [inputs, outputs]."""
     if base.kind != "hugging face":
         return []
-    chosen = {name.rpartition(".lora_")[0] for name in adapters}
+    adapted = {name.rpartition(".lora_")[0] for name in adapters}
     model = causal_model(read_config(base.path), None)
-    return [name for name, part in model.named_modules() if name in chosen and is_transposed(part)]
+    return [name for name, part in model.named_modules() if name in adapted and is_transposed(part)]
 
 
 def _hub_source(base: BaseWeights) -> str:
@@ -279,21 +279,21 @@ def import_directory(source: Path, out: Path) -> tuple[Path, bool]:
     return path, values is not None
 
 
-def _imported(foreign: hf.ModelLayers, own: bool) -> Iterator[dict[str, Tensor]]:
+def _imported(foreign: hf.ModelLayers, ours: bool) -> Iterator[dict[str, Tensor]]:
     """Yield the weights and buffers of a directory, layer by layer, with the names that they have in a checkpoint.
 
     Args:
-        own: whether the checkpoint is of Pipeloom's decoder.
+        ours: whether the checkpoint is of Pipeloom's decoder.
     """
     copies = {name for group in foreign.tied for name in group[1:]}
     for layer in foreign:
         built: nn.Module = layer()
         named = {f"{layer.name}.{name}": value.detach() for name, value in built.state_dict().items()}
-        kept = {name: value for name, value in named.items() if name not in copies}
-        if own:
-            kept = from_hub({hf.hub_name(name): value for name, value in kept.items()})
-            kept = {own_name(name): value for name, value in kept.items()}
-        yield kept
+        tensors = {name: value for name, value in named.items() if name not in copies}
+        if ours:
+            tensors = from_hub({hf.hub_name(name): value for name, value in tensors.items()})
+            tensors = {own_name(name): value for name, value in tensors.items()}
+        yield tensors
 
 
 def hub_config(shape: DecoderShape) -> Any:
@@ -327,14 +327,14 @@ def hub_config(shape: DecoderShape) -> Any:
             f'no model of transformers has router = "{shape.router}", capacity_factor = {shape.capacity_factor:g} and '
             f"attention_bias = {str(shape.attention_bias).lower()}; only softmax routers without a capacity can be exported"
         )
-    chosen = {"num_experts_per_tok": shape.num_experts_per_tok}
+    top_k = {"num_experts_per_tok": shape.num_experts_per_tok}
     dense = [block for block, experts in enumerate(shape.expert_blocks) if not experts]
     if shape.qk_norm:
         if shape.num_shared_experts or shape.qkv_bias:
             raise ConfigError("Qwen3-MoE, the model of experts with qk_norm, has no shared experts and no qkv_bias")
         return package.Qwen3MoeConfig(
             **common,
-            **chosen,
+            **top_k,
             num_experts=shape.num_experts,
             moe_intermediate_size=shape.expert_width,
             intermediate_size=shape.intermediate_size,
@@ -351,11 +351,11 @@ def hub_config(shape: DecoderShape) -> Any:
                 "Mixtral, the model without shared experts, has no qkv_bias, and needs norm_topk_prob = true"
             )
         return package.MixtralConfig(
-            **common, **chosen, num_local_experts=shape.num_experts, intermediate_size=shape.expert_width
+            **common, **top_k, num_local_experts=shape.num_experts, intermediate_size=shape.expert_width
         )
     return package.Qwen2MoeConfig(
         **common,
-        **chosen,
+        **top_k,
         num_experts=shape.num_experts,
         moe_intermediate_size=shape.expert_width,
         intermediate_size=shape.intermediate_size,
@@ -369,30 +369,30 @@ def hub_config(shape: DecoderShape) -> Any:
 
 def to_hub(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert weights of Pipeloom's decoder to their form in `transformers`, where experts' gate and up matrices are one."""
-    found = {}
+    renamed = {}
     for name, tensor in tensors.items():
         if name.endswith("experts.gate_proj.weight"):
             stem = name.removesuffix("gate_proj.weight")
-            found[f"{stem}gate_up_proj"] = torch.cat((tensor, tensors[f"{stem}up_proj.weight"]), dim=1)
+            renamed[f"{stem}gate_up_proj"] = torch.cat((tensor, tensors[f"{stem}up_proj.weight"]), dim=1)
         elif name.endswith("experts.down_proj.weight"):
-            found[name.removesuffix(".weight")] = tensor
+            renamed[name.removesuffix(".weight")] = tensor
         elif not name.endswith("experts.up_proj.weight"):
-            found[hub_name(name)] = tensor
-    return found
+            renamed[hub_name(name)] = tensor
+    return renamed
 
 
 def from_hub(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Invert `to_hub`, but for the names: those that `own_name` converts stay as in `transformers`."""
-    found = {}
+    renamed = {}
     for name, tensor in tensors.items():
         if name.endswith("experts.gate_up_proj"):
             stem = name.removesuffix("gate_up_proj")
-            found[f"{stem}gate_proj.weight"], found[f"{stem}up_proj.weight"] = tensor.chunk(2, dim=1)
+            renamed[f"{stem}gate_proj.weight"], renamed[f"{stem}up_proj.weight"] = tensor.chunk(2, dim=1)
         elif name.endswith("experts.down_proj"):
-            found[f"{name}.weight"] = tensor
+            renamed[f"{name}.weight"] = tensor
         else:
-            found[name] = tensor
-    return found
+            renamed[name] = tensor
+    return renamed
 
 
 def _as_written(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

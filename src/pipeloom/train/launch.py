@@ -185,11 +185,11 @@ class _SocketPairs:
 @contextlib.contextmanager
 def _network(world: int, environment: Mapping[str, str]) -> Iterator[Network]:
     """Yield the network of the workers: a private one, or the machine's, with a warning if no private one can be created."""
-    with contextlib.ExitStack() as made:
+    with contextlib.ExitStack() as stack:
         network = Network()
         if wanted(environment.get(NETWORK, "")) and world > 1:
             try:
-                network = made.enter_context(private_network())
+                network = stack.enter_context(private_network())
             except OSError as error:
                 print(
                     "pipeloom: other users of this machine can connect to the workers, because the system refuses them a "
@@ -338,8 +338,8 @@ def _fail(workers: list[_Worker], signals: _Signals, patience: Patience, folder:
         if worker.reader is not None:
             worker.reader.join(timeout=1.0)
     failures = read_failures(folder)
-    own = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM}
-    rank = first_failure(own or codes or {0: 1}, failures)
+    unprompted = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM}
+    rank = first_failure(unprompted or codes or {0: 1}, failures)
     show_output(workers, rank, failures)
     code = codes.get(rank)
     others = len(workers) - 1
@@ -360,15 +360,15 @@ def show_output(workers: list[_Worker], first: int, failures: Mapping[int, Worke
 
     Rank 0 has no output here: it writes to the terminal itself.
     """
-    shown = {failures[0].text.strip()} if 0 in failures else set()
+    printed = {failures[0].text.strip()} if 0 in failures else set()
     for worker in sorted(workers, key=lambda worker: (worker.rank != first, worker.rank)):
         text = "\n".join(worker.lines).strip()
         reason = failures[worker.rank].text.strip() if worker.rank in failures else ""
-        if reason in shown:
+        if reason in printed:
             text = text.removesuffix(reason).strip()
-        if text and text not in shown:
-            shown.add(text)
-            shown.add(reason)
+        if text and text not in printed:
+            printed.add(text)
+            printed.add(reason)
             head = f"[rank {worker.rank}] "
             lines = (line if line.startswith(head) else head + line for line in text.splitlines())
             print(printable("\n".join(lines)), file=sys.stderr, flush=True)

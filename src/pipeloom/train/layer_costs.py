@@ -86,16 +86,16 @@ def measure_layers(layout: Layout) -> LayerCosts:
         kinds = _measure_kinds(layout, sizes, rows, tokens)
     finally:
         torch.set_num_threads(before)
-    chosen = recomputed(config)
+    recomputed_names = recomputed(config)
     names = [layer.name for layer in model_layers(config, PARAMETER_DTYPES[config.train.dtype], torch.device("cpu"))]
     layers = []
     for size, short, name in zip(sizes, cut, names, strict=True):
         cost, received = kinds[size]
         work, length = size.flops / short.flops, seq_len / tokens
         cost = LayerCost(cost.forward * work, cost.backward * work, cost.activation * length)
-        if chosen != "none" and name in chosen:
-            backward, kept = cost.forward + cost.backward, received * length
-            cost = LayerCost(cost.forward, backward, kept, max(0.0, cost.activation - kept))
+        if recomputed_names != "none" and name in recomputed_names:
+            backward, input_bytes = cost.forward + cost.backward, received * length
+            cost = LayerCost(cost.forward, backward, input_bytes, max(0.0, cost.activation - input_bytes))
         layers.append(cost)
     return LayerCosts(tuple(layers), rows, tokens, threads)
 

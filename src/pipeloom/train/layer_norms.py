@@ -29,11 +29,11 @@ def layer_norms(pipeline: Pipeline, optimizer: Optimizer, by: str) -> LayerNorms
     Args:
         by: the unit of a norm, "layer" or "parameter".
     """
-    own = [_named(pipeline, optimizer.named_squares(gradients), by) for gradients in (True, False)]
-    everyone = [own]
+    norms = [_named(pipeline, optimizer.named_squares(gradients), by) for gradients in (True, False)]
+    everyone = [norms]
     if pipeline.mesh.everyone.size > 1:
         with pipeline.waiting("the other ranks' norms"):
-            everyone = all_gather_json(own, pipeline.run_control)
+            everyone = all_gather_json(norms, pipeline.run_control)
     gradient, parameter = (_joined([each[at] for each in everyone]) for at in range(2))
     return LayerNorms(gradient, parameter)
 

@@ -47,10 +47,10 @@ from pipeloom.train.rank_summary import table, what_ranks_hold
 from pipeloom.train.rate import learning_rate
 from pipeloom.train.replica_check import ReplicaCheck
 from pipeloom.train.report import Report
-from pipeloom.train.requests import INTERRUPT, SAVE, STOP, together
 from pipeloom.train.restarts import note_run, restarted_run
 from pipeloom.train.sample import generate
 from pipeloom.train.schedule_search import MeasureThenSearch, resolve_before_start
+from pipeloom.train.signals import INTERRUPT, SAVE, STOP, together
 from pipeloom.train.speculative import Outcome, SpeculativeOptimizer
 from pipeloom.train.tuning import trim_freed_memory
 
@@ -244,10 +244,10 @@ class Trainer:
                 # Dropout of Hugging Face models draws from torch's generator: a resumed run must draw the same.
                 torch.manual_seed(stable_seed("step", options.seed, self.made, self.pipeline.mesh.everyone.index))
                 rate = learning_rate(self.made, options.steps, self.config.optimizer, shape.dp)
-                made = self.made + 1
-                logs = made == options.steps or made % self.config.log.every == 0
-                due = self.checkpoints is not None and self.checkpoints.due(made)
-                evaluates = bool(held_out) and self._evaluates(made)
+                step = self.made + 1
+                logs = step == options.steps or step % self.config.log.every == 0
+                due = self.checkpoints is not None and self.checkpoints.due(step)
+                evaluates = bool(held_out) and self._evaluates(step)
                 settle = logs or due or evaluates or self.measuring is not None
                 profiles = self._profile is not None and self._profile.recording
                 self.pipeline.trace = logs or self.measuring is not None or profiles
@@ -259,9 +259,9 @@ class Trainer:
                 self._timed += 1
                 self._count(batch)
                 if self._profile is not None:
-                    self._say(*self._profile.after_step(made))
+                    self._say(*self._profile.after_step(step))
                 loads = self._experts.after_step(logs)
-                self.made, self.batch = made, self.batch + 1
+                self.made, self.batch = step, self.batch + 1
                 for outcome in outcomes:
                     final += 1
                     self._record(final, outcome)
@@ -269,15 +269,15 @@ class Trainer:
                     self._roll_back()
                     final = self.made
                     continue
-                self.replicas.after_step(made)
-                garbage.after_step(made)
+                self.replicas.after_step(step)
+                garbage.after_step(step)
                 flags = together(outcome.flags for outcome in outcomes)
                 if logs or flags & (STOP | INTERRUPT):
-                    self._log(made, outcomes[-1], loads)
+                    self._log(step, outcomes[-1], loads)
                 if flags & (STOP | INTERRUPT):
                     self._end(flags)
                 if evaluates:
-                    self._evaluate(made, held_out)
+                    self._evaluate(step, held_out)
                 if due or flags & SAVE:
                     self.save_as_asked(flags)
                 if self.measuring is not None and self.measuring.after_step():
@@ -300,19 +300,19 @@ class Trainer:
         self._places += rows * length
         self._flops += training_flops(self.config.model, length, rows)
 
-    def _evaluates(self, made: int) -> bool:
-        """Return whether the held-out loss is due after step `made`; `run` always computes the one after the last step."""
+    def _evaluates(self, step: int) -> bool:
+        """Return whether the held-out loss is due after step `step`; `run` always computes the one after the last step."""
         options = self.config.train
-        return bool(options.eval_every) and made % options.eval_every == 0 and made < options.steps
+        return bool(options.eval_every) and step % options.eval_every == 0 and step < options.steps
 
-    def _evaluate(self, made: int, held_out: Sequence[Batch]) -> None:
+    def _evaluate(self, step: int, held_out: Sequence[Batch]) -> None:
         """Report the loss on the held-out text. It does not affect the training that follows."""
         loss = self.held_out_loss(held_out)
         self.pipeline.train()
         if self._report is not None:
-            self._report.say(f"held-out loss after step {made}: {loss:.4f} nats")
-            self._report.record("evaluation", step=made, loss=loss)
-            self._report.figures(made, {"held_out_loss": loss})
+            self._report.say(f"held-out loss after step {step}: {loss:.4f} nats")
+            self._report.record("evaluation", step=step, loss=loss)
+            self._report.figures(step, {"held_out_loss": loss})
 
     def _save(self) -> None:
         if self.checkpoints is not None:
@@ -331,7 +331,7 @@ class Trainer:
         return self._run_folder / "save"
 
     def _flags(self) -> int:
-        """Return the requests that this rank has received, as bits of `train.requests`."""
+        """Return the requests that this rank has received, as bits of `train.signals`."""
         asked = self._report is not None and self._run_folder.is_absolute() and self._save_file.exists()
         return self._context.flags | SAVE * asked
 
@@ -384,8 +384,8 @@ class Trainer:
         outcomes = [self._speculative.step(there.tokens, there.targets, rate, self._flags(), **there.keywords)]
         if settle or any(each is not None and (each.flags or not math.isfinite(each.norm)) for each in outcomes):
             outcomes.append(self._speculative.settle())
-        found = [outcome for outcome in outcomes if outcome is not None]
-        return [replace(each, bad="" if math.isfinite(each.norm) else "nan") for each in found]
+        finished = [outcome for outcome in outcomes if outcome is not None]
+        return [replace(each, bad="" if math.isfinite(each.norm) else "nan") for each in finished]
 
     def _record(self, step: int, outcome: Outcome) -> None:
         """Record a final step in the log. Raises PipeloomError if training has diverged, and is configured to stop then."""
@@ -434,8 +434,8 @@ class Trainer:
         place, replicas = self.pipeline.mesh.place, self.pipeline.mesh.shape.dp
         self.pipeline.eval()
         for batch in batches:
-            own = batch if len(batch.tokens) % replicas else batch.part(place.dp, replicas)
-            there = own.to(device)
+            part = batch if len(batch.tokens) % replicas else batch.part(place.dp, replicas)
+            there = part.to(device)
             loss = self.pipeline.evaluate(there.tokens, there.targets, **there.keywords)
             targets = count_targets(batch.targets)
             with self.pipeline.waiting_for_device():
@@ -506,11 +506,11 @@ def _recovery(begun: float) -> str:
 
 def _run_folder(report: Report | None, context: WorkerContext) -> Path:
     """Return the run's folder, the same on every worker; collective."""
-    own = "" if report is None else str(report.folder.root.absolute())
+    folder = "" if report is None else str(report.folder.root.absolute())
     if context.world_size == 1:
-        return Path(own)
+        return Path(folder)
     with context.waiting("rank 0 to report the run's folder", "start-up"):
-        return Path(str(all_gather_json(own, dist.group.WORLD)[0]))
+        return Path(str(all_gather_json(folder, dist.group.WORLD)[0]))
 
 
 def typical(traces: Sequence[Timeline]) -> Timeline:

@@ -156,14 +156,14 @@ class Buckets:
 
     @property
     def pieces(self) -> list[MasterPiece]:
-        found = []
+        pieces = []
         for flat, run, master in self._masters:
             for slot, first, last in _inside(flat, run):
                 begin, end = first - slot.start, last - slot.start
-                found.append(
+                pieces.append(
                     MasterPiece(slot.held.name, slot.held.parameter.shape, begin, end, master, first - run.start)
                 )
-        return found
+        return pieces
 
     def arrange(self) -> Replaced:
         self.wait()  # what is under way is written over the slices that a step changes
@@ -192,9 +192,9 @@ class Buckets:
             replaced[master] = []
             for _, first, last in inside:
                 elements = slice(first - run.start, last - run.start)
-                own = nn.Parameter(master.detach()[elements])  # the same memory
-                self._masters.append((flat, slice(first, last), own))
-                replaced[master].append((own, elements))
+                part = nn.Parameter(master.detach()[elements])  # the same memory
+                self._masters.append((flat, slice(first, last), part))
+                replaced[master].append((part, elements))
         if replaced or not self.settings:
             self.settings = {
                 master: self._setting_of(slot.held.name)
@@ -238,5 +238,5 @@ class Buckets:
 
 def _inside(flat: FlatParameters, run: slice) -> list[tuple[BucketSlot, int, int]]:
     """The parameters with elements in `run`: (slot, first element, the one after the last), counted in the buffer."""
-    found = [(slot, max(slot.start, run.start), min(slot.stop, run.stop)) for slot in flat.bucket.slots]
-    return [(slot, first, last) for slot, first, last in found if first < last]
+    overlaps = [(slot, max(slot.start, run.start), min(slot.stop, run.stop)) for slot in flat.bucket.slots]
+    return [(slot, first, last) for slot, first, last in overlaps if first < last]

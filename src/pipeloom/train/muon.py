@@ -99,11 +99,11 @@ class WholeMatrices:
         self._matrices = matrices
         self._sync = sync
         self._rule = rule
-        for each in matrices.values():
-            over = each.layout.over("tp")
+        for matrix in matrices.values():
+            over = matrix.layout.over("tp")
             if over is not None and len(set(over.sizes)) > 1:
                 raise UsageError(
-                    f"Muon needs {each.name} in equal parts on all tensor-parallel ranks, not {over.sizes}"
+                    f"Muon needs {matrix.name} in equal parts on all tensor-parallel ranks, not {over.sizes}"
                 )
 
     def directions(self, updates: Mapping[str, tuple[MasterPiece, Tensor]]) -> dict[str, Tensor]:
@@ -132,33 +132,35 @@ class WholeMatrices:
     ) -> dict[str, Tensor]:
         """Name -> the update of all that this process holds of a weight, slices of other replicas included."""
         if self._sync is None or not self._sync.sharded or bucket.axis.size == 1:
-            return {each.name: updates[each.name][1].view(each.shape) for each in present}
+            return {weight.name: updates[weight.name][1].view(weight.shape) for weight in present}
         flat = torch.zeros(bucket.size, dtype=bucket.dtype, device=bucket.flat.device)
         start_of = {slot.held.name: slot.start for slot in bucket.slots}
-        for each in present:
-            if each.name in updates:
-                piece, update = updates[each.name]
-                flat[start_of[each.name] + piece.start : start_of[each.name] + piece.stop] = update
+        for weight in present:
+            if weight.name in updates:
+                piece, update = updates[weight.name]
+                flat[start_of[weight.name] + piece.start : start_of[weight.name] + piece.stop] = update
         start_gather_slices(flat, bucket.axis).wait()
         return {
-            each.name: flat[start_of[each.name] : start_of[each.name] + each.shape.numel()].view(each.shape)
-            for each in present
+            weight.name: flat[start_of[weight.name] : start_of[weight.name] + weight.shape.numel()].view(weight.shape)
+            for weight in present
         }
 
     @staticmethod
     def _over_tensor_ranks(present: Sequence[MuonWeight], local: Mapping[str, Tensor], tp: Axis) -> dict[str, Tensor]:
         """Name -> the whole update, with the parts of the other tensor-parallel ranks; all of them in one all-gather."""
-        cut = [each for each in present if each.layout.over("tp") is not None] if tp.size > 1 else []
+        cut = [weight for weight in present if weight.layout.over("tp") is not None] if tp.size > 1 else []
         whole = dict(local)
         if not cut:
             return whole
-        own = torch.cat([local[each.name].reshape(-1) for each in cut])
-        rows = start_all_gather(own.view(1, -1), tp).wait()
-        for each, *_, parts in zip(cut, torch.split(rows, [each.shape.numel() for each in cut], dim=1), strict=True):
-            shard = each.layout.over("tp")
+        flat = torch.cat([local[weight.name].reshape(-1) for weight in cut])
+        rows = start_all_gather(flat.view(1, -1), tp).wait()
+        for weight, *_, parts in zip(
+            cut, torch.split(rows, [weight.shape.numel() for weight in cut], dim=1), strict=True
+        ):
+            shard = weight.layout.over("tp")
             assert shard is not None
-            by_rank: dict[tuple[int, ...], Tensor] = {(at,): part.view(each.shape) for at, part in enumerate(parts)}
-            whole[each.name] = join(by_rank, ParameterSharding((shard,)))
+            by_rank: dict[tuple[int, ...], Tensor] = {(at,): part.view(weight.shape) for at, part in enumerate(parts)}
+            whole[weight.name] = join(by_rank, ParameterSharding((shard,)))
         return whole
 
     def _own(self, matrix: MuonWeight, whole: Tensor, piece: MasterPiece) -> Tensor:

@@ -70,9 +70,9 @@ class Optimizer:
         self.optimizers: list[torch.optim.Optimizer] = []
         for rule in _MOMENTS:
             by_decay: dict[float, list[nn.Parameter]] = {}
-            for master, each in self.masters.settings.items():
-                if each.rule == rule:
-                    by_decay.setdefault(each.decay, []).append(master)
+            for master, master_setting in self.masters.settings.items():
+                if master_setting.rule == rule:
+                    by_decay.setdefault(master_setting.decay, []).append(master)
             groups: list[dict[str, Any]] = [
                 {"params": masters, "weight_decay": decay} for decay, masters in by_decay.items()
             ]
@@ -138,12 +138,14 @@ class Optimizer:
     def named_squares(self, gradients: bool) -> dict[str, float]:
         """Return name -> the sum of squares of the gradients, or of the values, that this process counts of a parameter."""
         self._arrange()
-        found: dict[str, float] = {}
+        squares_by_name: dict[str, float] = {}
         for piece in self._pieces:
             tensor = piece.master.grad if gradients else piece.master.detach()
             if tensor is not None and self._counts(piece.name):
-                found[piece.name] = found.get(piece.name, 0.0) + exact_sum(squares([piece.of(tensor)]))
-        return found
+                squares_by_name[piece.name] = squares_by_name.get(piece.name, 0.0) + exact_sum(
+                    squares([piece.of(tensor)])
+                )
+        return squares_by_name
 
     def square_norm(self) -> float:
         """The sum of `squares`."""
@@ -198,8 +200,8 @@ class Optimizer:
     @property
     def state_bytes(self) -> int:
         """Memory of the moments, once it has stepped, and of masters that are not the parameters themselves."""
-        kept = {piece.master: len(self.moments(piece.name)) for piece in self._pieces}
-        moments = sum(kept.get(master, 0) * master.nbytes for master in self._all)
+        moment_counts = {piece.master: len(self.moments(piece.name)) for piece in self._pieces}
+        moments = sum(moment_counts.get(master, 0) * master.nbytes for master in self._all)
         shared = {parameter.untyped_storage().data_ptr() for parameter in self._parameters}
         return moments + sum(m.nbytes for m in self._all if m.untyped_storage().data_ptr() not in shared)
 
@@ -209,11 +211,11 @@ class Optimizer:
 
         `step` is 1.0 where SGD or Muon, which count no steps, have a state.
         """
-        found: dict[str, dict[str, Any]] = {}
+        states: dict[str, dict[str, Any]] = {}
         for piece in self.masters.pieces:
             state = self.state_of(piece.master)
             moments = [key for key in self.moments(piece.name) if state.get(key) is not None]
-            found[piece.name] = {
+            states[piece.name] = {
                 "shape": tuple(piece.shape),
                 "start": piece.start,
                 "stop": piece.stop,
@@ -221,7 +223,7 @@ class Optimizer:
                 "master": piece.of(piece.master.detach()),
                 **{key: piece.of(state[key]) for key in moments},
             }
-        return found
+        return states
 
     @torch.no_grad()
     def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> None:
@@ -241,8 +243,8 @@ class Optimizer:
         self._adopt(self.masters.separate({piece.name: states[piece.name]["step"] for piece in self.masters.pieces}))
         for piece in self.masters.pieces:
             state = states[piece.name]
-            own = slice(piece.start - state["start"], piece.stop - state["start"])
-            piece.of(piece.master).copy_(state["master"][own])
+            section = slice(piece.start - state["start"], piece.stop - state["start"])
+            piece.of(piece.master).copy_(state["master"][section])
             moments = self.moments(piece.name)
             if not state["step"] or not moments:
                 continue
@@ -250,7 +252,7 @@ class Optimizer:
             for key in moments:
                 if key not in mine:
                     mine[key] = torch.zeros_like(piece.master)
-                piece.of(mine[key]).copy_(state[key][own])
+                piece.of(mine[key]).copy_(state[key][section])
             if "exp_avg" in moments:
                 mine["step"] = torch.tensor(state["step"], dtype=torch.float32, device=piece.master.device)
         self.masters.publish()

@@ -92,11 +92,11 @@ def require_devices(name: str, workers: int) -> int:
     """
     if name == "cpu":
         return 0
-    found = cuda_devices()
+    devices = cuda_devices()
     if name == "auto":
-        return found if found >= workers else 0
-    if found:
-        return found
+        return devices if devices >= workers else 0
+    if devices:
+        return devices
     raise ConfigError(
         f'train.device = "{name}": this machine has no CUDA device for {workers} worker{"s" * (workers > 1)}; use "cpu"'
     )
@@ -143,10 +143,10 @@ def _require_weights(config: Config) -> None:
 def _require_text(config: Config, replicas: int) -> None:
     train, data = config.train, config.data
     plain = is_plain_text(config)
-    usual = plain and data.sampling in ("auto", "anywhere")
-    if usual and data.source == (STDLIB,) and train.seq_len < _STDLIB_TOKENS and data.held_out >= _USUAL_PART:
+    plain_text = plain and data.sampling in ("auto", "anywhere")
+    if plain_text and data.source == (STDLIB,) and train.seq_len < _STDLIB_TOKENS and data.held_out >= _USUAL_PART:
         return
-    if usual:  # what needs no torch, which takes longer to load
+    if plain_text:  # what needs no torch, which takes longer to load
         corpus = read_corpus(data.source[0])
         require_length(len(corpus.train), train.seq_len, "training text")
         require_length(len(corpus.held_out), train.seq_len, "held-out text")

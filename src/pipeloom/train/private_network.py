@@ -37,11 +37,11 @@ class Network:
                 raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
 
 
-def wanted(chosen: str) -> bool:
+def wanted(setting: str) -> bool:
     """Return whether PIPELOOM_NETWORK asks for a private network; "" is the default. Raises ConfigError for an unknown value."""
-    if chosen not in ("", "private", "host"):
-        raise ConfigError(f"{NETWORK} = {chosen!r}; it must be 'private' or 'host'")
-    return chosen != "host"
+    if setting not in ("", "private", "host"):
+        raise ConfigError(f"{NETWORK} = {setting!r}; it must be 'private' or 'host'")
+    return setting != "host"
 
 
 @contextlib.contextmanager

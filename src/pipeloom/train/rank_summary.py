@@ -63,20 +63,20 @@ def table(ranks: Sequence[RankSummary]) -> list[str]:
     Of many ranks, those of the first pipeline: the others hold as much.
     """
     axes = [axis for axis in ("pp", "dp", "tp", "ep") if len({getattr(held.place, axis) for held in ranks}) > 1]
-    shown = [(number, held) for number, held in enumerate(ranks)]
+    printed = [(number, held) for number, held in enumerate(ranks)]
     if len(ranks) > MOST_ROWS:
-        shown = [(number, held) for number, held in shown if held.place.dp == held.place.tp == 0]
+        printed = [(number, held) for number, held in printed if held.place.dp == held.place.tp == 0]
     place = "  ".join(axes) + ("  " if axes else "")
     head = f"rank  {place}{'parameters':>10}  {'optimizer':>9}  {'in flight':>9}  layers"
     lines = [head]
     width = 80 - len(head) + len("layers")
-    for number, held in shown:
+    for number, held in printed:
         at = "".join(f"{getattr(held.place, axis):>2}  " for axis in axes)
         figures = f"{_short(held.parameters):>10}  {_bytes(held.optimizer_bytes):>9}  {held.in_flight:>9}"
         lines.append(f"{number:>4}  {at}{figures}  {_clip(layer_words(held.layers), width)}")
-    if len(shown) < len(ranks):
+    if len(printed) < len(ranks):
         others = " and ".join(axis for axis in axes if axis in ("dp", "tp"))
-        lines.append(f"and {len(ranks) - len(shown)} more ranks, which differ in {others}")
+        lines.append(f"and {len(ranks) - len(printed)} more ranks, which differ in {others}")
     return lines
 
 

@@ -40,12 +40,12 @@ def whole(holdings: Sequence[RankTensors]) -> list[dict[str, Tensor | None]]:
             elsewhere = tuple(getattr(holding.place, axis) for axis in AXES if axis not in shards)
             part = tuple(getattr(holding.place, axis) for axis in shards)
             copies.setdefault((name, elsewhere), {})[part] = number
-    found: list[dict[str, Tensor | None]] = [{} for _ in holdings]
+    tensors: list[dict[str, Tensor | None]] = [{} for _ in holdings]
     for (name, _), parts in copies.items():
         first = parts[min(parts)]
         sharding = holdings[first].layouts[name]
-        found[first][name] = _join({part: holdings[number].values[name] for part, number in parts.items()}, sharding)
-    return found
+        tensors[first][name] = _join({part: holdings[number].values[name] for part, number in parts.items()}, sharding)
+    return tensors
 
 
 def _join(parts: Mapping[tuple[int, ...], Tensor | None], sharding: ParameterSharding) -> Tensor | None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pipeloom.runtime import Pipeline, RuntimeOptions
 from pipeloom.schedule import Costs, Schedule, Timeline, simulate
 from pipeloom.schedule.check import TransportName
-from pipeloom.schedule.segments import LayerSegments, SegmentCosts, Times
+from pipeloom.schedule.segments import LayerSegments, PhaseTimes, SegmentCosts
 from pipeloom.train.emulated import Clock, EmulatedBlock, EmulatedLayer
 
 if TYPE_CHECKING:
@@ -90,9 +90,9 @@ class Rehearsal:
         for f, i, w, share in zip(*(self.costs.per_stage(name, stages) for name in names), strict=True):
             f, i, w = f * self.unit, i * self.unit, w * self.unit
             if not self.communicates:
-                layers.append(LayerSegments(attention=Times(f, i, w), experts=Times(0, 0, 0)))
+                layers.append(LayerSegments(attention=PhaseTimes(f, i, w), experts=PhaseTimes(0, 0, 0)))
                 continue
-            half = Times((1 - share) * f / 2, (1 - share) * i / 2, w / 2)
+            half = PhaseTimes((1 - share) * f / 2, (1 - share) * i / 2, w / 2)
             there, back = share * f / 2, share * i / 2
             layers.append(LayerSegments(half, half, there, there, back, back))
         return layers
@@ -110,8 +110,8 @@ class _Factory:
         return layer
 
 
-def _times(times: Times, factor: float) -> Times:
-    return Times(*(factor * time for time in times))
+def _times(times: PhaseTimes, factor: float) -> PhaseTimes:
+    return PhaseTimes(*(factor * time for time in times))
 
 
 def run(rehearsal: Rehearsal, context: WorkerContext) -> tuple[Timeline, ...]:

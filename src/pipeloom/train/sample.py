@@ -96,12 +96,12 @@ def extend(
         for at in going:
             window[at, : len(recent[at])] = torch.tensor(recent[at])
         logits = pipeline.predict(window.to(pipeline.device))
-        chosen = [0.0] * len(texts)
+        tokens = [0.0] * len(texts)
         if logits is not None:
             for at in going:
-                chosen[at] = sampling.choose(_whole(pipeline, logits[at, len(recent[at]) - 1]), generators[at])
+                tokens[at] = sampling.choose(_whole(pipeline, logits[at, len(recent[at]) - 1]), generators[at])
         # only the rank with the last stage has logits: its choice is the sum, as the others add 0
-        for at, token in enumerate(sums(pipeline, chosen)):
+        for at, token in enumerate(sums(pipeline, tokens)):
             if at in going:
                 texts[at].append(int(token))
                 if int(token) in ends:

@@ -18,12 +18,12 @@ from typing import Any
 
 from pipeloom.runtime import Pipeline
 from pipeloom.runtime.loss import PendingLoss
-from pipeloom.train.copies import OptimizerCopy, Surroundings
+from pipeloom.train.copies import ForwardSideEffects, OptimizerCopy
 from pipeloom.train.gather_numbers import NumberGather
 from pipeloom.train.layer_norms import LayerNorms
 from pipeloom.train.norm import NormRow, norm_of, own_square
 from pipeloom.train.optimizer import Optimizer
-from pipeloom.train.requests import together
+from pipeloom.train.signals import together
 
 _FLAG_COLUMNS = 2  # in front of a row: whether the rank speculates, and what it was asked for
 
@@ -36,7 +36,7 @@ class Outcome:
         loss: nats, the mean over the batch's targets.
         norm: the global gradient norm before clipping; not finite: the step was skipped.
         rate: the learning rate.
-        flags: what any rank was asked for, as bits of `train.requests`.
+        flags: what any rank was asked for, as bits of `train.signals`.
         rolled_back: whether any rank had to take its step back.
         norms: those of each layer, where they are logged in this step.
         bad: "nan" for a norm that is not finite, "spike" for one far above the last ones; "": neither.
@@ -53,12 +53,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step that this rank has made and the others have not confirmed; `bring_back` its gradients if it must be redone."""
+    """A step of this rank that the others have not confirmed; `restore_gradients` before it is repeated."""
 
     loss: PendingLoss
     rate: float
     exchange: NumberGather
-    bring_back: Callable[[], None] | None
+    restore_gradients: Callable[[], None] | None
 
 
 class SpeculativeOptimizer:
@@ -78,9 +78,9 @@ class SpeculativeOptimizer:
         self._pipeline = pipeline
         self._optimizer = optimizer
         self._pending: _Step | None = None
-        self._calm = False
+        self._last_norm_within_clip = False
         self._before_step = OptimizerCopy()
-        self._before_forward = Surroundings(pipeline)
+        self._before_forward = ForwardSideEffects(pipeline)
         self._row = NormRow(pipeline, optimizer)
 
     def step(self, inputs: Any, targets: Any, rate: float, flags: int = 0, **keywords: Any) -> Outcome | None:
@@ -110,18 +110,18 @@ class SpeculativeOptimizer:
         """Steps now if this rank sees no reason to wait, else when everyone's numbers are here."""
         with self._pipeline.waiting_for_device():
             row = self._row.make(0.0, float(flags))
-        speculate = self._calm and self._harmless(math.sqrt(own_square(row, _FLAG_COLUMNS)))
+        speculate = self._last_norm_within_clip and self._needs_no_clip(math.sqrt(own_square(row, _FLAG_COLUMNS)))
         row[0] = float(speculate)
         exchange = NumberGather(self._pipeline, row)
-        bring_back = None
+        restore_gradients = None
         if speculate:
             self.speculations += 1
             self._before_step.take(self._optimizer)
-            bring_back = self._optimizer.hold_gradients()
+            restore_gradients = self._optimizer.hold_gradients()
             self._optimizer.step(None, rate)
         else:
             self._optimizer.step(_norm(exchange), rate)
-        self._pending = _Step(loss, rate, exchange, bring_back)
+        self._pending = _Step(loss, rate, exchange, restore_gradients)
 
     def _confirm(self) -> tuple[Outcome | None, bool]:
         """The pending step's outcome, and whether what was computed after it used wrong weights on any rank.
@@ -132,15 +132,15 @@ class SpeculativeOptimizer:
         if step is None:
             return None, False
         norm = _norm(step.exchange)
-        self._calm = self._harmless(norm)
+        self._last_norm_within_clip = self._needs_no_clip(norm)
         rows = step.exchange.wait()
-        wrong = not self._calm and any(row[0] for row in rows)
+        wrong = not self._last_norm_within_clip and any(row[0] for row in rows)
         if wrong:
             self.rollbacks += 1
             self._pipeline.zero_grad()
-            if step.bring_back is not None:
+            if step.restore_gradients is not None:
                 self._before_step.restore(self._optimizer)
-                step.bring_back()
+                step.restore_gradients()
                 self._optimizer.step(norm, step.rate)
             else:
                 self._optimizer.publish_again()
@@ -150,7 +150,7 @@ class SpeculativeOptimizer:
         with self._pipeline.waiting_for_device():
             return Outcome(loss.item(), norm, step.rate, flags, wrong), wrong
 
-    def _harmless(self, norm: float) -> bool:
+    def _needs_no_clip(self, norm: float) -> bool:
         """Return whether a norm asks for neither clipping nor skipping."""
         most = self._optimizer.clip_norm
         return math.isfinite(norm) and (most == 0 or norm <= most)

@@ -36,8 +36,8 @@ def keep_freed_memory() -> bool:
     a page fault for every 4 KiB. Does nothing on another C library, or where the environment already says what malloc
     should do.
     """
-    chosen = any(name in os.environ for name in _USERS_OWN) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    if not sys.platform.startswith("linux") or chosen:
+    configured = any(name in os.environ for name in _USERS_OWN) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    if not sys.platform.startswith("linux") or configured:
         return False
     library = ctypes.CDLL(None)
     if not hasattr(library, "gnu_get_libc_version") or not hasattr(library, "mallopt"):

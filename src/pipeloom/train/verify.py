@@ -64,7 +64,7 @@ class LayoutVerdict:
     passed: bool
 
 
-class Step(NamedTuple):
+class ComparedStep(NamedTuple):
     """A step's mean loss, and the gradient of each parameter that is held (None: it got none)."""
 
     loss: float
@@ -83,7 +83,7 @@ def run(layouts: Sequence[Layout], context: WorkerContext, tolerance: float) -> 
     """
     require_agreement(layouts, context)
     meshes: dict[MeshShape, Mesh | None] = {}
-    references: dict[tuple[object, ...], Step] = {}
+    references: dict[tuple[object, ...], ComparedStep] = {}
     for asked in layouts:
         layout = estimated(asked, context)
         result = None
@@ -92,12 +92,12 @@ def run(layouts: Sequence[Layout], context: WorkerContext, tolerance: float) -> 
         mesh = meshes[layout.mesh]
         if mesh is not None:
             context.close_to_strangers()
-            found = pipeline_step(layout, context.device, mesh, context.watchdog)
+            steps = pipeline_step(layout, context.device, mesh, context.watchdog)
             if context.rank == 0:
                 key = _what_one_process_sees(layout)
                 if key not in references:
                     references[key] = serial_step(layout, context.device)
-                result = compare(found, references[key], ties(layout.config), tolerance)
+                result = compare(steps, references[key], ties(layout.config), tolerance)
         if context.world_size > 1:
             with context.waiting("the other workers to finish with a layout", "evaluation"):
                 dist.barrier()
@@ -131,14 +131,14 @@ def verify_layers(
     modules = dict(zip(names, plain, strict=True))
     for group in tied:
         _share(modules, group)
-    own = {f"{name}.{inner}": p for name, module in modules.items() for inner, p in module.named_parameters()}
+    serial = {f"{name}.{inner}": p for name, module in modules.items() for inner, p in module.named_parameters()}
     names_of: dict[int, list[str]] = {}
-    for name, parameter in own.items():
+    for name, parameter in serial.items():
         names_of.setdefault(id(parameter), []).append(name)
     buffers = {f"{name}.{inner}": b for name, module in modules.items() for inner, b in module.named_buffers()}
     with torch.no_grad():
         for name, parameter in pipeline.named_parameters():
-            own[name].copy_(parameter)
+            serial[name].copy_(parameter)
         for name, module in pipeline.modules.items():
             for inner, buffer in module.named_buffers():
                 buffers[f"{name}.{inner}"].copy_(buffer)
@@ -149,22 +149,24 @@ def verify_layers(
         x: Any = values
         tensors: dict[str, Tensor | None] = {}
         terms: list[Any] = []
-        for module, each in zip(plain, declared, strict=True):
+        for module, layer_names in zip(plain, declared, strict=True):
             takes = keywords_of(module)
             usable = {key: value for key, value in given.items() if key != KEYWORD or KEYWORD in (takes or ())}
-            named = {k: v for k, v in usable.items() if (takes is None or k in takes) and k not in each.reads}
-            named |= {keyword: tensors[name] for keyword, name in each.reads.items()}
+            named = {k: v for k, v in usable.items() if (takes is None or k in takes) and k not in layer_names.reads}
+            named |= {keyword: tensors[name] for keyword, name in layer_names.reads.items()}
             x = module(*x, **named) if isinstance(x, tuple) else module(x, **named)
-            x, lost = each.taken_from(x, tensors)
-            terms += [term.weight * term.loss(lost[key], target) for key, term in each.losses.items() if share]
+            x, lost = layer_names.taken_from(x, tensors)
+            terms += [term.weight * term.loss(lost[key], target) for key, term in layer_names.losses.items() if share]
         if share:
             value = sum(terms, start=loss(x, target)) * share
             value.backward()
             total += value.item()
-    found = pipeline.step(inputs, targets, **keywords).item()
-    step = Step(found, {name: p.grad for name, p in pipeline.named_parameters()})
+    pipeline_loss = pipeline.step(inputs, targets, **keywords).item()
+    step = ComparedStep(pipeline_loss, {name: p.grad for name, p in pipeline.named_parameters()})
     shared = [names for names in names_of.values() if len(names) > 1]
-    return compare([step], Step(total, {name: own[name].grad for name in own}), [*tied, *shared], tolerance)
+    return compare(
+        [step], ComparedStep(total, {name: serial[name].grad for name in serial}), [*tied, *shared], tolerance
+    )
 
 
 def make_batch(layout: Layout) -> Batch:
@@ -178,7 +180,9 @@ def make_batch(layout: Layout) -> Batch:
     return Batch(tokens, targets.masked_fill(ignored, IGNORE_INDEX))
 
 
-def pipeline_step(layout: Layout, device: torch.device, mesh: Mesh, watchdog: Watchdog | None = None) -> list[Step]:
+def pipeline_step(
+    layout: Layout, device: torch.device, mesh: Mesh, watchdog: Watchdog | None = None
+) -> list[ComparedStep]:
     """One step through the pipelines; every rank of `mesh` calls it.
 
     Returns:
@@ -189,11 +193,11 @@ def pipeline_step(layout: Layout, device: torch.device, mesh: Mesh, watchdog: Wa
     if layout.config.model.source:
         pipeline.eval()  # dropout of transformers draws from torch's generator, other masks in each layout
     loss = pipeline.step(batch.tokens.to(device), batch.targets.to(device)).item()
-    found = {name: p.grad for name, p in pipeline.named_parameters()}
+    gradients_by_name = {name: p.grad for name, p in pipeline.named_parameters()}
     if layout.config.optimizer.zero1 and pipeline.sync is not None:  # each replica has its slices only
         with pipeline.waiting("the other replicas' slices of the gradients"):
-            found |= pipeline.sync.whole_gradients()
-    gradients = {name: None if gradient is None else gradient.cpu() for name, gradient in found.items()}
+            gradients_by_name |= pipeline.sync.whole_gradients()
+    gradients = {name: None if gradient is None else gradient.cpu() for name, gradient in gradients_by_name.items()}
     layouts = {name: to_plain(pipeline.layouts[name]) for name in gradients}
     mine = (loss, list(mesh.place), gradients, layouts)
     group = mesh.everyone.group
@@ -208,10 +212,10 @@ def pipeline_step(layout: Layout, device: torch.device, mesh: Mesh, watchdog: Wa
             for _, place, held, layouts in everyone
         ]
     )
-    return [Step(loss, gradients) for (loss, *_), gradients in zip(everyone, joined, strict=True)]
+    return [ComparedStep(loss, gradients) for (loss, *_), gradients in zip(everyone, joined, strict=True)]
 
 
-def serial_step(layout: Layout, device: torch.device) -> Step:
+def serial_step(layout: Layout, device: torch.device) -> ComparedStep:
     """The same step in one process: the whole model, one micro-batch after the other, replica after replica."""
     config = layout.config
     built = [
@@ -243,17 +247,19 @@ def serial_step(layout: Layout, device: torch.device) -> Step:
     gradients: NamedGradients = {}
     for name, module in built:
         gradients |= {f"{name}.{inner}": p.grad for inner, p in module.named_parameters()}
-    return Step(loss, {name: None if g is None else g.cpu() for name, g in gradients.items()})
+    return ComparedStep(loss, {name: None if g is None else g.cpu() for name, g in gradients.items()})
 
 
-def compare(found: Sequence[Step], reference: Step, ties: Sequence[Sequence[str]], tolerance: float) -> LayoutVerdict:
+def compare(
+    steps: Sequence[ComparedStep], reference: ComparedStep, ties: Sequence[Sequence[str]], tolerance: float
+) -> LayoutVerdict:
     """The largest differences between the ranks' outcomes and the one of a single process.
 
     A parameter that several ranks hold (a tied weight, a replica) counts with its worst copy.
     """
     errors: dict[str, float] = {name: float("inf") for name in reference.gradients}
     seen: set[str] = set()
-    for step in found:
+    for step in steps:
         for name, gradient in step.gradients.items():
             error = relative_error(gradient, reference.gradients.get(name))
             errors[name] = max(errors[name], error) if name in seen else error
@@ -261,7 +267,7 @@ def compare(found: Sequence[Step], reference: Step, ties: Sequence[Sequence[str]
     for names in ties:  # a rank that holds several of a group's names lists the first one only
         if any(name in seen for name in names):
             errors = {name: error for name, error in errors.items() if name not in names or name in seen}
-    differences = [abs(step.loss - reference.loss) / abs(reference.loss) for step in found]
+    differences = [abs(step.loss - reference.loss) / abs(reference.loss) for step in steps]
     loss_error = math.inf if any(map(math.isnan, differences)) else max(differences)  # max would pass over a NaN
     passed = all(error <= tolerance for error in (loss_error, *errors.values()))
     return LayoutVerdict(loss_error, errors, passed)

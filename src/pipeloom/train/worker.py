@@ -40,7 +40,7 @@ from pipeloom.train.interfaces import require_interface
 from pipeloom.train.listeners import allow_descriptors
 from pipeloom.train.preflight import require_devices
 from pipeloom.train.rank_log import RankLog
-from pipeloom.train.requests import Requests
+from pipeloom.train.signals import Requests
 
 if TYPE_CHECKING:
     import torch
@@ -219,9 +219,9 @@ def _meeting_watchdog(layout: Layout, store: Store, rank: int, world: int, secon
             flush=True,
         )
     patience = min(seconds, _MEET_SECONDS)
-    own = RunStore(store, secret or b"", patience)
+    run_store = RunStore(store, secret or b"", patience)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    links = meet(own, f"pipeloom/workers {attempt}", rank, world, secret or b"", patience)
+    links = meet(run_store, f"pipeloom/workers {attempt}", rank, world, secret or b"", patience)
     return _watch(links, layout, rank, world)
 
 

@@ -69,4 +69,6 @@ def test_block_that_collides_is_refused() -> None:
     assert BuildingBlock((1, 1, 1, 1), (0, 0, 0)).offsets(3) is None
     assert BuildingBlock((1, 1, 1, 1), (0, 2, 0)).offsets(3) is not None
     placement = [0, 1, 2, 3, 3, 2, 1, 0]
-    assert building_block.words_of(BuildingBlock((1, 1, 1, 1), (0, 0, 0)), placement, 8, room=3) is None
+    assert (
+        building_block.sequences_of_block(BuildingBlock((1, 1, 1, 1), (0, 0, 0)), placement, 8, memory_limit=3) is None
+    )

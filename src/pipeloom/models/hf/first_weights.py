@@ -60,10 +60,10 @@ def _materialize(module: nn.Module, draw: bool) -> tuple[dict[str, nn.Parameter]
             if parameter is not None and parameter.is_meta:
                 if id(parameter) not in copies:
                     value = torch.empty_like(parameter, device="cpu")
-                    own = nn.Parameter(_unset(value) if draw else value, requires_grad=parameter.requires_grad)
+                    copied = nn.Parameter(_unset(value) if draw else value, requires_grad=parameter.requires_grad)
                     if not draw:
-                        own._is_hf_initialized = True  # type: ignore[attr-defined]
-                    copies[id(parameter)] = own
+                        copied._is_hf_initialized = True  # type: ignore[attr-defined]
+                    copies[id(parameter)] = copied
                 part._parameters[name] = parameters[f"{dot}{name}"] = copies[id(parameter)]
         for name, buffer in list(part._buffers.items()):
             if buffer is not None and buffer.is_meta:

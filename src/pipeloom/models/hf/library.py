@@ -48,12 +48,12 @@ def causal_model(config: Any, dtype: torch.dtype | None) -> Any:
         raise ConfigError(
             f"the source of a Hugging Face model is of type {type(config).__name__}; give a configuration, a model or a directory"
         )
-    own = copy.deepcopy(config)
-    if dtype is not None or own.dtype is None:
-        own.dtype = dtype or torch.float32
+    config_copy = copy.deepcopy(config)
+    if dtype is not None or config_copy.dtype is None:
+        config_copy.dtype = dtype or torch.float32
     try:
         with torch.device("meta"):
-            return package.AutoModelForCausalLM.from_config(own, dtype=own.dtype)
+            return package.AutoModelForCausalLM.from_config(config_copy, dtype=config_copy.dtype)
     except (ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
         raise ConfigError(
             f"transformers builds no causal model of {type(config).__name__}: {_first_line(error)}"

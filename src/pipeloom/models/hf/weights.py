@@ -163,8 +163,8 @@ class PretrainedWeights:
         if name in places and group.stacked(self.folder, places[name]):
             return {name}
         filled = set()
-        for target, found in group.convert(known, self.folder, self._model).items():
-            value = found[0] if isinstance(found, list) else found
+        for target, converted in group.convert(known, self.folder, self._model).items():
+            value = converted[0] if isinstance(converted, list) else converted
             place = name if target == full else target.removeprefix(prefix)  # `full` may be a twin, named elsewhere
             if place not in places:
                 continue

@@ -89,9 +89,9 @@ def source_digests(root: Path) -> dict[str, str]:
     packages: dict[str, Any] = {}
     for path in sorted((*root.rglob("*.py"), *root.rglob("*.toml"))):
         inner = path.relative_to(root)
-        found = packages.setdefault("/".join(["pipeloom", *inner.parts[:-1][:1]]), hashlib.sha256())
-        found.update(f"{inner.as_posix()} {path.stat().st_size}\n".encode() + path.read_bytes())
-    return {f"source of {name}": found.hexdigest()[:12] for name, found in packages.items()}
+        hasher = packages.setdefault("/".join(["pipeloom", *inner.parts[:-1][:1]]), hashlib.sha256())
+        hasher.update(f"{inner.as_posix()} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return {f"source of {name}": hasher.hexdigest()[:12] for name, hasher in packages.items()}
 
 
 def shake_hands(store: RunStore, everyone: Axis, mine: Mapping[str, Any], seed: int, timeout: float) -> tuple[str, int]:
@@ -99,8 +99,8 @@ def shake_hands(store: RunStore, everyone: Axis, mine: Mapping[str, Any], seed: 
 
     Raises DistributedError that names a difference, or a rank that has not come within `timeout` seconds.
     """
-    own = f"pipeloom/{digest(everyone.ranks)}"
-    prefix = f"{own}/{store.add(f'{own}/{everyone.index}', 1)}"
+    run = f"pipeloom/{digest(everyone.ranks)}"
+    prefix = f"{run}/{store.add(f'{run}/{everyone.index}', 1)}"
     if everyone.index == 0:
         store.set(f"{prefix}/seed", str(seed))
     compare(store, prefix, everyone.index, everyone.size, mine, timeout)
@@ -136,13 +136,13 @@ def exchange(store: RunStore, prefix: str, rank: int, ranks: int, mine: Any, tim
     return everyone
 
 
-def shared_keywords(store: RunStore, mesh: Mesh, prefix: str, own: KnownKeywords, timeout: float) -> KnownKeywords:
+def shared_keywords(store: RunStore, mesh: Mesh, prefix: str, keywords: KnownKeywords, timeout: float) -> KnownKeywords:
     """The keyword arguments that layers of any rank of this pipeline take; collective over its ranks."""
     line = mesh.pipeline
     if line.group is None:
-        return own
+        return keywords
     key = f"{prefix}/pipeline {mesh.place.dp} {mesh.place.tp}/keywords"
-    everyone = exchange(store, key, line.rank, len(line.ranks), [sorted(own.names), own.others], timeout)
+    everyone = exchange(store, key, line.rank, len(line.ranks), [sorted(keywords.names), keywords.others], timeout)
     return KnownKeywords.union(KnownKeywords(frozenset(names), others) for names, others in everyone)
 
 

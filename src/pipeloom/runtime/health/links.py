@@ -54,12 +54,12 @@ def neighbours(rank: int, world: int) -> list[int]:
 class Link:
     """Messages to and from one neighbour. No call blocks: a neighbour that does not read gets no more after 1 MiB."""
 
-    def __init__(self, own: int, peer: int, connection: socket.socket, key: bytes) -> None:
+    def __init__(self, rank: int, peer: int, connection: socket.socket, key: bytes) -> None:
         self.peer = peer
         self.heard = time.monotonic()
         self._connection = connection
         self._key = key
-        self._names = f"{own}>{peer}", f"{peer}>{own}"
+        self._names = f"{rank}>{peer}", f"{peer}>{rank}"
         self._sent = self._received = 0
         self._incoming = bytearray()
         self._outgoing = bytearray()
@@ -301,9 +301,9 @@ def _own_address() -> str:
 
     PIPELOOM_ADDRESS chooses another.
     """
-    chosen = os.environ.get("PIPELOOM_ADDRESS")
-    if chosen:
-        return chosen
+    configured = os.environ.get("PIPELOOM_ADDRESS")
+    if configured:
+        return configured
     for target in (os.environ.get("MASTER_ADDR", ""), "192.0.2.1"):  # the second is nobody's; no packet is sent
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
             probe.connect((target, 9))
@@ -324,9 +324,9 @@ def read_secret() -> bytes | None:
     named = os.environ.get("PIPELOOM_SECRET_FILE")
     path = Path(named) if named else Path.home() / ".config" / "pipeloom" / "secret"
     try:
-        found = path.stat()
-        mode = found.st_mode
-        if not stat.S_ISREG(mode) or found.st_size > _LONGEST_SECRET:
+        status = path.stat()
+        mode = status.st_mode
+        if not stat.S_ISREG(mode) or status.st_size > _LONGEST_SECRET:
             raise DistributedError(
                 f"{path} is not a regular file of at most {_LONGEST_SECRET} bytes: no secret is read from it"
             )

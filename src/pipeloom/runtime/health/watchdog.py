@@ -197,8 +197,8 @@ class Watchdog:
         self._asked_by = signal.SIGTERM
         self._selector = selectors.DefaultSelector()
         self._wake, self._waker = socket.socketpair()
-        for each in (self._wake, self._waker):
-            each.setblocking(False)
+        for pipe_end in (self._wake, self._waker):
+            pipe_end.setblocking(False)
         self._selector.register(self._wake, selectors.EVENT_READ, self._drain)
         self._signals: socket.socket | None = None
         for link in self._links.values():
@@ -441,8 +441,8 @@ class Watchdog:
             if awaited and min(awaited) < min(call.limit - 1.0, 0.9 * call.limit):
                 self._next_call = now + ROLL_CALL_SECONDS
                 return  # whoever this rank waits for has made progress since
-            own = f"{self.status.name}, {self.status.words} (timeout {call.limit:g} s)"
-            self._fail(f"the {self.status.kind} stalls: {self._blame(blames, call.states)}{own}", blames)
+            this_rank = f"{self.status.name}, {self.status.words} (timeout {call.limit:g} s)"
+            self._fail(f"the {self.status.kind} stalls: {self._blame(blames, call.states)}{this_rank}", blames)
             return
         still = [s for rank, s in call.states.items() if rank != self.number and s.seconds < NOTICE_SECONDS / 2]
         if [s for s in still if not s.between] and self._asked is None:

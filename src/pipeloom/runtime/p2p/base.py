@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from pipeloom.runtime.health.report import PeerGone as PeerGone
-from pipeloom.runtime.tensor_spec import Boundary, BoundaryValues
+from pipeloom.runtime.tensor_spec import BoundaryValues, TensorSpecs
 from pipeloom.schedule.actions import OUTPUT
 from pipeloom.schedule.batched_p2p import MessageBatch
 from pipeloom.schedule.channels import Channel, Message
@@ -24,7 +24,7 @@ class Outgoing(NamedTuple):
 
     message: Message
     values: BoundaryValues
-    boundary: Boundary
+    boundary: TensorSpecs
     checksum: int | None = None
 
 
@@ -34,7 +34,7 @@ class Delivery(NamedTuple):
     """
 
     values: BoundaryValues
-    boundary: Boundary
+    boundary: TensorSpecs
     checksum: int | None = None
 
 
@@ -150,11 +150,11 @@ class Communicator:
         while any(
             [self._match(source, to) for source in ranks for to in ranks if self._queues[source] and self._queues[to]]
         ):
-            for each, queue in enumerate(self._queues):
+            for receiver, queue in enumerate(self._queues):
                 if queue and not queue[0]:
                     queue.popleft()
-                    self.arrived[each] |= self._moved[each]
-                    self._moved[each].clear()
+                    self.arrived[receiver] |= self._moved[receiver]
+                    self._moved[receiver].clear()
 
     def unfinished(self, rank: int) -> bool:
         """Return whether batches of `rank` have not ended."""

@@ -114,10 +114,10 @@ def share_memory(
         return None
     store = run_store(options.start_seconds)
     here = memory_here() if device.type == "cpu" else None
-    own = f"{prefix}/pipeline {mesh.place.dp} {mesh.place.tp}"
+    line_prefix = f"{prefix}/pipeline {mesh.place.dp} {mesh.place.tp}"
     line = mesh.pipeline
-    store.set(f"{own}/machine/{line.rank}", str(here))
-    places = {store.get(f"{own}/machine/{rank}") for rank in range(len(line.ranks))}
+    store.set(f"{line_prefix}/machine/{line.rank}", str(here))
+    places = {store.get(f"{line_prefix}/machine/{rank}") for rank in range(len(line.ranks))}
     if places != {str(here)} or here is None:
         if options.transport == "shared":
             raise ConfigError('transport "shared" needs all ranks on the CPUs of one Linux machine; use "individual"')
@@ -125,4 +125,4 @@ def share_memory(
     if options.overlap_p2p is False:
         raise ConfigError(NOTHING_TO_TURN_OFF)
     spin = mesh.everyone.size <= usable_cores()
-    return SharedLinks(store, own, line.rank, channels, options.start_seconds, spin)
+    return SharedLinks(store, line_prefix, line.rank, channels, options.start_seconds, spin)

@@ -29,7 +29,7 @@ from pipeloom.errors import DistributedError, UsageError
 from pipeloom.runtime.p2p.base import Delivery, Outgoing, PeerGone
 from pipeloom.runtime.p2p.buffer_pool import BufferPool
 from pipeloom.runtime.p2p.local_sockets import meet
-from pipeloom.runtime.tensor_spec import Boundary, BoundaryValues, boundary_of, from_numbers, to_numbers
+from pipeloom.runtime.tensor_spec import BoundaryValues, TensorSpecs, boundary_of, from_numbers, to_numbers
 from pipeloom.schedule.channels import Channel, Message, MessageKind
 
 _START = 64  # the data begins here; byte 0 says whether the receiver has still to read it
@@ -73,7 +73,7 @@ class _Outbox:
         self.connection = connection
         self.segments: list[_SharedSegment] = []
         self.free: dict[int, deque[int]] = {}
-        self.boundaries: dict[Boundary, int] = {}
+        self.boundaries: dict[TensorSpecs, int] = {}
 
     def segment(self, size: int) -> tuple[int, _SharedSegment, int | None]:
         """(number, segment, descriptor to send along if it is new) with room for so many bytes."""
@@ -95,7 +95,7 @@ class _SharedInbox:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.segments: list[_SharedSegment] = []
-        self.boundaries: list[Boundary] = []
+        self.boundaries: list[TensorSpecs] = []
         self.descriptors_next = False
         self.gone: object = None  # why nothing more can come
 

@@ -22,9 +22,9 @@ from pipeloom.runtime.p2p.base import BatchQueue, Delivery, Outgoing, tensors
 from pipeloom.runtime.p2p.buffer_pool import BufferPool
 from pipeloom.runtime.tensor_spec import (
     HEADER_LENGTH,
-    Boundary,
     BoundaryValues,
     ShapeCache,
+    TensorSpecs,
     boundary_of,
     decode,
     encode,
@@ -50,7 +50,7 @@ class Opened(NamedTuple):
 
     works: list[Any]
     values: BoundaryValues
-    boundary: Boundary
+    boundary: TensorSpecs
     checksum: Tensor | None
     host: list[tuple[Tensor, Tensor]]  # (buffer, where its values arrive), for messages through host memory
 
@@ -206,25 +206,25 @@ class TorchTransport:
         message = outgoing.message
         works: list[Any] = []
         values, kind = outgoing.values, message.channel.kind
-        introduces = self._book.introduces(message)
+        needs_header = self._book.needs_header(message)
         if kind == "gradient" and values:
-            values = self._filled(message, values, introduces)
-        sent = kept = tensors(values)
+            values = self._filled(message, values, needs_header)
+        sent = buffers = tensors(values)
         if self._checksums and sent:
-            sent = kept = [*sent, torch.tensor([outgoing.checksum], device=self._links.device)]
+            sent = buffers = [*sent, torch.tensor([outgoing.checksum], device=self._links.device)]
         if self._links.through_host:  # the copy waits for the stream that computes the values
-            sent = kept = [tensor.cpu() for tensor in sent]
-        if introduces and (values or kind == "activation"):
+            sent = buffers = [tensor.cpu() for tensor in sent]
+        if needs_header and (values or kind == "activation"):
             header = encode(outgoing.boundary if kind == "activation" else boundary_of(outgoing.values))
             works.append(self._links.control.send([header], message.channel.destination, _HEADER_TAGS[kind]))
-            kept = [*sent, header]
-        self._sending[message] = works, kept
+            buffers = [*sent, header]
+        self._sending[message] = works, buffers
         return _TorchTransfer(message, sent, works)
 
-    def _filled(self, message: Message, values: BoundaryValues, introduces: bool) -> BoundaryValues:
+    def _filled(self, message: Message, values: BoundaryValues, needs_header: bool) -> BoundaryValues:
         """The gradients to send, zeros for one that is None: receives are posted before anybody knows which are."""
         without = tuple(at for at, value in enumerate(values) if value is None)
-        if introduces:
+        if needs_header:
             self._book.expect(message, without)
         else:
             self._book.keep_promise(message, without)
@@ -244,7 +244,7 @@ class TorchTransport:
         while inbox.queue:
             message = inbox.queue[0]
             if inbox.introduced is None:
-                inbox.introduced = self._book.introduces(message)
+                inbox.introduced = self._book.needs_header(message)
             boundary = self._book.of(message)
             if boundary is None:
                 break
@@ -256,9 +256,9 @@ class TorchTransport:
         """Waits for the header of `message`, the next of its channel that has one."""
         header = torch.empty(HEADER_LENGTH, dtype=torch.int64)
         self._links.control.recv([header], message.channel.source, _HEADER_TAGS["activation"]).wait()
-        self._book.learn(message.edge, message.microbatch, decode(header))
+        self._book.remember(message.edge, message.microbatch, decode(header))
 
-    def _receive(self, message: Message, boundary: Boundary, introduced: bool) -> _TorchTransfer:
+    def _receive(self, message: Message, boundary: TensorSpecs, introduced: bool) -> _TorchTransfer:
         """Buffers for a message; where a gradient's header comes with it, its receive is posted."""
         if introduced and boundary and message.channel.kind == "gradient":
             header = torch.empty(HEADER_LENGTH, dtype=torch.int64)
@@ -291,20 +291,20 @@ class TorchTransport:
 
         The call is cut there: what makes that message may need one that stands before it in the batch.
         """
-        sends = {each.message: self._send(each) for each in batch if isinstance(each, Outgoing)}
+        sends = {item.message: self._send(item) for item in batch if isinstance(item, Outgoing)}
         transfers: list[tuple[_TorchTransfer, bool]] = []
-        for each in batch:
-            if isinstance(each, Outgoing):
-                transfers.append((sends[each.message], True))
+        for item in batch:
+            if isinstance(item, Outgoing):
+                transfers.append((sends[item.message], True))
                 continue
-            introduced = self._book.introduces(each)
-            if introduced and each.channel.kind == "activation":
+            introduced = self._book.needs_header(item)
+            if introduced and item.channel.kind == "activation":
                 self._start_together(transfers)
                 transfers = []
-                self._introduce(each)
-            boundary = self._book.of(each)
+                self._introduce(item)
+            boundary = self._book.of(item)
             assert boundary is not None  # of a gradient: this rank made the activations that it answers
-            transfers.append((self._receive(each, boundary, introduced), False))
+            transfers.append((self._receive(item, boundary, introduced), False))
         self._start_together(transfers)
 
     def _start_together(self, transfers: Sequence[tuple[_TorchTransfer, bool]]) -> None:

@@ -174,14 +174,14 @@ def _build(
             raise UsageError(f"schedule {name} has no option {key!r:.200}{did_you_mean(key, known)}")
     if costs is not None and "costs" in parameters:
         arguments["costs"] = costs
-    made = family(**arguments) if name in FAMILIES else run_user_code(name, "schedule", lambda: family(**arguments))
-    if not isinstance(made, Schedule):
-        raise UsageError(f"{name} returned {type(made).__name__}, not a Schedule")
-    if chunks is not None and made.chunks != chunks:
+    schedule = family(**arguments) if name in FAMILIES else run_user_code(name, "schedule", lambda: family(**arguments))
+    if not isinstance(schedule, Schedule):
+        raise UsageError(f"{name} returned {type(schedule).__name__}, not a Schedule")
+    if chunks is not None and schedule.chunks != chunks:
         looped = ", ".join(n for n, f in FAMILIES.items() if "chunks" in inspect.signature(f).parameters)
-        held = f"{made.chunks} chunk{'s' if made.chunks > 1 else ''} per rank"
+        held = f"{schedule.chunks} chunk{'s' if schedule.chunks > 1 else ''} per rank"
         raise UsageError(f"schedule {name} holds {held}, not {chunks}; {looped} take chunks")
-    return split_cooldown(made, costs) if cooldown == "split" else made
+    return split_cooldown(schedule, costs) if cooldown == "split" else schedule
 
 
 def _find(name: str, folder: Path) -> Family:

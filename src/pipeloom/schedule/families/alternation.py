@@ -42,8 +42,8 @@ class _AlternatingRank:
 class Alternation:
     """Construction of all ranks' programs, round by round."""
 
-    def __init__(self, ranks: int, microbatches: int, costs: Costs, room: float, habits: RoundRules) -> None:
-        self.microbatches, self.costs, self.room, self.habits = microbatches, costs, room + 1e-9, habits
+    def __init__(self, ranks: int, microbatches: int, costs: Costs, memory_limit: float, rules: RoundRules) -> None:
+        self.microbatches, self.costs, self.memory_limit, self.rules = microbatches, costs, memory_limit + 1e-9, rules
         spread = StageCosts.of(costs, ranks)
         self.time: dict[KindName, tuple[float, ...]] = {
             "F": spread.forward,
@@ -101,8 +101,8 @@ class Alternation:
         for at in reversed(range(last)):
             rank, arrival = self.ranks[at], first_grad + self.costs.hop(at + 1, at)
             clock, memory, step = rank.clock, rank.memory + self.activation[at], self.time["F"][at]
-            while wanted[at] + 1 < self.microbatches and memory <= self.room:
-                if clock >= arrival or (not self.habits.overrun and clock + step > arrival):
+            while wanted[at] + 1 < self.microbatches and memory <= self.memory_limit:
+                if clock >= arrival or (not self.rules.overrun and clock + step > arrival):
                     break
                 wanted[at] += 1
                 clock, memory = clock + step, memory + self.activation[at]
@@ -128,14 +128,14 @@ class Alternation:
             if rank.done["F"] == self.microbatches:
                 continue
             alive = rank.done["F"] - rank.done["I"]
-            if (alive + 1) * self.activation[at] > self.room or self._may_skip(at):
+            if (alive + 1) * self.activation[at] > self.memory_limit or self._may_skip(at):
                 break
             wanted.append(at)
         return wanted[::-1]
 
     def _may_skip(self, at: int) -> bool:
         """Return whether rank `at`, two forwards ahead, can leave one out without more idle time than the worst rank has."""
-        if not self.habits.skip or at + 1 == len(self.ranks):
+        if not self.rules.skip or at + 1 == len(self.ranks):
             return False
         rank, following = self.ranks[at], self.ranks[at + 1]
         if rank.done["F"] < following.done["F"] + 2:
@@ -145,7 +145,7 @@ class Alternation:
             return True
         memory, first = rank.memory + self.activation[at], rank.clock + self.time["F"][at]
         pending = rank.done["I"] - rank.done["W"]
-        while memory > self.room and pending:
+        while memory > self.memory_limit and pending:
             memory -= self.held[at] * self.activation[at]
             first += self.time["W"][at]
             pending -= 1
@@ -158,14 +158,14 @@ class Alternation:
         """Run weight gradients before the next `kind`: first to free memory, then to fill the time until its input arrives."""
         rank, step = self.ranks[at], self.time["W"][at]
         need = self.activation[at] if kind == "F" else 0.0
-        while rank.memory + need > self.room and rank.done["W"] < rank.done["I"]:
+        while rank.memory + need > self.memory_limit and rank.done["W"] < rank.done["I"]:
             self._put("W", at)
         arrival = self._arrival(kind, at)
         while rank.done["W"] < rank.done["I"] and rank.clock + step <= arrival:
             self._put("W", at)
         if rank.done["W"] < rank.done["I"] and rank.clock < arrival:
             more = arrival - rank.clock > self._worst_idle() - rank.idle
-            if more or self.habits.eager:
+            if more or self.rules.eager:
                 self._put("W", at)
         if kind == "I" and at == 0 and rank.done["F"] == self.microbatches:
             # Nothing waits for the first rank's input gradients: its weight gradients cannot come too early.

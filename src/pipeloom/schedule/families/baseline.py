@@ -42,9 +42,9 @@ def baseline(
     for late in (True, False):
         # Every stage may hold its share of the memory, so that list scheduling cannot get stuck.
         caps = [max(1.0, memory // placement.count(rank)) for rank in placement]
-        line = single_route(placement, microbatches, known, [memory] * ranks, caps)
+        problem = single_route(placement, microbatches, known, [memory] * ranks, caps)
         try:
-            programs = programs_of(line, PriorityRule(late=late))
+            programs = programs_of(problem, PriorityRule(late=late))
         except MemoryDeadlock:
             continue
         cells = [[f"{stage}{kind}{mb}" for kind, stage, mb in program] for program in programs]

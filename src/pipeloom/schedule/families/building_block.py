@@ -3,7 +3,7 @@
 Pipeline Parallelism with Controllable Memory (Qi et al., arXiv 2405.15362): with F = I = W = 1 slot per stage, a micro-batch
 takes 6 slots per rank on a V placement. Its F and I have fixed offsets; the next micro-batch follows 6 slots later. The distance
 from a stage's F to its I determines how long it holds memory, so the offsets determine the peak. Then actions move to earlier
-free slots as far as data and the peak allow: all of them (`words_of`), or those of the warm-up and the cool-down
+free slots as far as data and the peak allow: all of them (`sequences_of_block`), or those of the warm-up and the cool-down
 (`repeated_programs`), as in the paper.
 """
 
@@ -85,19 +85,19 @@ class _Grid:
             insort(self.gradients[rank], new)
 
 
-def words_of(
-    block: BuildingBlock, placement: list[int], microbatches: int, room: int
+def sequences_of_block(
+    block: BuildingBlock, placement: list[int], microbatches: int, memory_limit: int
 ) -> list[list[tuple[KindName, int]]] | None:
-    """rank -> the order of its (kind, stage) of F and I; None if the block does not fit this p or `room` stage-micro-batches."""
+    """rank -> the order of its (kind, stage) of F and I; None if the block does not fit this p or `memory_limit`."""
     offsets = block.offsets(max(placement) + 1)
     if offsets is None:
         return None
     grid = _unfold(offsets, placement, microbatches)
     _place_weights(grid)
     levels = [_levels(row) for row in grid.taken]
-    if max(map(max, levels)) > room:
+    if max(map(max, levels)) > memory_limit:
         return None
-    _squeeze(grid, levels, room)
+    _squeeze(grid, levels, memory_limit)
     _hasten_end(grid)
     return [[what[:2] for _, what in sorted(row.items())] for row in grid.taken]
 
@@ -148,14 +148,14 @@ def _levels(row: dict[int, BlockSlot]) -> list[int]:
     return levels
 
 
-def _squeeze(grid: _Grid, levels: list[list[int]], room: int, fixed: Fixed | None = None) -> None:
+def _squeeze(grid: _Grid, levels: list[list[int]], memory_limit: int, fixed: Fixed | None = None) -> None:
     """Move actions, in order of time, to the first free slot that data, order and memory allow; those in `fixed` stay."""
     for slot, rank, what in grid.ordered():
         if fixed is not None and fixed[0] <= (slot, rank) <= fixed[1]:
             continue
         row, level = grid.taken[rank], levels[rank]
         for new in range(grid.earliest(what), slot):
-            if new in row or (what[0] == "F" and max(level[new:slot]) >= room):
+            if new in row or (what[0] == "F" and max(level[new:slot]) >= memory_limit):
                 continue
             grid.move(rank, slot, new)
             change = (what[0] == "F") - (what[0] == "W")
@@ -179,13 +179,13 @@ def _hasten_end_within(grid: _Grid) -> None:
     """As `_hasten_end`, but no rank exceeds the peak of the fullest one, with every W in the first free slot."""
     _remove_weights(grid)
     rows = [_Filled(row) for row in grid.taken]
-    room = max(row.peak for row in rows)
+    memory_limit = max(row.peak for row in rows)
     steady = _steady(grid)
     for slot, rank, what in grid.ordered():
         if (slot, rank) <= steady[1]:
             continue
         for new in range(grid.earliest(what), slot):
-            if new not in grid.taken[rank] and rows[rank].move(slot, new, room):
+            if new not in grid.taken[rank] and rows[rank].move(slot, new, memory_limit):
                 grid.move(rank, slot, new)
                 break
 
@@ -206,14 +206,14 @@ class _Filled:
             self.states.append(_after(self.states[-1], kind))
         self.peak = max(alive for alive, _ in self.states)
 
-    def move(self, old: int, new: int, room: int) -> bool:
-        """Move the action at `old` to `new` if memory stays within `room`; return whether it does."""
+    def move(self, old: int, new: int, memory_limit: int) -> bool:
+        """Move the action at `old` to `new` if memory stays within `memory_limit`; return whether it does."""
         kinds, states = self.kinds, self.states
         kinds[new], kinds[old] = kinds[old], ""
         changed = [states[new]]
         for slot in range(new, len(kinds)):
             changed.append(_after(changed[-1], kinds[slot]))
-            if changed[-1][0] > room:
+            if changed[-1][0] > memory_limit:
                 kinds[old], kinds[new] = kinds[new], ""
                 return False
             if slot > old and changed[-1] == states[slot + 1]:
@@ -240,9 +240,9 @@ def _close_gaps(grid: _Grid) -> None:
 
 
 def repeated_programs(
-    block: BuildingBlock, placement: list[int], microbatches: int, room: int
+    block: BuildingBlock, placement: list[int], microbatches: int, memory_limit: int
 ) -> list[list[BlockSlot]] | None:
-    """rank -> its (kind, stage, micro-batch) with the block's own steady state; None if it does not fit p or `room`.
+    """rank -> its (kind, stage, micro-batch) with the block's own steady state; None if it does not fit p or `memory_limit`.
 
     Only actions before and after the steady state move to earlier slots (the paper's "squeezing"); a W takes the first free
     slot after its I.
@@ -254,7 +254,7 @@ def repeated_programs(
     _place_weights(grid)
     levels = [_levels(row) for row in grid.taken]
     peak = max(map(max, levels))
-    if peak > room:
+    if peak > memory_limit:
         return None
     _squeeze(grid, levels, peak, _steady(grid))
     _close_gaps(grid)

@@ -40,12 +40,15 @@ def chimera(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedu
     code = Coder(stages, microbatches)
     schedules = []
     for plan, caps, turns in ways:
-        line = SchedulingProblem(
+        problem = SchedulingProblem(
             placement, routes, jobs, plan, (math.inf,) * ranks, tuple(map(float, caps)) * 2, fused=True
         )
         schedules.append(
             Schedule.of_codes(
-                [[code.of(*action) for action in program] for program in programs_of(line, PriorityRule(turns=turns))],
+                [
+                    [code.of(*action) for action in program]
+                    for program in programs_of(problem, PriorityRule(turns=turns))
+                ],
                 placement=placement,
                 microbatches=microbatches,
                 name="chimera",

@@ -27,7 +27,7 @@ class SchedulingProblem:
         routes: each route's stages, in order.
         jobs: route -> its micro-batches, in order.
         costs: of the stages and links.
-        room: rank -> the memory that its activations may take at once.
+        memory_limit: rank -> the memory that its activations may take at once.
         caps: stage -> the most of its micro-batches alive at once, at least 1. Where the activations of all stages at their
             caps fit the room, the construction cannot get stuck.
         fused: one B in place of I and W.
@@ -37,7 +37,7 @@ class SchedulingProblem:
     routes: tuple[tuple[int, ...], ...]
     jobs: tuple[Sequence[int], ...]
     costs: Costs
-    room: tuple[float, ...]
+    memory_limit: tuple[float, ...]
     caps: tuple[float, ...]
     fused: bool = False
 
@@ -61,63 +61,65 @@ def single_route(
     placement: Sequence[int],
     microbatches: int,
     costs: Costs,
-    room: Sequence[float],
+    memory_limit: Sequence[float],
     caps: Sequence[float] | None = None,
 ) -> SchedulingProblem:
     """Return the problem of one route through all stages in order."""
     stages = tuple(range(len(placement)))
-    chosen = tuple(caps) if caps is not None else (math.inf,) * len(placement)
-    return SchedulingProblem(tuple(placement), (stages,), (range(microbatches),), costs, tuple(room), chosen)
+    stage_caps = tuple(caps) if caps is not None else (math.inf,) * len(placement)
+    return SchedulingProblem(
+        tuple(placement), (stages,), (range(microbatches),), costs, tuple(memory_limit), stage_caps
+    )
 
 
 class MemoryDeadlock(Exception):
     """The limits on memory allow no rank to continue."""
 
 
-def programs_of(line: SchedulingProblem, rule: PriorityRule) -> list[list[Planned]]:
+def programs_of(problem: SchedulingProblem, rule: PriorityRule) -> list[list[Planned]]:
     """rank -> its (kind, stage, micro-batch). Raises MemoryDeadlock."""
-    return _Growth(line, rule).run()
+    return _Growth(problem, rule).run()
 
 
 def programs_along(
-    line: SchedulingProblem, words: Sequence[Sequence[tuple[KindName, int]]], patience: float
+    problem: SchedulingProblem, sequences: Sequence[Sequence[tuple[KindName, int]]], patience: float
 ) -> list[list[Planned]]:
-    """As `programs_of`, but each rank's forwards and input gradients are in the order of `words`: rank -> (kind, stage) of each.
+    """As `programs_of`, with each rank's forwards and input gradients in the order of `sequences`: rank -> its (kind, stage).
 
     Only the positions of the weight gradients are chosen: in waits, where memory is short, and at the end. Raises MemoryDeadlock.
     """
-    return _Along(line, words, patience).run()
+    return _FixedOrder(problem, sequences, patience).run()
 
 
 class _Growth:
-    def __init__(self, line: SchedulingProblem, rule: PriorityRule) -> None:
-        stages = len(line.placement)
-        self.line, self.rule = line, rule
-        spread = StageCosts.of(line.costs, stages)
-        self.backward_kind: KindName = "B" if line.fused else "I"
+    def __init__(self, problem: SchedulingProblem, rule: PriorityRule) -> None:
+        stages = len(problem.placement)
+        self.problem, self.rule = problem, rule
+        spread = StageCosts.of(problem.costs, stages)
+        self.backward_kind: KindName = "B" if problem.fused else "I"
         self.time: dict[KindName, tuple[float, ...]] = {
             "F": spread.forward,
             "I": spread.input_grad,
             "B": spread.backward,
             "W": spread.weight_grad,
         }
-        self.activation = line.costs.per_stage("activation", stages)
-        self.held = (0.0,) * stages if line.fused else line.costs.per_stage("held", stages)
+        self.activation = problem.costs.per_stage("activation", stages)
+        self.held = (0.0,) * stages if problem.fused else problem.costs.per_stage("held", stages)
         self.order = [0] * stages
         self.before: list[int | None] = [None] * stages
         self.after: list[int | None] = [None] * stages
         self.jobs: list[Sequence[int]] = [()] * stages
         self.forwards: list[list[float]] = [[] for _ in range(stages)]
         self.backwards: list[list[float]] = [[] for _ in range(stages)]
-        for route, jobs in zip(line.routes, line.jobs, strict=True):
+        for route, jobs in zip(problem.routes, problem.jobs, strict=True):
             for position, stage in enumerate(route):
                 self.order[stage], self.jobs[stage] = position, jobs
                 self.before[stage] = route[position - 1] if position else None
                 self.after[stage] = route[position + 1] if position + 1 < len(route) else None
             self.forwards[route[0]] = [0.0] * len(jobs)
         self.done: dict[KindName, list[int]] = {kind: [0] * stages for kind in ("F", self.backward_kind, "W")}
-        count = max(line.placement) + 1
-        self.stages_of = [[s for s in range(stages) if line.placement[s] == rank] for rank in range(count)]
+        count = max(problem.placement) + 1
+        self.stages_of = [[s for s in range(stages) if problem.placement[s] == rank] for rank in range(count)]
         self.memory = [0.0] * count
         self.free_at = [0.0] * count
         self.last: list[KindName] = ["B"] * count
@@ -127,7 +129,7 @@ class _Growth:
         self.heap = [(0.0, rank) for rank in range(count)]
 
     def run(self) -> list[list[Planned]]:
-        left = sum(map(len, self.jobs)) * (2 if self.line.fused else 3)
+        left = sum(map(len, self.jobs)) * (2 if self.problem.fused else 3)
         while left:
             if not self.heap:
                 raise MemoryDeadlock
@@ -135,9 +137,9 @@ class _Growth:
             if now != self.wake_at[rank]:
                 continue
             self.wake_at[rank] = math.inf
-            chosen = self._choose(rank, now)
-            if chosen is not None:
-                self._start(rank, now, *chosen)
+            choice = self._choose(rank, now)
+            if choice is not None:
+                self._start(rank, now, *choice)
                 left -= 1
         return self.programs
 
@@ -164,7 +166,7 @@ class _Growth:
 
     def _fill(self, rank: int, now: float, following: float) -> tuple[KindName, int] | None:
         """Return a weight gradient for the time until `following`, the oldest first; None to wait until then."""
-        if not self.line.fused and self.gradients[rank]:
+        if not self.problem.fused and self.gradients[rank]:
             stage = self.gradients[rank][0]
             if following - now >= self.rule.patience * self.time["W"][stage] - TIME_TOLERANCE:
                 return "W", stage
@@ -178,9 +180,9 @@ class _Growth:
             heapq.heappush(self.heap, (when, rank))
 
     def _has_room(self, rank: int, stage: int) -> bool:
-        alive = self.done["F"][stage] - self.done["B" if self.line.fused else "W"][stage]
-        fits = self.memory[rank] + self.activation[stage] <= self.line.room[rank] + TIME_TOLERANCE
-        return fits and alive < self.line.caps[stage]
+        alive = self.done["F"][stage] - self.done["B" if self.problem.fused else "W"][stage]
+        fits = self.memory[rank] + self.activation[stage] <= self.problem.memory_limit[rank] + TIME_TOLERANCE
+        return fits and alive < self.problem.caps[stage]
 
     def _start(self, rank: int, now: float, kind: KindName, stage: int) -> None:
         end = now + self.time[kind][stage]
@@ -206,25 +208,25 @@ class _Growth:
 
     def _deliver(self, inbox: list[list[float]], stage: int, to: int | None, end: float) -> None:
         target = to if to is not None else stage
-        source, home = self.line.placement[stage], self.line.placement[target]
-        arrival = end + self.line.costs.hop(source, home)
+        source, home = self.problem.placement[stage], self.problem.placement[target]
+        arrival = end + self.problem.costs.hop(source, home)
         inbox[target].append(arrival)
         self._wake(home, max(arrival, self.free_at[home]))
 
 
-class _Along(_Growth):
+class _FixedOrder(_Growth):
     def __init__(
-        self, line: SchedulingProblem, words: Sequence[Sequence[tuple[KindName, int]]], patience: float
+        self, problem: SchedulingProblem, sequences: Sequence[Sequence[tuple[KindName, int]]], patience: float
     ) -> None:
-        super().__init__(line, PriorityRule(patience=patience))
-        self.words = words
-        self.position = [0] * len(words)
+        super().__init__(problem, PriorityRule(patience=patience))
+        self.sequences = sequences
+        self.position = [0] * len(sequences)
 
     def _choose(self, rank: int, now: float) -> tuple[KindName, int] | None:
         at = self.position[rank]
-        if at == len(self.words[rank]):
+        if at == len(self.sequences[rank]):
             return self._fill(rank, now, math.inf)
-        kind, stage = self.words[rank][at]
+        kind, stage = self.sequences[rank][at]
         arrivals = self.forwards[stage] if kind == "F" else self.backwards[stage]
         index = self.done[kind][stage]
         if index >= len(arrivals) or (kind == "F" and not self._has_room(rank, stage)):

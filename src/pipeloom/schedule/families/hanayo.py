@@ -33,8 +33,8 @@ def hanayo(ranks: int, microbatches: int, waves: int = 1) -> Schedule:
     caps = (2 * ranks, 3 * ranks // 2) if microbatches > ranks and small else (2 * ranks,)
     schedules = []
     for turn, cap in product(turns, caps):
-        line = single_route(placement, microbatches, Costs(), [math.inf] * ranks, [cap] * len(placement))
-        programs = programs_of(replace(line, fused=True), PriorityRule(turns=turn))
+        problem = single_route(placement, microbatches, Costs(), [math.inf] * ranks, [cap] * len(placement))
+        programs = programs_of(replace(problem, fused=True), PriorityRule(turns=turn))
         schedules.append(
             Schedule.of_codes(
                 [[code.of(*action) for action in program] for program in programs],

@@ -49,22 +49,31 @@ def interleaved_zb(
     if memory is not None and (isinstance(memory, bool) or not isinstance(memory, (int, float)) or not memory > 0):
         raise UsageError(f"memory is {memory!r:.200}; it must be a number above 0")
     base = interleaved(ranks, microbatches, chunks, rounds, group_size)
-    chosen = costs if costs is not None else Costs()
+    cost_model = costs if costs is not None else Costs()
     code = Coder(base.stages, microbatches)
     programs = [[_adjacent(program, code) for program in base.codes]]
     order = chunk_order(round_sizes(ranks, microbatches, rounds, group_size), chunks)
     largest = max(round_sizes(ranks, microbatches, rounds, group_size))
-    own = [_peak(program, code.stride) for program in base.codes]
+    base_peaks = [_peak(program, code.stride) for program in base.codes]
     tasks = base.stages * microbatches
     if tasks <= MOST_TASKS_WITH_VARIANTS:
-        low = min(max(own), (chunks - 1) * largest + ranks)
-        for slope, room in ((2, own), (2, [max(own)] * ranks), (1, [low] * ranks), (1, [max(own)] * ranks)):
-            words = _words(base, order, [slope * (ranks - r - 1) + (chunks - 1) * largest for r in range(ranks)])
-            line = single_route(base.placement, microbatches, replace(chosen, activation=1.0, held=1.0), room)
-            programs += _late(
-                line, words, GAP_SHARES if tasks <= MOST_TASKS_WITH_VARIANTS // 8 else GAP_SHARES[-1:], code
+        low = min(max(base_peaks), (chunks - 1) * largest + ranks)
+        for slope, memory_limit in (
+            (2, base_peaks),
+            (2, [max(base_peaks)] * ranks),
+            (1, [low] * ranks),
+            (1, [max(base_peaks)] * ranks),
+        ):
+            sequences = _sequences(
+                base, order, [slope * (ranks - r - 1) + (chunks - 1) * largest for r in range(ranks)]
             )
-        programs.append([_lagging(word, r, code) for r, word in enumerate(words)])  # of the shorter warm-up
+            problem = single_route(
+                base.placement, microbatches, replace(cost_model, activation=1.0, held=1.0), memory_limit
+            )
+            programs += _late(
+                problem, sequences, GAP_SHARES if tasks <= MOST_TASKS_WITH_VARIANTS // 8 else GAP_SHARES[-1:], code
+            )
+        programs.append([_lagging(word, r, code) for r, word in enumerate(sequences)])  # of the shorter warm-up
     if memory is not None:
         peaks = [max(_alive(program, code.stride) for program in codes) for codes in programs]
         programs = [codes for codes, peak in zip(programs, peaks, strict=True) if peak <= memory]
@@ -83,7 +92,7 @@ def interleaved_zb(
         )
         for codes in programs
     ]
-    return schedules[0] if len(schedules) == 1 else min(schedules, key=lambda schedule: _quality(schedule, chosen))
+    return schedules[0] if len(schedules) == 1 else min(schedules, key=lambda schedule: _quality(schedule, cost_model))
 
 
 def _quality(schedule: Schedule, costs: Costs) -> tuple[float, int, int]:
@@ -95,29 +104,29 @@ def _quality(schedule: Schedule, costs: Costs) -> tuple[float, int, int]:
     return round(timeline.makespan, 9), max(timeline.peak_activations), sum(timeline.peak_activations)
 
 
-def _words(base: Schedule, order: list[tuple[int, int]], warmups: list[int]) -> list[list[tuple[KindName, int]]]:
+def _sequences(base: Schedule, order: list[tuple[int, int]], warmups: list[int]) -> list[list[tuple[KindName, int]]]:
     """rank -> its (kind, stage) of F and I: the warm-up, then one of each in turn."""
     ranks, chunks = base.ranks, base.chunks
-    words: list[list[tuple[KindName, int]]] = []
+    sequences: list[list[tuple[KindName, int]]] = []
     for r, warmup in enumerate(warmups):
         forwards: list[tuple[KindName, int]] = [("F", c * ranks + r) for _, c in order]
         backwards: list[tuple[KindName, int]] = [("I", (chunks - 1 - c) * ranks + r) for _, c in order]
-        words.append(list(warmup_then_alternate(forwards, backwards, warmup)))
-    return words
+        sequences.append(list(warmup_then_alternate(forwards, backwards, warmup)))
+    return sequences
 
 
 def _late(
-    line: SchedulingProblem, words: list[list[tuple[KindName, int]]], patience: tuple[float, ...], code: Coder
+    problem: SchedulingProblem, sequences: list[list[tuple[KindName, int]]], patience: tuple[float, ...], code: Coder
 ) -> list[list[list[int]]]:
     """Programs with the weight gradients deferred; none where the order deadlocks."""
-    made = []
+    variants = []
     for share in patience:
         try:
-            late = programs_along(line, words, share)
+            late = programs_along(problem, sequences, share)
         except MemoryDeadlock:
             return []
-        made.append([[code.of(*action) for action in program] for program in late])
-    return made
+        variants.append([[code.of(*action) for action in program] for program in late])
+    return variants
 
 
 def _lagging(word: list[tuple[KindName, int]], lag: int, code: Coder) -> list[int]:

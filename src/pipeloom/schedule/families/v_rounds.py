@@ -30,8 +30,8 @@ class _RoundsRank:
     program: list[Planned] = field(default_factory=list)
 
 
-def round_programs(ranks: int, microbatches: int, costs: Costs, room: int) -> list[list[list[Planned]]]:
-    """Complete programs, rank -> (kind, stage, micro-batch), at most `room` stage-micro-batches alive on a rank.
+def round_programs(ranks: int, microbatches: int, costs: Costs, memory_limit: int) -> list[list[list[Planned]]]:
+    """Complete programs, rank -> (kind, stage, micro-batch), at most `memory_limit` stage-micro-batches alive on a rank.
 
     One for each choice of whether a W that is longer than the wait may precede forwards, and the backwards of the half that
     gradients enter first. Each is constructed again, with the ranks' idle times of the construction before as allowances, as long
@@ -41,7 +41,7 @@ def round_programs(ranks: int, microbatches: int, costs: Costs, room: int) -> li
     for before_backwards, before_forwards in product((True, False), repeat=2):
         allowed: list[float] | None = None
         while True:
-            rounds = _Rounds(ranks, microbatches, costs, room, (before_backwards, before_forwards), allowed)
+            rounds = _Rounds(ranks, microbatches, costs, memory_limit, (before_backwards, before_forwards), allowed)
             try:
                 rounds.run()
             except MemoryDeadlock:
@@ -60,11 +60,11 @@ class _Rounds:
         ranks: int,
         microbatches: int,
         costs: Costs,
-        room: int,
+        memory_limit: int,
         before: tuple[bool, bool],
         allowed: Sequence[float] | None,
     ) -> None:
-        self.microbatches, self.costs, self.room = microbatches, costs, room
+        self.microbatches, self.costs, self.memory_limit = microbatches, costs, memory_limit
         self.before_backwards, self.before_forwards = before
         spread = StageCosts.of(costs, 2 * ranks)
         self.time = {"F": spread.forward, "I": spread.input_grad, "W": spread.weight_grad}
@@ -105,7 +105,7 @@ class _Rounds:
     def _put(self, kind: KindName, at: int, half: int) -> None:
         rank = self.ranks[at]
         stage, index, arrival = rank.stages[half], self._done(kind, at, half), self._arrival(kind, at, half)
-        if index >= self.microbatches or arrival is None or (kind == "F" and rank.alive >= self.room):
+        if index >= self.microbatches or arrival is None or (kind == "F" and rank.alive >= self.memory_limit):
             raise MemoryDeadlock
         if index >= self._ready(kind, at, half):
             raise MemoryDeadlock
@@ -138,7 +138,7 @@ class _Rounds:
             while at + 1 < count and self._done("F", at, DOWN) < microbatches:
                 arrival = self._arrival("F", at, UP) or 0.0
                 late = rank.clock + self.time["F"][rank.stages[DOWN]] > arrival
-                if late or rank.alive + 2 * (at + 1) > self.room:
+                if late or rank.alive + 2 * (at + 1) > self.memory_limit:
                     break
                 for upstream in range(at + 1):
                     self._put("F", upstream, DOWN)
@@ -181,7 +181,7 @@ class _Rounds:
             half = self._next_forward(at)
             if half is None:
                 continue
-            while self.ranks[at].alive >= self.room:
+            while self.ranks[at].alive >= self.memory_limit:
                 self._weight(at)
             self._fill("F", at, half, self.before_forwards)
             self._put("F", at, half)

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeloom.limits import MOST_PLANNED_CELLS
 from pipeloom.schedule.costs import Costs
-from pipeloom.schedule.families.building_block import BuildingBlock, repeated_programs, words_of
+from pipeloom.schedule.families.building_block import BuildingBlock, repeated_programs, sequences_of_block
 from pipeloom.schedule.families.greedy import (
     MemoryDeadlock,
     Planned,
@@ -35,12 +35,12 @@ def v_schedule(
     sizes: tuple[int, int],
     costs: Costs | None,
     blocks: Sequence[BuildingBlock],
-    room: int,
+    memory_limit: int,
     objective: Objective = "makespan",
     rounds: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> Schedule:
-    """The shortest schedule of `sizes` (p, m) at these costs with at most `room` stage-micro-batches on a rank.
+    """The shortest schedule of `sizes` (p, m) at these costs with at most `memory_limit` stage-micro-batches on a rank.
 
     The building blocks give the order of F and I; the weight gradients are placed for the costs, in several ways. With `rounds`
     the programs of `round_programs` are candidates too, where p m is at most `MOST_CELLS_WITH_ALL_RULES`. The shortest has the
@@ -48,32 +48,32 @@ def v_schedule(
     """
     ranks, microbatches = sizes
     require_sizes(MOST_PLANNED_CELLS, ranks=ranks, microbatches=microbatches)
-    chosen = costs if costs is not None else Costs()
+    cost_model = costs if costs is not None else Costs()
     placement = vee(ranks)
-    counted = replace(chosen, activation=1.0, held=1.0)
+    counted = replace(cost_model, activation=1.0, held=1.0)
     many = ranks * microbatches > MOST_CELLS_WITH_ALL_RULES
     candidates: list[list[list[Planned]]] = []
     for block in blocks:
-        repeated = repeated_programs(block, placement, microbatches, room)
+        repeated = repeated_programs(block, placement, microbatches, memory_limit)
         if repeated is not None:
             candidates.append(repeated)
-        words = words_of(block, placement, microbatches, room)
-        if words is None:
+        sequences = sequences_of_block(block, placement, microbatches, memory_limit)
+        if sequences is None:
             continue
         for plan in _plans(counted)[: 1 if many else 3]:
             for patience in FIT_SHARES[-1 if many else 0 :]:
                 try:
-                    line = single_route(placement, microbatches, plan, [room] * ranks)
-                    candidates.append(programs_along(line, words, patience))
+                    problem = single_route(placement, microbatches, plan, [memory_limit] * ranks)
+                    candidates.append(programs_along(problem, sequences, patience))
                 except MemoryDeadlock:
                     continue
-    if chosen != Costs() or not candidates:
+    if cost_model != Costs() or not candidates:
         # One place is kept free for the second half of the V, without which the first could block it for ever.
-        caps = [room - 1] * ranks + [room] * ranks
-        line = single_route(placement, microbatches, counted, [room] * ranks, caps)
-        candidates += [programs_of(line, PriorityRule(turns=turns)) for turns in (True, False)]
+        caps = [memory_limit - 1] * ranks + [memory_limit] * ranks
+        problem = single_route(placement, microbatches, counted, [memory_limit] * ranks, caps)
+        candidates += [programs_of(problem, PriorityRule(turns=turns)) for turns in (True, False)]
     if rounds and not many:
-        candidates += round_programs(ranks, microbatches, chosen, room)
+        candidates += round_programs(ranks, microbatches, cost_model, memory_limit)
     code = Coder(2 * ranks, microbatches)
     schedules = [
         Schedule.of_codes(
@@ -85,7 +85,7 @@ def v_schedule(
         )
         for programs in candidates
     ]
-    return min(schedules, key=lambda schedule: _lengths(schedule, chosen, objective))
+    return min(schedules, key=lambda schedule: _lengths(schedule, cost_model, objective))
 
 
 def _lengths(schedule: Schedule, costs: Costs, objective: Objective) -> tuple[float, float]:

@@ -30,21 +30,26 @@ def zb_auto(ranks: int, microbatches: int, memory: float | None = None, costs: C
         CapacityError: the memory does not hold one micro-batch.
     """
     require_sizes(MOST_PLANNED_CELLS, ranks=ranks, microbatches=microbatches)
-    chosen = costs if costs is not None else Costs()
-    chosen.check_links(ranks)
-    largest = max(chosen.per_stage("activation", ranks))
-    room = 2 * ranks * largest if memory is None else memory
-    if isinstance(room, bool) or not isinstance(room, (int, float)) or room != room or room <= 0:
+    cost_model = costs if costs is not None else Costs()
+    cost_model.check_links(ranks)
+    largest = max(cost_model.per_stage("activation", ranks))
+    memory_limit = 2 * ranks * largest if memory is None else memory
+    if (
+        isinstance(memory_limit, bool)
+        or not isinstance(memory_limit, (int, float))
+        or memory_limit != memory_limit
+        or memory_limit <= 0
+    ):
         raise UsageError(f"memory is {memory!r:.200}; it must be a number above 0")
-    if room < largest:
+    if memory_limit < largest:
         raise CapacityError(f"memory is {memory:g}; one micro-batch's activations take {largest:g}")
     candidates = [
-        Alternation(ranks, microbatches, chosen, room, RoundRules(*flags)).programs()
+        Alternation(ranks, microbatches, cost_model, memory_limit, RoundRules(*flags)).programs()
         for flags in sorted(set(product((True, False), repeat=3)))
     ]
-    if room < 2 * ranks * largest:
-        line = single_route(range(ranks), microbatches, chosen, [room] * ranks)
-        candidates += [programs_of(line, PriorityRule(patience=share)) for share in (0.0, 1.0)]
+    if memory_limit < 2 * ranks * largest:
+        problem = single_route(range(ranks), microbatches, cost_model, [memory_limit] * ranks)
+        candidates += [programs_of(problem, PriorityRule(patience=share)) for share in (0.0, 1.0)]
     code = Coder(ranks, microbatches)
     options = {} if memory is None else {"memory": memory}
     schedules = [
@@ -57,7 +62,7 @@ def zb_auto(ranks: int, microbatches: int, memory: float | None = None, costs: C
         )
         for programs in candidates
     ]
-    return min(schedules, key=lambda schedule: _length(schedule, chosen))
+    return min(schedules, key=lambda schedule: _length(schedule, cost_model))
 
 
 def _length(schedule: Schedule, costs: Costs) -> tuple[float, float]:

@@ -107,13 +107,13 @@ class PeriodicSchedule:
             rounds += 1
             if rounds > MOST_PASSES:
                 return False
-            found = self._cycle(reason)
-            if found:
-                ratio = self._ratio(found)
+            cycle = self._cycle(reason)
+            if cycle:
+                ratio = self._ratio(cycle)
                 if ratio is None or ratio > most:
                     return False
                 if ratio > interval + TIME_TOLERANCE:
-                    interval, self.critical = ratio, found
+                    interval, self.critical = ratio, cycle
         self.interval = interval
         low = min(end[:-1])
         self.end = [value - low for value in end[:-1]] + [-math.inf]
@@ -166,15 +166,17 @@ class PeriodicSchedule:
         """The sequences of `instance`, which has all micro-batches: every period of every rank, as far as its micro-batches
         exist.
         """
-        each, m = self.instance.microbatches, instance.microbatches
+        per_period, m = self.instance.microbatches, instance.microbatches
         sequences = []
         for sequence in self.sequences:
             ahead = [self.shift[node] for node in sequence]
-            entries = [(node // each * m, node % each, shift) for node, shift in zip(sequence, ahead, strict=True)]
+            entries = [
+                (node // per_period * m, node % per_period, shift) for node, shift in zip(sequence, ahead, strict=True)
+            ]
             line = []
-            for period in range(-max(ahead), -(-m // each) - min(ahead)):
+            for period in range(-max(ahead), -(-m // per_period) - min(ahead)):
                 for operation_type, j, shift in entries:
-                    microbatch = (period + shift) * each + j
+                    microbatch = (period + shift) * per_period + j
                     if 0 <= microbatch < m:
                         line.append(operation_type + microbatch)
             sequences.append(line)

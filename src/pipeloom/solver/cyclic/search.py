@@ -76,14 +76,17 @@ class PeriodSearch:
 
     def _shortest(self) -> float:
         """The least time of one micro-batch so far."""
-        return min((interval / each for _, interval, each, _, _ in self.pool), default=math.inf)
+        return min((interval / per_period for _, interval, per_period, _, _ in self.pool), default=math.inf)
 
     def _walk(self, carry_on: Callable[[], bool]) -> None:
         random = self.random
-        _, _, each, sequences, shift = self.pool[min(random.randrange(PERIOD.pool), random.randrange(len(self.pool)))]
-        start = PeriodicSchedule(replace(self.instance.even, microbatches=each), sequences, shift)
+        _, _, per_period, sequences, shift = self.pool[
+            min(random.randrange(PERIOD.pool), random.randrange(len(self.pool)))
+        ]
+        start = PeriodicSchedule(replace(self.instance.even, microbatches=per_period), sequences, shift)
         most = (
-            min(PERIOD.widest, self.instance.microbatches // 2, PERIOD.most_nodes // (3 * self.instance.stages)) // each
+            min(PERIOD.widest, self.instance.microbatches // 2, PERIOD.most_nodes // (3 * self.instance.stages))
+            // per_period
         )
         if most > 1 and random.random() < 0.5:
             start = widened(start, random.randint(2, most))
@@ -107,21 +110,27 @@ class PeriodSearch:
         best.interval = walk.interval
         self._add(best)
 
-    def _add(self, found: PeriodicSchedule) -> None:
+    def _add(self, cyclic: PeriodicSchedule) -> None:
         """Evaluates what it unrolls to, and keeps it among the best."""
-        sequences = found.unrolled(self.instance)
+        sequences = cyclic.unrolled(self.instance)
         self.work += self.instance.nodes
         ended = evaluate(self.instance, sequences)
         if ended is None or not self.instance.fits(sequences):
             return
         if ended.value < self.value - TIME_TOLERANCE:
             self.value, self.best = ended.value, sequences
-        each = found.instance.microbatches
-        if all(abs(ended.value - value) > TIME_TOLERANCE or each != other for value, _, other, _, _ in self.pool):
+        per_period = cyclic.instance.microbatches
+        if all(abs(ended.value - value) > TIME_TOLERANCE or per_period != other for value, _, other, _, _ in self.pool):
             self.pool.append(
-                (ended.value, found.interval, each, [list(sequence) for sequence in found.sequences], list(found.shift))
+                (
+                    ended.value,
+                    cyclic.interval,
+                    per_period,
+                    [list(sequence) for sequence in cyclic.sequences],
+                    list(cyclic.shift),
+                )
             )
-            self.pool.sort(key=lambda kept: kept[0])
+            self.pool.sort(key=lambda entry: entry[0])
             del self.pool[PERIOD.pool :]
 
 
@@ -130,10 +139,10 @@ def periodic_starts(instance: Instance, seeds: Sequence[tuple[Instance, Sequence
     often.
     """
     yield from modulo_starts(instance)
-    for each in range(1, PERIOD.longest_part + 1):
+    for per_period in range(1, PERIOD.longest_part + 1):
         for small, sequences in seeds:
-            if 2 * each <= small.microbatches:
-                part = periodic_part(small, sequences, each)
+            if 2 * per_period <= small.microbatches:
+                part = periodic_part(small, sequences, per_period)
                 if part is not None and part.fits and part.measure():
                     yield part
 
@@ -146,28 +155,28 @@ def modulo_starts(instance: Instance) -> Iterator[PeriodicSchedule]:
     for adjacent in (False, True):
         interval = modulo_packed(one, sum(one.table.time), adjacent).work
         for _ in range(PERIOD.intervals):
-            found = modulo_packed(one, interval, adjacent)
-            if found.fits and found.measure():
-                yield found
+            packed = modulo_packed(one, interval, adjacent)
+            if packed.fits and packed.measure():
+                yield packed
                 break
             interval *= PERIOD.interval_factor
 
 
 def widened(cyclic: PeriodicSchedule, factor: int) -> PeriodicSchedule:
     """The same sequences, `factor` periods as one."""
-    each = cyclic.instance.microbatches
-    wide = replace(cyclic.instance, microbatches=each * factor)
+    per_period = cyclic.instance.microbatches
+    wide = replace(cyclic.instance, microbatches=per_period * factor)
     shift = [0] * wide.table.none
     sequences = []
     for sequence in cyclic.sequences:
         line = []
         for period in range(factor):
             for node in sequence:
-                operation_type, j = divmod(node, each)
+                operation_type, j = divmod(node, per_period)
                 # the micro-batch that the node handles in this period, over all of them
-                ahead, rest = divmod((period + cyclic.shift[node]) * each + j, each * factor)
-                own = operation_type * each * factor + rest
-                shift[own] = ahead
-                line.append(own)
+                ahead, rest = divmod((period + cyclic.shift[node]) * per_period + j, per_period * factor)
+                node_of_period = operation_type * per_period * factor + rest
+                shift[node_of_period] = ahead
+                line.append(node_of_period)
         sequences.append(line)
     return PeriodicSchedule(wide, sequences, shift)

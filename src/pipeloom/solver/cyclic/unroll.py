@@ -32,62 +32,62 @@ def repeat_period(small: Instance, sequences: Sequences, instance: Instance) -> 
     Of the stretches tried, the one whose repetition takes the least time per micro-batch is used.
     """
     p, missing = instance.ranks, instance.microbatches - small.microbatches
-    chosen, least = None, float("inf")
-    for each in range(
+    shortest, least = None, float("inf")
+    for per_period in range(
         1, min(UNROLLING.longest_part, UNROLLING.most_nodes // (3 * instance.stages), small.microbatches // 2) + 1
     ):
-        if missing % each:
+        if missing % per_period:
             continue
-        part = periodic_part(small, sequences, each)
-        if part is None or not part.fits or not part.measure(least * each):
+        part = periodic_part(small, sequences, per_period)
+        if part is None or not part.fits or not part.measure(least * per_period):
             continue
-        if part.interval / each < least - TIME_TOLERANCE:
-            chosen, least = each, part.interval / each
+        if part.interval / per_period < least - TIME_TOLERANCE:
+            shortest, least = per_period, part.interval / per_period
         if part.interval <= UNROLLING.close * part.work:
-            return with_repeated_part(small, sequences, each, instance)
+            return with_repeated_part(small, sequences, per_period, instance)
     if (
         missing % p == 0 and 2 * p <= small.microbatches
     ):  # a round, as in interleaved schedules; too long to be measured
         part = periodic_part(small, sequences, p)
         if part is not None and part.fits:
             return with_repeated_part(small, sequences, p, instance)
-    return None if chosen is None else with_repeated_part(small, sequences, chosen, instance)
+    return None if shortest is None else with_repeated_part(small, sequences, shortest, instance)
 
 
-def periodic_part(instance: Instance, sequences: Sequences, each: int) -> PeriodicSchedule | None:
-    """The middle of the sequences in which every rank has each of its operation types `each` times; None if there is none."""
+def periodic_part(instance: Instance, sequences: Sequences, per_period: int) -> PeriodicSchedule | None:
+    """The middle of the sequences that has every operation type of every rank `per_period` times; None if there is none."""
     m = instance.microbatches
-    part = replace(instance.even, microbatches=each)
+    part = replace(instance.even, microbatches=per_period)
     shift = [0] * part.table.none
     part_sequences = []
     for sequence in sequences:
-        first = balanced_window([node // m for node in sequence], each)
+        first = balanced_window([node // m for node in sequence], per_period)
         if first is None:
             return None
         line = []
-        for node in sequence[first : first + each * (len(sequence) // m)]:
+        for node in sequence[first : first + per_period * (len(sequence) // m)]:
             operation_type, microbatch = divmod(node, m)
-            own = operation_type * each + microbatch % each
-            shift[own] = microbatch // each
-            line.append(own)
+            node_of_period = operation_type * per_period + microbatch % per_period
+            shift[node_of_period] = microbatch // per_period
+            line.append(node_of_period)
         part_sequences.append(line)
     return PeriodicSchedule(part, part_sequences, shift)
 
 
-def with_repeated_part(small: Instance, sequences: Sequences, each: int, instance: Instance) -> Sequences | None:
-    """`sequences` of `small` with a stretch of `each` micro-batches repeated until there are as many as in `instance`.
+def with_repeated_part(small: Instance, sequences: Sequences, per_period: int, instance: Instance) -> Sequences | None:
+    """`sequences` of `small` with a stretch of `per_period` micro-batches repeated until there are as many as in `instance`.
 
-    None if a rank has no such stretch. The number of micro-batches that are missing must be a multiple of `each`. What comes
-    before and after the stretch stays, so that it may be longer or hold more memory than expected: the caller checks.
+    None if a rank has no such stretch. The number of missing micro-batches must be a multiple of `per_period`. The operations
+    before and after the stretch stay, so the result may be longer or hold more memory than expected: the caller checks.
     """
-    m, more = small.microbatches, (instance.microbatches - small.microbatches) // each
+    m, more = small.microbatches, (instance.microbatches - small.microbatches) // per_period
     result = []
     for sequence in sequences:
         operation_types = [node // m for node in sequence]
-        first = balanced_window(operation_types, each)
+        first = balanced_window(operation_types, per_period)
         if first is None:
             return None
-        last = first + each * (len(sequence) // m)
+        last = first + per_period * (len(sequence) // m)
         done = dict.fromkeys(operation_types, 0)
         line = []
         for operation_type in [*operation_types[:last], *operation_types[first:last] * more, *operation_types[last:]]:
@@ -97,21 +97,21 @@ def with_repeated_part(small: Instance, sequences: Sequences, each: int, instanc
     return result
 
 
-def balanced_window(operation_types: Sequence[int], each: int) -> int | None:
-    """Return the start of the run nearest to the middle that has every operation type `each` times; None if there is none."""
+def balanced_window(operation_types: Sequence[int], times: int) -> int | None:
+    """Return the start of the run nearest to the middle that has every operation type `times` times; None if there is none."""
     count = dict.fromkeys(operation_types, 0)
-    size = each * len(count)
+    size = times * len(count)
     even = 0
     best, nearest = None, len(operation_types) + 1
     for at, operation_type in enumerate(operation_types):
-        even -= count[operation_type] == each
+        even -= count[operation_type] == times
         count[operation_type] += 1
-        even += count[operation_type] == each
+        even += count[operation_type] == times
         if at >= size:
             gone = operation_types[at - size]
-            even -= count[gone] == each
+            even -= count[gone] == times
             count[gone] -= 1
-            even += count[gone] == each
+            even += count[gone] == times
         first = at + 1 - size
         if even == len(count) and abs(2 * first + size - len(operation_types)) < nearest:
             best, nearest = first, abs(2 * first + size - len(operation_types))

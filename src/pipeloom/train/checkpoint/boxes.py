@@ -70,9 +70,9 @@ def tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str:
             return f"a part has {len(box.offset)} dimensions, the tensor {len(shape)}"
         if any(a < 0 or n < 0 or a + n > size for a, n, size in zip(box.offset, box.shape, shape, strict=True)):
             return f"the part {list(box.shape)} at {list(box.offset)} is outside {list(shape)}"
-    found, wanted = sum(box.elements for box in boxes), math.prod(shape)
-    if found != wanted:
-        return f"its parts hold {found:,} elements of {wanted:,}"
+    held_elements, wanted = sum(box.elements for box in boxes), math.prod(shape)
+    if held_elements != wanted:
+        return f"its parts hold {held_elements:,} elements of {wanted:,}"
     ordered = sorted(box for box in boxes if box.elements)
     for at, box in enumerate(ordered):
         for other in ordered[at + 1 :]:

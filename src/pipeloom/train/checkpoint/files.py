@@ -82,13 +82,13 @@ def verify(directory: Path, name: str, stored: StoredFile) -> str:
             size = os.fstat(file.fileno()).st_size
             if size != stored.size:
                 return f"{path}: expected {stored.size:,} bytes, found {size:,}"
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+            actual = hashlib.file_digest(file, "sha256").hexdigest()
     except FileNotFoundError:
         return f"{path}: expected {stored.size:,} bytes, found no file"
     except OSError as error:
         return f"{path}: cannot be read: {error.strerror or error}"
-    if found != stored.sha256:
-        return f"{path}: expected SHA-256 {stored.sha256}, found {found}: it is damaged"
+    if actual != stored.sha256:
+        return f"{path}: expected SHA-256 {stored.sha256}, found {actual}: it is damaged"
     return ""
 
 
@@ -99,17 +99,17 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _write(path: Path, parts: Iterator[bytes | memoryview]) -> StoredFile:
-    found, size = hashlib.sha256(), 0
+    hasher, size = hashlib.sha256(), 0
     with path.open("wb", buffering=0) as file:
         for part in parts:
             view = memoryview(part)
             for start in range(0, len(view), _PIECE):
                 piece = view[start : start + _PIECE]
-                found.update(piece)
+                hasher.update(piece)
                 _write_all(file.fileno(), piece)
             size += len(view)
         os.fsync(file.fileno())
-    return StoredFile(size, found.hexdigest())
+    return StoredFile(size, hasher.hexdigest())
 
 
 def _write_all(descriptor: int, piece: memoryview) -> None:

@@ -33,20 +33,20 @@ def complete(folder: Path) -> list[tuple[int, Path]]:
     A save that replaces a checkpoint renames the old one before the new one. If the process ended between the two, the old
     checkpoint counts.
     """
-    found = []
+    checkpoints = []
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
             replaced = _REPLACED.fullmatch(path.name)
             match = _STEP.fullmatch(path.name if replaced is None else replaced[1])
             hidden = replaced is not None and (folder / replaced[1]).exists()
             if match is not None and not hidden and (path / MANIFEST).is_file():
-                found.append((int(match[1]), path))
-    return sorted(found, reverse=True)
+                checkpoints.append((int(match[1]), path))
+    return sorted(checkpoints, reverse=True)
 
 
 def newest_checkpoint(path: Path) -> Path:
     """Return the checkpoint at `path`, or the newest complete one in a folder. Raises CheckpointError if there is none."""
-    directory = path if (path / MANIFEST).is_file() else next((found for _, found in complete(path)), None)
+    directory = path if (path / MANIFEST).is_file() else next((newest for _, newest in complete(path)), None)
     if directory is None:
         raise CheckpointError(f"{path} holds no complete checkpoint")
     return directory
@@ -81,14 +81,14 @@ def publish(partial: Path, final: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def superseded(found: Sequence[tuple[int, Path]], keep: int, keep_every: int) -> list[Path]:
-    """Return the directories to delete from `found` (newest first).
+def superseded(checkpoints: Sequence[tuple[int, Path]], keep: int, keep_every: int) -> list[Path]:
+    """Return the directories to delete from `checkpoints` (newest first).
 
     The `keep` newest stay (0: all of them), and those whose step is a multiple of `keep_every` (0: no others).
     """
     if keep == 0:
         return []
-    return [path for step, path in found[keep:] if not keep_every or step % keep_every]
+    return [path for step, path in checkpoints[keep:] if not keep_every or step % keep_every]
 
 
 def prune(folder: Path, step: int, keep: int, keep_every: int) -> None:

@@ -73,13 +73,13 @@ class Reader:
         try:
             if file not in self._files:
                 self._files[file] = StoredTensors([path], DTYPES_BY_NAME)
-            found = self._files[file].entries.get(name)
-            if found is None:
+            entry = self._files[file].entries.get(name)
+            if entry is None:
                 raise CheckpointError(f"{path}: it has no {name!r}")
-            expected, there = (stored.shape, self.manifest.tensors[key].dtype), (found.shape, DTYPE_NAMES[found.dtype])
+            expected, there = (stored.shape, self.manifest.tensors[key].dtype), (entry.shape, DTYPE_NAMES[entry.dtype])
             if there != expected:
                 raise CheckpointError(f"{path}: {name!r}: expected {expected}, found {there}")
-            values = torch.empty(wanted.shape, dtype=found.dtype)
+            values = torch.empty(wanted.shape, dtype=entry.dtype)
             offset = tuple(a - b for a, b in zip(wanted.offset, stored.offset, strict=True))
             self._files[file].read_into(name, values, offset)
             return values
@@ -119,7 +119,7 @@ def verified(directory: Path, group: Any, index: int = 0, count: int = 1) -> tup
         problem = str(error)
     facts = [problem, "" if manifest is None else _identity(manifest)]
     answers = [facts] if group is None else all_gather_json(facts, group)
-    problems = [found for found, _ in answers if found]
+    problems = [defect for defect, _ in answers if defect]
     if not problems and len({identity for _, identity in answers}) > 1:
         problems = [f"{directory}: the ranks see different checkpoints there; it must be a folder that they share"]
     return (None, problems[0]) if problems else (manifest, "")
@@ -178,10 +178,10 @@ def load(
 
 def _chosen(path: Path, group: Any) -> Path:
     """Return the checkpoint that `path` refers to, as the first rank sees it; collective."""
-    found = path
+    checkpoint = path
     if not (path / MANIFEST).is_file():
-        found = next((directory for _, directory in complete(path)), path)
-    answers = [str(found)] if group is None else all_gather_json(str(found), group)
+        checkpoint = next((directory for _, directory in complete(path)), path)
+    answers = [str(checkpoint)] if group is None else all_gather_json(str(checkpoint), group)
     return Path(answers[0])
 
 
@@ -229,6 +229,6 @@ def _together(pipeline: Pipeline, group: Any, work: Callable[[], None]) -> None:
     else:
         with pipeline.waiting("the other ranks to load a checkpoint", "load"):
             problems = all_gather_json(problem, group)
-    for found in problems:
-        if found:
-            raise CheckpointError(found)
+    for failure in problems:
+        if failure:
+            raise CheckpointError(failure)

@@ -160,9 +160,9 @@ def read_manifest(directory: Path) -> Manifest:
     if content.get("format") != CHECKPOINT_FORMAT:
         raise CheckpointError(f"{path}: expected format {CHECKPOINT_FORMAT!r}, found {echo(content.get('format'))}")
     said = content.pop("sha256", None)
-    found = _digest(content)
-    if said != found:
-        raise CheckpointError(f"{path}: expected SHA-256 {echo(said)} of its content, found {found!r}: it is damaged")
+    actual = _digest(content)
+    if said != actual:
+        raise CheckpointError(f"{path}: expected SHA-256 {echo(said)} of its content, found {actual!r}: it is damaged")
     try:
         manifest = _parse(content)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -232,5 +232,5 @@ def _check(manifest: Manifest, path: Path) -> None:
             raise CheckpointError(f"{path}: {echo(key)} is not complete: {problem}")
     for name, size in held.items():
         if size > manifest.files[name].size:
-            found = manifest.files[name].size
-            raise CheckpointError(f"{path}: expected {size:,} bytes of tensors in {echo(name)}, found {found:,}")
+            length = manifest.files[name].size
+            raise CheckpointError(f"{path}: expected {size:,} bytes of tensors in {echo(name)}, found {length:,}")

@@ -90,82 +90,84 @@ def find_start(config: Config, mine: Mapping[str, str], context: WorkerContext, 
         ConfigError: `checkpoint.dir` holds checkpoints that new ones would be mixed with.
     """
     group = dist.group.WORLD if context.world_size > 1 else None
-    found, notes = _candidates(config, mine, context, group, run), []
-    for number, text in enumerate(found["paths"]):
+    candidates, notes = _candidates(config, mine, context, group, run), []
+    for number, text in enumerate(candidates["paths"]):
         path = Path(text)
         with context.waiting("the other workers to compare a checkpoint's checksums", "load"):
             manifest, problem = verified(path, group, context.rank, context.world_size)
         if manifest is None:
-            if found["exact"]:
+            if candidates["exact"]:
                 raise CheckpointError(problem)
             after = (
-                ", and there is none before it" if number + 1 == len(found["paths"]) else "; taking the one before it"
+                ", and there is none before it"
+                if number + 1 == len(candidates["paths"])
+                else "; taking the one before it"
             )
             notes.append(f"{problem}{after}")
             continue
         extra = read_extra(path) or {}
         notes += _differences(config, mine, extra)
-        return Start(path, manifest, extra, _folder(found, extra), tuple(notes))
+        return Start(path, manifest, extra, _folder(candidates, extra), tuple(notes))
     if notes:
         raise CheckpointError("\n".join(notes))
-    return Start(folder=Path(found["folder"]) if found["folder"] else None)
+    return Start(folder=Path(candidates["folder"]) if candidates["folder"] else None)
 
 
 def _candidates(
     config: Config, mine: Mapping[str, str], context: WorkerContext, group: Any, run: Path | None
 ) -> dict[str, Any]:
     """Return the first rank's candidates: `paths` to try in order, `exact` (no other may be taken), and the run's `folder`."""
-    found: dict[str, Any] = {}
+    candidates: dict[str, Any] = {}
     if context.rank == 0:
         try:
-            found = _look(config, mine, run)
+            candidates = _look(config, mine, run)
         except (CheckpointError, ConfigError) as error:
-            found = {"error": sentence(str(error)), "kind": type(error).__name__}
+            candidates = {"error": sentence(str(error)), "kind": type(error).__name__}
         except OSError as error:
-            found = {"error": f"{error.filename}: cannot be read: {error.strerror}", "kind": "CheckpointError"}
+            candidates = {"error": f"{error.filename}: cannot be read: {error.strerror}", "kind": "CheckpointError"}
     if group is not None:
         with context.waiting("rank 0 to look for a checkpoint", "load"):
-            found = all_gather_json(found, group)[0]
-    if "error" in found:
-        raise (ConfigError if found["kind"] == "ConfigError" else CheckpointError)(found["error"])
-    return found
+            candidates = all_gather_json(candidates, group)[0]
+    if "error" in candidates:
+        raise (ConfigError if candidates["kind"] == "ConfigError" else CheckpointError)(candidates["error"])
+    return candidates
 
 
 def _look(config: Config, mine: Mapping[str, str], run: Path | None) -> dict[str, Any]:
     section = config.checkpoint
-    own = expanded(section.dir).absolute() if section.dir else None
-    folder = own or run
+    configured = expanded(section.dir).absolute() if section.dir else None
+    folder = configured or run
     if folder is None and section.resume != "none":
         folder = newest_run(config, mine)
     if folder is not None:
         restore_replaced(folder)
     if run is not None:
-        paths = [str(path) for _, path in complete(own or run)]
+        paths = [str(path) for _, path in complete(configured or run)]
         return {"paths": paths, "exact": False, "folder": str(run)}
     if section.resume == "none":
-        _require_empty(own, None)
+        _require_empty(configured, None)
         return {"paths": [], "exact": False, "folder": ""}
     if section.resume == "auto":
         paths = [str(path) for _, path in complete(folder)] if folder is not None else []
-        return {"paths": paths, "exact": False, "folder": str(folder) if paths and own is None else ""}
+        return {"paths": paths, "exact": False, "folder": str(folder) if paths and configured is None else ""}
     if isinstance(section.resume, int):
         if folder is None:
             raise CheckpointError(
                 f"checkpoint.resume = {section.resume}: no run in {config.log.dir} has this model and data"
             )
-        chosen = step_path(folder, section.resume)
-        if not (chosen / MANIFEST).is_file():
+        source = step_path(folder, section.resume)
+        if not (source / MANIFEST).is_file():
             steps = [step for step, _ in complete(folder)]
             there = f"it has {', '.join(map(str, reversed(steps)))}" if steps else "it has none"
             raise CheckpointError(
                 f"checkpoint.resume = {section.resume}: {folder} has no complete checkpoint of that step; {there}"
             )
     else:
-        chosen = expanded(section.resume).absolute()
-        if not (chosen / MANIFEST).is_file() and complete(chosen):
-            chosen = complete(chosen)[0][1]
-    _require_empty(own, chosen)
-    return {"paths": [str(chosen)], "exact": True, "folder": ""}
+        source = expanded(section.resume).absolute()
+        if not (source / MANIFEST).is_file() and complete(source):
+            source = complete(source)[0][1]
+    _require_empty(configured, source)
+    return {"paths": [str(source)], "exact": True, "folder": ""}
 
 
 def newest_run(config: Config, mine: Mapping[str, str]) -> Path | None:
@@ -182,20 +184,20 @@ def newest_run(config: Config, mine: Mapping[str, str]) -> Path | None:
     return max(runs)[1] if runs else None
 
 
-def _require_empty(own: Path | None, chosen: Path | None) -> None:
+def _require_empty(target: Path | None, source: Path | None) -> None:
     """Raise ConfigError if `checkpoint.dir` has checkpoints that new ones would be mixed with."""
-    there = complete(own) if own is not None else []
-    if there and (chosen is None or there[0][1] != chosen):
+    there = complete(target) if target is not None else []
+    if there and (source is None or there[0][1] != source):
         raise ConfigError(
-            f'checkpoint.dir = "{own}": it has checkpoints up to step {there[0][0]}, which new ones would be mixed with; use '
+            f'checkpoint.dir = "{target}": it has checkpoints up to step {there[0][0]}, which new ones would be mixed with; use '
             'another folder, or checkpoint.resume = "auto" to continue from there'
         )
 
 
-def _folder(found: Mapping[str, Any], extra: Mapping[str, Any]) -> Path | None:
-    if found["exact"]:
+def _folder(candidates: Mapping[str, Any], extra: Mapping[str, Any]) -> Path | None:
+    if candidates["exact"]:
         return None
-    folder = Path(found["folder"] or str(extra.get("run", "")))
+    folder = Path(candidates["folder"] or str(extra.get("run", "")))
     return folder if folder.is_absolute() and (folder / DIGESTS_FILE).is_file() else None
 
 
@@ -227,8 +229,8 @@ def _differences(config: Config, mine: Mapping[str, str], extra: Mapping[str, An
 def _rows(config: Mapping[str, Any]) -> list[int]:
     """Return the sizes of a replica's micro-batches, from a dumped configuration; [] if it lacks a key."""
     try:
-        own = config["train"]["global_batch_size"] // config["parallel"]["dp"]
-        return sorted(set(even_sizes(own, config["schedule"]["microbatches"])))
+        rows_per_replica = config["train"]["global_batch_size"] // config["parallel"]["dp"]
+        return sorted(set(even_sizes(rows_per_replica, config["schedule"]["microbatches"])))
     except (KeyError, TypeError, ZeroDivisionError):
         return []
 

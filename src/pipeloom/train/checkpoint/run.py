@@ -92,7 +92,7 @@ class RunCheckpoints:
             problem = (
                 f"{self._key}: a checkpoint takes about {need / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free there"
             )
-        problems = [found for found in self._exchange(problem) if found]
+        problems = [text for text in self._exchange(problem) if text]
         if first:
             probe.unlink(missing_ok=True)
         if problems:

@@ -333,15 +333,15 @@ class _Job:
         with self.saver.waiting_for_parts():
             others = {rank: self._note_of(rank) for rank in range(1, self.saver._world)}
         notes = {0: note}
-        for rank, found in others.items():
-            if found is None:
+        for rank, note_of_rank in others.items():
+            if note_of_rank is None:
                 raise CheckpointError(
                     f"{self._note_path(rank)}: expected the part of rank {rank} within {PATIENCE_SECONDS:g} s, found nothing"
                 )
-            notes[rank] = found
-        for found in notes.values():
-            if "problem" in found:
-                raise CheckpointError(str(found["problem"]))
+            notes[rank] = note_of_rank
+        for note_of_rank in notes.values():
+            if "problem" in note_of_rank:
+                raise CheckpointError(str(note_of_rank["problem"]))
         files = {file_name(rank): StoredFile(notes[rank]["bytes"], notes[rank]["sha256"]) for rank in self.plan.writers}
         for name, stored in files.items():
             size = os.stat(self.partial / name).st_size
@@ -370,8 +370,8 @@ class _Job:
         until = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < until:
             with contextlib.suppress(FileNotFoundError):
-                found: dict[str, Any] = json.loads(self._note_path(rank).read_text(encoding="utf-8"))
-                return found
+                note: dict[str, Any] = json.loads(self._note_path(rank).read_text(encoding="utf-8"))
+                return note
             time.sleep(_POLL_SECONDS)
         return None
 
@@ -417,9 +417,9 @@ def _is_finite(values: Tensor) -> bool:
 
 def _raise_first(problems: Sequence[str]) -> None:
     """Raise CheckpointError with the first of all ranks' problems, if there is one: the same on every rank."""
-    found = list(dict.fromkeys(problem for problem in problems if problem))
-    if found:
-        raise CheckpointError(f"the checkpoint was not written: {found[0]}")
+    reasons = list(dict.fromkeys(problem for problem in problems if problem))
+    if reasons:
+        raise CheckpointError(f"the checkpoint was not written: {reasons[0]}")
 
 
 def _plan(everyone: Sequence[Sequence[Sequence[Any]]], rank: int, digest: str) -> _Plan:

@@ -109,8 +109,8 @@ class Holder:
         if len(regions) == 1:
             return regions[0]
         values = torch.empty(self.tensor.shape, dtype=regions[0].dtype)
-        for (_, part), found in zip(self.parts(values), regions, strict=True):
-            part.copy_(found)
+        for (_, part), values_of_part in zip(self.parts(values), regions, strict=True):
+            part.copy_(values_of_part)
         return values
 
     def parts_of_run(self, start: int, stop: int) -> list[tuple[Box, tuple[int, int], HeldBox]]:
@@ -119,21 +119,21 @@ class Holder:
         Returns (box in the tensor, first and last position of its elements in the run, common part) for each piece that a box
         intersects. `local` of the common part is relative to the box.
         """
-        found, position = [], 0
+        parts, position = [], 0
         for run in boxes_of_run(self.tensor.shape, start, stop):
             for piece in self.pieces:
                 common = run.intersection(piece.local)
                 if common is not None:
                     inside = common.moved([-n for n in run.offset])
                     shift = [b - a for a, b in zip(piece.local.offset, piece.box.offset, strict=True)]
-                    found.append((run, (position, position + run.elements), HeldBox(inside, common.moved(shift))))
+                    parts.append((run, (position, position + run.elements), HeldBox(inside, common.moved(shift))))
             position += run.elements
-        return found
+        return parts
 
 
 def holders(pipeline: Pipeline) -> list[Holder]:
     """Return the parameters of this process's stages, each once, and their persistent buffers."""
-    found = []
+    held_tensors = []
     place = pipeline.mesh.place
     parameters = dict(pipeline.named_parameters())
     for name, parameter in parameters.items():
@@ -141,14 +141,14 @@ def holders(pipeline: Pipeline) -> list[Holder]:
         pieces = pieces_of(sharding, place, tuple(parameter.shape))
         shape = tuple(sharding.full_shape(parameter.shape))
         frozen = not parameter.requires_grad
-        found.append(Holder(pipeline.stored_name(name), parameter.detach(), shape, pieces, True, frozen))
+        held_tensors.append(Holder(pipeline.stored_name(name), parameter.detach(), shape, pieces, True, frozen))
     for layer, module in pipeline.modules.items():
         persistent = module.state_dict()
         for inner, buffer in module.named_buffers():
             if inner in persistent:
                 shape, box = tuple(buffer.shape), _all_of(buffer)
-                found.append(Holder(f"{layer}.{inner}", buffer.detach(), shape, (HeldBox(box, box),), False))
-    return found
+                held_tensors.append(Holder(f"{layer}.{inner}", buffer.detach(), shape, (HeldBox(box, box),), False))
+    return held_tensors
 
 
 def _all_of(tensor: Tensor) -> Box:
@@ -165,10 +165,10 @@ def pieces_of(sharding: ParameterSharding, place: Place, shape: tuple[int, ...])
         stretches[shard.dim] = shard.stretches(getattr(place, shard.axis))
     starts = [list(accumulate((length for _, length in each), initial=0)) for each in stretches]
     pieces = []
-    for chosen in product(*(range(len(each)) for each in stretches)):
-        spans = [each[at] for each, at in zip(stretches, chosen, strict=True)]
+    for indices in product(*(range(len(each)) for each in stretches)):
+        spans = [each[at] for each, at in zip(stretches, indices, strict=True)]
         size = tuple(length for _, length in spans)
-        local = tuple(start[at] for start, at in zip(starts, chosen, strict=True))
+        local = tuple(start[at] for start, at in zip(starts, indices, strict=True))
         pieces.append(HeldBox(Box(local, size), Box(tuple(first for first, _ in spans), size)))
     return tuple(pieces)
 
@@ -274,13 +274,15 @@ def required_names(pipeline: Pipeline, trained_only: bool = False) -> dict[str, 
 def require_shapes(stored: Stored, needed: Mapping[str, tuple[int, ...]]) -> None:
     """Raise CheckpointError for a weight that is absent or has another shape."""
     for name, shape in needed.items():
-        found = stored.tensors.get(f"model.{name}")
-        if found is None:
+        stored_shape = stored.tensors.get(f"model.{name}")
+        if stored_shape is None:
             raise CheckpointError(
                 f"the checkpoint holds no {name!r}, which the model has {_near(name, stored.tensors)}"
             )
-        if found != tuple(shape):
-            raise CheckpointError(f"{name!r}: expected shape {list(shape)}, found {list(found)} in the checkpoint")
+        if stored_shape != tuple(shape):
+            raise CheckpointError(
+                f"{name!r}: expected shape {list(shape)}, found {list(stored_shape)} in the checkpoint"
+            )
 
 
 def _near(name: str, tensors: Iterable[str]) -> str:
@@ -324,25 +326,25 @@ def load_optimizer(stored: Stored, pipeline: Pipeline, optimizer: AnyOptimizer) 
     current = optimizer.state_dict()
     states: dict[str, dict[str, Any]] = {}
     for held in holders(pipeline):
-        own = current.get(by_name.get(held.name, ""))
-        if not held.parameter or own is None:
+        moments_here = current.get(by_name.get(held.name, ""))
+        if not held.parameter or moments_here is None:
             continue
         present = kinds.get(held.name, set())
         moments = optimizer.moments(by_name[held.name])
         if present - {"master"} and present - {"master"} != {"step", *moments}:
             expected = " and ".join([", ".join(("step", *moments[:-1])), *moments[-1:]])
-            found = ", ".join(sorted(present - {"master"}))
+            kinds_there = ", ".join(sorted(present - {"master"}))
             raise CheckpointError(
-                f"the optimizer's state of {held.name!r}: expected {expected}, or none of them; found {found}"
+                f"the optimizer's state of {held.name!r}: expected {expected}, or none of them; found {kinds_there}"
             )
-        runs = held.parts_of_run(own["start"], own["stop"])
-        state: dict[str, Any] = {"start": own["start"], "stop": own["stop"], "step": 0.0}
+        runs = held.parts_of_run(moments_here["start"], moments_here["stop"])
+        state: dict[str, Any] = {"start": moments_here["start"], "stop": moments_here["stop"], "step": 0.0}
         if "step" in present:
             state["step"] = float(stored.region(f"optimizer.{held.name}.step", Box((), ())))
         for kind in ("master", *(moments if state["step"] else ())):
             key = f"optimizer.{held.name}.{kind}"
             key = key if key in stored.tensors else f"model.{held.name}"
-            state[kind] = _read_run(stored, key, runs, own["stop"] - own["start"])
+            state[kind] = _read_run(stored, key, runs, moments_here["stop"] - moments_here["start"])
         states[by_name[held.name]] = state
     optimizer.load_state_dict(states)
 
@@ -351,10 +353,10 @@ def _read_run(stored: Stored, key: str, runs: Sequence[tuple[Box, tuple[int, int
     """Read the elements of a run, as a flat tensor, from the boxes of a stored tensor that it consists of."""
     values: Tensor | None = None
     for run, (first, last), piece in runs:
-        found = stored.region(key, piece.box)
-        values = torch.empty(elements, dtype=found.dtype) if values is None else values
+        region = stored.region(key, piece.box)
+        values = torch.empty(elements, dtype=region.dtype) if values is None else values
         view = values[first:last].view(run.shape)
-        view[piece.local.slices_in(_all_of(view))] = found
+        view[piece.local.slices_in(_all_of(view))] = region
     return torch.empty(0) if values is None else values
 
 

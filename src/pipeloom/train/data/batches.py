@@ -199,8 +199,8 @@ class SortedDocuments:
         self._sorted = -np.sort(-self._lengths)
         self._batches = cut_sorted(self._sorted, rows, length, remainder)
         places = sum(count * int(self._sorted[first]) for first, count in self._batches)
-        taken = sum(count for _, count in self._batches)
-        self.fill = float(np.sort(sizes)[::-1][:taken].sum()) / max(1, places)
+        used = sum(count for _, count in self._batches)
+        self.fill = float(np.sort(sizes)[::-1][:used].sum()) / max(1, places)
         self._known: tuple[int, np.ndarray] | None = None
 
     @property
@@ -232,11 +232,11 @@ class SortedDocuments:
         return self._known[1]
 
     def _padded(self, first: int, rows: int, order: np.ndarray) -> Batch:
-        chosen = np.resize(order[first : first + rows], rows)  # repeats them from the first where too few are left
-        length = int(self._lengths[chosen].max())
+        documents = np.resize(order[first : first + rows], rows)  # repeats them from the first where too few are left
+        length = int(self._lengths[documents].max())
         tokens = np.zeros((rows, length), dtype=np.int64)
         targets = np.full((rows, length), IGNORE_INDEX, dtype=np.int64)
-        for row, document in enumerate(chosen.tolist()):
+        for row, document in enumerate(documents.tolist()):
             store = int(np.searchsorted(self._firsts, document, side="right")) - 1
             stored, counts, pieces = self._stores[store]
             begin, size = pieces[document - self._firsts[store]].tolist()

@@ -42,12 +42,12 @@ def folder_of(configured: str) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
-        found = folder.stat()
+        status = folder.stat()
     except OSError as error:
         raise ConfigError(f"{key}: cannot write there: {error.strerror}") from None
-    if not stat.S_ISDIR(found.st_mode):
+    if not stat.S_ISDIR(status.st_mode):
         raise ConfigError(f"{key}: it is a file, not a folder")
-    if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & 0o022):
+    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
         raise ConfigError(
             f"{key}: other users can write there, and could change the training data; use a folder of your own"
         )
@@ -66,16 +66,16 @@ def digests(files: Sequence[Path]) -> list[str]:
 
 
 def _digest(file: Path) -> str:
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     try:
         with open_file(file, "a text") as opened:
             while chunk := opened.read(_CHUNK):
-                found.update(chunk)
+                hasher.update(chunk)
     except UsageError as error:
         raise ConfigError(f"data.source: {error}") from None
     except OSError as error:
         raise ConfigError(f"data.source: cannot read {file}: {error.strerror}") from None
-    return found.hexdigest()
+    return hasher.hexdigest()
 
 
 class Entry:

@@ -37,7 +37,7 @@ def checked(messages: Sequence[Any]) -> list[dict[str, str]]:
 
     Raises BadConversation for a message of another form, and if there is no answer.
     """
-    found = []
+    conversation = []
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise BadConversation(f'message {number} is not {{"role": text, "content": text}}')
@@ -45,10 +45,10 @@ def checked(messages: Sequence[Any]) -> list[dict[str, str]]:
             (message["role"] + message["content"]).encode()
         except UnicodeEncodeError:
             raise BadConversation(f"message {number} holds half of a surrogate pair, which is not text") from None
-        found.append({"role": message["role"], "content": message["content"]})
-    if not any(message["role"] == ANSWERS for message in found):
+        conversation.append({"role": message["role"], "content": message["content"]})
+    if not any(message["role"] == ANSWERS for message in conversation):
         raise BadConversation(f'no message has the role "{ANSWERS}", so there is nothing to learn')
-    return found
+    return conversation
 
 
 class SimpleTemplate:
@@ -60,13 +60,13 @@ class SimpleTemplate:
         self._bos, self._eos = tokenizer.bos, tokenizer.eos
 
     def pieces(self, messages: Sequence[Any]) -> list[Piece]:
-        found = [] if self._bos is None else [Piece(self._bos, False)]
+        pieces = [] if self._bos is None else [Piece(self._bos, False)]
         for message in checked(messages):
             answer = message["role"] == ANSWERS
-            found.append(Piece(f"<|{message['role']}|>\n", False))
-            found.append(Piece(message["content"], answer))
-            found.append(Piece("\n" if self._eos is None or not answer else self._eos, answer))
-        return found
+            pieces.append(Piece(f"<|{message['role']}|>\n", False))
+            pieces.append(Piece(message["content"], answer))
+            pieces.append(Piece("\n" if self._eos is None or not answer else self._eos, answer))
+        return pieces
 
 
 class TokenizerTemplate:
@@ -82,7 +82,7 @@ class TokenizerTemplate:
 
     def pieces(self, messages: Sequence[Any]) -> list[Piece]:
         given = checked(messages)
-        found, done = [], ""
+        pieces, done = [], ""
         for number, message in enumerate(given):
             if message["role"] != ANSWERS:
                 continue
@@ -98,9 +98,9 @@ class TokenizerTemplate:
                     f"the tokenizer's chat template writes message {number + 1} differently when others follow it; "
                     'use data.template = "simple"'
                 )
-            found += [Piece(prompt[len(done) :], False), Piece(whole[len(prompt) :], True)]
+            pieces += [Piece(prompt[len(done) :], False), Piece(whole[len(prompt) :], True)]
             done = whole
-        return found
+        return pieces
 
     def _render(self, messages: list[dict[str, str]], prompts: bool) -> str:
         try:

@@ -59,8 +59,8 @@ def require_length(tokens: int, seq_len: int, what: str) -> None:
 def stdlib_files(root: Path) -> list[Path]:
     """Return the Python sources of the standard library, sorted; without installed packages, and without its tests, which some
     systems do not install."""
-    found = [(path.relative_to(root), path) for path in root.rglob("*.py")]
-    return [path for inner, path in sorted(found) if not _NOT_OURS.intersection(inner.parts)]
+    files = [(path.relative_to(root), path) for path in root.rglob("*.py")]
+    return [path for inner, path in sorted(files) if not _NOT_OURS.intersection(inner.parts)]
 
 
 def name_of(source: str) -> str:
@@ -77,14 +77,14 @@ def text_files(root: Path, stdlib: bool = False) -> list[Path]:
         return stdlib_files(root)
     if not root.is_dir():
         return [root]
-    found: list[Path] = []
+    files: list[Path] = []
     for folder, _, names in os.walk(root):
         inside = Path(folder)
-        found += (path.relative_to(root) for name in names if (path := inside / name).is_file())
-        if len(found) > CORPUS_FILES:
+        files += (path.relative_to(root) for name in names if (path := inside / name).is_file())
+        if len(files) > CORPUS_FILES:
             raise ConfigError(f'data.source = "{shortened(str(root))}": it holds more than {CORPUS_FILES:,} files')
-    found.sort()
-    return [root / inner for inner in found if not any(part.startswith(".") for part in inner.parts)]
+    files.sort()
+    return [root / inner for inner in files if not any(part.startswith(".") for part in inner.parts)]
 
 
 def split(texts: list[bytes], every: int = HELD_OUT_EVERY) -> tuple[bytes, bytes]:
@@ -100,18 +100,18 @@ def split(texts: list[bytes], every: int = HELD_OUT_EVERY) -> tuple[bytes, bytes
 
 def _read(files: Iterable[Path], source: str) -> list[bytes]:
     """Return the contents of the files that are text: those without a zero byte."""
-    shown, left = f'data.source = "{shortened(source)}"', CORPUS_BYTES
+    option, left = f'data.source = "{shortened(source)}"', CORPUS_BYTES
     contents: list[bytes] = []
     try:
         for path in files:
             if os.path.getsize(path) > left:
                 raise ConfigError(
-                    f"{shown}: it has more than {CORPUS_BYTES / 2**30:g} GiB, which every worker would hold"
+                    f"{option}: it has more than {CORPUS_BYTES / 2**30:g} GiB, which every worker would hold"
                 )
             contents.append(read_file(path, left, "a text"))
             left -= len(contents[-1])
     except UsageError as error:
-        raise ConfigError(f"{shown}: {error}") from None
+        raise ConfigError(f"{option}: {error}") from None
     except OSError as error:
-        raise ConfigError(f"{shown}: cannot read {error.filename}: {error.strerror}") from None
+        raise ConfigError(f"{option}: cannot read {error.filename}: {error.strerror}") from None
     return [content for content in contents if b"\0" not in content]

@@ -66,11 +66,11 @@ def pieces_of(spans: Spans, length: int, counts: np.ndarray | None = None) -> np
     inner = np.arange(len(first)) - np.repeat(np.cumsum(number) - number, number)
     begins = first + inner * length
     sizes = np.minimum(length, np.repeat(spans.starts + places, number) - begins)
-    found = np.stack([begins, sizes], axis=1).astype(np.int64)
-    if counts is not None and len(found):
+    pieces = np.stack([begins, sizes], axis=1).astype(np.int64)
+    if counts is not None and len(pieces):
         known = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-        found = found[known[found[:, 0] + found[:, 1] + 1] > known[found[:, 0] + 1]]
-    return found
+        pieces = pieces[known[pieces[:, 0] + pieces[:, 1] + 1] > known[pieces[:, 0] + 1]]
+    return pieces
 
 
 def packed(pieces: np.ndarray, length: int, window: int = WINDOW) -> tuple[np.ndarray, np.ndarray]:

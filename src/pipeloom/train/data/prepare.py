@@ -107,9 +107,9 @@ def prepare(config: Config) -> Plan:
         plan.append({"entry": None if entry is None else str(entry.path)})
     arrangement = _arrangement(config, stores)
     if arrangement != "concatenate":
-        for found, entries, parts in zip(stores, plan, _parts(config, stores), strict=True):
+        for source_store, entries, parts in zip(stores, plan, _parts(config, stores), strict=True):
             entries["pieces"] = [
-                None if part is None else str(_pieces(found, part, config, folder, arrangement == "pack").path)
+                None if part is None else str(_pieces(source_store, part, config, folder, arrangement == "pack").path)
                 for part in parts
             ]
     return plan
@@ -124,7 +124,7 @@ def opened(config: Config, plan: Plan) -> Data:
         for source, each in zip(sources, plan, strict=True)
     ]
     arrangement = _arrangement(config, stores)
-    lines = [found.words for found in stores]
+    lines = [source_store.words for source_store in stores]
     if arrangement == "sort":
         sorted_parts = _sorted(config, stores, plan)
         whole: Rows | Mixture | SortedDocuments = sorted_parts[0]
@@ -145,8 +145,12 @@ def opened(config: Config, plan: Plan) -> Data:
         budget = max(1, config.train.eval_batches // len(held))
         batches = [batch for rows in held for batch in spread(rows, config.train.global_batch_size, length, budget)]
     facts = {
-        "data, to train on": ", ".join(found.digest for found in (stores[:-1] if data.validation else stores)),
-        "data, held out": ", ".join(found.digest for found in (stores[-1:] if data.validation else stores)),
+        "data, to train on": ", ".join(
+            source_store.digest for source_store in (stores[:-1] if data.validation else stores)
+        ),
+        "data, held out": ", ".join(
+            source_store.digest for source_store in (stores[-1:] if data.validation else stores)
+        ),
         "tokenizer": tokenizer.digest[:16],
     }
     counted = "" if tokenizer.eos is None else f", documents end with {tokenizer.eos}"
@@ -166,19 +170,19 @@ def _rows(config: Config, stores: list[store.Store], plan: Plan, packs: bool) ->
     length = config.train.seq_len
     train: list[Rows] = []
     held: list[Rows] = []
-    for found, entries, parts in zip(stores, plan, _parts(config, stores), strict=True):
+    for source_store, entries, parts in zip(stores, plan, _parts(config, stores), strict=True):
         for at, (rows, part, what) in enumerate(zip((train, held), parts, _PARTS, strict=True)):
             if part is None:
                 continue
             if packs:
                 entry = cache.Entry(Path(entries["pieces"][at]))
                 pieces = entry["pieces"].reshape(-1, 2)
-                rows.append(PackedRows(found.tokens, found.counts, pieces, entry["rows"], length))
+                rows.append(PackedRows(source_store.tokens, source_store.counts, pieces, entry["rows"], length))
             else:
                 require_length(part.tokens, length, what)
-                rows.append(SpanRows(found.tokens, part, length))
+                rows.append(SpanRows(source_store.tokens, part, length))
             if not rows[-1].count:
-                raise ConfigError(f"data.source: the {what} of {found.words} {_NOTHING}")
+                raise ConfigError(f"data.source: the {what} of {source_store.words} {_NOTHING}")
     return train, held
 
 
@@ -189,31 +193,39 @@ def _sorted(config: Config, stores: list[store.Store], plan: Plan) -> tuple[Sort
     multiple *= -(-parallel.ep_blocks // multiple)  # no sequence may have fewer tokens than blocks
     both = []
     for at, what in enumerate(_PARTS):
-        each = [
-            (found.tokens, found.counts, cache.Entry(Path(entries["pieces"][at]))["pieces"].reshape(-1, 2))
-            for found, entries in zip(stores, plan, strict=True)
+        documents = [
+            (
+                source_store.tokens,
+                source_store.counts,
+                cache.Entry(Path(entries["pieces"][at]))["pieces"].reshape(-1, 2),
+            )
+            for source_store, entries in zip(stores, plan, strict=True)
             if entries["pieces"][at] is not None
         ]
         both.append(
-            SortedDocuments(each, train.global_batch_size, train.seq_len, train.seed, config.data.remainder, multiple)
+            SortedDocuments(
+                documents, train.global_batch_size, train.seq_len, train.seed, config.data.remainder, multiple
+            )
         )
         if not both[-1].documents:
-            raise ConfigError(f"data.source: the {what} of {' and '.join(found.words for found in stores)} {_NOTHING}")
+            raise ConfigError(
+                f"data.source: the {what} of {' and '.join(source_store.words for source_store in stores)} {_NOTHING}"
+            )
     return both[0], both[1]
 
 
 def tokenizer_of(config: Config) -> Tokenizer:
     """Load the run's tokenizer. Raises ConfigError if it cannot be read, or if it has more tokens than the model."""
     data = config.data
-    found = load_tokenizer(
+    tokenizer = load_tokenizer(
         tokenizer_name(data.tokenizer, config.model.source or config.model.weights), data.bos, data.eos
     )
-    if found.vocab_size > config.model.vocab_size:
+    if tokenizer.vocab_size > config.model.vocab_size:
         raise ConfigError(
-            f"model.vocab_size = {config.model.vocab_size}: the tokenizer {found.name} has {found.vocab_size:,} tokens; "
-            f"nearest: {found.vocab_size}"
+            f"model.vocab_size = {config.model.vocab_size}: the tokenizer {tokenizer.name} has {tokenizer.vocab_size:,} tokens; "
+            f"nearest: {tokenizer.vocab_size}"
         )
-    return found
+    return tokenizer
 
 
 def _plain_text(config: Config) -> Data:
@@ -235,8 +247,8 @@ def _plain_text(config: Config) -> Data:
 def _sources(config: Config) -> list[Source]:
     """Return the sources to train on, followed by the one of `data.validation`, if that is set."""
     data = config.data
-    found = [find(name, data.format) for name in data.source]
-    return [*found, find(data.validation, data.format)] if data.validation else found
+    sources = [find(name, data.format) for name in data.source]
+    return [*sources, find(data.validation, data.format)] if data.validation else sources
 
 
 def _reading(config: Config) -> store.Reading:
@@ -260,7 +272,7 @@ def _store(source: Source, entry: cache.Entry | None, config: Config, tokenizer:
 
 def _arrangement(config: Config, stores: list[store.Store]) -> Literal["concatenate", "pack", "sort"]:
     """Return how documents become batches. Raises ConfigError for conversations that "concatenate" would cut anywhere."""
-    chat, documents = any(found.chat for found in stores), config.data.documents
+    chat, documents = any(source_store.chat for source_store in stores), config.data.documents
     if chat and documents == "concatenate":
         raise ConfigError('data.documents = "concatenate": windows would cut conversations anywhere; nearest: "pack"')
     if documents == "auto":
@@ -271,8 +283,8 @@ def _arrangement(config: Config, stores: list[store.Store]) -> Literal["concaten
 def _parts(config: Config, stores: list[store.Store]) -> list[tuple[Spans | None, Spans | None]]:
     """Return for each source the documents to train on, and those held out; None where a source has only the others."""
     if not config.data.validation:
-        return [split(found.starts, _every(config)) for found in stores]
-    whole = [Spans(found.starts[:-1], found.starts[1:]) for found in stores]
+        return [split(source_store.starts, _every(config)) for source_store in stores]
+    whole = [Spans(source_store.starts[:-1], source_store.starts[1:]) for source_store in stores]
     return [*((spans, None) for spans in whole[:-1]), (None, whole[-1])]
 
 
@@ -280,12 +292,12 @@ def _every(config: Config) -> int:
     return max(2, round(1 / config.data.held_out))
 
 
-def _pieces(found: store.Store, part: Spans, config: Config, folder: Path, packs: bool) -> cache.Entry:
+def _pieces(source_store: store.Store, part: Spans, config: Config, folder: Path, packs: bool) -> cache.Entry:
     """Return the cache's entry of a source's documents as pieces that fit a row; with `packs`, also the row of each."""
     length = config.train.seq_len
 
     def write(writer: cache.Writer) -> None:
-        pieces = pieces_of(part, length, found.counts)
+        pieces = pieces_of(part, length, source_store.counts)
         if packs:
             pieces, rows = packed(pieces, length)
             writer.create("rows", "<i8")
@@ -295,4 +307,4 @@ def _pieces(found: store.Store, part: Spans, config: Config, folder: Path, packs
 
     which = cache.digest_of([part.starts.tolist()[:1], part.ends.tolist()[-1:], len(part.starts), _every(config)])
     kind = "packed" if packs else "pieces"
-    return cache.entry(folder, cache.digest_of([kind, found.digest, length, which]), write)
+    return cache.entry(folder, cache.digest_of([kind, source_store.digest, length, which]), write)

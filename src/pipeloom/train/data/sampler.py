@@ -62,11 +62,11 @@ class Sampler:
     def part(self, step: int, replica: int) -> Tensor:
         """Return the item numbers [rows / replicas] of one replica's part; steps are counted from 0 over all epochs."""
         epoch, at = divmod(step, self.steps_per_epoch)
-        each = self.rows // self.replicas
+        per_replica = self.rows // self.replicas
         if self._order == "split-then-shuffle":
-            return self._orders(epoch)[replica][at * each : (at + 1) * each]
-        start = at * self.rows + replica * each
-        return self._orders(epoch)[0][start : start + each]
+            return self._orders(epoch)[replica][at * per_replica : (at + 1) * per_replica]
+        start = at * self.rows + replica * per_replica
+        return self._orders(epoch)[0][start : start + per_replica]
 
     def _orders(self, epoch: int) -> list[Tensor]:
         """Return the epoch's order of all items, or of each replica's; the last epoch's is cached."""

@@ -50,9 +50,9 @@ class Source:
     @property
     def words(self) -> str:
         """Return a description for people: what is read, and as which kind."""
-        shown = name_of(self.name)
+        name = name_of(self.name)
         count = f", {len(self.files)} files" if len(self.files) > 1 else ""
-        return f"{shortened(shown)} ({_WORDS[self.kind]}{count})"
+        return f"{shortened(name)} ({_WORDS[self.kind]}{count})"
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def find(name: str, kind: str) -> Source:
         name: "stdlib", a file, a folder, a directory of `datasets`, or a pattern such as "texts/**/*.txt".
         kind: a FileKind, or "auto": the one that the names of the files indicate.
     """
-    shown = f'data.source = "{shortened(name)}"'
+    option = f'data.source = "{shortened(name)}"'
     if name == STDLIB:
         return Source(name, "text", tuple(text_files(Path(name_of(name)), stdlib=True)))
     path = expanded(name)
@@ -95,13 +95,13 @@ def find(name: str, kind: str) -> Source:
     files = text_files(path) if os.path.lexists(path) else sorted(map(Path, glob.glob(str(path), recursive=True)))
     files = [file for file in files if not file.is_dir()]
     if not files:
-        raise ConfigError(f"{shown}: it holds no files")
+        raise ConfigError(f"{option}: it holds no files")
     if kind != "auto":
         by_name = kind not in ("text", "dataset") and len(files) > 1
         fitting = [file for file in files if kind_of(file) == kind] if by_name else files
         if not fitting:
             raise ConfigError(
-                f'{shown}: none of its {len(files)} files is {_WORDS[kind]} (data.format = "{kind}") by its name'
+                f'{option}: none of its {len(files)} files is {_WORDS[kind]} (data.format = "{kind}") by its name'
             )
         return Source(name, kind, tuple(fitting))  # type: ignore[arg-type]
     kinds = {kind_of(file) for file in files}
@@ -109,11 +109,11 @@ def find(name: str, kind: str) -> Source:
         kinds = {"text"}
     if len(kinds) > 1:
         several = " and ".join(f"{sum(kind_of(file) == each for file in files)} of {each}" for each in sorted(kinds))
-        raise ConfigError(f"{shown}: it holds files of several kinds, {several}; set data.format to the one to read")
+        raise ConfigError(f"{option}: it holds files of several kinds, {several}; set data.format to the one to read")
     if kinds == {"text"}:
-        _refuse_tables(files, shown)
+        _refuse_tables(files, option)
         for file in files:
-            _refuse_records(file, shown)
+            _refuse_records(file, option)
     return Source(name, kinds.pop(), tuple(files))
 
 
@@ -131,7 +131,7 @@ def _is_dataset(path: Path) -> bool:
     )
 
 
-def _refuse_tables(files: Sequence[Path], shown: str) -> None:
+def _refuse_tables(files: Sequence[Path], option: str) -> None:
     """Raise ConfigError for a source of nothing but tables or JSON arrays of objects, whose commas are hardly meant as text.
 
     Among other files, as in a folder of source code, they are text.
@@ -140,7 +140,7 @@ def _refuse_tables(files: Sequence[Path], shown: str) -> None:
     what = "tables" if suffixes <= {".csv", ".tsv"} else "JSON arrays of objects" if suffixes == {".json"} else ""
     if what and (suffixes != {".json"} or all(_is_array(file) for file in files)):
         raise ConfigError(
-            f'{shown}: its files are {what}; set data.format = "dataset" to train on a column (data.field), or "text" to train '
+            f'{option}: its files are {what}; set data.format = "dataset" to train on a column (data.field), or "text" to train '
             "on them as they are"
         )
 
@@ -155,7 +155,7 @@ def _is_array(file: Path) -> bool:
     return head.startswith(b"[") and head[1:].lstrip().startswith(b"{")
 
 
-def _refuse_records(file: Path, shown: str) -> None:
+def _refuse_records(file: Path, option: str) -> None:
     """Raise ConfigError for JSON lines in a file that is named like a text: their braces are hardly meant as text."""
     try:
         with open_file(file, "a text") as opened:
@@ -170,7 +170,7 @@ def _refuse_records(file: Path, shown: str) -> None:
     objects = [_is_object(line) for line in lines]
     if all(objects) and (len(objects) > 1 or file.suffix.lower() == ".json"):
         raise ConfigError(
-            f'{shown}: {shortened(str(file))} is JSON lines; set data.format = "jsonl" to train on a field of each '
+            f'{option}: {shortened(str(file))} is JSON lines; set data.format = "jsonl" to train on a field of each '
             '(data.field), or "text" to train on it as it is'
         )
 
@@ -215,9 +215,9 @@ class _Fields:
         """Choose the field from the names in the first record, unless it is set. Raises ConfigError if it is not clear which."""
         if self.name:
             return
-        for usual in ("messages", "text"):
-            if usual in names:
-                self.name = usual
+        for candidate in ("messages", "text"):
+            if candidate in names:
+                self.name = candidate
                 return
         known = ", ".join(shortened(str(name), 40) for name in list(names)[:20])
         raise ConfigError(
@@ -360,17 +360,17 @@ def _dataset(file: Path, source: Source, fields: _Fields) -> Iterator[Record | B
     A directory written by `Dataset.save_to_disk` is memory-mapped; everything else is streamed.
     """
     datasets = _package("datasets", source)
-    shown = f'data.source = "{shortened(source.name)}"'
+    option = f'data.source = "{shortened(source.name)}"'
     number = 0
     with tempfile.TemporaryDirectory(prefix="pipeloom-") as scratch:  # for locks, which streaming leaves in its cache
         try:
-            found = _opened_dataset(datasets, source, scratch)
-            if isinstance(found, dict):
-                if "train" not in found:
-                    raise ConfigError(f'{shown}: it has no split "train", only {", ".join(found)}')
-                found = found["train"]
-            fields.choose_column(found.column_names or list(next(iter(found), {})))
-            for batch in found.select_columns([fields.name]).iter(batch_size=_ROWS):
+            dataset = _opened_dataset(datasets, source, scratch)
+            if isinstance(dataset, dict):
+                if "train" not in dataset:
+                    raise ConfigError(f'{option}: it has no split "train", only {", ".join(dataset)}')
+                dataset = dataset["train"]
+            fields.choose_column(dataset.column_names or list(next(iter(dataset), {})))
+            for batch in dataset.select_columns([fields.name]).iter(batch_size=_ROWS):
                 for value in batch[fields.name]:
                     number += 1
                     yield fields.value(f"{name_of(source.name)}, row {number}", value)
@@ -379,7 +379,7 @@ def _dataset(file: Path, source: Source, fields: _Fields) -> Iterator[Record | B
         except Exception as error:
             words = next(iter(str(error).splitlines()), type(error).__name__)
             after = f" after row {number}" if number else ""
-            raise ConfigError(f"{shown}: datasets cannot read it{after}: {shortened(words)}") from None
+            raise ConfigError(f"{option}: datasets cannot read it{after}: {shortened(words)}") from None
 
 
 def _opened_dataset(datasets: Any, source: Source, scratch: str) -> Any:

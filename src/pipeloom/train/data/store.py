@@ -194,10 +194,10 @@ class _Tokenization:
         ends: list[int] = []
         for pieces, last in batch:
             for content, counted in pieces:
-                found = next(encoded) if isinstance(content, str) else np.array([content])
-                tokens.append(found)
-                counts.append(np.full(len(found), counted or not self._reading.answers_only, dtype=bool))
-                self._end += len(found)
+                piece_tokens = next(encoded) if isinstance(content, str) else np.array([content])
+                tokens.append(piece_tokens)
+                counts.append(np.full(len(piece_tokens), counted or not self._reading.answers_only, dtype=bool))
+                self._end += len(piece_tokens)
             if last:
                 ends.append(self._end)
         if not tokens:
@@ -249,7 +249,7 @@ def token_files(source: Source, vocabulary: int, kind: str, eos: int | None) -> 
 
 
 def _mapped(file: Path, vocabulary: int, kind: str, source: Source) -> Any:
-    shown = f'data.source = "{shortened(source.name)}"'
+    option = f'data.source = "{shortened(source.name)}"'
     try:
         with open_file(file, "a file of tokens") as raw:
             head = raw.read(1024)
@@ -258,7 +258,7 @@ def _mapped(file: Path, vocabulary: int, kind: str, source: Source) -> Any:
             array = np.load(file, mmap_mode="r", allow_pickle=False)
             if array.ndim != 1 or array.dtype.kind not in "ui":
                 raise ConfigError(
-                    f"{shown}: {file} is of {array.dtype} with {array.ndim} dimensions; tokens are one row of integers"
+                    f"{option}: {file} is of {array.dtype} with {array.ndim} dimensions; tokens are one row of integers"
                 )
             return array
         start, number = 0, np.dtype("<u2" if kind == "uint16" or (kind == "auto" and vocabulary <= 2**16) else "<u4")
@@ -266,7 +266,7 @@ def _mapped(file: Path, vocabulary: int, kind: str, source: Source) -> Any:
             start = 1024
         if (size - start) % number.itemsize:
             raise ConfigError(
-                f"{shown}: {file} has {size:,} bytes, which is not a whole number of {number} (data.token_type)"
+                f"{option}: {file} has {size:,} bytes, which is not a whole number of {number} (data.token_type)"
             )
         if size == start:
             return np.empty(0, dtype=number)
@@ -275,4 +275,4 @@ def _mapped(file: Path, vocabulary: int, kind: str, source: Source) -> Any:
         if isinstance(error, ConfigError):
             raise
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise ConfigError(f"{shown}: cannot read {file}: {reason}") from None
+        raise ConfigError(f"{option}: cannot read {file}: {reason}") from None

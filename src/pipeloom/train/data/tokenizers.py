@@ -102,13 +102,13 @@ class VocabularyTokenizer:
         text: str = self._inner.decode(tokens.tolist(), skip_special_tokens=False)
         return text
 
-    def _special(self, key: str, wanted: str, own: str | None) -> int | None:
+    def _special(self, key: str, wanted: str, from_file: str | None) -> int | None:
         """Return the number of the token that a key selects. Raises ConfigError if the vocabulary does not have it."""
         if wanted == NONE:
             return None
         if wanted == AUTO:
-            usual = [word for word in _USUAL_ENDS if word in self._numbers] if key == "data.eos" else []
-            word = own if own is not None else usual[0] if len(usual) == 1 else None
+            common_ends = [word for word in _USUAL_ENDS if word in self._numbers] if key == "data.eos" else []
+            word = from_file if from_file is not None else common_ends[0] if len(common_ends) == 1 else None
             return None if word is None else self._numbers.get(word)
         if wanted not in self._numbers:
             near = did_you_mean(wanted, [word for word in self._numbers if len(word) < 40 and word[:1] in "<["])
@@ -191,9 +191,9 @@ def _specials(folder: Path) -> dict[str, str | None]:
     if not path.is_file():
         return _UNMARKED
     content = json.loads(read_file(path, TOKENIZER_BYTES, "a tokenizer's configuration"))
-    found: dict[str, str | None] = {}
+    specials: dict[str, str | None] = {}
     for key in _UNMARKED:
         value = content.get(key) if isinstance(content, dict) else None
         value = value.get("content") if isinstance(value, dict) else value
-        found[key] = value if isinstance(value, str) else None
-    return found
+        specials[key] = value if isinstance(value, str) else None
+    return specials

@@ -38,11 +38,11 @@ class MeasureThenSearch:
         if self._trial is not None:
             return self._after_trial_step(self._trial)
         self._timelines.append(self._pipeline.timeline())
-        made, count = len(self._timelines), self._request.measure
-        if made < count:
+        steps, count = len(self._timelines), self._request.measure
+        if steps < count:
             # Half of the backwards are split in one step and the others in the next, so that every micro-batch is measured
             # both as B and as I and W, and uneven micro-batches bias neither.
-            self._pipeline.adopt(half_split(self._request.family, made))
+            self._pipeline.adopt(half_split(self._request.family, steps))
             return False
         steady = self._timelines[1:]  # the first step includes warm-up
         words = f"measured in steps 2 to {count}"
@@ -70,18 +70,18 @@ class MeasureThenSearch:
         if trial.next is not None:
             self._pipeline.adopt(trial.next)
             return False
-        searched, usual = value_of_rank_0(self._context, trial.medians)
+        searched, of_family = value_of_rank_0(self._context, trial.medians)
         outcome, family = self._outcome, self._request.family
-        falls_back = usual < searched
+        falls_back = of_family < searched
         if falls_back:
             outcome = replace(outcome, schedule=family, value=outcome.baseline)
         self._pipeline.adopt(outcome.schedule)
         if self._report is not None:
-            kept = family.name if falls_back else "the searched one"
-            self._report.record("trial", searched=searched, family=usual, kept=outcome.schedule.name)
+            winner = family.name if falls_back else "the searched one"
+            self._report.record("trial", searched=searched, family=of_family, kept=outcome.schedule.name)
             self._report.say(
                 f"tried in turn, {self._request.trial} steps each: searched {searched * 1e3:.1f} ms, {family.name} "
-                f"{usual * 1e3:.1f} ms (medians); {kept} stays"
+                f"{of_family * 1e3:.1f} ms (medians); {winner} stays"
             )
             if falls_back:  # the search saved the schedule that is now dropped
                 save_outcome(self._report, self._key, self._request, outcome)

@@ -57,8 +57,8 @@ def estimated(layout: Layout, context: WorkerContext) -> Layout:
     request = layout.search
     if request is None:
         return layout
-    each = tuple(float(flops) / 3 for flops in stage_costs(layout.config, layout.stage_layers))
-    costs = request.costs or Costs(each, each, each)
+    stage_times = tuple(float(flops) / 3 for flops in stage_costs(layout.config, layout.stage_layers))
+    costs = request.costs or Costs(stage_times, stage_times, stage_times)
     outcome = outcome_of_rank_0(context, lambda: search_for(request, costs, ""))
     assert outcome is not None
     return replace(layout, schedule=outcome.schedule, search=None)

@@ -18,8 +18,8 @@ class ABTrial:
     @property
     def next(self) -> Schedule | None:
         """Return the schedule of the next step; None once each has run `count` steps."""
-        made = len(self._values)
-        return self.schedules[made % 2] if made < 2 * self._count else None
+        steps = len(self._values)
+        return self.schedules[steps % 2] if steps < 2 * self._count else None
 
     def note(self, step: Timeline) -> None:
         """Record the measured step of `next`."""

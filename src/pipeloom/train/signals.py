@@ -15,10 +15,10 @@ STOP, INTERRUPT, SAVE = 1, 2, 4  # bits: SIGTERM, SIGINT, SIGUSR1
 
 def together(flags: Iterable[float]) -> int:
     """The bits that any rank has set."""
-    found = 0
-    for each in flags:
-        found |= int(each)
-    return found
+    bits = 0
+    for flag in flags:
+        bits |= int(flag)
+    return bits
 
 
 @dataclass

@@ -150,8 +150,8 @@ def bytes_of(text: str) -> int:
 
 
 def _sizes(text: str) -> tuple[float, ...]:
-    found = _numbers("--microbatch-costs", text, "micro-batch")
-    return found if isinstance(found, tuple) else (found,)
+    numbers = _numbers("--microbatch-costs", text, "micro-batch")
+    return numbers if isinstance(numbers, tuple) else (numbers,)
 
 
 def options_of(words: Sequence[str]) -> dict[str, Any]:
@@ -247,17 +247,17 @@ def _agree(name: str, schedule: Schedule, sizes: tuple[int | None, int | None, i
     if options:
         raise UsageError(f"{name} is a file: it takes no options")
     has = (schedule.ranks, schedule.microbatches, schedule.chunks)
-    for flag, given, found in zip(("--ranks", "--microbatches", "--chunks"), sizes, has, strict=True):
-        if given is not None and given != found:
-            raise UsageError(f"{flag} is {given}, and {name} has {found}; leave the option out")
+    for flag, given, actual in zip(("--ranks", "--microbatches", "--chunks"), sizes, has, strict=True):
+        if given is not None and given != actual:
+            raise UsageError(f"{flag} is {given}, and {name} has {actual}; leave the option out")
 
 
-def _numbers(option: str, text: str, each: str = "stage") -> float | tuple[float, ...]:
+def _numbers(option: str, text: str, of_what: str = "stage") -> float | tuple[float, ...]:
     try:
         values = tuple(float(word) for word in text.split(","))
     except ValueError:
         raise UsageError(
-            f"{option} is {text!r:.200}; give a number, or one number for each {each}, separated by commas"
+            f"{option} is {text!r:.200}; give a number, or one number for each {of_what}, separated by commas"
         ) from None
     return values[0] if len(values) == 1 else values
 
