@@ -28,7 +28,7 @@ from pipeloom.models import layers, moe_overlap
 from pipeloom.models.decoder import Attention
 from pipeloom.ops.segments import report_standstills_to
 from pipeloom.parallel.dispatch import permute_for_dispatch
-from pipeloom.parallel.dispatch_plan import ExpertParallel, begin_dispatch, plan_dispatch
+from pipeloom.parallel.dispatch_plan import ExpertParallel, begin_dispatch
 from pipeloom.parallel.expert import Experts
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.router import Gate, Routing, route
@@ -160,7 +160,7 @@ def wait_for_counts(rank: int) -> dict[int, dict[str, tuple[float, float]]]:
         stood += time.perf_counter() - start
 
     def first(tokens: Tensor, routing: Routing) -> None:
-        (plan,) = plan_dispatch([routing], spread)
+        (plan,) = begin_dispatch([routing], spread).plans()
         permute_for_dispatch(tokens, routing.weights, plan.leaving, spread)
 
     def beside(tokens: Tensor, routing: Routing) -> None:

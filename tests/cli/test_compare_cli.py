@@ -88,8 +88,6 @@ def test_families_that_refuse_are_listed_with_the_reason(pipeloom: Run, monkeypa
 
 
 def test_families_that_order_by_costs_get_those_of_their_stages(pipeloom: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipeloom.cli import schedule_arguments
-
     seen: list[object] = []
 
     def costly(ranks: int, microbatches: int, costs: pl.Costs | None = None) -> pl.Schedule:
@@ -97,9 +95,6 @@ def test_families_that_order_by_costs_get_those_of_their_stages(pipeloom: Run, m
         return pl.schedules.interleaved(ranks=ranks, microbatches=microbatches)
 
     monkeypatch.setitem(FAMILIES, "costly", costly)
-    monkeypatch.setattr(
-        schedule_arguments, "_build", lambda name, sizes, chunks, options, costs: costly(*sizes, costs=costs)
-    )
     assert pipeloom("compare costly --ranks 2 --microbatches 4 --forward 3").code == 0
     assert isinstance(seen[-1], pl.Costs)
     assert seen[-1].forward == 1.5

@@ -27,7 +27,7 @@ from pipeloom.parallel.dispatch import (
     ungroup,
     unpermute_and_mix,
 )
-from pipeloom.parallel.dispatch_plan import DispatchPlan, ExpertParallel, begin_dispatch, plan_dispatch
+from pipeloom.parallel.dispatch_plan import DispatchPlan, ExpertParallel, begin_dispatch
 from pipeloom.parallel.expert import Experts
 from pipeloom.parallel.mesh import Axis, Mesh
 from pipeloom.parallel.router import Gate, Routing, limit, route
@@ -115,7 +115,7 @@ def in_chunks(x: Tensor, routing: Routing, experts: Experts, parallel: ExpertPar
         )
         for a, b in bounds
     ]
-    dispatch_plans = plan_dispatch(parts, parallel)
+    dispatch_plans = begin_dispatch(parts, parallel).plans()
     there, back = dispatch_segments(parallel), combine_segments(parallel)
     assert isinstance(there[0], AllToAll)
     assert isinstance(back[-1], AllToAll)
@@ -220,7 +220,9 @@ def two_level_cases(rank: int) -> dict[str, tuple[int, int]]:
             check(one(case, rank, levels), one(case, rank, ExpertParallel(axis)), f"{case.name}, plain", exact=True)
         logits = normal(case.tokens[rank], EXPERTS, seed=200 + rank)
         routing = routing_of(case, logits)
-        counted = [bytes_across_nodes(plan_dispatch([routing], p), p, 4 * HIDDEN) for p in (levels, same_order)]
+        counted = [
+            bytes_across_nodes(begin_dispatch([routing], p).plans(), p, 4 * HIDDEN) for p in (levels, same_order)
+        ]
         kept = routing.kept if routing.kept is not None else torch.ones_like(routing.experts, dtype=torch.bool)
         other = kept & (routing.experts // 4 != rank // 2)
         assert counted == [4 * HIDDEN * int(other.any(1).sum()), 4 * HIDDEN * int(other.sum())], case.name
@@ -248,7 +250,7 @@ def sent_across(rank: int, parallel: ExpertParallel) -> int:
         case = CASES[0]
         x, logits = normal(case.tokens[rank], HIDDEN, seed=1), normal(case.tokens[rank], EXPERTS, seed=200 + rank)
         routing = routing_of(case, logits)
-        (dispatch_plan,) = plan_dispatch([routing], parallel)
+        (dispatch_plan,) = begin_dispatch([routing], parallel).plans()
         rows = permute_for_dispatch(x, routing.weights, dispatch_plan.leaving, parallel)
         in_order(dispatch_segments(parallel), (*rows, dispatch_plan))
     finally:

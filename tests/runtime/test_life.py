@@ -1,4 +1,4 @@
-"""What the system knows about another process: there, stopped, gone, or another machine's."""
+"""Whether another process is known to be stopped: running, stopped, gone, of another machine, or another of its number."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pipeloom.runtime.health.process_identity import identity, is_stopped, is_there
+from pipeloom.runtime.health.process_identity import is_stopped
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks /proc")
 
@@ -36,28 +36,21 @@ def wait_for(ready: Callable[[], bool], seconds: float = 5.0) -> bool:
     return ready()
 
 
-def test_there_stopped_and_gone(sleeper: tuple[subprocess.Popen[str], str]) -> None:
+def test_stopped_and_gone(sleeper: tuple[subprocess.Popen[str], str]) -> None:
     process, who = sleeper
     assert not is_stopped(who)
-    assert is_there(identity()) is True
-    assert is_there(who) is True
     process.send_signal(signal.SIGSTOP)
     assert wait_for(lambda: "T" in _state(process.pid))
-    assert is_there(who) is True
     assert is_stopped(who)
+    machine, number, start = who.split(" ")
+    assert not is_stopped(f"elsewhere{machine} {number} {start}")
+    assert not is_stopped(f"{machine} {number} {int(start) + 1}")  # a later process of that number
+    assert not is_stopped("")
     process.kill()
-    assert wait_for(lambda: is_there(who) is False)  # a zombie: nobody has asked for its exit code
     process.wait()
-    assert is_there(who) is False
+    assert not is_stopped(who)
 
 
 def _state(number: int) -> str:
     with open(f"/proc/{number}/stat") as file:
         return file.read().rpartition(")")[2].split()[0]
-
-
-def test_another_machine_or_another_process_of_that_number() -> None:
-    place, number, start = identity().split(" ")
-    assert is_there(f"elsewhere{place} {number} {start}") is None
-    assert is_there(f"{place} {number} {int(start) + 1}") is False
-    assert is_there("") is None

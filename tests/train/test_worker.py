@@ -81,10 +81,10 @@ def test_pipeloom_errors_keep_their_code_and_are_written_as_a_sentence(
 def test_sigterm_asks_for_a_stop(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     body = """
     if context.rank == 0:  # the other one may get to know before it comes here
-        assert not context.stop_requested
+        assert not context.requests.ends
         os.kill(os.getppid(), signal.SIGTERM)
     until = time.time() + 20
-    while not context.stop_requested and time.time() < until:
+    while not context.requests.ends and time.time() < until:
         time.sleep(0.02)
     raise Preempted("stopped after this step")
     """

@@ -187,6 +187,7 @@ def schedule_of(
         ScheduleError: a schedule that cannot run, with the reason.
     """
     from pipeloom.schedule import check
+    from pipeloom.schedule.families import build
     from pipeloom.schedule.files import load, names_a_file
 
     ranks, microbatches, chunks = sizes
@@ -198,7 +199,7 @@ def schedule_of(
         if missing:
             _require_name(name)
             raise UsageError(f"schedule {name} needs {' and '.join(missing)}")
-        schedule = _build(name, (ranks or 0, microbatches or 0), chunks, options, costs)
+        schedule = build(name, ranks or 0, microbatches or 0, chunks, options, costs)
     check(schedule)
     if transforms:
         from pipeloom.schedule.transforms import transformed
@@ -215,15 +216,6 @@ def transforms_of(words: Sequence[str]) -> tuple[str, ...]:
     for word in words:
         parsed_transform(word)
     return tuple(words)
-
-
-def _build(
-    name: str, sizes: tuple[int, int], chunks: int | None, options: dict[str, Any], costs: Costs | None
-) -> Schedule:
-    from pipeloom.schedule.families import build
-
-    extra: dict[str, Any] = {"costs": costs} if "costs" in inspect.signature(build).parameters else {}
-    return build(name, *sizes, chunks, options, **extra)
 
 
 def takes_chunks(name: str) -> bool:

@@ -66,16 +66,6 @@ def expand(text: str) -> str:
     return plain
 
 
-def write_stages(sizes: list[int], blocks: int) -> str:
-    """The string that `parse_stages` reads as `sizes`, without repetitions."""
-    letters = "E" + "t" * blocks + "L"
-    parts, start = [], 0
-    for size in sizes:
-        parts.append(letters[start : start + size])
-        start += size
-    return "|".join(parts)
-
-
 def _repeat(what: str, times: str | None) -> str:
     count = int(times) if times is not None else 1
     if len(what) * count > _MOST_LETTERS:

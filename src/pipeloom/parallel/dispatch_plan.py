@@ -142,11 +142,6 @@ def begin_dispatch(routings: Sequence[Routing], parallel: ExpertParallel | None)
     return _two_level(routings, parallel) if parallel.two_level else _flat(routings, parallel)
 
 
-def plan_dispatch(routings: Sequence[Routing], parallel: ExpertParallel | None) -> list[DispatchPlan]:
-    """Return the plan of each routing, with nothing beside the exchange of counts; collective over the axis."""
-    return begin_dispatch(routings, parallel).plans()
-
-
 def _at_home(routings: Sequence[Routing]) -> Dispatch:
     assigned = [assign(routing.experts, routing.tally.counts.numel(), routing.kept) for routing in routings]
 

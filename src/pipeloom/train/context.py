@@ -61,11 +61,6 @@ class WorkerContext:
             refuse_connections()
 
     @property
-    def stop_requested(self) -> bool:
-        """Return whether this worker was requested to stop after the present step. Other workers may not have the request yet."""
-        return self.requests.ends
-
-    @property
     def flags(self) -> int:
         """Return the requests that this worker has received, as bits of `train.signals`."""
         return self.requests.flags

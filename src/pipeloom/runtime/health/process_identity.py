@@ -12,29 +12,15 @@ def identity() -> str:
     return f"{_here()} {os.getpid()} {_stat(os.getpid())[1]}" if _here() else ""
 
 
-def is_there(who: str) -> bool | None:
-    """Return whether the process with this `identity` is there and not dead; None: it is not this system's to know.
-
-    A process that is stopped, or that a busy machine gives no time, is there.
-    """
-    place, _, process = who.partition(" ")
-    if not place or place != _here():
-        return None
-    number, _, start = process.partition(" ")
-    try:
-        state, since = _stat(int(number))
-    except OSError:
-        return False
-    return since == start and state not in "ZX"
-
-
 def is_stopped(who: str) -> bool:
     """Return whether the process with this `identity` is known to be stopped (SIGSTOP, a debugger)."""
     place, _, process = who.partition(" ")
     if not place or place != _here():
         return False
     try:
-        return _stat(int(process.partition(" ")[0]))[0] in "Tt"
+        number, _, start = process.partition(" ")
+        state, since = _stat(int(number))
+        return since == start and state in "Tt"
     except OSError:
         return False
 
