@@ -42,7 +42,7 @@ def test_three_errors_at_once_with_where_they_were_set(tmp_path: Path) -> None:
     assert found[0] == "train.seq_len = 0: it must be at least 1; nearest: 1"
     assert f"train.stepz = 3 (in {path})" in found[1]
     assert found[2] == f'optimizer.lr = "fast" (in {path}): it must be a number'
-    assert "18 stages, more than layers; nearest: 18 layers" in found[3]
+    assert "18 stages, more than there are decoder layers; nearest: 18 layers" in found[3]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_three_errors_at_once_with_where_they_were_set(tmp_path: Path) -> None:
         ("data.source", "/nowhere/at/all", "no such file or folder"),
         ("data.tokenizer", "words", "there is no such file or folder"),
         ("log.dir", __file__, "it is a file"),
-        ("model.num_hidden_layers", 7, "8 stages, more than layers"),
+        ("model.num_hidden_layers", 7, "8 stages, more than there are decoder layers"),
         ("parallel.stages", "Et*3|ttL", "holds 5 blocks"),
         ("debug.fault", "explode", "unknown fault 'explode'"),
         ("debug.fault", "kill:4:0", "there is no rank 4; the schedule has 4 (0..3)"),
@@ -160,5 +160,5 @@ def test_a_schedule_that_deadlocks_is_exit_code_3() -> None:
 
 
 def test_problems_of_resolve_and_load_are_the_same() -> None:
-    with pytest.raises(ConfigError, match="more than layers"):
+    with pytest.raises(ConfigError, match="more than there are decoder layers"):
         resolve(load(None, {"parallel.pp": 5}))

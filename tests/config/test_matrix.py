@@ -68,11 +68,11 @@ schedule.options = [{ rounds = "tail" }, { group_size = 2 }]
 
 def test_refused_combinations_are_an_error_unless_told_to_skip(tmp_path: Path) -> None:
     rows = '[[layout]]\nschedule.name = "interleaved"\nschedule.chunks = [2, 3]\n'
-    with pytest.raises(ConfigError, match=r"chunks=3: .*6 stages, more than layers"):
+    with pytest.raises(ConfigError, match=r"chunks=3: .*6 stages, more than there are decoder layers"):
         load_matrix(write(tmp_path / "m.toml", BASE + rows), "tiny", {})
     matrix = load_matrix(write(tmp_path / "m.toml", "skip_invalid = true\n" + BASE + rows), "tiny", {})
     assert len(matrix.layouts) == 1
-    assert "more than layers" in matrix.skipped[0]
+    assert "more than there are decoder layers" in matrix.skipped[0]
 
 
 @pytest.mark.parametrize(

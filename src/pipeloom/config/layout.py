@@ -156,7 +156,7 @@ def _stage_layers(config: Config, schedule: Schedule, wrong: Collection[str]) ->
             return [f"parallel.stages = {shown(config.parallel.stages)}: {error}"], ()
     if stages > blocks:
         return [
-            f"model.num_hidden_layers = {blocks}: the schedule has {stages} stages, more than layers; "
+            f"model.num_hidden_layers = {blocks}: the schedule has {stages} stages, more than there are decoder layers; "
             f"nearest: {stages} layers, or fewer ranks or chunks (now {schedule.ranks} ranks of {schedule.chunks})"
         ], ()
     sizes = layer_sizes(config.model, config.train.seq_len)

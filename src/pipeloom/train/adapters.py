@@ -26,7 +26,7 @@ from pipeloom.models.stored_tensors import StoredTensors
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime import Pipeline
 from pipeloom.train.checkpoint.folder import newest_checkpoint
-from pipeloom.train.checkpoint.load import Reader, verified
+from pipeloom.train.checkpoint.load import Reader, agreed_checkpoint, on_every_rank, verified
 from pipeloom.train.checkpoint.manifest import BaseWeights, read_manifest
 from pipeloom.train.checkpoint.state import Holder, holders, require_shapes
 
@@ -129,7 +129,7 @@ def _read_checkpoint(path: Path, pipeline: Pipeline) -> None:
     """Load the weights of a checkpoint, except those of adapters; collective."""
     everyone = pipeline.mesh.everyone
     group = pipeline.run_control if everyone.size > 1 else None
-    directory = newest_checkpoint(path)
+    directory = agreed_checkpoint(path, group)
     with pipeline.waiting("the other ranks to compare a checkpoint's checksums", "load"):
         manifest, problem = verified(directory, group, everyone.index, everyone.size)
     if manifest is None:
@@ -138,7 +138,7 @@ def _read_checkpoint(path: Path, pipeline: Pipeline) -> None:
         raise CheckpointError(f"{directory}: it holds adapters only, of the model in {manifest.base.path}")
     reader = Reader(directory, manifest)
     here = [held for held in holders(pipeline) if not is_adapter(held.name)]
-    require_shapes(reader, {held.name: held.shape for held in here})
+    on_every_rank(pipeline, group, lambda: require_shapes(reader, {held.name: held.shape for held in here}))
     for held in here:
         held.tensor.copy_(held.read(partial(reader.region, f"model.{held.name}")))
 

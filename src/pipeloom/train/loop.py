@@ -86,7 +86,7 @@ def run(layout: Layout, context: WorkerContext) -> None:
         pipeline = build_pipeline(layout, context.device, watchdog=context.watchdog)
         context.close_to_strangers()
         begin_weights(config, pipeline, start.path is not None)
-        trainer = Trainer(config, pipeline, context, report, facts)
+        trainer = Trainer(config, pipeline, context, report, facts, data.unit)
         if layout.search is not None:
             trainer.measuring = MeasureThenSearch(layout, pipeline, context, report)
         held = what_ranks_hold(pipeline, trainer.optimizer)
@@ -132,6 +132,7 @@ class Trainer:
         context: WorkerContext,
         report: Report | None,
         facts: Mapping[str, str] | None = None,
+        unit: str = "token",
     ) -> None:
         self.config = config
         self.pipeline = pipeline
@@ -143,6 +144,7 @@ class Trainer:
         self._context = context
         self._report = report
         self._facts = dict(facts or {})
+        self._unit = unit
         self.optimizer = Optimizer.of(pipeline, config)
         self._base = base_weights(config)
         self.replicas = ReplicaCheck(pipeline, self.optimizer, config.train.check_every, ties(config))
@@ -310,7 +312,7 @@ class Trainer:
         loss = self.held_out_loss(held_out)
         self.pipeline.train()
         if self._report is not None:
-            self._report.say(f"held-out loss after step {step}: {loss:.4f} nats")
+            self._report.say(f"held-out loss after step {step}: {loss:.4f} nats per {self._unit}")
             self._report.record("evaluation", step=step, loss=loss)
             self._report.figures(step, {"held_out_loss": loss})
 

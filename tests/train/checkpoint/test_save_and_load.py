@@ -26,6 +26,7 @@ from pipeloom.train.checkpoint.boxes import Box
 from pipeloom.train.checkpoint.files import verify, write_tensors
 from pipeloom.train.checkpoint.manifest import MANIFEST, TensorEntry, read_manifest, to_bytes
 from pipeloom.train.checkpoint.resume import digests, find_start
+from pipeloom.train.checkpoint.whole import write_whole
 from processes import run_ranks
 
 DTYPES = [
@@ -456,3 +457,12 @@ def test_extra_that_is_no_json_is_refused_before_anything_is_written(extra: Any,
     with pytest.raises(UsageError, match=r"extra is .*; it must be a dict that JSON can hold"):
         checkpoint.save(tmp_path / "run", 1, pipeline, extra=extra)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_that_another_process_writes_stays(tmp_path: Path) -> None:
+    """Of two imports into one folder, the second must not remove what the first has written so far."""
+    (tmp_path / ".step-000000.partial").mkdir()
+    (tmp_path / ".step-000000.partial" / "weights").write_text("half")
+    with pytest.raises(CheckpointError, match=r"\.step-000000\.partial: it exists, so another process is writing this"):
+        write_whole(tmp_path, 0, iter([{"weight": torch.ones(2)}]), {})
+    assert (tmp_path / ".step-000000.partial" / "weights").read_text() == "half"

@@ -152,7 +152,7 @@ def load(
     everyone = pipeline.mesh.everyone
     group = pipeline.run_control if everyone.size > 1 else None
     with pipeline.waiting("the other ranks to compare a checkpoint's checksums", "load"):
-        directory = _chosen(Path(path), group)
+        directory = agreed_checkpoint(Path(path), group)
         manifest, problem = verified(directory, group, everyone.index, everyone.size)
     if manifest is None:
         raise CheckpointError(problem)
@@ -170,13 +170,13 @@ def load(
             elif not isinstance(optimizer, torch.optim.Optimizer):
                 optimizer.read_parameters()
 
-    _together(pipeline, group, put)
+    on_every_rank(pipeline, group, put)
     loaded = Loaded(manifest.step, extra, directory)
     pipeline.next_step = manifest.step
     return loaded
 
 
-def _chosen(path: Path, group: Any) -> Path:
+def agreed_checkpoint(path: Path, group: Any) -> Path:
     """Return the checkpoint that `path` refers to, as the first rank sees it; collective."""
     checkpoint = path
     if not (path / MANIFEST).is_file():
@@ -204,7 +204,7 @@ def _require_base(directory: Path, stored: BaseWeights | None, given: BaseWeight
 def _require(reader: Reader, pipeline: Pipeline, group: Any, adapters: bool) -> None:
     """Raise CheckpointError, on every rank, if the checkpoint's model is not that of the pipeline."""
     needed = required_names(pipeline, adapters)
-    _together(pipeline, group, lambda: require_shapes(reader, needed))
+    on_every_rank(pipeline, group, lambda: require_shapes(reader, needed))
     everyone = [list(needed)]
     if group is not None:
         with pipeline.waiting("the other ranks to load a checkpoint", "load"):
@@ -217,7 +217,7 @@ def _require(reader: Reader, pipeline: Pipeline, group: Any, adapters: bool) -> 
         )
 
 
-def _together(pipeline: Pipeline, group: Any, work: Callable[[], None]) -> None:
+def on_every_rank(pipeline: Pipeline, group: Any, work: Callable[[], None]) -> None:
     """Call `work`; if it fails on any rank, raise the same CheckpointError on every rank."""
     problem = ""
     try:

@@ -38,9 +38,11 @@ _FREE_TOO = (
     "train.timeout",
     "train.check_every",
     "train.deterministic",
-    "train.on_",
-    "train.re",
-    "train.profile",
+    "train.on_nan",
+    "train.on_spike",
+    "train.restarts",
+    "train.profile_from",
+    "train.profile_steps",
 )
 _ZERO = ("optimizer.zero1", "optimizer.barrier", "train.rollbacks")
 

@@ -30,7 +30,7 @@ def write_whole(folder: Path, step: int, groups: Iterable[Mapping[str, Tensor]],
         the checkpoint's directory.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: it cannot be written, or another process is writing it.
     """
     final, partial = step_path(folder, step), partial_path(folder, step)
     entries: dict[str, TensorEntry] = {}
@@ -38,6 +38,14 @@ def write_whole(folder: Path, step: int, groups: Iterable[Mapping[str, Tensor]],
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         partial.mkdir(mode=0o700)
+    except FileExistsError:  # it may be another process's, so it must stay
+        raise CheckpointError(
+            f"{partial}: it exists, so another process is writing this checkpoint, or was killed while it did; remove the "
+            "directory if none is"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{partial}: cannot be created: {error.strerror or error}") from error
+    try:
         for number, group in enumerate(groups):
             if not group:
                 continue
