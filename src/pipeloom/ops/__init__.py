@@ -1,4 +1,4 @@
-"""Autograd pieces that know no process group."""
+"""Autograd building blocks that use no process group."""
 
 from pipeloom.ops.products import use_onednn_linear
 

@@ -1,4 +1,4 @@
-"""A loss that a layer adds on the way: it is no output, and its gradient joins the backward of the micro-batch."""
+"""A loss that a layer adds without returning it: its gradient is computed in the backward of the micro-batch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def attach_loss(x: Tensor, loss: Tensor) -> Tensor:
-    """`x` unchanged; when its gradient is computed, d loss / d parameters is added to theirs.
+    """Return `x` unchanged; when its gradient is computed, the gradient of `loss` is added to the parameters'.
 
     So the loss belongs to the micro-batch that `x` belongs to, whatever else is in flight. `loss` is 0-dim and already
-    scaled as it is to count.
+    scaled by its share of the step's loss.
     """
     if not (torch.is_grad_enabled() and x.requires_grad and loss.requires_grad):
         return x

@@ -15,15 +15,15 @@ def run_backward(
 ) -> None:
     """Do what `torch.autograd.backward(roots, gradients)` does.
 
-    torch's look at its arguments takes a quarter of the time of a pass through few layers. A stage whose gradients come from
-    the next stage can do without: each is that of a leaf made of the output, so it has the output's shape and dtype.
+    torch's argument checks take a quarter of the time of a pass through few layers. A stage whose gradients come from the next
+    stage can skip them: each is the gradient of a leaf made from the output, so it has the output's shape and dtype.
 
     Args:
         roots: outputs as their places in the graph, and losses (0-dim).
         gradients: one for each root; None for a loss.
-        trusted: whether the gradients have the shapes and dtypes of the outputs for certain.
+        trusted: whether the gradients are certain to have the shapes and dtypes of the outputs.
     """
-    # What torch.autograd.backward calls once it has looked at its arguments: an internal name, which may go.
+    # The function that torch.autograd.backward calls after its checks: an internal name, which a new torch may remove.
     engine: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
     if not trusted or engine is None or any(isinstance(root, Tensor) and type(root) is not Tensor for root in roots):
         torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Checksums of tensors' bits, on the device where they are: what is equal has equal checksums, and a flipped bit changes them."""
+"""Checksums of tensors' bits, computed on their device: equal tensors have equal checksums, and a flipped bit changes them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SMALL_BYTES = 2**18  # smaller tensors are copied into one: calls would cost mo
 def checksum(tensor: Tensor) -> Tensor:
     """The checksum of a tensor's elements in order, whatever its strides: int64, 0-dim, on the tensor's device.
 
-    A sum modulo 2^64 of the memory's words, those of each row of 8 KB times an odd number of the row: any one flipped bit
+    A sum modulo 2^64 of the memory's words, each row of 8 KB multiplied by an odd number of its own: any one flipped bit
     changes it, and so does the order of rows.
     """
     data = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
@@ -33,7 +33,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """The checksum of each tensor; one transfer for all that are on one device."""
+    """Return the checksum of each tensor, all in one transfer to the host."""
     if not tensors:
         return []
     return [
@@ -42,7 +42,7 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def joint_checksum(tensors: Sequence[Tensor]) -> Tensor:
-    """One checksum for all tensors of a device, in order: int64, 0-dim. Quick also where they are many and small."""
+    """One checksum for all tensors of a device, in order: int64, 0-dim. Fast even for many small tensors."""
     plain = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors if tensor.nbytes <= _SMALL_BYTES]
     small = [tensor.reshape(-1).view(torch.uint8) for tensor in plain]
     parts = [tensor for tensor in tensors if tensor.nbytes > _SMALL_BYTES]
@@ -55,7 +55,7 @@ def joint_checksum(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def message_checksum(values: Sequence[Tensor | None]) -> int:
-    """One checksum for several tensors in order; None counts nothing."""
+    """Return one checksum for several tensors in order; None is skipped."""
     total = 0
     for at, value in enumerate(checksums([value for value in values if value is not None])):
         total += value * (2 * at + 1)

@@ -14,8 +14,8 @@ class LossTerm:
     """A loss that a layer adds to the model's own, on whatever stage it is.
 
     Attributes:
-        loss: `loss(value, targets)` of what the layer gives it and a micro-batch's targets: a mean over these, 0-dim.
-        weight: the term counts this many times in the step's loss.
+        loss: `loss(value, targets)` of the layer's value and a micro-batch's targets: a mean over the targets, 0-dim.
+        weight: factor of the term in the step's loss.
     """
 
     loss: Callable[[Any, Any], Tensor]
@@ -26,16 +26,16 @@ class LossTerm:
 class Layer:
     """A layer that is built only on the rank that holds it.
 
-    A layer that declares `writes` or `losses` returns them in a dict behind what it hands to the next layer:
-    `return x, {"skip": y}`, or the dict alone, where the next layer gets None.
+    A layer that declares `writes` or `losses` returns them in a dict after its output for the next layer:
+    `return x, {"skip": y}`, or the dict alone, and then the next layer gets None.
 
     Attributes:
         name: global name; parameters are called `name.parameter`.
-        build: makes the module.
+        build: constructs the module.
         reads: tensors that earlier layers write, by name, which the forward takes as keyword arguments: names, or
             {keyword: name}. The latest earlier layer that writes a name is meant.
         writes: tensors for later layers: names, or {key in the dict: name}.
-        losses: {key in the dict: LossTerm}; keys are different in the whole model.
+        losses: {key in the dict: LossTerm}; keys are unique in the whole model.
     """
 
     name: str

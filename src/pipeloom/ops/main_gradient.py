@@ -17,8 +17,8 @@ from pipeloom.ops.products import addmm
 class MainGradients:
     """Parameter -> the buffer of its shape that its gradient is added to.
 
-    A buffer that was `reset` is written by the first gradient and added to by the next: nobody has to fill it with zeros.
-    Call what adds where autograd records nothing: in a backward, or under `no_grad`.
+    After `reset`, the first gradient overwrites a buffer and later ones are added, so it need not be filled with zeros.
+    Call the methods that add only where autograd does not record: in a backward, or under `no_grad`.
 
     Attributes:
         accepting: False outside a step: what autograd computes then stays in `.grad`.
@@ -38,7 +38,7 @@ class MainGradients:
         return self.accepting and parameter in self._buffers
 
     def attach(self, parameter: nn.Parameter, buffer: Tensor) -> None:
-        """From now on gradients of `parameter` go to `buffer`, which keeps what it holds."""
+        """Direct gradients of `parameter` to `buffer` from now on, and leave its values as they are."""
         if buffer.shape != parameter.shape:
             raise ValueError(f"a buffer of {list(buffer.shape)} for a parameter of {list(parameter.shape)}")
         self._buffers[parameter] = buffer
@@ -52,14 +52,14 @@ class MainGradients:
         return self._buffers[parameter]
 
     def reset(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Forgets what the buffers hold."""
+        """Discard the values of the buffers of these parameters."""
         parameters = tuple(parameters)
         self._empty.update(parameters)
         self.absent.update(parameters)
 
     @torch.no_grad()
     def finalize(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Takes what stands in `.grad`, and writes zeros where no gradient came."""
+        """Move what is in `.grad` to the buffers, and write zeros where no gradient has arrived."""
         for parameter in parameters:
             if parameter.grad is not None:
                 self.collect(parameter)
@@ -68,11 +68,11 @@ class MainGradients:
                 self._empty.discard(parameter)
 
     def watch(self, parameter: Tensor) -> None:
-        """Someone waits, by a hook on the node that does it, for the parameter's gradient to be accumulated."""
+        """Mark a parameter whose gradient accumulation is observed by a hook on the node that accumulates it."""
         self._watched.add(parameter)
 
     def watched(self, parameter: Tensor) -> bool:
-        """Return whether someone else waits, by a hook, for the parameter's gradient to be accumulated.
+        """Return whether a hook other than this object's own runs when the parameter's gradient is accumulated.
 
         Its gradients then add up in `.grad` until `finalize`, so that the hook sees them as it does in one process.
         """
@@ -85,7 +85,7 @@ class MainGradients:
             self.collect(parameter)
 
     def collect(self, parameter: Tensor) -> None:
-        """Moves `.grad` to the buffer."""
+        """Move `.grad` to the buffer."""
         assert isinstance(parameter, nn.Parameter)
         if parameter.grad is not None:
             self.add(parameter, parameter.grad)
@@ -125,7 +125,7 @@ class MainGradients:
 
 
 def _add_product(buffer: Tensor, rows: Tensor, columns: Tensor, first: bool) -> None:
-    """buffer += rows^T columns; `first`: what the buffer holds is overwritten."""
+    """buffer += rows^T columns; with `first` the buffer is overwritten instead."""
     if buffer.is_cuda and buffer.dtype == torch.float32 and rows.dtype == columns.dtype != torch.float32:
         # half-precision factors, fp32 sum: one GEMM that adds where it writes
         if first:

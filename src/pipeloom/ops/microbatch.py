@@ -11,10 +11,10 @@ KEYWORD = "microbatch"
 
 @dataclass(frozen=True)
 class MicrobatchContext:
-    """Given by the runtime to every layer whose forward names the keyword argument `microbatch`.
+    """The context that the runtime passes to every layer whose forward has a keyword argument `microbatch`.
 
-    A function of the step and the micro-batch alone: schedule, rank and recomputation do not change it. So what a layer
-    draws or adds to the loss under it is the same in every schedule, and two micro-batches in flight never mix.
+    It depends only on the step and the micro-batch, not on schedule, rank or recomputation. So the random numbers that a layer
+    draws and the losses that it adds are the same in every schedule, and two micro-batches in flight never mix.
 
     Attributes:
         step: the step's number.
@@ -22,7 +22,7 @@ class MicrobatchContext:
         share: its weight in the step's loss; the shares of a step sum to 1 over all replicas. 0 where none of its targets
             counts.
         first: the number of its first sample in the step's batch, over all data-parallel replicas.
-        samples: how many it has.
+        samples: its number of samples.
     """
 
     step: int = 0

@@ -14,7 +14,7 @@ class ParameterState:
     """The parameters of a module as they are now, before a forward.
 
     Args:
-        by_value: compare values, too: what is written through `.data` does not count as a change otherwise.
+        by_value: compare values, too: otherwise writes through `.data` are not detected.
     """
 
     def __init__(self, module: nn.Module, by_value: bool) -> None:
@@ -24,17 +24,17 @@ class ParameterState:
         self._values = self._sums() if by_value else None
 
     def changed(self) -> Iterator[Attribute]:
-        """The parameters that have been written to, or that have other memory."""
+        """Yield the parameters that have been written to or moved to other memory."""
         yield from (parameter for parameter, _ in self._changes())
 
     def changed_unseen(self) -> Iterator[Attribute]:
-        """Those of them that train and have been changed behind autograd's back."""
+        """Yield those of them that require gradients and whose change autograd did not record."""
         for parameter, seen in self._changes():
             if not seen and self._named[parameter.path].requires_grad:
                 yield parameter
 
     def _changes(self) -> Iterator[tuple[Attribute, bool]]:
-        """Each parameter that has changed, with whether autograd knows."""
+        """Yield each parameter that has changed, and whether autograd recorded the change."""
         sums = None if self._values is None else self._sums()
         for at, (name, mark) in enumerate(zip(self._named, self._marks(), strict=True)):
             parameter = Attribute(self._module, name, name)

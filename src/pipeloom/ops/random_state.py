@@ -2,7 +2,7 @@
 
 A dropout mask depends on the seed, the step, the sample's number in the whole batch and the layer's global name only. So
 recomputation draws the same mask again, the order in which a schedule runs micro-batches does not matter, a resumed run goes on
-exactly, and every layout drops what one process drops, into however many micro-batches and replicas it cuts the batch: a rank
+exactly, and every layout drops the elements that one process drops, for any number of micro-batches and replicas: a rank
 that holds a part of the tokens takes its part of the same mask.
 """
 
@@ -24,7 +24,7 @@ from pipeloom.ops.microbatch import MicrobatchContext
 
 
 def stable_seed(*parts: object) -> int:
-    """A 63-bit seed from the text of `parts`: equal in every process, on every machine."""
+    """Return a 63-bit seed from the text of `parts`: equal in every process, on every machine."""
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
@@ -37,9 +37,9 @@ class RandomSource:
     name: str
 
     def generators(self, microbatch: MicrobatchContext, device: torch.device) -> Iterator[torch.Generator]:
-        """A fresh generator for this layer and each sample of the micro-batch; one is used before the next is asked for.
+        """Yield this layer's generator, seeded for each sample of the micro-batch; finish with one sample before taking the next.
 
-        CPU and CUDA draw different numbers from it.
+        It is one generator, reseeded. CPU and CUDA generators draw different numbers.
         """
         generator = torch.Generator(device)
         for sample in range(microbatch.first, microbatch.first + microbatch.samples):
@@ -48,7 +48,7 @@ class RandomSource:
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Random numbers drawn inside follow from `seed`; afterwards the caller's generators go on as if nothing had been drawn.
+    """Seed the random numbers drawn inside with `seed`; afterwards the caller's generators continue as if nothing had been drawn.
 
     Covers torch's generators of the CPU and of CUDA devices in use, Python's `random` and NumPy's global one if it is imported.
     """
@@ -85,10 +85,10 @@ class Dropout(nn.Module):
     """Sets each element to 0 with the given probability and scales the others by 1 / (1 - probability), in training.
 
     Args:
-        part: of the tokens that come in; the mask of all is drawn, and this part of it used.
+        part: the part of the tokens in the input; the mask of all tokens is drawn, and this part of it used.
 
     Attributes:
-        source: whoever builds the layer sets it.
+        source: set by the code that builds the layer (`set_sources`).
     """
 
     def __init__(self, probability: float, part: TokenPart | None = None) -> None:
@@ -98,9 +98,9 @@ class Dropout(nn.Module):
         self.source: RandomSource | None = None
 
     def forward(self, x: Tensor, microbatch: MicrobatchContext | None) -> Tensor:
-        """x [samples, ..., tokens, width] -> the same shape; as many rows for each sample of the micro-batch.
+        """x [samples, ..., tokens, width] -> the same shape; the same number of rows for each sample of the micro-batch.
 
-        Raises UsageError in training where it cannot tell what to draw.
+        Raises UsageError in training without `source` or `microbatch`, and for a shape that does not fit the samples.
         """
         if not self.training or self.probability == 0:
             return x
@@ -124,13 +124,13 @@ class Dropout(nn.Module):
 
 @runtime_checkable
 class NeedsRandomSource(Protocol):
-    """A layer that draws: whoever builds it sets its source."""
+    """A layer that draws random numbers; the code that builds it sets its source."""
 
     source: RandomSource | None
 
 
 def set_sources(module: nn.Module, seed: int, name: str) -> None:
-    """Tells each layer inside `module` that draws, `name` being the module's global name, where its numbers come from."""
+    """Set the source of each layer inside `module` that draws random numbers; `name` is the module's global name."""
     for path, part in module.named_modules():
         if isinstance(part, NeedsRandomSource):
             part.source = RandomSource(seed, f"{name}.{path}" if path else name)

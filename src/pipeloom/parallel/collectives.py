@@ -1,4 +1,4 @@
-"""Collectives along one axis, each as something that was started and is waited for.
+"""Collectives along one axis; each returns a handle to wait for.
 
 The tokens of [..., tokens, width] are the dimension that all-gather and reduce-scatter cut.
 """
@@ -31,13 +31,13 @@ _GATHER, _SCATTER = (
 
 @dataclass(frozen=True)
 class PendingCollective:
-    """A collective under way.
+    """A collective in progress.
 
     Attributes:
-        work: torch's.
-        finish: makes the result when the work is done.
-        read: what other threads still read; it stays alive as long as this does.
-        kind: the ranks that take part, for the account of where a step's time went.
+        work: torch's handle.
+        finish: returns the result once the work is done.
+        read: the tensor that other threads may still read; the reference keeps it alive.
+        kind: the ranks that take part, for the breakdown of a step's time.
     """
 
     work: Any
@@ -46,7 +46,7 @@ class PendingCollective:
     kind: CommunicationKind = "tp"
 
     def wait(self) -> Tensor:
-        """The result. On CUDA the current stream waits, not the process."""
+        """Wait for the collective and return its result. On CUDA the current stream waits, not the process."""
         with standstill("collective", self.kind):
             self.work.wait()
         return self.finish()
@@ -54,23 +54,23 @@ class PendingCollective:
 
 @dataclass(frozen=True)
 class PendingParts:
-    """A collective under way whose result are parts, one of each rank.
+    """A collective in progress whose result is one part from each rank.
 
     Attributes:
-        finish: waits for the work, and makes the parts.
-        read: what other threads still read; it stays alive as long as this does.
+        finish: waits for the work, and returns the parts.
+        read: the tensor that other threads may still read; the reference keeps it alive.
     """
 
     finish: Callable[[], list[Tensor]]
     read: Tensor | None = None
 
     def wait(self) -> list[Tensor]:
-        """The parts, in the order of the axis."""
+        """Wait for the collective and return the parts, in the order of the axis."""
         return self.finish()
 
 
 def start_all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> PendingCollective:
-    """The sum (or another `op`) over the axis, written into `x` itself, which must be contiguous."""
+    """Start the sum (or another `op`) over the axis in place: `x` must be contiguous, and holds the result."""
     return PendingCollective(start(dist.all_reduce, x, None, op, group=axis.group), lambda: x, x)
 
 
@@ -88,7 +88,7 @@ def start_all_gather(x: Tensor, axis: Axis) -> PendingCollective:
 
 
 def start_gather_slices(flat: Tensor, axis: Axis) -> PendingCollective:
-    """Every rank's slice of `flat`, [size · n], on every rank: rank r's own elements are r·n to (r+1)·n."""
+    """Start to gather every rank's slice of `flat` [size · n] in place: rank r's slice is r·n to (r+1)·n."""
     parts = flat.view(axis.size, -1)
     part = parts[axis.index].clone() if flat.device.type == "cpu" else parts[axis.index]  # NCCL works in place
     work = start(getattr(dist, _GATHER), flat, part, group=axis.group)
@@ -126,7 +126,7 @@ def start_columns_for_tokens(parts: Sequence[Tensor], axis: Axis) -> PendingPart
 
 
 def _exchange(parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], axis: Axis) -> PendingParts:
-    """Sends part r to rank r; what comes from rank r has shape r."""
+    """Send `parts[r]` to rank r, and receive a tensor of `shapes[r]` from it."""
     sending = torch.cat([part.reshape(-1) for part in parts])
     counts = [prod(shape) for shape in shapes]
     received = sending.new_empty(sum(counts))
@@ -152,7 +152,7 @@ def _token_parts(x: Tensor, axis: Axis) -> Tensor:
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis) -> PendingCollective:
-    """The sum over the axis of `x` [..., tokens, width], of which each rank gets its own tokens / size.
+    """Start the sum of `x` [..., tokens, width] over the axis; each rank gets its tokens / size of the tokens.
 
     Raises UsageError when the axis does not divide the tokens.
     """
@@ -168,7 +168,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> PendingCollective:
 
 
 def _exchange_and_sum(parts: Tensor, axis: Axis) -> PendingCollective:
-    """gloo's own reduce-scatter is an all-reduce of which most is thrown away; this sends half, and sums in rank order."""
+    """Reduce-scatter by an all-to-all, summed in rank order: gloo's is an all-reduce, which sends twice as much."""
     received = torch.empty_like(parts)
     work = start(dist.all_to_all_single, _rows(received), _rows(parts), group=axis.group)
     return PendingCollective(work, lambda: received.sum(0), parts)

@@ -1,6 +1,6 @@
 """Dispatch and combine: rows to their experts and back over the expert-parallel ranks, as segments of a layer.
 
-The values that travel: rows, the weights of the mixture, the trip, and anything else of the layer's after them.
+The segments pass on these values: rows, the weights of the mixture, the dispatch plan, and then any others of the layer.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ ROWS, WEIGHTS, TRIP = 0, 1, 2
 
 @dataclass(frozen=True)
 class AllToAll:
-    """One hop of the trip; its backward is the same hop the other way.
+    """One all-to-all of the dispatch plan; its backward is the same exchange in the other direction.
 
     Attributes:
         name: "dispatch" or "combine".
-        hop: which of the trip's.
-        back: from the experts, not to them.
+        split: index into the dispatch plan's `hops`.
+        back: whether rows leave the experts rather than go to them.
         places: the values that move, tensors [rows, width].
-        quick: inside a node.
+        quick: whether the exchange stays inside a node.
         routes: whether the rows' routes move with them, in the forward.
     """
 
@@ -43,7 +43,7 @@ class AllToAll:
 
     @property
     def filled(self) -> tuple[int, ...]:
-        """Return the places in which the forward leaves other values."""
+        """Return the places whose values the forward replaces."""
         return (*self.places, TRIP) if self.routes else self.places
 
     def start(self, values: Values) -> Pending:
@@ -67,7 +67,7 @@ class AllToAll:
 
 
 class _TensorAllToAll:
-    """One tensor's all-to-all under way."""
+    """An all-to-all of one tensor in progress."""
 
     def __init__(self, rows: Tensor, split: AllToAllSplit, back: bool) -> None:
         send, receive = (split.receive, split.send) if back else (split.send, split.receive)
@@ -83,7 +83,7 @@ class _TensorAllToAll:
 
 
 class _Moving:
-    """The values, some of which are under way."""
+    """The values of a layer, some of which are being exchanged."""
 
     def __init__(
         self, values: Values, transfers: dict[int, _TensorAllToAll], routes: _TensorAllToAll | None = None
@@ -134,7 +134,7 @@ def combine_segments(parallel: ExpertParallel | None) -> list[Segment]:
 
 
 def group_by_expert(rows: Tensor, dispatch_plan: DispatchPlan) -> Tensor:
-    """Rows as they came -> by expert."""
+    """Sort rows from the order of arrival to the order of experts."""
     arrival = dispatch_plan.arrival
     if arrival.order is None or arrival.inverse is None:
         return rows
@@ -150,9 +150,9 @@ def ungroup(rows: Tensor, dispatch_plan: DispatchPlan) -> Tensor:
 
 
 def unpermute_and_mix(rows: Tensor, weights: Tensor | None, dispatch_plan: DispatchPlan) -> Tensor:
-    """Rows that came home, and the weights of the mixture -> tokens [tokens, width].
+    """Combine the returned rows by the weights of the mixture -> tokens [tokens, width].
 
-    With two levels each row is a node's part of the mixture already, and `weights` is not used.
+    With two levels each row already is one node's part of the mixture, and `weights` is not used.
     """
     if dispatch_plan.fan is not None or weights is None:
         tokens, parts = dispatch_plan.leaving.slot.shape

@@ -19,7 +19,7 @@ class ExpertLinear(nn.Module):
     """One matrix of each of this rank's experts: weight [own experts, outputs, inputs].
 
     Args:
-        experts: of all ranks.
+        experts: number of experts over all ranks.
         cut: the dimension that is cut over the tensor-parallel ranks: 1 outputs, 2 inputs.
     """
 
@@ -57,7 +57,7 @@ class ExpertLinear(nn.Module):
 class Experts(nn.Module):
     """SwiGLU networks, down(silu(gate x) · up x): rows by expert in, rows in the same order out.
 
-    Under tensor parallelism each rank has its part of the inner width, and puts out its term of the sum.
+    Under tensor parallelism each rank holds a part of the inner width, and returns its term of the sum.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Experts(nn.Module):
 
 
 class PartialSumLinear(nn.Module):
-    """A linear layer of which each tensor-parallel rank computes a term; entering and summing up are the caller's.
+    """A linear layer of which each tensor-parallel rank computes one term; the caller distributes the input and sums the terms.
 
     Args:
         cut: the dimension of the weight [outputs, inputs] that is cut; None: every rank has all of it, and its gradient is

@@ -12,7 +12,7 @@ _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds to the norm
 
 
 def squares(gradients: Sequence[Tensor]) -> list[float]:
-    """The sum of the squares of each tensor's elements; 0 for one without any. A sparse gradient counts with its sums per row."""
+    """Return the sums of squares of the tensors that have elements. Duplicate rows of a sparse gradient are summed first."""
     dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
     filled = [torch.view_as_real(each) if each.is_complex() else each for each in dense if each.numel()]
     if not filled:
@@ -24,9 +24,9 @@ def squares(gradients: Sequence[Tensor]) -> list[float]:
 
 
 def square_norm(gradients: Sequence[Tensor]) -> tuple[float, float]:
-    """The sum of the squares of all elements, and what was lost in rounding it.
+    """Return the sum of squares of all elements, and the rounding error of that sum.
 
-    Both together are exact to twice the digits of one number, so that sums over ranks do not depend on which rank holds what.
+    The two together carry twice the digits of one number, so that sums over ranks do not depend on how gradients are spread.
     """
     terms = squares(gradients)
     total = exact_sum(terms)
@@ -42,7 +42,7 @@ def global_norm(squares: Iterable[float]) -> float:
 
 
 def exact_sum(values: Iterable[float]) -> float:
-    """The sum of numbers, in any order the same bits; infinite where it is too large."""
+    """Return the sum of numbers, bit for bit the same in any order; infinity if it overflows."""
     try:
         return math.fsum(values)
     except OverflowError:
@@ -50,7 +50,7 @@ def exact_sum(values: Iterable[float]) -> float:
 
 
 def clip(gradients: Sequence[Tensor], norm: float, most: float) -> None:
-    """Scales the gradients by most / (norm + 1e-6), as torch does, unless the global `norm` is at most `most`."""
+    """Scale the gradients by most / (norm + 1e-6), as torch does, unless the global `norm` is at most `most`."""
     if norm <= most:
         return
     dense = [gradient for gradient in gradients if not gradient.is_sparse]

@@ -16,15 +16,15 @@ from pipeloom.parallel.shared_memory_sum import SharedBuffers
 
 
 class Reduction(Protocol):
-    """A reduction under way."""
+    """A reduction in progress."""
 
     def wait(self) -> Tensor:
-        """The bucket's part: the sum, or this rank's slice of it."""
+        """Wait for the reduction; return the sum, or this rank's slice of it."""
 
 
 @dataclass(frozen=True)
 class _Through:
-    """Through shared memory: buffer `at` is the bucket's own."""
+    """A reduction through shared memory, of the bucket that is buffer `at`."""
 
     buffers: SharedBuffers
     at: int
@@ -38,7 +38,7 @@ class _Through:
 
 @dataclass(frozen=True)
 class _Nothing:
-    """One rank alone."""
+    """The reduction over a single rank: nothing to do."""
 
     flat: Tensor
 
@@ -47,12 +47,12 @@ class _Nothing:
 
 
 class Reducer:
-    """Starts the reductions of buckets; every rank of their axes makes one with the same buckets.
+    """Starts the reductions of buckets. Every rank of their axes constructs a Reducer with the same buckets.
 
     Args:
-        sharded: whether a rank gets its slice of each bucket only.
+        sharded: whether a rank gets only its slice of each bucket.
         share_memory: sum through shared memory where all ranks of a bucket's axis can; the buckets then live there.
-        timeout: seconds after which a rank whose gradients do not come through shared memory counts as gone.
+        timeout: seconds to wait for another rank's gradients in shared memory before that rank is taken for dead.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Reducer:
                 self._through[bucket] = _Through(shared, at, bucket, timeout)
 
     def start(self, bucket: Bucket) -> Reduction:
-        """The bucket is full."""
+        """Start the reduction of a bucket that holds all its gradients."""
         through = self._through.get(bucket)
         if through is not None:
             through.buffers.start(through.at)

@@ -12,8 +12,8 @@ import torch
 class StepStream:
     """The stream that was current on `device` when the step began; on a CPU nothing.
 
-    Autograd calls a parameter's hook on the stream that was current when its node was made. That may be another than the step's,
-    and a gradient that a layer has added to its buffer itself orders nothing on it.
+    Autograd calls a parameter's hook on the stream that was current when the parameter's node was created. That stream may differ
+    from the step's, and it is not ordered after a gradient that a layer has added to its buffer without autograd.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -21,13 +21,13 @@ class StepStream:
         self._stream: Any = None
 
     def begin(self) -> None:
-        """Take note of the current stream."""
+        """Record the current stream as the step's."""
         if self._device.type == "cuda":
             self._stream = torch.cuda.current_stream(self._device)
 
     @contextlib.contextmanager
     def in_order(self) -> Iterator[None]:
-        """Work inside runs on the step's stream, behind what the current one has been given, and before what it gets later."""
+        """Run the work inside on the step's stream: after all work on the current stream so far, and before its later work."""
         here = None if self._stream is None else torch.cuda.current_stream(self._device)
         if here is None or here == self._stream:
             yield

@@ -7,7 +7,7 @@ import enum
 
 @enum.unique
 class Tag(enum.IntEnum):
-    """Content of a message of a process group. Each has a number of its own, so that no receive takes another's message."""
+    """The contents of a message in a process group. The numbers differ, so that no receive matches a message of another kind."""
 
     ACTIVATION = 11
     GRADIENT = 12

@@ -1,9 +1,9 @@
-"""Ways around what a backend cannot send: GPU tensors without NCCL, and dtypes that NCCL does not know.
+"""Workarounds for what a backend cannot send: GPU tensors without NCCL, and dtypes that NCCL does not support.
 
 Collectives of CUDA tensors through host memory and gloo are for several processes on one GPU, where NCCL refuses to run.
 
-Slow and simple, for debugging a layout on one device: each call waits for the device before it starts, and copies back when
-it is waited for.
+They are slow and simple, for debugging a layout on one device: each call waits for the device before it starts, and copies its
+result back in `wait`.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ def goes_through_host(device: torch.device, group: Any) -> bool:
 
 
 def carrier_of(device: torch.device, group: Any) -> torch.device:
-    """Return where small results of `device` are put to be sent over `group`: the CPU if they go through host memory.
+    """Return the device from which small results of `device` are sent over `group`: the CPU if they go through host memory.
 
-    gloo sums tensors of a GPU by itself, but sends the address of one as if it were host memory.
+    gloo can sum GPU tensors itself, but its sends treat the address of a GPU tensor as host memory.
     """
     return torch.device("cpu") if group is not None and goes_through_host(device, group) else device
 
 
 def as_sent(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as a message between two ranks carries it: its memory as bytes where NCCL has no such dtype.
+    """Return a contiguous tensor in the form in which it is sent between two ranks: as bytes if NCCL lacks its dtype.
 
-    NCCL refuses complex and 16-bit integer tensors; both ends have the same dtype, so both take the same way.
+    NCCL refuses complex and 16-bit integer tensors; both ends have the same dtype, so both convert alike.
     """
     return tensor.view(-1).view(torch.uint8) if tensor.is_complex() or tensor.dtype == torch.int16 else tensor
 
 
 def start(call: Callable[..., Any], out: Tensor, given: Tensor | None, *rest: Any, group: Any) -> Any:
-    """Start the collective `call(out, given, *rest)`, without `given` where that is None; return what is waited for."""
+    """Start the collective `call(out, given, *rest)`, without `given` if that is None; return a handle with `wait()`."""
     operands = (out,) if given is None else (out, given)
     if not goes_through_host(out.device, group):
         return call(*operands, *rest, group=group, async_op=True)
@@ -50,7 +50,7 @@ class ThroughHost:
 
     def __init__(self, begin: Callable[..., Any], operands: tuple[Tensor, ...]) -> None:
         self._out = operands[0]
-        # A copy to pageable memory waits for the current stream: what the operands hold is computed by then.
+        # A copy to pageable memory waits for the current stream, so the operands have been computed by then.
         self._host = tuple(operand.detach().to("cpu", copy=True).contiguous() for operand in operands)
         self._work = begin(*self._host)
 

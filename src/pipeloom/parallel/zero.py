@@ -1,4 +1,4 @@
-"""Flat parameters: those of a bucket in one buffer, of which each rank may step a slice (ZeRO stage 1, arXiv 1910.02054)."""
+"""Flat parameters: a bucket's parameters in one buffer, of which each rank may step a slice (ZeRO stage 1, arXiv 1910.02054)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class FlatParameters:
     """The parameters of one bucket as views of one buffer, laid out as the bucket's gradients.
 
     Attributes:
-        bucket: whose.
-        sharded: whether this rank steps its slice only; the others' come by a WeightGathers.
+        bucket: the bucket that holds the gradients.
+        sharded: whether this rank steps only its slice; `WeightGathers` brings the other ranks' slices.
         flat: the buffer, in the parameters' dtype.
     """
 
@@ -42,7 +42,7 @@ class FlatParameters:
         return self.bucket.part[run.start - self.mine.start : run.stop - self.mine.start]
 
     def masters(self) -> list[tuple[slice, nn.Parameter]]:
-        """Return what an optimizer steps: (its elements, their values), matrices apart from vectors.
+        """Return the masters for an optimizer as (elements, values); matrices and vectors are separate.
 
         Values of fp32 and above are a view of the buffer; for others an fp32 copy, to be written with `publish`.
         """
@@ -50,16 +50,16 @@ class FlatParameters:
 
     @torch.no_grad()
     def publish(self, run: slice, master: Tensor) -> None:
-        """Rounds a master's values into the buffer; nothing to do where the master is a view of it."""
+        """Round a master's values into the buffer. A master that is a view of the buffer needs nothing."""
         if master.dtype != self.flat.dtype:
             self.flat[run].copy_(master)
 
 
 class WeightGathers:
-    """The slices that other ranks have stepped, on their way to this one while it goes on to the next forward.
+    """Gathers of the slices that other ranks have stepped, overlapped with this rank's next forward.
 
-    Process groups of their own carry them: the small sums and exchanges of the next step would else queue behind them. Making
-    it is collective over the buckets' axes, and so is `start`.
+    They use separate process groups; otherwise the small sums and exchanges of the next step would queue behind them.
+    Construction is collective over the buckets' axes, and so is `start`.
     """
 
     def __init__(self, buckets: Iterable[Bucket]) -> None:
@@ -73,11 +73,11 @@ class WeightGathers:
 
     @property
     def pending(self) -> bool:
-        """Return whether any slice is on its way."""
+        """Return whether any gather is still to be waited for."""
         return bool(self._pending)
 
     def start(self, flats: Sequence[FlatParameters]) -> None:
-        """Starts to bring the other ranks' slices, after all of this rank's have been written: those of the first layers first.
+        """Start to gather the other ranks' slices, once all of this rank's are written: those of the first layers first.
 
         Args:
             flats: in the order in which their gradients are reduced, the same on all ranks of an axis.
@@ -89,7 +89,7 @@ class WeightGathers:
                 self._pending[flat.bucket] = start_gather_slices(flat.flat, axis)
 
     def wait(self, buckets: Iterable[Bucket] | None = None) -> None:
-        """Waits for the slices of the parameters in these buckets, or for all (None)."""
+        """Wait for the slices of the parameters in these buckets, or for all of them (None)."""
         for bucket in list(self._pending) if buckets is None else buckets:
             if bucket in self._pending:
                 self._pending.pop(bucket).wait()
