@@ -1,4 +1,4 @@
-"""The buffers of a module at one moment: which of them a forward changes, and the same forward once more from the same values."""
+"""The buffers of a module at one moment, to find which of them a forward changes and to rerun it from the same values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class BufferState:
         self._parts = [_Part(part) for part in module.modules() if part._buffers]
 
     def changed(self) -> Iterator[Attribute]:
-        """The buffers that have been changed in place or replaced."""
+        """Yield the buffers that have been changed in place or replaced."""
         for part in self._parts:
             for name, buffer in part.before.items():
                 now = part.module._buffers.get(name)
@@ -31,7 +31,7 @@ class BufferState:
                     yield Attribute(part.module, name, name)
 
     def keep_what_changed(self) -> None:
-        """Drops the copies of what has not been changed. A buffer that was replaced keeps its values itself."""
+        """Drop the copies of unchanged buffers. A buffer that was replaced still holds its values itself."""
         for part in self._parts:
             part.keep_what_changed()
 
@@ -43,10 +43,10 @@ class BufferState:
         return len(set(memory)) < len(memory)
 
     def swap_in(self) -> None:
-        """Puts copies of the values of that moment in the buffers' places, until `swap_out`.
+        """Replace the buffers by copies of their recorded values, until `swap_out`.
 
-        Copies, because the graphs of other forwards may hold the buffers themselves. Raises UsageError for a buffer that was
-        left alone by the forward behind this moment, and changed afterwards.
+        Copies, because the graphs of other forwards may hold the buffers themselves. Raises UsageError for a buffer that the
+        forward after the recording left unchanged, and that was changed later.
         """
         copies: dict[int, Tensor] = {}  # of one tensor in two places: one
         states = [part.state(self._module, copies) for part in self._parts]
@@ -55,13 +55,13 @@ class BufferState:
             part.module._buffers = state
 
     def swap_out(self) -> None:
-        """Puts the buffers themselves back."""
+        """Put the buffers themselves back."""
         for part in self._parts:
             part.module._buffers = part.outside.pop()
 
 
 def batch_statistics(module: nn.Module) -> str | None:
-    """The name of the first class inside `module` that gathers running statistics over micro-batches in its forward."""
+    """Return the class name of the first part of `module` that updates running statistics in its forward, or None."""
     for part in module.modules():
         if isinstance(part, _NormBase) and part.training and part.running_mean is not None:
             return type(part).__name__
@@ -111,7 +111,7 @@ class _Part:
 
 
 def _may_have_changed(buffer: Tensor, copy: Tensor) -> bool:
-    """Return whether a kernel may have changed the buffer but not its version: batch norm does so with its statistics.
+    """Return whether a kernel may have changed the buffer but not its version, as batch norm does with its statistics.
 
     Vectors are not compared: their copies are small, and on a GPU a comparison would wait for the device.
     """

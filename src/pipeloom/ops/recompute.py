@@ -1,4 +1,4 @@
-"""Recomputation: a layer's forward keeps its inputs only, and runs again when its backward comes (arXiv 1604.06174)."""
+"""Recomputation: a layer's forward keeps only its inputs, and runs again before its backward (arXiv 1604.06174)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeloom.ops.parameter_state import ParameterState
 
 
 def recomputed(run: Callable[..., Any], values: tuple[Any, ...], module: nn.Module, by_value: bool = False) -> Any:
-    """`run(*values)`, whose results know their gradient without what was computed on the way being kept.
+    """Return `run(*values)`, differentiable although no intermediate values are kept.
 
     The second run draws the same random numbers as the first, starts from the buffers of `module` that the first one read,
     and leaves no trace in them: what counts, averages or iterates in a forward does so once. The same holds for the
@@ -25,16 +25,16 @@ def recomputed(run: Callable[..., Any], values: tuple[Any, ...], module: nn.Modu
     `run` registers on an input is called once.
 
     Args:
-        by_value: find out by their values, too, whether `run` changes parameters: that takes a pass over them.
+        by_value: compare parameters' values, too, to detect whether `run` changes them; this reads all of them.
 
-    Raises UsageError when `run` changes an input in place, or a parameter: the second run would get another one. (Where
-    something else changes an input, torch finds out in the backward.)
+    Raises UsageError when `run` changes an input in place, or a parameter: the second run would start from other values. (If
+    other code changes an input, torch raises in the backward.)
     """
     if not torch.is_grad_enabled():
         return run(*values)
     first = _First(values, module, by_value)
     try:
-        # TorchScript does not let the exception through that ends a second run early
+        # The exception that ends a second run early does not pass through TorchScript.
         with set_checkpoint_early_stop(False) if first.attributes.of(torch.jit.ScriptModule) else nullcontext():
             return checkpoint(_on_aliases, run, *values, use_reentrant=False, context_fn=lambda: (first, _Again(first)))
     except RuntimeError as error:
@@ -44,12 +44,12 @@ def recomputed(run: Callable[..., Any], values: tuple[Any, ...], module: nn.Modu
 
 
 def _on_aliases(run: Callable[..., Any], *values: Any) -> Any:
-    """`run` on aliases of its inputs, each run's own: a hook of the second run is on no tensor of the first one's graph."""
+    """Run on aliases of the inputs, new in each run, so that hooks of the second run touch no tensor of the first graph."""
     return run(*(v.view_as(v) if _takes_hooks(v) else v for v in values))
 
 
 RECOMPUTATION = _on_aliases.__code__
-"""The code of a frame inside which a layer runs that is recomputed."""
+"""The code object of the stack frame inside which every recomputed layer runs."""
 
 
 def _takes_hooks(value: Any) -> bool:
@@ -57,7 +57,7 @@ def _takes_hooks(value: Any) -> bool:
 
 
 class _First:
-    """The context of the first run: the state that it finds."""
+    """The context of the first run: records the state before it."""
 
     def __init__(self, values: tuple[Any, ...], module: nn.Module, by_value: bool) -> None:
         self._module = module
@@ -95,7 +95,7 @@ def _counts_changes(value: Any) -> bool:
 
 
 class _Again:
-    """The context of a further run, from the same state. A pass inside the first run may cause one before that has ended."""
+    """The context of another run from the same state. A backward inside the first run may start one before it has ended."""
 
     def __init__(self, first: _First) -> None:
         self._first = first
