@@ -18,7 +18,7 @@ from pipeloom.ops.token_permute import TokenPermutation, combine_rows, gather_ro
 from pipeloom.parallel.dispatch_plan import AllToAllSplit, DispatchPlan, ExpertParallel
 from pipeloom.parallel.through_host import start
 
-ROWS, WEIGHTS, TRIP = 0, 1, 2
+ROWS, WEIGHTS, PLAN = 0, 1, 2
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class AllToAll:
     @property
     def filled(self) -> tuple[int, ...]:
         """Return the places whose values the forward replaces."""
-        return (*self.places, TRIP) if self.routes else self.places
+        return (*self.places, PLAN) if self.routes else self.places
 
     def start(self, values: Values) -> Pending:
-        dispatch_plan: DispatchPlan = values[TRIP]
+        dispatch_plan: DispatchPlan = values[PLAN]
         return self.exchange(values, dispatch_plan, self.back, dispatch_plan.routes if self.routes else None)
 
     def start_backward(self, gradients: Values, saved: Values) -> Pending:
-        return self.exchange(gradients, saved[TRIP], not self.back)
+        return self.exchange(gradients, saved[PLAN], not self.back)
 
     def exchange(
         self, values: Values, dispatch_plan: DispatchPlan, back: bool, routes: Tensor | None = None
@@ -95,7 +95,7 @@ class _Moving:
     def wait(self) -> Values:
         arrived: dict[int, Any] = {at: transfer.wait() for at, transfer in self._transfers.items()}
         if self._routes is not None:
-            arrived[TRIP] = replace(self._values[TRIP], routes=self._routes.wait())
+            arrived[PLAN] = replace(self._values[PLAN], routes=self._routes.wait())
         return tuple(arrived.get(at, value) for at, value in enumerate(self._values))
 
 
@@ -168,7 +168,7 @@ def _fan_out(values: Values) -> Values:
 
 
 def _mix_in_node(values: Values) -> Values:
-    dispatch_plan: DispatchPlan = values[TRIP]
+    dispatch_plan: DispatchPlan = values[PLAN]
     assert dispatch_plan.fan is not None
     rows, weights, *rest = values
     return combine_rows(rows, weights, dispatch_plan.fan), None, *rest
