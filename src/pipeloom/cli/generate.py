@@ -14,17 +14,22 @@ from pipeloom.cli.workers import be_worker, require_torch, start_workers
 
 def command(
     path: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint, a run, or a Hugging Face directory.")],
-    prompt: Annotated[list[str], typer.Option(help="Text to continue; repeatable.")],
-    tokens: Annotated[int, typer.Option(min=1, help="New tokens per prompt at most.")] = 64,
-    temperature: Annotated[float, typer.Option(help="Divisor of the logits; 0: always the most likely token.")] = 0.8,
+    prompt: Annotated[list[str], typer.Option(metavar="TEXT", help="Text to continue; repeatable.")],
+    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="New tokens per prompt at most.")] = 64,
+    temperature: Annotated[
+        float, typer.Option(metavar="T", help="Divisor of the logits; 0: always the most likely token.")
+    ] = 0.8,
     greedy: Annotated[bool, typer.Option("--greedy", help="The same as --temperature 0.")] = False,
-    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0: all.")] = 0,
+    top_k: Annotated[int, typer.Option(metavar="K", help="Sample from the k most likely tokens; 0: all.")] = 0,
     top_p: Annotated[
-        float, typer.Option(help="Sample from the most likely tokens whose probabilities sum to p; 1: all.")
+        float,
+        typer.Option(metavar="P", help="Sample from the most likely tokens whose probabilities sum to p; 1: all."),
     ] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
-    pp: Annotated[int, typer.Option(min=1, help="Pipeline-parallel processes.")] = 1,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel processes (Pipeloom's own decoder only).")] = 1,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the sampling.")] = 0,
+    pp: Annotated[int, typer.Option(min=1, metavar="N", help="Pipeline-parallel processes.")] = 1,
+    tp: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Tensor-parallel processes (Pipeloom's own decoder only).")
+    ] = 1,
     trust_code: Annotated[
         bool, typer.Option("--trust-code", help="Import the classes that a checkpoint names as module:class.")
     ] = False,

@@ -15,7 +15,7 @@ def export(
     checkpoint: Annotated[
         Path,
         typer.Argument(
-            metavar="RUN_OR_CHECKPOINT_DIR", help="A checkpoint, or a run, whose newest checkpoint is taken."
+            metavar="RUN_OR_CHECKPOINT_DIR", help="A checkpoint, or a run, of which the newest one is written."
         ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT_DIR", help="A new directory.")],

@@ -20,7 +20,7 @@ MicrobatchesOption = Annotated[
     int | None, typer.Option("--microbatches", metavar="M", help="Micro-batches of one step.")
 ]
 ChunksOption = Annotated[
-    int | None, typer.Option("--chunks", metavar="V", help="Stages per rank, for families that take it.")
+    int | None, typer.Option("--chunks", metavar="V", help="Stages per rank, for families in which it is free.")
 ]
 ForwardOption = Annotated[str, typer.Option("--forward", metavar="F", help="Time of one forward (F).")]
 InputGradOption = Annotated[str, typer.Option("--input-grad", metavar="I", help="Time of one input gradient (I).")]
