@@ -62,7 +62,7 @@ def _resolved(config: Config, origins: Mapping[str, str] | None) -> str:
 
 
 def make_folder(config: Config, origins: Mapping[str, str] | None = None) -> RunFolder:
-    """A fresh folder in `log.dir`, of mode 0700, called after the time and the schedule; ConfigError where it cannot be."""
+    """Create a folder in `log.dir`, with mode 0700, named after the time and the schedule. Raises ConfigError if that fails."""
     name = re.sub(r"[^\w.-]+", "-", config.schedule.name).strip("-.")
     stem = expanded(config.log.dir) / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
     for number in range(1, 1000):
@@ -82,7 +82,7 @@ def make_folder(config: Config, origins: Mapping[str, str] | None = None) -> Run
 
 
 def reopen(folder: RunFolder, config: Config, origins: Mapping[str, str] | None = None) -> None:
-    """Prepare the folder of a run that goes on; what said how it ended is gone. Raises ConfigError where it cannot be written."""
+    """Prepare the folder of a run that continues: remove the record of its end. Raises ConfigError if it cannot be written."""
     try:
         (folder.root / EXIT_FILE).unlink(missing_ok=True)
         (folder.root / "config.toml").write_text(_resolved(config, origins), encoding="utf-8")
@@ -93,8 +93,8 @@ def reopen(folder: RunFolder, config: Config, origins: Mapping[str, str] | None 
 class Report:
     """The terminal and the folder of a run, for rank 0; use it in a `with` block.
 
-    Training goes on when a file cannot be written, because the disc is full or someone has deleted the folder: one line says
-    so, once for each file, and the terminal has the figures.
+    Training continues if a file cannot be written, because the disk is full or the folder was deleted: one line reports that,
+    once per file, and the figures are on the terminal.
     """
 
     def __init__(
@@ -106,9 +106,9 @@ class Report:
     ) -> None:
         """
         Args:
-            folder: of a run to go on in; None: a new one.
-            facts: for `run.json` of a new one.
-            origins: where the values of the configuration are from, for comments in `config.toml`.
+            folder: of a run to continue in; None: a new one.
+            facts: for the `run.json` of a new folder.
+            origins: origins of the configuration's values, for the comments in `config.toml`.
         """
         self.folder = make_folder(config, origins) if folder is None else RunFolder(folder)
         if folder is None and facts is not None:
@@ -152,11 +152,11 @@ class Report:
                 writer.close()
 
     def figures(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Give the numbers among `figures` to TensorBoard and Weights & Biases, where they are asked for."""
+        """Pass the numbers among `figures` to TensorBoard and Weights & Biases, if configured."""
         for writer in list(self._writers):
             try:
                 writer.write(step, numbers_of(figures))
-            except Exception as error:  # another package's, of any kind: it must not end a run
+            except Exception as error:  # an error of another package, of any type: it must not end a run
                 self._writers.remove(writer)
                 self.say(f"{type(writer).__name__}: {type(error).__name__}: {error}; training continues without it")
 
@@ -165,7 +165,7 @@ class Report:
         self._console.file.flush()
 
     def record(self, event: str, **figures: Any) -> None:
-        """One line of the log: floats in full, so that equal runs have equal lines."""
+        """Write one line of the log, with floats in full precision, so that equal runs have equal lines."""
         line = json.dumps({"event": event, **figures}) + "\n"
         data = ("\n" * self._torn + line).encode()
         try:
@@ -187,13 +187,13 @@ class Report:
         self.figures(metrics.step, metrics.record())
 
     def advance(self) -> None:
-        """One step more on the progress bar."""
+        """Advance the progress bar by one step."""
         if self._progress is not None:
             if not self._progress.live.is_started:
                 self._progress.start()
                 self._console.show_cursor(
                     True
-                )  # the watchdog may end this process at once: the cursor must be there then
+                )  # the watchdog may end this process at any moment, and the cursor must be visible then
             self._progress.advance(self._task)
 
     def end_progress(self) -> None:
@@ -216,11 +216,11 @@ class Report:
                 path.write_text(text(), encoding="utf-8")
             except OSError as error:
                 with contextlib.suppress(OSError):
-                    path.unlink()  # half a drawing opens as nothing
+                    path.unlink()  # a truncated drawing cannot be opened
                 self._cannot_write(path, error)
 
     def say_files(self) -> None:
-        """Say where the files are, and which of them are gone or not whole."""
+        """Print where the files are, and which of them are missing or incomplete."""
         page = expanded(self._html) if self._html else self.folder.page
         for words, path, note in (
             ("log:    ", self.folder.log, ""),

@@ -1,4 +1,4 @@
-"""A run that is started again by its launcher: which folder it goes on in."""
+"""Restarts of a run by its launcher: the folder in which the next attempt continues."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import contextlib
 import os
 from pathlib import Path
 
-NOTE = "PIPELOOM_RUN_NOTE"  # a file in which a run's first rank writes where its folder is
-FOLDER = "PIPELOOM_RUN_FOLDER"  # of the attempt before, to go on in
+NOTE = "PIPELOOM_RUN_NOTE"  # a file into which a run's first rank writes the path of its folder
+FOLDER = "PIPELOOM_RUN_FOLDER"  # of the previous attempt, in which to continue
 
 
 def note_run(folder: Path) -> None:
-    """Tells the launcher where the run's folder is, so that another attempt can go on there."""
+    """Report the run's folder to the launcher, so that another attempt can continue in it."""
     path = os.environ.get(NOTE)
     if path:
         with contextlib.suppress(OSError):
@@ -19,6 +19,6 @@ def note_run(folder: Path) -> None:
 
 
 def restarted_run() -> Path | None:
-    """The folder of the attempt before this one; None: this is the first."""
+    """Return the folder of the previous attempt; None: this is the first."""
     folder = os.environ.get(FOLDER)
     return Path(folder) if folder else None

@@ -12,7 +12,9 @@ from pipeloom.config.sections import ModelSection
 
 RoleName = Literal["matrix", "embedding", "vector"]
 _QKV = ("c_attn", "qkv_proj", "Wqkv")  # queries, keys, values one after the other: GPT-2, Phi-3, MPT
-_QKV_BY_HEAD = ("query_key_value",)  # those of each key and value head side by side: GPT-NeoX, BLOOM, Falcon
+_QKV_BY_HEAD = (
+    "query_key_value",
+)  # queries, keys and values of each key-value head side by side: GPT-NeoX, BLOOM, Falcon
 _GATE_UP = ("gate_up_proj",)
 
 
@@ -21,7 +23,7 @@ def role_of(name: str, dimensions: int) -> RoleName:
 
     - vector: norms and biases: one dimension, or a name that ends in `bias`;
     - matrix: any other parameter of a numbered block (`model.layers.3.mlp.up_proj.weight`), a stack of experts included;
-    - embedding: matrices outside of the blocks, the output layer among them.
+    - embedding: any other matrix, the output layer included.
     """
     words = name.split(".")
     if dimensions < 2 or words[-1] == "bias" or words[-1].endswith("_bias"):
@@ -38,7 +40,7 @@ class Fused:
 
 
 def fused_in(name: str, shape: tuple[int, ...], model: ModelSection | None) -> Fused | None:
-    """Return the projections that a foreign model's weight fuses (by its name, from the model's sizes); None: it is one.
+    """Return the projections fused in a foreign model's weight, from its name and the model's sizes; None: it is one matrix.
 
     Pipeloom's own decoder has a weight for each projection.
     """

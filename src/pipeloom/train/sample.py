@@ -24,7 +24,7 @@ _WINDOW_STEP = 32  # windows grow in steps of so many tokens: few shapes, and at
 
 @dataclass(frozen=True)
 class Sampling:
-    """Rule by which a token is chosen from its logits.
+    """Rule for choosing a token from its logits.
 
     Attributes:
         temperature: the logits are divided by it; 0: always the likeliest token (greedy).
@@ -32,7 +32,7 @@ class Sampling:
         top_p: only the fewest likeliest tokens whose probabilities sum to at least p; 1: all.
         seed: of the draws.
 
-    Raises UsageError for a value outside of these.
+    Raises UsageError for a value outside these ranges.
     """
 
     temperature: float = 0.8
@@ -49,7 +49,7 @@ class Sampling:
             raise UsageError(f"top_p is {self.top_p:g}; it must be above 0 and at most 1 (all tokens)")
 
     def choose(self, logits: Tensor, generator: torch.Generator) -> int:
-        """The number of a token, from its logits [vocabulary]. Ties go to the lower number."""
+        """Return the id of a token, given the logits [vocabulary]. Ties go to the lower id."""
         logits = logits.float().cpu()
         if self.temperature == 0:
             return int(logits.argmax())
@@ -73,12 +73,12 @@ def extend(
 ) -> list[list[int]]:
     """Return up to `count` new tokens for each prompt. Collective; every rank gets them.
 
-    All prompts go through the pipeline together, filled up at the right: attention is causal, so the filling changes
-    nothing. What a prompt gets depends on its own number and tokens, not on the other prompts.
+    All prompts go through the pipeline together, padded on the right: attention is causal, so padding changes nothing. The
+    tokens of a prompt depend on its own index and tokens, not on the other prompts.
 
     Args:
         ends: tokens that end a sequence; they are its last.
-        context: the longest window; None: as long as it gets.
+        context: the longest window, in tokens; None: no limit.
 
     Raises UsageError for an empty prompt.
     """
@@ -124,7 +124,7 @@ def printable(text: str) -> str:
 
 
 def _whole(pipeline: Pipeline | LocalPipeline, logits: Tensor) -> Tensor:
-    """Of one position: [vocabulary], from each tensor-parallel rank's part."""
+    """Return the logits [vocabulary] of one position, from each tensor-parallel rank's part."""
     if pipeline.mesh.tp.size == 1:
         return logits
     shard = next(pipeline.layouts[name].over("tp") for name in names.VOCABULARY_WEIGHTS if name in pipeline.layouts)

@@ -1,6 +1,7 @@
-"""Requests of signals to a worker: to stop after the present step, or to save and go on.
+"""Signals to a worker: requests to stop after the present step, or to save and continue.
 
-A handler only takes a note. Workers exchange their notes in every step, so that all of them stop, or save, after the same one.
+A handler only records the request. Workers exchange their requests in every step, so all of them stop, or save, after the
+same one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ STOP, INTERRUPT, SAVE = 1, 2, 4  # bits: SIGTERM, SIGINT, SIGUSR1
 
 
 def together(flags: Iterable[float]) -> int:
-    """The bits that any rank has set."""
+    """Return the bits that any rank has set."""
     bits = 0
     for flag in flags:
         bits |= int(flag)
@@ -31,7 +32,7 @@ class Requests:
 
     @property
     def flags(self) -> int:
-        """All of them as bits."""
+        """Return the requests as bits."""
         return STOP * self.stop + INTERRUPT * self.interrupt + SAVE * self.save
 
     @property
@@ -40,7 +41,7 @@ class Requests:
         return self.stop or self.interrupt
 
     def note(self, number: int) -> None:
-        """Takes a note of a signal."""
+        """Record a signal."""
         if number == signal.SIGUSR1:
             self.save = True
         elif not self.ends:
@@ -48,13 +49,13 @@ class Requests:
             self.stop = not self.interrupt
 
     def watch_save(self) -> None:
-        """From now on SIGUSR1 asks for a checkpoint; one that came before, while it was blocked, counts."""
+        """From now on SIGUSR1 requests a checkpoint, also one that was received while it was blocked."""
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGUSR1, lambda number, frame: self.note(number))
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
 
     def watch_end(self) -> None:
-        """From now on SIGTERM and SIGINT ask for a stop; before, they end the process."""
+        """From now on SIGTERM and SIGINT request a stop; before, they end the process."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda number, frame: self.note(number))

@@ -1,4 +1,4 @@
-"""Optimizer steps without a barrier: a rank steps before it knows the global gradient norm, and takes the step back if need be.
+"""Optimizer steps without a barrier: a rank steps before the global gradient norm is known, and rolls the step back if needed.
 
 Clipping, and skipping what is not finite, need the gradients of all ranks: a barrier in every step, after which the pipeline
 fills anew. Here a rank whose own gradients give no cause to clip steps at once, and everyone's numbers are compared after
@@ -25,19 +25,19 @@ from pipeloom.train.norm import NormRow, norm_of, own_square
 from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.signals import together
 
-_FLAG_COLUMNS = 2  # in front of a row: whether the rank speculates, and what it was asked for
+_FLAG_COLUMNS = 2  # in front of a row: whether the rank speculates, and the requests that it has received
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A step that nothing can change any more; the same on every rank.
+    """A step that is final; the same on every rank.
 
     Attributes:
         loss: nats, the mean over the batch's targets.
         norm: the global gradient norm before clipping; not finite: the step was skipped.
         rate: the learning rate.
-        flags: what any rank was asked for, as bits of `train.signals`.
-        rolled_back: whether any rank had to take its step back.
+        flags: requests received by any rank, as bits of `train.signals`.
+        rolled_back: whether any rank rolled its step back.
         norms: those of each layer, where they are logged in this step.
         bad: "nan" for a norm that is not finite, "spike" for one far above the last ones; "": neither.
     """
@@ -62,7 +62,7 @@ class _Step:
 
 
 class SpeculativeOptimizer:
-    """The steps of one rank; every rank of the pipeline makes one, and calls it in the same order.
+    """The steps of one rank. Every rank of the pipeline constructs one, and calls its methods in the same order.
 
     Memory: copies of parameters and optimizer state on this rank, and the gradients of one more step. The optimizer must
     change its state's tensors in place, as those of torch do.
@@ -73,8 +73,8 @@ class SpeculativeOptimizer:
     """
 
     def __init__(self, pipeline: Pipeline, optimizer: Optimizer) -> None:
-        self.rollbacks = 0  # steps that any rank took back
-        self.speculations = 0  # steps that this rank made before it knew the norm
+        self.rollbacks = 0  # steps that any rank rolled back
+        self.speculations = 0  # steps of this rank that preceded the norm
         self._pipeline = pipeline
         self._optimizer = optimizer
         self._pending: _Step | None = None
@@ -84,12 +84,12 @@ class SpeculativeOptimizer:
         self._row = NormRow(pipeline, optimizer)
 
     def step(self, inputs: Any, targets: Any, rate: float, flags: int = 0, **keywords: Any) -> Outcome | None:
-        """Forward, backward and optimizer step; returns the step before this one, which is final now (None at first).
+        """Run forward, backward and optimizer step; return the step before this one, which is final now (None at first).
 
         Args:
             inputs, targets, keywords: the batch, as for `Pipeline.step`.
             rate: the learning rate.
-            flags: what this rank was asked for: every rank's outcome of this step says so.
+            flags: requests received by this rank; they appear in every rank's outcome of this step.
         """
         self._before_forward.take()
         loss = self._pipeline.forward_backward(inputs, targets, **keywords)
@@ -97,17 +97,17 @@ class SpeculativeOptimizer:
         if wrong_weights:
             loss.wait()
             self._before_forward.restore()
-            self._pipeline.next_step -= 1  # the same step again: what is drawn in it is the same
+            self._pipeline.next_step -= 1  # the same step number, so the same random numbers
             loss = self._pipeline.forward_backward(inputs, targets, **keywords)
         self._advance(loss, rate, flags)
         return before
 
     def settle(self) -> Outcome | None:
-        """Confirms the last step; call it before weights are used for anything but the next step. None: nothing to confirm."""
+        """Confirm the last step (None: there is none). Call it before weights are used for anything but the next step."""
         return self._confirm()[0]
 
     def _advance(self, loss: PendingLoss, rate: float, flags: int) -> None:
-        """Steps now if this rank sees no reason to wait, else when everyone's numbers are here."""
+        """Step now if this rank's own gradients need no clipping, else once all ranks' numbers have arrived."""
         with self._pipeline.waiting_for_device():
             row = self._row.make(0.0, float(flags))
         speculate = self._last_norm_within_clip and self._needs_no_clip(math.sqrt(own_square(row, _FLAG_COLUMNS)))
@@ -124,9 +124,9 @@ class SpeculativeOptimizer:
         self._pending = _Step(loss, rate, exchange, restore_gradients)
 
     def _confirm(self) -> tuple[Outcome | None, bool]:
-        """The pending step's outcome, and whether what was computed after it used wrong weights on any rank.
+        """Return the pending step's outcome, and whether the computation after it used wrong weights on any rank.
 
-        Drops the gradients at hand in that case, and redoes the step on a rank that had stepped too early.
+        In that case the present gradients are released, and a rank that stepped too early repeats its step.
         """
         step, self._pending = self._pending, None
         if step is None:

@@ -1,6 +1,6 @@
 """Settings of a whole process that make training on CPUs faster: the C library's heap, and the library of matrix products.
 
-The library changes nothing about the process that it runs in; a worker of the trainer is ours (`[train] tune_cpu`).
+The library itself leaves its process as it is; only the trainer's workers call these functions (`[train] tune_cpu`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _USERS_OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PA
 def tune_process() -> None:
     """Keep freed memory, and multiply through oneDNN where that is faster, in this process from now on.
 
-    Call it before pipelines are constructed: their layers are prepared for the products that are chosen then. On every rank
-    alike: oneDNN's results differ in the last bits.
+    Call it before pipelines are constructed, since their layers are prepared for one library of products, and on every rank,
+    since oneDNN's results differ in the last bits.
     """
     keep_freed_memory()
     use_onednn_linear()
@@ -30,11 +30,10 @@ def tune_process() -> None:
 
 @cache
 def keep_freed_memory() -> bool:
-    """Let glibc keep what is freed, in this process, up to 1 GiB. Returns whether it does.
+    """Let glibc keep up to 1 GiB of freed memory in this process. Return whether it does.
 
-    It gives activations and gradients back to the system when they are freed and asks for them again a micro-batch later, at
-    a page fault for every 4 KiB. Does nothing on another C library, or where the environment already says what malloc
-    should do.
+    By default it returns the memory of activations and gradients to the system and requests it again a micro-batch later,
+    with a page fault for every 4 KiB. Does nothing with another C library, or if the environment configures malloc.
     """
     configured = any(name in os.environ for name in _USERS_OWN) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
     if not sys.platform.startswith("linux") or configured:
@@ -47,9 +46,9 @@ def keep_freed_memory() -> bool:
 
 
 def trim_freed_memory() -> None:
-    """Give the system back what is free now, where `keep_freed_memory` keeps it.
+    """Return free memory to the system, if `keep_freed_memory` has kept it.
 
-    Between pieces that stay, the heap has holes that later pieces do not fit, and it would grow for thousands of steps.
+    Allocations that stay leave holes into which later ones do not fit, so the heap would grow for thousands of steps.
     """
-    if keep_freed_memory.cache_info().currsize and keep_freed_memory():  # called before, and with success
+    if keep_freed_memory.cache_info().currsize and keep_freed_memory():  # called before, successfully
         ctypes.CDLL(None).malloc_trim(0)

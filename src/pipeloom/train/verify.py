@@ -1,4 +1,4 @@
-"""`verify`: the loss and every gradient of a layout, against one process that knows nothing of pipelines."""
+"""`verify`: compare the loss and every gradient of a layout with those of one process without pipelines."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ class LayoutVerdict:
 
 
 class ComparedStep(NamedTuple):
-    """A step's mean loss, and the gradient of each parameter that is held (None: it got none)."""
+    """Mean loss of a step, and the gradient of each parameter held (None: it received none)."""
 
     loss: float
     gradients: NamedGradients
 
 
 def run(layouts: Sequence[Layout], context: WorkerContext, tolerance: float) -> Iterator[LayoutVerdict | None]:
-    """Verifies the layouts one by one; every worker of the pool iterates to the end.
+    """Verify the layouts one by one; every worker of the pool iterates to the end.
 
     A layout of n ranks runs on the workers 0..n-1, in fp32 (fp64 where configured), one step over random tokens, so
     that no two micro-batches are alike. Workers that it does not use wait. `schedule.name = "search"` is searched for the costs
@@ -123,7 +123,7 @@ def verify_layers(
 
     Raises UsageError and ConfigError as a pipeline does.
     """
-    copied: dict[int, Any] = {}  # of all layers: what two of them share, their copies share
+    copied: dict[int, Any] = {}  # one copy of all layers together: parameters that two of them share stay shared
     plain = [copy.deepcopy(layer, copied) if isinstance(layer, nn.Module) else layer() for layer in layers]
     names = [layer_name(layer, at) for at, layer in enumerate(layers)]
     declared = [LayerNames.of(layer, name) for layer, name in zip(layers, names, strict=True)]
@@ -183,15 +183,15 @@ def make_batch(layout: Layout) -> Batch:
 def pipeline_step(
     layout: Layout, device: torch.device, mesh: Mesh, watchdog: Watchdog | None = None
 ) -> list[ComparedStep]:
-    """One step through the pipelines; every rank of `mesh` calls it.
+    """Run one step through the pipelines; every rank of `mesh` calls it.
 
     Returns:
-        each rank's outcome on rank 0, [] on the others; of a parameter in parts, the rank with the first part has it all.
+        every rank's outcome on rank 0, [] on the others; a parameter in parts is whole for the rank with the first part.
     """
     batch = make_batch(layout).part(mesh.place.dp, layout.mesh.dp)
     pipeline = build_pipeline(layout, device, mesh, _dtype(layout), watchdog)
     if layout.config.model.source:
-        pipeline.eval()  # dropout of transformers draws from torch's generator, other masks in each layout
+        pipeline.eval()  # dropout of transformers draws from torch's generator, so its masks differ from layout to layout
     loss = pipeline.step(batch.tokens.to(device), batch.targets.to(device)).item()
     gradients_by_name = {name: p.grad for name, p in pipeline.named_parameters()}
     if layout.config.optimizer.zero1 and pipeline.sync is not None:  # each replica has its slices only
@@ -216,7 +216,7 @@ def pipeline_step(
 
 
 def serial_step(layout: Layout, device: torch.device) -> ComparedStep:
-    """The same step in one process: the whole model, one micro-batch after the other, replica after replica."""
+    """Run the same step in one process: the whole model, micro-batch by micro-batch, replica by replica."""
     config = layout.config
     built = [
         (layer.name, layer()) for layer in model_layers(config, _dtype(layout), device, classes=moe_classes(layout))
@@ -253,7 +253,7 @@ def serial_step(layout: Layout, device: torch.device) -> ComparedStep:
 def compare(
     steps: Sequence[ComparedStep], reference: ComparedStep, ties: Sequence[Sequence[str]], tolerance: float
 ) -> LayoutVerdict:
-    """The largest differences between the ranks' outcomes and the one of a single process.
+    """Return the largest differences between the ranks' outcomes and that of a single process.
 
     A parameter that several ranks hold (a tied weight, a replica) counts with its worst copy.
     """
@@ -290,7 +290,7 @@ def _dtype(layout: Layout) -> torch.dtype:
 
 
 def _what_one_process_sees(layout: Layout) -> tuple[object, ...]:
-    """Return what the serial step depends on: layouts that differ in other things share it."""
+    """Return the settings on which the serial step depends; layouts that differ only in others share it."""
     train = layout.config.train
     sizes = layout.microbatch_sizes * layout.mesh.dp
     return (
@@ -305,7 +305,7 @@ def _what_one_process_sees(layout: Layout) -> tuple[object, ...]:
 
 
 def _share(modules: Mapping[str, nn.Module], names: Sequence[str]) -> None:
-    """Puts the parameter called `names[0]` in the place of the others."""
+    """Replace the parameters called `names[1:]` by the one called `names[0]`."""
     homes = []
     for name in names:
         layer = next(layer for layer in modules if name.startswith(f"{layer}."))

@@ -1,4 +1,4 @@
-"""One worker process: torch.distributed, device, seeds and threads on the way in, an exit code on the way out."""
+"""One worker process: sets up torch.distributed, device, seeds and threads, runs its part, and maps errors to an exit code."""
 
 from __future__ import annotations
 
@@ -50,26 +50,26 @@ _MEET_SECONDS = 300.0
 
 
 def is_worker() -> bool:
-    """Return whether someone (torchrun, or `pipeloom train` itself) started this process as one of several workers."""
+    """Return whether this process was started as one of several workers, by torchrun or by `pipeloom train` itself."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def launched_here() -> bool:
-    """Return whether `pipeloom` itself started this worker, and not torchrun."""
+    """Return whether `pipeloom` itself started this worker, not torchrun."""
     return FAILURES in os.environ
 
 
 def world_size_given() -> int | None:
-    """The number of workers that were started, None when this process is no worker; ConfigError if it is no number."""
+    """Return WORLD_SIZE, or None if this process is not a worker. Raises ConfigError if it is not a number."""
     if not is_worker():
         return None
     return _number("WORLD_SIZE", 1)
 
 
 def main(layout: Layout, body: Callable[[WorkerContext], None]) -> int:
-    """Starts this worker, runs `body`, and returns the exit code: 0, that of a PipeloomError, 130, or 1 for a bug.
+    """Set up this worker, run `body`, and return the exit code: 0, that of a PipeloomError, 130, or 1 for a bug.
 
-    What went wrong is told to the other workers, and written to stderr; PipeloomErrors as their sentence, others with their
+    An error is reported to the other workers and written to stderr: a PipeloomError as its message, any other with its
     traceback.
     """
     rank = int(os.environ.get("RANK", 0))
@@ -127,12 +127,12 @@ def _explain(error: BaseException, watchdog: Watchdog | None, rank: int) -> tupl
 
 
 def describe_end(code: int) -> str:
-    """Words for a worker that ended itself without any."""
+    """Return the message for a worker that exited without one."""
     return f"it exited with code {code}"
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process. After a failure at once: closing the groups would wait for workers that are gone."""
+    """End the process. After a failure it ends at once: closing the groups would wait for workers that have exited."""
     sys.stdout.flush()
     sys.stderr.flush()
     if code:
@@ -141,14 +141,14 @@ def leave(code: int) -> NoReturn:
 
 
 def start(layout: Layout, requests: Requests | None = None, watching: list[Watchdog] | None = None) -> WorkerContext:
-    """Joins the workers and prepares torch for `layout`: threads, device, seeds, determinism.
+    """Join the workers and prepare torch for `layout`: threads, device, seeds, determinism.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them. Raises
-    ConfigError for a device that is not there, DistributedError when the workers cannot meet.
+    ConfigError for a device that does not exist, DistributedError if the workers cannot connect.
 
     Args:
-        requests: takes note of signals.
-        watching: the watchdog that runs already; empty: gets the one that is started here, over the workers' store.
+        requests: records signals.
+        watching: the watchdog that is running already; if empty, the one started here, over the workers' store, is added.
     """
     import torch
     import torch.distributed as dist
@@ -188,7 +188,7 @@ def start(layout: Layout, requests: Requests | None = None, watching: list[Watch
     if 0 < devices < local_world and rank == 0:
         print(shared_devices(local_world, devices), file=sys.stderr, flush=True)
     try:
-        # the watchdog ends a wait that is too long, and knows why: torch's own limit is a later one
+        # the watchdog ends a wait that is too long and reports the reason, so torch's own limit must be a later one
         later = timedelta(seconds=seconds + 600.0)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=later)
     except RuntimeError as error:
@@ -203,14 +203,14 @@ def start(layout: Layout, requests: Requests | None = None, watching: list[Watch
 
 
 def _inherited_watchdog(layout: Layout) -> list[Watchdog]:
-    """This worker's watchdog over the sockets that the launcher made; none without our launcher."""
+    """Yield this worker's watchdog over the launcher's sockets, or None under another launcher."""
     rank, world = _number("RANK", 0), _number("WORLD_SIZE", 1)
     links = inherited(rank)
     return [] if links is None else [_watch(links, layout, rank, world)]
 
 
 def _meeting_watchdog(layout: Layout, store: Store, rank: int, world: int, seconds: float) -> Watchdog:
-    """The same where someone else started the workers."""
+    """Return the watchdog of a worker that another launcher started."""
     secret = read_secret()
     if secret is None and rank == 0:
         print(
@@ -238,7 +238,7 @@ def _watch(links: Sequence[Link], layout: Layout, rank: int, world: int) -> Watc
 
 
 def _record_end(watchdog: Watchdog | None, code: int, text: str, blames: Sequence[int] = ()) -> None:
-    """Writes exit.json, and leaves the other workers in peace."""
+    """Write exit.json without a report to the other workers."""
     if watchdog is None:
         return
     if code or watchdog.number == 0:
@@ -248,7 +248,7 @@ def _record_end(watchdog: Watchdog | None, code: int, text: str, blames: Sequenc
 
 
 def finish(watchdog: Watchdog | None = None) -> None:
-    """Leaves the process group, when all workers have come here; a peer that is gone already is no failure."""
+    """Leave the process group once all workers have arrived here; a peer that has exited already is not a failure."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -284,14 +284,14 @@ def describe(error: BaseException) -> tuple[int, str]:
 
 
 def _obey_signals(requests: Requests, watchdog: Watchdog | None) -> None:
-    """From now on SIGTERM and SIGINT ask for a stop after the step; until torch is there they end the process."""
+    """From now on SIGTERM and SIGINT request a stop after the present step; before torch is loaded they end the process."""
     requests.watch_end()
     if watchdog is not None and threading.current_thread() is threading.main_thread():
         watchdog.guard_signals()
 
 
 def _die_with_parent() -> None:
-    """Start a thread that ends this worker when the launcher is gone, where the kernel does not do so."""
+    """Start a thread that ends this worker when the launcher has exited, on systems whose kernel cannot do so."""
     parent = os.getppid()
     if FAILURES not in os.environ or sys.platform == "linux":
         return
@@ -320,7 +320,7 @@ def claim_device(name: str, local_rank: int, local_world: int) -> torch.device:
 
 
 def backend_for(devices: int, workers: int) -> str:
-    """The backend of the process group of `workers` per host with `devices` GPUs, 0 for workers on the CPU.
+    """Return the backend of the process group for `workers` per host and `devices` GPUs (0: the workers use the CPU).
 
     NCCL refuses two ranks on one device.
     """
@@ -328,7 +328,7 @@ def backend_for(devices: int, workers: int) -> str:
 
 
 def shared_devices(workers: int, devices: int) -> str:
-    """The line at the start of a run whose `workers` share `devices` GPUs."""
+    """Return the note at the start of a run whose `workers` share `devices` GPUs."""
     return (
         f"{workers} workers share {devices} CUDA device{'s' * (devices > 1)}: what they exchange goes through the host's memory, "
         "which is slow"
@@ -369,7 +369,7 @@ def _meet(rank: int, world: int, timeout: timedelta) -> Store:
 
 
 def _gather_at(store: Store, rank: int, world: int, seconds: float) -> Store:
-    """Waits for all workers, so that gloo's sockets listen for the moment only in which they connect."""
+    """Wait for all workers, so that gloo's sockets are open only while they connect."""
     store.set(f"here/{rank}", "yes")
     keys = [f"here/{other}" for other in range(world)]
     until = time.monotonic() + seconds

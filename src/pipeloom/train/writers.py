@@ -1,4 +1,4 @@
-"""Figures of a run for TensorBoard and Weights & Biases. Both packages are imported when they are asked for only."""
+"""Figures of a run for TensorBoard and Weights & Biases. Each package is imported only if the configuration asks for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class FigureWriter(Protocol):
     """Destination of figures."""
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
-        """Write the figures of a step, counted from 1. Steps do not fall, and one may come several times."""
+        """Write the figures of a step, counted from 1. Step numbers never decrease, and one may be written several times."""
 
     def close(self) -> None: ...
 
@@ -37,7 +37,7 @@ class TensorBoardFigures:
 
 
 class WandbFigures:
-    """A run of Weights & Biases, called like the run's folder; offline unless WANDB_MODE says otherwise."""
+    """A run of Weights & Biases, named after the run's folder; offline unless WANDB_MODE is set."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         import wandb  # type: ignore[import-not-found]
@@ -68,7 +68,7 @@ def figure_writers(config: Config, folder: Path) -> list[FigureWriter]:
 
 
 def numbers_of(figures: Mapping[str, Any]) -> dict[str, float]:
-    """Return those figures that are finite numbers, but for the step."""
+    """Return the figures that are finite numbers, without the step."""
     return {
         name: float(value)
         for name, value in figures.items()
