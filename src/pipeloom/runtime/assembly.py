@@ -1,4 +1,4 @@
-"""Assembly: the stages of one rank, built, with their parameters under global names and their tied weights."""
+"""Assembly: building the stages of one rank, with their parameters under global names and their tied weights."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ GatherObjects = Callable[[Any], list[Any]]
 
 @dataclass(frozen=True)
 class Assembly:
-    """Layers, parameters and ties of a rank.
+    """The layers, parameters and tied weights of one rank.
 
     Attributes:
-        rank: this one.
-        stages: its stages, by their numbers.
-        communications: those inside its stages.
-        segmented: the stages of the pipeline with segments, as far as their ranks took part in the exchange.
+        rank: the pipeline rank.
+        stages: stage number -> stage.
+        communications: the communications inside its stages.
+        segmented: numbers of the pipeline's stages with segments, of the ranks that took part in the exchange.
         modules: layer name -> module, in order of the stages.
-        parameters: global name -> parameter; one tied within the rank is there once.
-        ties: those with another holder on another rank -> the copy here.
-        replicated_layers: layers that several ranks of the pipeline hold -> those ranks.
+        parameters: global name -> parameter; one that is tied within the rank appears once.
+        ties: tie with a holder on another rank -> the copy here.
+        replicated_layers: layer that several ranks of the pipeline hold -> those ranks.
         copies: names of parameters here whose first holder is another rank.
-        first_names: name of a shared weight -> the first of its names, for all names of the model but the first.
-        held: the parameters with their layout and stages, for their reduction.
+        first_names: further name of a shared weight -> its first name.
+        held: the parameters with their layout and stages, for the reduction of gradients.
         grad_context: where the linear layers here find the queue for their weight gradients.
     """
 
@@ -73,12 +73,12 @@ class Assembly:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """Global name -> buffer, as they are now: a forward may replace one."""
+        """Return global name -> buffer at present: a forward may replace one."""
         return {f"{name}.{inner}": b for name, module in self.modules.items() for inner, b in module.named_buffers()}
 
     @property
     def transient_buffers(self) -> frozenset[str]:
-        """The names of buffers that a module's own `state_dict` leaves out (`persistent=False`)."""
+        """Return the names of buffers that a module's own `state_dict` omits (`persistent=False`)."""
         return frozenset(
             f"{name}.{path}.{inner}" if path else f"{name}.{inner}"
             for name, module in self.modules.items()
@@ -88,11 +88,11 @@ class Assembly:
 
 
 class SharedBuild:
-    """State that the ranks of one process share while their layers are built: the modules, and the context of their gradients.
+    """State that the ranks of one process share while their layers are built: modules, and the context of weight gradients.
 
     Attributes:
         shared: which layers share a parameter.
-        built: position of a layer -> its module; replicas of a layer on several ranks are one module.
+        built: position of a layer -> its module, the same for replicas of the layer on several ranks.
         state: which layers of several stages share state.
         grad_context: where linear layers find the queue for their weight gradients.
     """
@@ -121,16 +121,16 @@ def assemble(
     summed: str | None,
     shared_build: SharedBuild | None = None,
 ) -> Assembly:
-    """Build the layers that `schedule` places on `rank`; `shared_build` is given where several ranks share a process.
+    """Build the layers that `schedule` places on `rank`. Ranks that share a process pass the same `shared_build`.
 
     Args:
-        status: this rank's.
+        status: status of this rank.
         seed: of the first weights, the same on every rank.
         exchange: this rank's value -> those of all ranks of the pipeline, in rank order.
-        summed: what sums every gradient ("data-parallel replicas"); None: nothing does.
+        summed: the processes over which every gradient is summed, in words ("data-parallel replicas"); None: it is not.
 
     Raises:
-        ConfigError: unknown names, layers that do not fit their stages, gradients that cannot be summed.
+        ConfigError: unknown names, layers that do not fit the stages, gradients that cannot be summed.
         DistributedError: another rank could not build its layers.
     """
     names = [layer_name(layer, at) for at, layer in enumerate(layers)]
@@ -196,7 +196,7 @@ def assemble(
 def _build_stages(
     build: Callable[[int], Stage], numbers: Sequence[int], copies_on: str | None
 ) -> tuple[dict[int, Stage], Exception | None]:
-    """Return the stages that could be built, and the error of the first that could not: the other ranks must not wait for it."""
+    """Return the stages built, and the error of the first one that failed: the other ranks must not wait for this one."""
     stages: dict[int, Stage] = {}
     try:
         for number in numbers:
@@ -208,13 +208,13 @@ def _build_stages(
 
 
 def _replicated_over(schedule: Schedule, tied: Sequence[Sequence[str]], summed: str | None) -> str | None:
-    """Return what holds copies of parameters that must stay equal, in words."""
+    """Return in words which processes hold copies of parameters that must stay equal."""
     over = "replicas of two routes" if len(schedule.routes) > 1 else "ranks of tied weights" if tied else None
     return summed if summed is not None and "main gradients" not in summed else over
 
 
 def _refuse_renorming(names: Sequence[str], modules: Sequence[nn.Module], replicated: str | None) -> None:
-    """Raise ConfigError for embeddings that rescale rows of their weight as they are used, where copies use other rows."""
+    """Raise ConfigError for embeddings that rescale the rows they use (`max_norm`) if copies of them use other rows."""
     for layer, module in zip(names, modules, strict=True) if replicated else ():
         for path, part in module.named_modules():
             if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
@@ -226,7 +226,7 @@ def _refuse_renorming(names: Sequence[str], modules: Sequence[nn.Module], replic
 
 
 def _check_names(names: Sequence[str], recompute: Literal["none", "full"] | frozenset[str]) -> None:
-    """Raise ConfigError for a layer's name that cannot be printed or is there twice, or one that `recompute` names and is not."""
+    """Raise ConfigError for layer names that cannot be printed or appear twice, and for unknown names in `recompute`."""
     for name in names:
         if not name.isprintable():
             raise ConfigError(
@@ -238,7 +238,7 @@ def _check_names(names: Sequence[str], recompute: Literal["none", "full"] | froz
 
 
 def _holders_of(names: Sequence[str], ranges: Sequence[range], schedule: Schedule) -> dict[str, tuple[int, ...]]:
-    """Return layer name -> the ranks that hold it, those of the first route first."""
+    """Return layer name -> the ranks that hold it, ranks of the first route first."""
     owners: dict[str, tuple[int, ...]] = {}
     for route in schedule.routes:
         for stage in route:
@@ -256,7 +256,7 @@ def _facts(
     build: SharedBuild,
     failure: Exception | None,
 ) -> dict[str, Any]:
-    """Return what this rank tells the others of its layers, as JSON holds it."""
+    """Return the facts about this rank's layers that are sent to the others, as JSON values."""
     return {
         "failure": None if failure is None else f"{type(failure).__name__}: {failure}",
         "problems": unknown_names(ties, modules),
@@ -272,14 +272,18 @@ def _facts(
 def _share_tied(
     ties: Sequence[Tie], modules: Mapping[str, nn.Module], facts: Sequence[Mapping[str, Any]]
 ) -> dict[Tie, nn.Parameter]:
-    """Make the tied weights of this rank one parameter each; return those with another holder on another rank."""
+    """Make each tied weight of this rank one parameter; return those that are also held on another rank."""
     frozen = {name for fact in facts for name in fact["frozen"]}
-    reported = dict.fromkeys(layer for fact in facts for layer in fact["layers"])  # not all where ranks share a process
+    reported = dict.fromkeys(
+        layer for fact in facts for layer in fact["layers"]
+    )  # only some of them, if ranks share a process
     across: dict[Tie, nn.Parameter] = {}
     for tie in ties:
         weight = share(tie, modules)
         if weight is not None and len(tie.names) > 1 and layer_of(tie.names[0], reported) is not None:
-            weight.requires_grad_(tie.names[0] not in frozen)  # one weight: the first name's holds on every rank
+            weight.requires_grad_(
+                tie.names[0] not in frozen
+            )  # one weight: the value under its first name applies on every rank
         if weight is not None and len(tie.holders) > 1:
             across[tie] = weight
     return across
@@ -292,7 +296,7 @@ def _check_recompute(recompute: Literal["none", "full"] | frozenset[str], names:
 
 
 def _refuse(facts: Sequence[Mapping[str, Any]]) -> None:
-    """Raises, on every rank, what one rank found while it built its layers."""
+    """Raise, on every rank, the problems that any rank found while it built its layers."""
     for other, rank_facts in enumerate(facts):
         if rank_facts["failure"] is not None:
             raise DistributedError(f"rank {other} of the pipeline could not build its layers: {rank_facts['failure']}")
@@ -302,7 +306,7 @@ def _refuse(facts: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _sparse(modules: Mapping[str, nn.Module]) -> list[str]:
-    """The names of the weights here that have sparse gradients."""
+    """Return the names of the weights here with sparse gradients."""
     return [
         f"{layer}.{path}.weight" if path else f"{layer}.weight"
         for layer, module in modules.items()
@@ -314,7 +318,7 @@ def _sparse(modules: Mapping[str, nn.Module]) -> list[str]:
 def _check_sparse(
     sparse: Sequence[str], ties: Sequence[Tie], replicated: Mapping[str, Any], summed: str | None
 ) -> None:
-    """Raises ConfigError for sparse gradients that would have to be summed over processes."""
+    """Raise ConfigError for sparse gradients that would have to be summed over processes."""
     for name in sparse:
         tied = any(name in tie.names and len(tie.holders) > 1 for tie in ties)
         over = summed or ("the ranks of tied weights" if tied else "")
@@ -331,8 +335,8 @@ def _held(
     stages: Mapping[int, Stage],
     across: Mapping[Tie, nn.Parameter],
 ) -> tuple[BucketParameter, ...]:
-    """Return the properties of each parameter that the reduction of its gradient needs. One that other pipeline ranks hold
-    too is summed there first.
+    """Return the properties of each parameter that its reduction needs. The gradient of one that other pipeline ranks hold
+    too is first summed over them.
     """
     layouts: dict[nn.Parameter, ParameterSharding] = {}
     for module in modules.values():
@@ -352,7 +356,7 @@ def _held(
 
 
 def unique_parameters(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
-    """Global name -> parameter; one that stands in several places is there once, under its first name."""
+    """Return global name -> parameter; a shared one appears once, under its first name."""
     seen: set[int] = set()
     parameters: dict[str, nn.Parameter] = {}
     for name, module in modules.items():
@@ -364,10 +368,10 @@ def unique_parameters(modules: Mapping[str, nn.Module]) -> dict[str, nn.Paramete
 
 
 def copy_state(into: Mapping[str, Tensor], state: Mapping[str, Tensor], optional: Container[str] = ()) -> None:
-    """Copy values by global name into parameters and buffers: all of them, or none where it raises.
+    """Copy values by global name into parameters and buffers: all of them, or none if it raises.
 
     Args:
-        optional: names that the state need not hold.
+        optional: names that may be missing in the state.
 
     Raises UsageError for a name that is missing, a value of another shape, and a complex value for a real one.
     """

@@ -1,4 +1,4 @@
-"""A batch cut into micro-batches, and each one's share of the loss."""
+"""Cutting a batch into micro-batches, and the share of the loss of each."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from pipeloom.runtime.tensor_spec import signature, tensors_in
 
 @dataclass(frozen=True)
 class Microbatches:
-    """The inputs of one step, micro-batch by micro-batch.
+    """The inputs of one step, split into micro-batches.
 
     Attributes:
-        inputs: each one's positional inputs of the first stage.
-        targets: each one's targets (whatever the loss takes).
-        keywords: each one's keyword arguments, for every layer that takes them; its MicrobatchContext among them.
-        shares: each one's weight over the sum of all weights, so that the sum of `share * mean loss` is the mean over all
-            targets of the step; NaN where targets on the meta device do not say.
-        signatures: equal where shapes and dtypes are.
+        inputs: positional inputs of the first stage, per micro-batch.
+        targets: targets per micro-batch, as the loss takes them.
+        keywords: keyword arguments per micro-batch, for every layer that takes them; its MicrobatchContext is one of them.
+        shares: weight of each micro-batch over the sum of all weights, so that the sum of `share * mean loss` is the mean over
+            all targets of the step; NaN if the targets are on the meta device.
+        signatures: equal for micro-batches of equal shapes and dtypes.
     """
 
     inputs: tuple[tuple[Any, ...], ...]
@@ -48,14 +48,14 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class Weighing:
-    """Weights of micro-batches among those of all data-parallel replicas.
+    """Rule for the weights of micro-batches over all data-parallel replicas.
 
     Attributes:
-        weight: of a micro-batch's targets; None: how many of them count.
+        weight: function of a micro-batch's targets; None: the number of targets that count.
         ignore_index: a target that does not count in the default weight; None: all targets count.
-        total: the sum of this replica's weights -> the sum over all replicas.
+        total: sum of this replica's weights -> sum over all replicas.
         replica: this replica's number.
-        step: the step's number, for layers that ask.
+        step: number of the step, for layers that use it.
     """
 
     weight: Weight | None = None
@@ -66,9 +66,9 @@ class Weighing:
 
 
 def count_targets(targets: Any, ignore_index: int | None = IGNORE_INDEX) -> float:
-    """Return how many of the targets count: the elements of their first tensor that are not `ignore_index`.
+    """Return the number of targets that count: the elements of their first tensor that are not `ignore_index`.
 
-    NaN for integers on the meta device, which do not say. Raises UsageError when the targets hold no tensor.
+    NaN for integers on the meta device, whose values are unknown. Raises UsageError if the targets hold no tensor.
     """
     return _count(_first_tensor(targets), ignore_index)
 
@@ -80,10 +80,10 @@ def _count(tensor: Tensor, ignore_index: int | None) -> float:
 
 
 def _count_by_part(targets: Any, sizes: Sequence[int], rows: int, ignore_index: int | None) -> list[float]:
-    """`count_targets` of every micro-batch, with one look at the tensor for all of them.
+    """Return `count_targets` of every micro-batch, from a single pass over the tensor.
 
-    The tensor is the first one with a row for each sample. Where there is none, every micro-batch gets the same targets, and
-    its rows count.
+    The tensor is the first one with a row for each sample. If there is none, every micro-batch gets the same targets, and its
+    rows are counted.
     """
     tensor = next((each for each in tensors_in(targets) if each.ndim and each.shape[0] == rows), None)
     if tensor is None:
@@ -99,7 +99,7 @@ def _count_by_part(targets: Any, sizes: Sequence[int], rows: int, ignore_index: 
 
 
 def _holds(tensor: Tensor, index: int) -> bool:
-    """Return whether elements of this tensor can be `index`: in an unsigned or small type a comparison would wrap it around."""
+    """Return whether elements of this tensor can equal `index`: in an unsigned or small type, `index` would wrap around."""
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         return False
     limits = torch.iinfo(tensor.dtype)
@@ -116,7 +116,7 @@ def _first_tensor(targets: Any) -> Tensor:
 
 
 def split_sizes(rows: int, count: int) -> list[int]:
-    """`rows` in `count` parts as even as possible, larger first."""
+    """Return the sizes of `count` parts of `rows`, as even as possible, larger ones first."""
     base, larger = divmod(rows, count)
     return [base + (at < larger) for at in range(count)]
 
@@ -128,11 +128,11 @@ def split_batch(
     sizes: Sequence[int],
     weighing: Weighing,
 ) -> Microbatches:
-    """Cuts every tensor along its first dimension, also in tuples, lists and dicts; other values, and tensors with another
-    first dimension, go to all.
+    """Cut every tensor along its first dimension, also in tuples, lists and dicts. Other values, and tensors with another
+    first dimension, are passed to all micro-batches.
 
-    Raises UsageError when a micro-batch would be empty, for targets in a dict, for a weight that is negative or not
-    finite, when all weights are 0, and, in training, for a tensor that requires a gradient.
+    Raises UsageError if a micro-batch would be empty, for targets in a dict, for a weight that is negative or not finite,
+    if all weights are 0, and, in training, for a tensor that requires a gradient.
     """
     if isinstance(targets, Mapping):
         raise UsageError(
@@ -177,8 +177,8 @@ def split_batch(
 def _shares(
     targets: Any, parts: Sequence[Any], sizes: Sequence[int], rows: int, weighing: Weighing
 ) -> tuple[float, ...]:
-    """Each micro-batch's weight over the sum of all replicas' weights."""
-    if targets is None:  # outputs only: nothing is averaged
+    """Return each micro-batch's weight over the sum of all replicas' weights."""
+    if targets is None:  # outputs only: there is no mean
         weights = [float(size) for size in sizes]
     elif weighing.weight is None:
         weights = _count_by_part(targets, sizes, rows, weighing.ignore_index)
@@ -194,7 +194,7 @@ def _shares(
 
 
 def _given_weight(weight: float | Tensor, microbatch: int) -> float:
-    """Return what the caller's `weight` returned, as a number; NaN for a tensor on the meta device."""
+    """Return the value of the caller's `weight` as a number; NaN for a tensor on the meta device."""
     if isinstance(weight, Tensor) and weight.is_meta:
         return math.nan
     number = float(weight)
@@ -212,7 +212,7 @@ def _context(step: int, index: int, share: float, first: int, samples: int) -> M
 
 
 def require_gradients(method: str) -> None:
-    """Raise UsageError where a step is called with gradients turned off: it would have no backward."""
+    """Raise UsageError if a step is called with gradients turned off: it would have no backward."""
     if not torch.is_grad_enabled():
         raise UsageError(
             f"{method} is called where gradients are turned off (torch.no_grad or torch.inference_mode); evaluate(inputs, "
@@ -221,7 +221,7 @@ def require_gradients(method: str) -> None:
 
 
 def require_targets(method: str, targets: Any) -> None:
-    """Raise UsageError where a method that computes a loss got no targets; `predict` computes none."""
+    """Raise UsageError if a method that computes a loss got no targets; `predict` computes no loss."""
     if method == "predict":
         return
     if targets is None:
@@ -241,7 +241,7 @@ def _refuse_graphs(arguments: Mapping[str, Any]) -> None:
 
 
 def as_inputs(inputs: Any) -> tuple[Any, ...]:
-    """The positional inputs of the first stage, one or several. Raises UsageError for a dict."""
+    """Return the positional inputs of the first stage as a tuple. Raises UsageError for a dict."""
     if isinstance(inputs, Mapping):
         raise UsageError(
             "the inputs are a dict; give its tensors in the order of the first layer's arguments, as (a, b), and what "
@@ -251,7 +251,7 @@ def as_inputs(inputs: Any) -> tuple[Any, ...]:
 
 
 def chosen_sizes(inputs: Any, count: int, configured: Sequence[int] | None) -> tuple[int, ...]:
-    """The rows of each of `count` micro-batches: as configured where that fits this batch, else as even as possible."""
+    """Return the rows of each of `count` micro-batches: the configured ones if they fit this batch, else as even as possible."""
     rows = batch_rows(as_inputs(inputs))
     if configured is not None and len(configured) == count and sum(configured) == rows:
         return tuple(configured)
@@ -261,7 +261,7 @@ def chosen_sizes(inputs: Any, count: int, configured: Sequence[int] | None) -> t
 def forward_count(microbatches: int, inputs: Any) -> int:
     """Return the number of micro-batches of a forward pass: the schedule's, or fewer where the batch has fewer rows.
 
-    Raises UsageError for a batch of no rows.
+    Raises UsageError for a batch without rows.
     """
     rows = batch_rows(as_inputs(inputs))
     if not rows:
@@ -270,7 +270,7 @@ def forward_count(microbatches: int, inputs: Any) -> int:
 
 
 def batch_rows(inputs: Sequence[Any]) -> int:
-    """The first dimension of the first tensor, in tuples, lists and dicts too."""
+    """Return the first dimension of the first tensor, which may be inside tuples, lists and dicts."""
     for value in tensors_in(inputs):
         if value.ndim:
             return value.shape[0]
@@ -278,9 +278,9 @@ def batch_rows(inputs: Sequence[Any]) -> int:
 
 
 def _cut(value: Any, sizes: Sequence[int], rows: int) -> list[Any]:
-    """The parts of the micro-batches: rows of a tensor that has one for each sample; tuples, lists and dicts by element."""
+    """Return the parts of the micro-batches: rows of a tensor with one for each sample; tuples, lists and dicts by element."""
     if isinstance(value, Tensor) and value.ndim and value.shape[0] == rows:
-        # `data`: parts of one tensor count their changes together, and a layer may change its own micro-batch in place
+        # `data`: views of one tensor share a version counter, and a layer may change its own micro-batch in place
         return [part.data for part in torch.split(value, list(sizes))]
     if isinstance(value, Mapping):
         columns = {key: _cut(item, sizes, rows) for key, item in value.items()}
@@ -292,16 +292,16 @@ def _cut(value: Any, sizes: Sequence[int], rows: int) -> list[Any]:
 
 
 def _like(value: tuple[Any, ...] | list[Any], items: tuple[Any, ...]) -> Any:
-    """`items` as a list, a tuple or a named tuple, as `value` is one."""
+    """Return `items` as a list, a tuple or a named tuple, like `value`."""
     if isinstance(value, list):
         return list(items)
     return type(value)(*items) if hasattr(value, "_fields") else items
 
 
 def join(outputs: Sequence[Any]) -> Any:
-    """Micro-batches' outputs as one: tensors concatenated along dimension 0, tuples and dicts element by element.
+    """Join the outputs of micro-batches: tensors are concatenated along dimension 0, tuples and dicts element by element.
 
-    Raises UsageError for outputs that differ from micro-batch to micro-batch and are none of these.
+    Raises UsageError for outputs of other types that differ from micro-batch to micro-batch.
     """
     first = outputs[0]
     if isinstance(first, Mapping):
@@ -322,7 +322,7 @@ def join(outputs: Sequence[Any]) -> Any:
 
 
 def sum_over_replicas(weight: float, mesh: Mesh, device: torch.device, alarm: FailureReporter) -> float:
-    """The sum of a number over the data-parallel replicas, the same on each. Collective over them."""
+    """Return the sum of a number over the data-parallel replicas, the same on each; collective over them."""
     if mesh.dp.group is None:
         return weight
     has_gloo = "gloo" in str(dist.get_backend_config(mesh.dp.group))

@@ -1,7 +1,7 @@
-"""Parameters as a pipeline was built with them, and what happens where a layer trains or changes others.
+"""The parameters that a pipeline was built with, and errors for layers that train or change others.
 
-A pipeline knows its parameters by object: their gradients are summed over replicas, counted in norms and dropped by
-`zero_grad`. A parameter that comes later, or that no layer holds, would be left out of all that without a word.
+A pipeline keeps references to its parameters: their gradients are summed over replicas, counted in norms and released by
+`zero_grad`. A parameter that is added later, or that no layer holds, would silently be left out of all that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class BuiltParameters:
 
     Args:
         modules: layer name -> module.
-        summed: what every gradient is summed over, in words; None: nothing.
+        summed: the processes over which every gradient is summed, in words; None: it is not.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], summed: str | None) -> None:
@@ -45,8 +45,8 @@ class BuiltParameters:
         self._frozen = [(name, p) for name, p in named if not p.requires_grad] if summed else []
 
     def require_same(self) -> None:
-        """Raise UsageError for a parameter or part that was added, replaced or taken away since, or has another dtype, and for
-        one that was frozen and trains now where gradients are summed.
+        """Raise UsageError for a parameter or submodule that was added, replaced or removed since, or has another dtype, and
+        for one that was frozen and trains now if gradients are summed.
         """
         for name, part, parameters, children in self._parts:
             if not _same(part._parameters.values(), parameters) or not _same(part._modules.values(), children):
@@ -77,17 +77,17 @@ def _short(dtype: torch.dtype) -> str:
 
 
 class ReplicatedParameters:
-    """The parameters of one stage, of which other ranks have copies that must stay equal.
+    """The parameters of one stage of which other ranks have copies that must stay equal.
 
     Args:
         modules: layer name -> module.
-        over: what the copies are, in words ("data-parallel replicas").
+        over: the holders of the copies, in words ("data-parallel replicas").
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], over: str) -> None:
         self._over = over
         self._modules = modules
-        # Now: a tensor that a forward makes and keeps trains nothing.
+        # Collected now: a tensor that a later forward makes and keeps is not trained.
         self._tensors = {
             id(value): f"{layer}.{path}"
             for layer, module in modules.items()
@@ -97,7 +97,7 @@ class ReplicatedParameters:
 
     @cached_property
     def _named(self) -> dict[str, nn.Parameter]:
-        # At the first forward: tied weights are made one after the stages are built.
+        # Not before the first forward: tied weights become one parameter only after the stages are built.
         return {
             f"{layer}.{name}": p for layer, module in self._modules.items() for name, p in module.named_parameters()
         }
@@ -107,7 +107,7 @@ class ReplicatedParameters:
         return set(self._named.values())
 
     def versions(self) -> list[int]:
-        """Return the number of times that each parameter has been written to."""
+        """Return the version counter of each parameter."""
         return [0 if parameter.is_inference() else parameter._version for parameter in self._named.values()]
 
     def require_unchanged(self, versions: list[int]) -> None:
@@ -120,7 +120,7 @@ class ReplicatedParameters:
                 )
 
     def require_known(self, roots: Sequence[GradientEdge], losses: Sequence[Tensor]) -> None:
-        """Raise UsageError for a parameter that a graph reaches and no layer of the stage holds."""
+        """Raise UsageError for a parameter that a graph reaches but no layer of the stage holds."""
         for parameter in _leaves(_nodes_of(roots, losses)):
             if isinstance(parameter, nn.Parameter) and parameter not in self._known:
                 raise UsageError(
@@ -149,24 +149,24 @@ def require_of_rank(
 
 
 def next_operation() -> int:
-    """Return autograd's number of an operation recorded now; those that come later have higher ones."""
+    """Return autograd's sequence number of an operation recorded now; later operations have higher ones."""
     marker = torch.zeros(1, requires_grad=True).view(1).grad_fn
     assert marker is not None
     return int(marker._sequence_nr())
 
 
 def require_own_graph(stage: str, began: int, roots: Sequence[GradientEdge], losses: Sequence[Tensor]) -> None:
-    """Raise UsageError where a stage's graph reaches an operation from before the stage's forward.
+    """Raise UsageError if a stage's graph reaches an operation from before the stage's forward.
 
-    In one process that may be a tensor of an earlier layer, left for a later one in an attribute or a global variable. Here it
-    is of another stage, whose backward is another one, and often of another micro-batch.
+    In one process that may be a tensor that an earlier layer left for a later one in an attribute or a global variable. Here
+    it belongs to another stage, with its own backward, and often to another micro-batch.
 
     Args:
-        began: autograd's number of the forward's first operation.
+        began: autograd's sequence number of the forward's first operation.
     """
     for node in _nodes(_nodes_of(roots, losses)):
         after = [getattr(each, "variable", None) for each, _ in node.next_functions if each is not None]
-        # Autocast's copy of a weight, say, which all micro-batches share.
+        # For instance autocast's copy of a weight, which all micro-batches share.
         of_a_weight = len(after) == 1 and isinstance(after[0], nn.Parameter)
         if type(node).__name__ != "AccumulateGrad" and not of_a_weight and node._sequence_nr() < began:
             raise UsageError(
@@ -181,12 +181,12 @@ def _nodes_of(roots: Sequence[GradientEdge], losses: Sequence[Tensor]) -> list[A
 
 
 def _leaves(nodes: Sequence[Any]) -> Iterator[Tensor]:
-    """The tensors in which a backward pass from these nodes accumulates gradients."""
+    """Return the tensors in which a backward pass from these nodes accumulates gradients."""
     return (node.variable for node in _nodes(nodes) if type(node).__name__ == "AccumulateGrad")
 
 
 def _nodes(nodes: Sequence[Any]) -> Iterator[Any]:
-    """Return the nodes of a graph, from these on."""
+    """Return all nodes of the graph below these."""
     waiting, seen = [node for node in nodes if node is not None], set()
     while waiting:
         node = waiting.pop()

@@ -1,4 +1,4 @@
-"""The clocks that a step's actions are timed by."""
+"""Clocks for timing the actions of a step."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ import torch
 
 
 class ActionClock(Protocol):
-    """Marks moments of a step; afterwards each mark has a time, in seconds of `time.perf_counter`."""
+    """Clock that marks moments of a step; afterwards each mark has a time, in seconds of `time.perf_counter`."""
 
     def begin(self) -> None:
         """Start a step."""
 
     def now(self) -> Any:
-        """A mark of this moment."""
+        """Return a mark of the present moment."""
 
     def seconds(self, marks: Iterable[Any]) -> list[float]:
-        """The times of marks of this step."""
+        """Return the times of marks of this step."""
 
 
 class HostClock:
-    """The host's time. Of actions on a GPU it is that of their launches."""
+    """Clock of the host. For actions on a GPU it gives the times of their launches."""
 
     now = staticmethod(time.perf_counter)
 
     def begin(self) -> None:
-        """Nothing to start."""
+        """Do nothing."""
 
     def seconds(self, marks: Iterable[float]) -> list[float]:
         return list(marks)
 
 
 class DeviceClock:
-    """The time at which a CUDA device reaches a mark on its current stream. Reading one waits for the device."""
+    """Clock of a CUDA device: the time at which it reaches a mark on its current stream. Reading a time waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def begin(self) -> None:
-        """Wait for the device, so that its time and the host's meet."""
+        """Wait for the device, to align its time with the host's."""
         torch.cuda.synchronize(self._device)
         self._at = time.perf_counter()
         self._origin = self.now()
