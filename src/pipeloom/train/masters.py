@@ -18,12 +18,12 @@ Counts = Callable[[str], bool]  # whether this process counts a parameter in nor
 
 @dataclass(frozen=True)
 class Setting:
-    """Optimizer settings of a parameter; parameters with equal settings may share a master.
+    """Optimizer settings of a parameter; parameters of equal settings may stand in one master.
 
     Attributes:
         rule: the optimizer: "adamw", "sgd" or "muon".
         decay: weight decay.
-        alone: name of a parameter that needs its own master; "": it may share one.
+        alone: the name of a parameter that needs a master of its own; "": it shares one.
     """
 
     rule: str
@@ -41,9 +41,9 @@ class MasterPiece:
     Attributes:
         name: the parameter's global name.
         shape: of what this process holds of it.
-        start, stop: range of its elements, in row-major order.
+        start, stop: which of its elements, counted row by row.
         master: the tensor that an optimizer steps.
-        at: index of the first of them in the flattened master.
+        at: where they begin in the master, flattened.
     """
 
     name: str
@@ -54,13 +54,13 @@ class MasterPiece:
     at: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return these elements of a tensor of the master's shape: a flat view if that tensor is contiguous."""
+        """These elements of a tensor of the master's shape: a flat view where that is contiguous."""
         return tensor.reshape(-1)[self.at : self.at + self.stop - self.start]
 
 
 Replaced = dict[
     nn.Parameter, list[tuple[nn.Parameter, slice]]
-]  # master -> the masters that replaced it, and its elements in them
+]  # master -> those that took its place, and its elements in them
 
 
 class Masters(Protocol):
@@ -68,45 +68,45 @@ class Masters(Protocol):
 
     @property
     def pieces(self) -> Sequence[MasterPiece]:
-        """Elements of the trained parameters that are stepped here, each once."""
+        """The trained parameters' elements that are stepped here, each once."""
 
     @property
     def settings(self) -> Mapping[nn.Parameter, Setting]:
-        """Master -> the settings of the parameters in it."""
+        """Each master, and the settings of the parameters in it."""
 
     def arrange(self) -> Replaced:
-        """Put the reduced gradients into the masters' `.grad`; return the replacements of masters.
+        """Puts the reduced gradients into the masters' `.grad`; returns what took the place of a master.
 
-        A gradient that no micro-batch has computed is None, so that the optimizer leaves its parameter alone. If such a
-        parameter shares a master, the master is replaced by one for each of its parameters.
+        A gradient that no micro-batch made is None, so that the optimizer leaves its parameter alone. Where a master holds
+        other parameters too, it is replaced by one for each of them.
         """
 
     def separate(self, steps: Mapping[str, float]) -> Replaced:
-        """Give parameters separate masters if those of one master have made different numbers of steps.
+        """Gives parameters masters of their own where those of one master have made different numbers of steps.
 
         Args:
             steps: name -> steps, of every trained parameter here.
         """
 
     def publish(self) -> None:
-        """Copy the masters into the parameters. With sharded gradients the other ranks' slices are then in transit: `wait` for
-        them before reading parameters."""
+        """Makes the parameters what the masters are now; with sharded gradients the other ranks' slices are then on their way
+        here: `wait` for them before you read parameters."""
 
     def wait(self) -> None:
-        """Wait for the slices that other ranks have published."""
+        """Waits for the slices that other ranks have published."""
 
     def read(self) -> None:
-        """Copy the parameters into the masters."""
+        """Makes the masters what the parameters are now."""
 
     def hold(self) -> Callable[[], None]:
-        """Keep the step's gradients beyond the next step; return a function that restores them."""
+        """Keeps the step's gradients beyond the next step; the result brings them back."""
 
     def changing(self) -> list[Tensor]:
-        """Return every tensor that `publish` or a step of the masters writes to."""
+        """Every tensor that `publish` or a step of the masters writes to."""
 
 
 class Parameters:
-    """Masters that are the parameters themselves."""
+    """The parameters are stepped as they are."""
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], settings: Settings) -> None:
         trained = [(name, p) for name, p in named if p.requires_grad]
@@ -143,7 +143,7 @@ class Parameters:
 
 
 class Buckets:
-    """Masters of buckets: views of a bucket's buffer of parameters, fp32 copies for bf16, or slices of either."""
+    """A bucket's parameters stand in one buffer; its masters are views of it, fp32 copies for bf16, or slices of either."""
 
     def __init__(self, sync: GradientSync, settings: Settings) -> None:
         self._sync = sync
@@ -166,7 +166,7 @@ class Buckets:
         return pieces
 
     def arrange(self) -> Replaced:
-        self.wait()  # slices in transit would overwrite those that a step changes
+        self.wait()  # what is under way is written over the slices that a step changes
         replaced: Replaced = {}
         if self._sync.absent:
             replaced = self._part(lambda slot: slot.held.parameter in self._sync.absent)
@@ -181,7 +181,7 @@ class Buckets:
         return self._part(lambda slot: steps[slot.held.name])
 
     def _part(self, trait: Callable[[BucketSlot], object]) -> Replaced:
-        """Give each parameter its own master if the parameters of one master differ in a trait."""
+        """Gives each parameter a master of its own where the parameters of one master differ in a trait."""
         replaced: Replaced = {}
         masters, self._masters = self._masters, []
         for flat, run, master in masters:
@@ -237,6 +237,6 @@ class Buckets:
 
 
 def _inside(flat: FlatParameters, run: slice) -> list[tuple[BucketSlot, int, int]]:
-    """Return (slot, first, last + 1) for each parameter with elements in `run`, counted in the buffer."""
+    """The parameters with elements in `run`: (slot, first element, the one after the last), counted in the buffer."""
     overlaps = [(slot, max(slot.start, run.start), min(slot.stop, run.stop)) for slot in flat.bucket.slots]
     return [(slot, first, last) for slot, first, last in overlaps if first < last]

@@ -1,4 +1,4 @@
-"""Muon for matrices that are sharded over ranks.
+"""Muon over matrices that are spread over ranks.
 
 The step of a matrix is its averaged gradient with all singular values brought near 1 (Keller Jordan, "Muon: an optimizer for
 hidden layers", 2024; arXiv 2502.16982; the arithmetic of torch.optim.Muon). That needs the whole matrix: slices of replicas
@@ -24,7 +24,7 @@ from pipeloom.parallel.sharding import WHOLE, ParameterSharding, join, shard_of
 from pipeloom.train.masters import MasterPiece
 from pipeloom.train.roles import Fused
 
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # coefficients of torch.optim.Muon
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of torch.optim.Muon
 _ITERATIONS = 5
 _SMALLEST_NORM = 1e-7
 
@@ -50,11 +50,11 @@ def scale_of(shape: Sequence[int], rule: str) -> float:
 
 
 def direction_of(update: Tensor, fused: Fused | None, rule: str, dtype: torch.dtype) -> Tensor:
-    """Return the scaled step of a whole weight, computed separately for each matrix in it.
+    """Return the scaled step of a whole weight: of each matrix in it on its own.
 
     Args:
         update: [..., a, b]; leading dimensions stack matrices (experts).
-        fused: the projections that the weight fuses.
+        fused: which projections the weight fuses.
     """
     if fused is not None:
         whole = torch.empty_like(update)
@@ -77,7 +77,7 @@ class MuonWeight:
         shape: of what this process holds.
         layout: of that in the whole weight.
         fused: the projections in the whole weight.
-        dtype: the dtype in which its step is computed.
+        dtype: in which its step is computed.
     """
 
     name: str
@@ -88,11 +88,11 @@ class MuonWeight:
 
 
 class WholeMatrices:
-    """Gathers the updates of the weights that this process holds, and computes its parts of their steps.
+    """Gathers the updates of this process's weights, and returns this process's parts of their steps.
 
     Args:
         matrices: by name.
-        sync: the reduction of their gradients; None: this process holds the whole weights.
+        sync: of their gradients; None: this process holds everything.
     """
 
     def __init__(self, matrices: Mapping[str, MuonWeight], sync: GradientSync | None, rule: str) -> None:
@@ -107,10 +107,10 @@ class WholeMatrices:
                 )
 
     def directions(self, updates: Mapping[str, tuple[MasterPiece, Tensor]]) -> dict[str, Tensor]:
-        """Return name -> the step's elements for the piece of that name, flat. Collective over dp and tp.
+        """Return name -> the flat elements of the step that belong to the piece of that name. Collective over dp and tp.
 
         Args:
-            updates: name -> the piece stepped here, and its update, flat.
+            updates: name -> the piece that is stepped here, and its flat update.
         """
         if self._sync is None:
             shaped = {name: update.view(self._matrices[name].shape) for name, (_, update) in updates.items()}
@@ -123,14 +123,14 @@ class WholeMatrices:
                 continue
             local = self._held_here(bucket, present, updates)
             for name, whole in self._over_tensor_ranks(present, local, self._sync.mesh.tp).items():
-                if name in updates:  # each replica computes the steps of the weights of which it holds elements
+                if name in updates:  # each replica computes the steps of the weights that it holds elements of
                     result[name] = self._own(self._matrices[name], whole, updates[name][0])
         return result
 
     def _held_here(
         self, bucket: Bucket, present: Sequence[MuonWeight], updates: Mapping[str, tuple[MasterPiece, Tensor]]
     ) -> dict[str, Tensor]:
-        """Return name -> the update of this process's whole part of a weight, slices of other replicas included."""
+        """Name -> the update of all that this process holds of a weight, slices of other replicas included."""
         if self._sync is None or not self._sync.sharded or bucket.axis.size == 1:
             return {weight.name: updates[weight.name][1].view(weight.shape) for weight in present}
         flat = torch.zeros(bucket.size, dtype=bucket.dtype, device=bucket.flat.device)
@@ -147,7 +147,7 @@ class WholeMatrices:
 
     @staticmethod
     def _over_tensor_ranks(present: Sequence[MuonWeight], local: Mapping[str, Tensor], tp: Axis) -> dict[str, Tensor]:
-        """Return name -> the whole update, with the parts of all tensor-parallel ranks, from a single all-gather."""
+        """Name -> the whole update, with the parts of the other tensor-parallel ranks; all of them in one all-gather."""
         cut = [weight for weight in present if weight.layout.over("tp") is not None] if tp.size > 1 else []
         whole = dict(local)
         if not cut:
@@ -164,7 +164,7 @@ class WholeMatrices:
         return whole
 
     def _own(self, matrix: MuonWeight, whole: Tensor, piece: MasterPiece) -> Tensor:
-        """Return this process's elements of the step of a whole weight, flat."""
+        """This process's elements of the step of a whole weight, flat."""
         direction = direction_of(whole, matrix.fused, self._rule, matrix.dtype)
         over = matrix.layout.over("tp")
         if over is not None and self._sync is not None:
@@ -173,11 +173,11 @@ class WholeMatrices:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for masters that each hold elements of one weight.
+    """Muon's step of masters of which each holds elements of one weight.
 
     Args:
         groups: torch's parameter groups.
-        matrices: gathers the weights.
+        matrices: brings the weights together.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Make one step; collective over the ranks that share a weight. `pieces` maps each master to its piece."""
+        """Make one step; collective over the ranks that share a weight. `pieces` says what each master is."""
         updates: dict[str, tuple[MasterPiece, Tensor]] = {}
         for group in self.param_groups:
             momentum = group["momentum"]
@@ -212,5 +212,5 @@ class Muon(torch.optim.Optimizer):
                     direction = directions[piece.name]
                     if direction.numel() == master.numel():
                         master.add_(direction.view(master.shape), alpha=-group["lr"])
-                    else:  # a slice may end with padding
+                    else:  # a slice ends with elements of no parameter
                         piece.of(master).add_(direction, alpha=-group["lr"])

@@ -19,20 +19,20 @@ from pipeloom.runtime import Pipeline
 from pipeloom.schedule import Timeline
 from pipeloom.train.collect import gather
 
-MOST_OPERATORS = 200_000  # operators per rank, about 20 MB of the file
-_FIRST_ROW = 2  # row of operators in a rank's group; actions are in row 0, their all-to-alls in row 1
-_ARROWS = 1 << 24  # ids of arrows reserved for each rank
+MOST_OPERATORS = 200_000  # per rank, about 20 MB of the file
+_FIRST_ROW = 2  # of operators in a rank's group; actions have row 0, their all-to-alls row 1
+_ARROWS = 1 << 24  # numbers of arrows that belong to one rank
 
 
 class OperatorProfile:
-    """Recorder of this rank's operators and its pipeline's actions in a window of steps, written as one file.
+    """Records the operators of this rank and the actions of its pipeline in a window of steps, and writes them.
 
-    Every rank of the run constructs one and calls its methods in the same order, on the thread that runs the steps: torch's
-    profiler ends the process if it is stopped on another thread than the one that started it. The profiler is started
-    briefly on construction, since its first start takes a second, and then for the window.
+    Every rank of the run makes one and calls its methods alike, on the thread that runs the steps: torch's profiler ends the
+    process where it is stopped on another thread than it was started on. The profiler starts once for a moment when the
+    object is made, which takes a second, and then for the window.
 
-    All events share one time axis. The profiler uses nanoseconds of the Unix clock, and actions `time.perf_counter`; both are
-    read together when the window begins. The ranks of a pipeline are aligned as in `Pipeline.timeline`, pipelines on
+    All events are on one axis. The profiler counts nanoseconds of the Unix clock, actions are timed by `time.perf_counter`;
+    both are read together where the window begins. The ranks of a pipeline are aligned as in `Pipeline.timeline`, pipelines on
     different hosts by the hosts' Unix clocks.
 
     Attributes:
@@ -44,7 +44,7 @@ class OperatorProfile:
         Args:
             first, last: steps of the window.
             folder: the run's; ranks of hosts that do not share it are left out of the file.
-            most: operators of this rank that are kept, the longest ones.
+            most: operators of this rank that stay, the longest.
         """
         self.path = folder / "profile.json"
         self._pipeline = pipeline
@@ -55,7 +55,7 @@ class OperatorProfile:
         self._unix_less_counter = 0  # nanoseconds
         self._steps: list[tuple[int, float, Timeline]] = []  # number, perf_counter of the timeline's second 0, timeline
         self._over = False
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler prints two lines at each start and end
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else two lines are printed at each start and end
         with self._new():
             pass
 
@@ -135,10 +135,10 @@ class OperatorProfile:
     def _events(
         self, operators: Sequence[dict[str, Any]], everyone: Sequence[Sequence[float]]
     ) -> Iterator[dict[str, Any]]:
-        """Return this rank's part of the file: names, operators, and on a pipeline's first rank the actions of all its ranks.
+        """This rank's share of the file: names, operators, and of a pipeline's first rank the actions of all its ranks.
 
         Args:
-            everyone: rank -> Unix time of each step's second 0 by its clock; a pipeline uses its first rank's.
+            everyone: rank -> Unix time of each step's second 0 by its clock; that of a pipeline is its first rank's.
         """
         pipeline, rank = self._pipeline, self._own
         line = pipeline.mesh.pipeline
@@ -155,7 +155,7 @@ class OperatorProfile:
                     last = max(last, event.get("id", 0))
                     yield event
                 arrows = last
-        # Clocks were aligned anew for each step, so an operator is placed by second 0 of its own step.
+        # Each step's clocks were aligned anew: an operator is placed by the second 0 of the step that it belongs to.
         zeros = [round(zero * 1e9) + self._unix_less_counter for _, zero, _ in self._steps]
         of_row: dict[str, int] = {}
         for event in sorted(operators, key=lambda event: event["start"]):
@@ -168,7 +168,7 @@ class OperatorProfile:
             yield {"ph": "X", "name": event["name"], "pid": rank, "tid": row, "ts": start, "dur": event["dur"] / 1e3}
 
     def _actions(self, timeline: Timeline, step: int, at: float, arrows: int) -> Iterator[dict[str, Any]]:
-        """Return the trace events of a step's actions on all ranks of this pipeline, from microsecond `at` on."""
+        """Our own trace of a step, of all ranks of this pipeline, from microsecond `at` on."""
         ranks = self._pipeline.mesh.pipeline.ranks
         for event in draw.trace(timeline)["traceEvents"]:
             if event["ph"] == "M":
@@ -182,7 +182,7 @@ class OperatorProfile:
             yield event
 
     def _join(self) -> list[int]:
-        """Join the parts of all ranks into one file and delete them; return the ranks without a part."""
+        """Make one file of the parts of all ranks, which are deleted; return the ranks that have none."""
         missing, separator = [], ""
         whole = self.path.with_suffix(".part")
         with whole.open("w", encoding="utf-8") as file:
@@ -203,7 +203,7 @@ class OperatorProfile:
 
 
 def _unix_less_counter() -> int:
-    """Return the nanoseconds by which the Unix clock is ahead of `time.perf_counter`, from the fastest of five readings."""
+    """Nanoseconds by which the Unix clock is ahead of `time.perf_counter`: of five readings the one that took least."""
     readings = []
     for _ in range(5):
         before, unix, after = time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()
@@ -212,7 +212,7 @@ def _unix_less_counter() -> int:
 
 
 def _operators(profiler: profile) -> Iterator[dict[str, Any]]:
-    """Return name, start and duration (in nanoseconds, start on the Unix clock), and thread or stream of each recorded event."""
+    """Name, start and duration in nanoseconds (start on the Unix clock), and thread or stream, of each event recorded."""
     recorder = profiler.profiler
     result = None if recorder is None else recorder.kineto_results
     for event in () if result is None else result.events():

@@ -31,8 +31,8 @@ class Optimizer:
 
     Without a GradientSync it steps the parameters and reads their `.grad`. With one it steps masters: fp32 values of bf16
     parameters, and this rank's slices only where gradients are sharded. Then `step` is collective over dp (Muon's over dp and
-    tp), and returns while the other ranks' slices are in transit: a Pipeline waits for them, other readers call `wait`. The
-    state is that of the masters, in fp32 at least.
+    tp), and returns while the other ranks' slices are on their way: a Pipeline waits for them, others call `wait`. The state is
+    that of the masters, in fp32 at least.
 
     Args:
         named: this process's parameters by global name, each once.
@@ -44,8 +44,7 @@ class Optimizer:
         foreign: the sizes of a foreign model, whose fused projections Muon steps one by one.
 
     Attributes:
-        optimizers: one per rule, each over different masters. AdamW and SGD are absent on a rank that steps none of their
-            masters. Muon is present on every rank that holds a matrix: gathering is collective.
+        optimizers: torch's, each with masters of its own; none where nothing is stepped here.
     """
 
     def __init__(
@@ -127,17 +126,17 @@ class Optimizer:
 
     @property
     def counted(self) -> int:
-        """Largest number of squares that `squares` returns."""
+        """The most squares that `squares` returns."""
         return sum(self._counts(piece.name) for piece in self._pieces)
 
     def squares(self) -> list[float]:
-        """Return the sum of squares of each gradient that this process counts. Call it after the pipeline's step."""
+        """The sum of the squares of each gradient that this process counts; call it after the pipeline's step."""
         self._arrange()
         counted = [piece for piece in self._pieces if self._counts(piece.name)]
         return squares([piece.of(piece.master.grad) for piece in counted if piece.master.grad is not None])
 
     def named_squares(self, gradients: bool) -> dict[str, float]:
-        """Return name -> the sum of squares of the parameter's gradients (or of its values) that this process counts."""
+        """Return name -> the sum of squares of the gradients, or of the values, that this process counts of a parameter."""
         self._arrange()
         squares_by_name: dict[str, float] = {}
         for piece in self._pieces:
@@ -149,11 +148,11 @@ class Optimizer:
         return squares_by_name
 
     def square_norm(self) -> float:
-        """Return the sum of `squares`."""
+        """The sum of `squares`."""
         return exact_sum(self.squares())
 
     def step(self, norm: float | None, rate: float) -> None:
-        """Clip the gradients, step the masters or skip the step, and release the gradients.
+        """Clips, steps or skips, and drops the gradients.
 
         Args:
             norm: the global gradient norm; a step whose norm is not finite is skipped; None: neither clips nor skips.
@@ -167,51 +166,50 @@ class Optimizer:
                 for group in optimizer.param_groups:
                     group["lr"] = rate
                 optimizer.step()
-        # Collective: a rank whose slices hold no parameter takes part, and so does one that skips a step which the others make
-        # speculatively.
+        # Collective: a rank whose slices hold no parameter, or that skips the step before others know of it, takes part.
         self.masters.publish()
         self.zero_grad()
 
     def wait(self) -> None:
-        """Wait for the slices that other ranks have stepped. Call it before reading parameters other than through a Pipeline."""
+        """Waits for what other ranks have stepped; call it before you read parameters that a Pipeline has not given out."""
         self.masters.wait()
 
     def publish_again(self) -> None:
-        """Join the collective of `step` without a step: other ranks repeat theirs, and this one need not."""
+        """Takes part where other ranks publish because they step anew, and this one does not."""
         self.masters.publish()
 
     def zero_grad(self) -> None:
-        """Release all gradients."""
+        """Drops all gradients."""
         for tensor in (*self._all, *self._parameters):
             tensor.grad = None
         if self._sync is not None:
             self._sync.zero_grad()
 
     def hold_gradients(self) -> Callable[[], None]:
-        """Keep the present gradients while the next step is computed; return a function that restores them."""
+        """Keeps the gradients of the step at hand while the next one is computed; the result brings them back."""
         return self.masters.hold()
 
     def changing(self) -> list[Tensor]:
-        """Return every tensor that a step writes to, except moments, which are in the state of `optimizers`."""
+        """Every tensor that a step writes to, moments aside: those are in the state of `optimizers`."""
         return self.masters.changing()
 
     def read_parameters(self) -> None:
-        """Copy the parameters into the masters. Call it after loading weights without the optimizer's state."""
+        """Makes the masters what the parameters are: call it after loading weights without the optimizer's state."""
         self.masters.read()
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the moments after a first step, and of masters that are not the parameters themselves."""
+        """Memory of the moments, once it has stepped, and of masters that are not the parameters themselves."""
         moment_counts = {piece.master: len(self.moments(piece.name)) for piece in self._pieces}
         moments = sum(moment_counts.get(master, 0) * master.nbytes for master in self._all)
         shared = {parameter.untyped_storage().data_ptr() for parameter in self._parameters}
         return moments + sum(m.nbytes for m in self._all if m.untyped_storage().data_ptr() not in shared)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Return global name -> `shape`, `step`, `start` and `stop` (the elements stepped here, of the part of the parameter that
-        this process holds, in row-major order), and for these elements `master` and the `moments`, as flat views.
+        """Global name -> `step`, `shape`, `start` and `stop` (elements of what this process holds of the parameter, counted
+        row by row), and of these elements `master` and the `moments`: flat views, not copies.
 
-        `step` is 0.0 without moments, and 1.0 for moments of SGD and Muon, which count no steps.
+        `step` is 1.0 where SGD or Muon, which count no steps, have a state.
         """
         states: dict[str, dict[str, Any]] = {}
         for piece in self.masters.pieces:
@@ -229,9 +227,9 @@ class Optimizer:
 
     @torch.no_grad()
     def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Load a state, which must hold the elements that are stepped here of each parameter, and may hold more.
+        """Takes over a state; of each parameter it must hold the elements that are stepped here, and may hold more.
 
-        A parameter with `step` 0 has no moments: it has had no gradient yet. Raises CheckpointError if elements are missing.
+        A parameter with `step` 0 has no moments: it had no gradient yet. Raises CheckpointError for elements that are missing.
         """
         for piece in self.masters.pieces:
             state = states.get(piece.name)
@@ -260,7 +258,7 @@ class Optimizer:
         self.masters.publish()
 
     def _arrange(self) -> None:
-        """Move gradients into the masters; give masters that replace others the state and the groups of those."""
+        """Gradients into the masters; state and places among the groups for those that took the place of others."""
         self._adopt(self.masters.arrange())
 
     def _adopt(self, replaced: Replaced) -> None:

@@ -1,4 +1,4 @@
-"""Checks by the launcher on this machine before it starts workers: the devices, the text, the folder for logs."""
+"""Checks that the launcher makes on this machine before it starts workers: the devices, the text, the folder for logs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pipeloom.limits import MOST_LOCAL_WORKERS, WORKER_BYTES, expanded
 from pipeloom.train.data.choice import is_plain_text
 from pipeloom.train.data.corpus import STDLIB, read_corpus, require_length
 
-# The held-out part of any Python's standard library is several times longer, so with shorter sequences the launcher need not
-# spend most of a second to read it.
+# The held-out part of every Python's standard library is several times longer. Reading it takes most of a second, which
+# no run with shorter sequences needs to spend before its workers do.
 _STDLIB_TOKENS = 100_000
 _USUAL_PART = 0.05
-# Bytes that a short run writes into its folder: configuration, log, trace and drawing. With less free, the disk counts as full.
+# What a short run writes into its folder: configuration, log, trace and drawing. A disc without room for it is full.
 _PROBE_BYTES = 2**18
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 
@@ -40,7 +40,7 @@ def require_machine(layout: Layout) -> None:
 
 
 def require_room(workers: int, what: str = "parallel.pp x dp x tp") -> None:
-    """Raise CapacityError if this machine cannot start so many workers; `what`: the settings that determine their number."""
+    """Raise CapacityError where this machine cannot start so many workers; `what`: the settings that say how many."""
     if workers > MOST_LOCAL_WORKERS:
         raise CapacityError(
             f"{workers:,} workers ({what}) are more than one machine starts; at most {MOST_LOCAL_WORKERS:,}: use "
@@ -55,7 +55,7 @@ def require_room(workers: int, what: str = "parallel.pp x dp x tp") -> None:
 
 
 def require_memory(layout: Layout) -> None:
-    """Raise CapacityError if the weights alone, with their gradients and moments, exceed the memory of this machine."""
+    """Raise CapacityError where the weights alone, with their gradients and averages, exceed the memory of this machine."""
     memory, config = memory_of_machine(), layout.config
     need = 16 * held_parameters(config.model, config.parallel.dp, config.parallel.ep)
     host = config.train.device == "cpu" or (config.train.device == "auto" and not Path("/dev/nvidiactl").exists())
@@ -67,7 +67,7 @@ def require_memory(layout: Layout) -> None:
 
 
 def memory_of_machine() -> int | None:
-    """Return the bytes of memory of this machine, or those that its control group allows; None if unknown."""
+    """Bytes of memory that this machine has, or that its control group allows; None where it is not known."""
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         allowed = Path("/sys/fs/cgroup/memory.max").read_text().strip()
@@ -86,9 +86,9 @@ def require_cuda(name: str, workers: int) -> None:
 
 
 def require_devices(name: str, workers: int) -> int:
-    """Return the number of CUDA devices used with `train.device = name`, 0 on the CPU. Raises ConfigError if "cuda" finds none.
+    """The number of CUDA devices that workers with `train.device = name` use, 0 on the CPU; ConfigError where "cuda" finds none.
 
-    With "cuda", workers share the devices if there are fewer; "auto" then uses the CPU.
+    "cuda" takes fewer devices than workers, which then share them; "auto" does not.
     """
     if name == "cpu":
         return 0
@@ -103,14 +103,14 @@ def require_devices(name: str, workers: int) -> int:
 
 
 def cuda_devices() -> int:
-    """Return the number of CUDA devices of this machine."""
+    """The number of CUDA devices of this machine."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _require_receives(layout: Layout) -> None:
-    """Refuse `overlap_p2p = false` if "auto" will choose shared memory: for CPU workers started here."""
+    """Refuse `overlap_p2p = false` where "auto" will choose shared memory: CPU workers that this launcher starts here."""
     config = layout.config
     if config.schedule.overlap_p2p is not False or config.schedule.transport != "auto" or layout.mesh.pp == 1:
         return
@@ -124,7 +124,7 @@ def _require_receives(layout: Layout) -> None:
 
 
 def _require_weights(config: Config) -> None:
-    """Refuse a Hugging Face directory with unreadable weights."""
+    """Refuse a Hugging Face directory whose weights no rank could read."""
     for key in ("source", "weights"):
         name = getattr(config.model, key)
         folder = expanded(name)
@@ -146,7 +146,7 @@ def _require_text(config: Config, replicas: int) -> None:
     plain_text = plain and data.sampling in ("auto", "anywhere")
     if plain_text and data.source == (STDLIB,) and train.seq_len < _STDLIB_TOKENS and data.held_out >= _USUAL_PART:
         return
-    if plain_text:  # these checks need no torch, which takes longer to load
+    if plain_text:  # what needs no torch, which takes longer to load
         corpus = read_corpus(data.source[0])
         require_length(len(corpus.train), train.seq_len, "training text")
         require_length(len(corpus.held_out), train.seq_len, "held-out text")
@@ -157,7 +157,7 @@ def _require_text(config: Config, replicas: int) -> None:
 
 
 def _require_folder(key: str, name: str) -> None:
-    """Try to create a run's files in the nearest existing parent of its folder, and remove them again."""
+    """Try to make what a run makes in a folder, in the nearest one that exists, and leave nothing behind."""
     folder = expanded(name).absolute()
     base = next(
         path for path in (folder, *folder.parents) if os.path.exists(path)

@@ -1,7 +1,7 @@
-"""A private network for the workers: it has a loopback interface only, and no other process of the machine can connect.
+"""A network of the workers' own: nothing is in it but a loopback interface, and no other process of the machine can connect.
 
-gloo and NCCL listen on TCP ports without authentication. On the machine's loopback interface every local user can connect
-to them; in a network namespace of the workers, only the workers can. An unprivileged user may create one inside a user
+gloo and NCCL listen on TCP ports and authenticate nobody. On the machine's loopback interface every local user reaches
+them; in a network namespace that the workers share, the workers alone do. An ordinary user may make one inside a user
 namespace, in which the workers keep their user and group.
 """
 
@@ -24,21 +24,21 @@ _GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 0x1  # SIOCGIFFLAGS, SIOCSIFFLAGS 
 
 
 class Network:
-    """A network that processes can enter; `Network()` stands for the machine's own."""
+    """A network that processes can enter; `Network()` is the machine's."""
 
     def __init__(self, namespaces: tuple[int, ...] = ()) -> None:
         self._namespaces = namespaces
         self._library = _library()  # loaded before any fork
 
     def enter(self) -> None:
-        """Move this process, which must have a single thread, into the network. Raises OSError."""
+        """Moves this process, which must have one thread only, into the network. Raises OSError."""
         for namespace in self._namespaces:
             if self._library.setns(namespace, 0):
                 raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
 
 
 def wanted(setting: str) -> bool:
-    """Return whether PIPELOOM_NETWORK selects a private network; "" does too. Raises ConfigError for an unknown value."""
+    """Return whether PIPELOOM_NETWORK asks for a private network; "" is the default. Raises ConfigError for an unknown value."""
     if setting not in ("", "private", "host"):
         raise ConfigError(f"{NETWORK} = {setting!r}; it must be 'private' or 'host'")
     return setting != "host"
@@ -46,7 +46,7 @@ def wanted(setting: str) -> bool:
 
 @contextlib.contextmanager
 def private_network() -> Iterator[Network]:
-    """Create a network that lasts as long as this block or any process in it. Raises OSError if the system refuses."""
+    """A new network, which lasts as long as this block or any process in it. Raises OSError where the system refuses it."""
     if sys.platform != "linux":
         raise OSError(0, f"there are none on {sys.platform}")
     namespaces = _made_by_a_child()
@@ -58,7 +58,7 @@ def private_network() -> Iterator[Network]:
 
 
 def _made_by_a_child() -> tuple[int, ...]:
-    """Return descriptors of the namespaces to enter, in order. A single-threaded child creates them and sends them here."""
+    """Descriptors of the namespaces to enter, in order. A process of one thread makes them, and leaves them here."""
     here, there = socket.socketpair()
     library = _library()  # loaded before the fork
     with here:
@@ -78,7 +78,7 @@ def _made_by_a_child() -> tuple[int, ...]:
 
 
 def _make(library: ctypes.CDLL, answer: socket.socket) -> None:
-    """In the child: create the namespaces, send their descriptors or the error, and exit."""
+    """In the child: makes the namespaces, sends their descriptors, or what failed, and ends."""
     at = "unshare"
     try:
         user, group = os.geteuid(), os.getegid()

@@ -14,16 +14,16 @@ from types import TracebackType
 from typing import Any, TextIO, cast
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colours and cursor movements of a terminal
-_KEPT_LINES = 1000  # lines written before the run's folder is known
-_PATIENCE = 1.0  # seconds: the watchdog must not wait for a thread that is stuck in a write to a slow disk
+_KEPT_LINES = 1000  # before the run's folder is known
+_PATIENCE = 1.0  # the watchdog must get past a thread that is stuck in a write to a slow disc
 
 
 class RankLog:
     """Copies what this process writes to `sys.stdout` and `sys.stderr` into `RUN_DIR/rank_N.log`, inside a `with` block.
 
-    The terminal receives all output immediately and unchanged; the file receives each line once it is complete, without the
-    frames of a progress bar. Lines written before `open` are kept until then. If the file cannot be written, training
-    continues without it. Output of native code that writes to the process's descriptors directly is not copied.
+    The terminal gets everything at once and as before; the file gets each line when it is complete, without the frames of a
+    progress bar. Lines from before `open` are held back until then. A file that cannot be written is left alone: training
+    does not depend on it. Native code that writes to the process's descriptors itself is not copied.
     """
 
     def __init__(self, rank: int) -> None:
@@ -32,10 +32,10 @@ class RankLog:
         self._file: int | None = None
         self._held: deque[str] = deque(maxlen=_KEPT_LINES)
         self._unfinished: dict[str, str] = {}
-        self._streams: dict[str, tuple[TextIO, TextIO]] = {}  # name -> the original stream, and the copying one
+        self._streams: dict[str, tuple[TextIO, TextIO]] = {}  # name -> the stream before, and ours
 
     def open(self, folder: Path) -> None:
-        """Write into `folder` from now on. On a host that does not share the run's folder, a folder of that name is created."""
+        """Write into `folder` from now on; on a host that does not share the run's folder, into one of that name."""
         with contextlib.suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -45,7 +45,7 @@ class RankLog:
         self._write([f"--- rank {self._rank}, process {os.getpid()} on {os.uname().nodename}, {began}", *held])
 
     def take(self, name: str, text: str) -> None:
-        """Copy text that was written to the stream `name`."""
+        """Copy what was written to the stream `name`."""
         if not self._lock.acquire(timeout=_PATIENCE):
             return
         try:
@@ -84,7 +84,7 @@ class RankLog:
 
 
 class _Copied:
-    """A stream whose text is also passed to a RankLog; all else is delegated to the original stream."""
+    """A stream whose text a RankLog gets too; in everything else it is the stream that it stands for."""
 
     def __init__(self, stream: TextIO, name: str, log: RankLog) -> None:
         self._stream, self._name, self._log = stream, name, log

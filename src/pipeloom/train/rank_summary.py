@@ -23,7 +23,7 @@ class RankSummary:
         layers: of each of its stages, in order.
         parameters: elements of its part of them.
         optimizer_bytes: state and master weights.
-        in_flight: the largest number of stage-micro-batches alive at once.
+        in_flight: the most stage-micro-batches alive at once.
     """
 
     place: Place
@@ -34,7 +34,7 @@ class RankSummary:
 
 
 def what_ranks_hold(pipeline: Pipeline, optimizer: Optimizer) -> list[RankSummary] | None:
-    """Return the summaries of all ranks, in rank order, on the first rank; None on the others. Collective."""
+    """Every rank's, in order of their numbers, on the first rank; None on the others. Collective."""
     peaks = simulate(pipeline.schedule, Costs(1, 1, 1)).peak_activations
     mine = RankSummary(
         pipeline.mesh.place,
@@ -58,9 +58,9 @@ def _from_json(
 
 
 def table(ranks: Sequence[RankSummary]) -> list[str]:
-    """Return lines of at most 80 characters, one per rank: place, layers, parameters, optimizer state, micro-batches in flight.
+    """Lines of at most 80 characters, a rank each: place, layers, parameters, optimizer state, micro-batches in flight.
 
-    For many ranks, only those of the first pipeline are listed: the others hold as much.
+    Of many ranks, those of the first pipeline: the others hold as much.
     """
     axes = [axis for axis in ("pp", "dp", "tp", "ep") if len({getattr(held.place, axis) for held in ranks}) > 1]
     printed = [(number, held) for number, held in enumerate(ranks)]
@@ -81,7 +81,7 @@ def table(ranks: Sequence[RankSummary]) -> list[str]:
 
 
 def layer_words(stages: Sequence[Sequence[str]]) -> str:
-    """`"E 0-1 | 4-5 L"`: blocks by number, E embedding, L norm and output layer, one group per stage."""
+    """`"E 0-1 | 4-5 L"`: blocks by number, E embedding, L norm and output layer, one group a stage."""
     return " | ".join(_stage_words(names) for names in stages)
 
 

@@ -1,4 +1,4 @@
-"""Join the parts of each parameter on the processes of a mesh into whole tensors."""
+"""Parts of each parameter on the processes of a mesh, joined to whole tensors."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class RankTensors:
 
     Attributes:
         place: its place on the mesh.
-        values: global name -> its part of the tensor; None if it has none.
-        layouts: global name -> layout of the parameter over the ranks.
+        values: global name -> its part of a tensor, or None where it has none.
+        layouts: global name -> how the parameter is laid.
     """
 
     place: Place
@@ -31,7 +31,7 @@ def whole(holdings: Sequence[RankTensors]) -> list[dict[str, Tensor | None]]:
     """For each process the whole tensors that begin with its part: those that it holds in full, and those whose first
     part is its own. So every copy of a parameter comes once.
 
-    If all parts are None, the whole is None; if only some are, it is a tensor of NaN.
+    A part that is None makes the whole None if all others are, else a tensor of NaN.
     """
     copies: dict[tuple[str, tuple[int, ...]], dict[tuple[int, ...], int]] = {}
     for number, holding in enumerate(holdings):

@@ -15,10 +15,10 @@ def learning_rate(step: int, steps: int, options: OptimizerSection, replicas: in
 
     - cosine: min_lr + (lr - min_lr) (1 + cos πx) / 2 (arXiv 1608.03983);
     - linear: lr + (min_lr - lr) x;
-    - wsd (arXiv 2404.06395): lr until `decay_steps` steps remain, then linear to min_lr at the last step;
+    - wsd (arXiv 2404.06395): lr until `decay_steps` steps are left, which fall linearly to min_lr at the last step;
     - constant: lr.
 
-    The result is multiplied by `batch_factor`.
+    All of it times `batch_factor`.
     """
     lr, low = (rate * batch_factor(options.lr_rule, replicas) for rate in (options.lr, options.min_lr))
     if step < options.warmup_steps:
@@ -39,9 +39,9 @@ def learning_rate(step: int, steps: int, options: OptimizerSection, replicas: in
 
 
 def batch_factor(rule: str, replicas: int) -> float:
-    """Return the factor on the rates for a batch `replicas` times as large as the one for which they were chosen.
+    """Return what rates are multiplied by for a batch that is `replicas` times as large as the one that they were chosen for.
 
-    `none`: 1, for rates chosen for the global batch, whatever the number of replicas. `linear`: N, for SGD (arXiv
+    `none`: 1, for rates that belong to the global batch, however many replicas share it. `linear`: N, for SGD (arXiv
     1706.02677). `sqrt`: √N, for Adam and its kin (arXiv 2205.10287).
     """
     return {"none": 1.0, "linear": float(replicas), "sqrt": math.sqrt(replicas)}[rule]

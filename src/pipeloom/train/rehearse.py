@@ -31,7 +31,7 @@ class Rehearsal:
         costs: of a stage; a pair's follow from `all_to_all`. `message` is the bytes of each message.
         unit: seconds that a cost of 1 takes.
         steps: recorded steps; one more comes before them.
-        slow: stage -> factor on its times that the simulation does not include, to show its effect.
+        slow: stage -> factor of its times that the costs do not say, to see what it does.
         transport: what carries the messages.
     """
 
@@ -57,7 +57,7 @@ class Rehearsal:
         return SegmentCosts(tuple((layer,) for layer in self._segments())).costs(**others)
 
     def simulated(self) -> Timeline:
-        """Return the timeline predicted from the costs, in seconds, in which messages take no time."""
+        """Return the timeline that the costs promise, in seconds; messages take no time in it."""
         return simulate(self.schedule, self.seconds)
 
     def work(self) -> list[float]:
@@ -83,7 +83,7 @@ class Rehearsal:
         return [_Factory(f"stage.{position}", partial(build, position)) for position in range(self.schedule.positions)]
 
     def _segments(self) -> list[LayerSegments]:
-        """Return stage -> its segments, in seconds; without an all-to-all, the first segment takes all of the time."""
+        """stage -> its segments in seconds; all in the first part, where there is no all-to-all."""
         stages = self.schedule.stages
         names = ("forward", "input_grad", "weight_grad", "all_to_all")
         layers = []
@@ -100,7 +100,7 @@ class Rehearsal:
 
 @dataclass(frozen=True)
 class _Factory:
-    """Factory of a layer; its name is the prefix of the layer's parameters."""
+    """Builds a layer; its name is the prefix of the layer's parameters."""
 
     name: str
     build: Any
@@ -142,7 +142,7 @@ def run(rehearsal: Rehearsal, context: WorkerContext) -> tuple[Timeline, ...]:
 
 
 def patience(rehearsal: Rehearsal) -> float:
-    """Return the seconds after which a rank without progress counts as stuck: a multiple of the longest wait."""
+    """Return the seconds after which a rank without progress is stuck: many times what the longest wait takes."""
     return max(60.0, 20.0 * rehearsal.simulated().makespan)
 
 

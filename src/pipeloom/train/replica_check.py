@@ -1,9 +1,9 @@
-"""A check during training that tensors which several ranks replicate are still equal, bit for bit.
+"""A check while training runs: what several ranks hold alike is still alike, bit for bit.
 
-A weight that differs from its replica (a flipped bit, a lost message, a race) spoils a run silently. Compared are
+A weight that drifts apart from its replica (a flipped bit, a lost message, a race) spoils a run without a sign. Compared are
 weights, masters and AdamW's moments, each among the ranks that hold the same elements of it: data-parallel replicas (of an
 expert: those along edp), tensor-parallel ranks of what is not cut, the replicas of two routes, the holders of a tied weight.
-Under ZeRO-1 a rank's slice of the state is compared with the ranks that keep the same slice.
+Under ZeRO-1 a rank's slice of the state is compared with those who keep the same slice.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from pipeloom.runtime.health.names import Names
 from pipeloom.runtime.tied_weights import layer_of
 from pipeloom.train.optimizer import Optimizer
 
-# Relative, of a tensor's norm: on CUDA, tensor-parallel ranks may sum the same values in different orders.
+# Relative, of a tensor's norm: on CUDA tensor-parallel ranks may add up in another order what they compute alike.
 CUDA_TP_TOLERANCE = 1e-3
 _STATES = ("master", "exp_avg", "exp_avg_sq", "momentum_buffer")
-# checksum of the bits; the norm if it may be compared instead, else 0
+# checksum of the bits, norm where it may be compared instead, else 0
 Sums = tuple[int, float]
 ReplicaDifference = tuple[str, list[int], list[int]]
 """Key, ranks that hold the value of the first, ranks that hold another."""
 
 
 class ReplicaCheck:
-    """Comparison of replicated tensors, every so many steps.
+    """Compares what ranks hold alike, every so many steps.
 
     Args:
         every: steps from one check to the next; 0: never.
@@ -63,7 +63,7 @@ class ReplicaCheck:
         named = dict(self.tensors())
         group = self._pipeline.run_control
         with self._pipeline.waiting("the other ranks' checksums"):
-            # first one checksum for all tensors that the same ranks hold, since there are few such groups
+            # first one checksum for all tensors that the same ranks hold: there are few of these
             if not self._compare(all_gather_json(self._joint(named), group)):
                 return
             tensors = list(named.values())
@@ -73,7 +73,7 @@ class ReplicaCheck:
             raise DistributedError(f"after step {step} {self._words(differences)}")
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Return (key, tensor) pairs: equal keys on two ranks mean equal values. A key is a name, its part, and its kind."""
+        """(key, tensor): equal keys on two ranks mean equal values. A key is a name, the part of it, and what it is."""
         pipeline, index = self._pipeline, self._pipeline.mesh.place
         state = self._optimizer.state_dict()
         for name, parameter in pipeline.named_parameters():
@@ -92,9 +92,9 @@ class ReplicaCheck:
         return [float(n) for n in torch.stack([t.detach().double().norm() for t in tensors]).tolist()]
 
     def _joint(self, named: Mapping[str, Tensor]) -> dict[str, Sums]:
-        """Return one checksum for all tensors that are cut alike; its key identifies them.
+        """One checksum for all tensors that are cut alike; its key says which tensors those are.
 
-        It has no norm: on CUDA, a difference leads to a comparison of each tensor, not to an error.
+        It has no norm: on CUDA one that differs leads to a look at each tensor, never to an alarm.
         """
         routes = len(self._pipeline.schedule.routes)
         groups: dict[tuple[str, ...], list[str]] = {}
