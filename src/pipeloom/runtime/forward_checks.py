@@ -1,7 +1,7 @@
-"""Checks of a stage's forwards: that layers change only what they may, and that gradients will reach what the stage holds.
+"""Checks of a stage's forwards: layers change only what they may, and gradients will reach the stage's parameters.
 
-A stage's first forwards are looked at in full, since a layer that does such a thing does it from the start. Later ones cost
-next to nothing: only what can happen at any time is checked.
+A stage's first forwards are checked in full, since a layer that breaks a rule does so from the start. Checks of later ones
+cost next to nothing: they cover only what can happen at any time.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from pipeloom.runtime.stage_modules import StageModules
 from pipeloom.runtime.state_changes import BackwardChanges, StateChanges, require_unread
 from pipeloom.runtime.tensor_spec import BoundaryValues, TensorSpecs
 
-_FIRST = 64  # forwards of a stage; a layer that changes its input in place does so in one of them
-_LOOKS = 2  # of them; a layer that changes its parameters does so in one of these
+_FIRST = 64  # forwards per stage; a layer that changes its input in place does so in one of them
+_LOOKS = 2  # of these; a layer that changes its parameters does so in one of them
 
 
 class ForwardChecks:
-    """The checks of one stage, for its forwards that keep a graph.
+    """The checks of one stage's forwards that record a graph.
 
     Args:
         where: the stage, in words.
         segmented: whether the stage runs in segments.
-        replicated: what holds copies of these layers' parameters, in words; None: nothing does.
-        elsewhere: parameters that this process can reach and layers of other ranks hold -> their names; complete at the first
-            forward.
-        shared: the state that layers of several stages share.
+        replicated: the holders of copies of these layers' parameters, in words; None: there are none.
+        elsewhere: parameter in this process that a layer of another rank holds -> its name; complete at the first forward.
+        shared: state that layers of several stages share.
 
     Attributes:
-        written_in_backward: what backwards write, and no forward may read before all those of earlier micro-batches.
+        written_in_backward: attributes that backwards write; no forward may read them before the backwards of all earlier
+            micro-batches.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class ForwardChecks:
     def begin(
         self, inputs: BoundaryValues, specs: TensorSpecs | None, program: StageProgram, arriving: bool
     ) -> CheckedForward | None:
-        """Return the checks of one more forward; None: it needs none.
+        """Return the checks of the next forward; None: it needs none.
 
         Args:
-            inputs: of the stage, as leaves.
-            specs: of the inputs; None: they are the user's.
-            arriving: whether weights are written to during the forward, by the pipeline.
+            inputs: inputs of the stage, as leaves.
+            specs: specs of the inputs; None: they are the user's.
+            arriving: whether the pipeline writes to weights during the forward.
         """
         aliases = [] if specs is None or len(specs) == 1 else _aliases(inputs, specs)
         if self._left < 0 and program.in_order and not aliases:
@@ -84,22 +84,22 @@ class ForwardChecks:
 
     @cached_property
     def shared(self) -> list[tuple[str, StateHolder]]:
-        """The state that other stages hold too, each with its layer. At the first forward: all layers are built by then."""
+        """State that other stages hold too, each with its layer; available once all layers are built, at the first forward."""
         return [] if self._shared is None else self._shared.of(self.layers.names)
 
     @property
     def first(self) -> bool:
-        """Return whether the present forward is one of the first."""
+        """Return whether the present forward is one of the first ones."""
         return self._left >= 0
 
     @property
     def by_value(self) -> bool:
-        """Return whether parameters are compared by their values, too, in the present forward."""
+        """Return whether parameters are compared by value too in the present forward."""
         return _FIRST - _LOOKS <= self._left < _FIRST
 
     @contextmanager
     def watched_forward(self) -> Iterator[None]:
-        """Raise UsageError where the forward inside reads what backwards write. Ends with the first forwards."""
+        """Raise UsageError if the forward inside reads what backwards write. Later forwards are not watched."""
         written, self.written_in_backward = self.written_in_backward, []
         reads = AttributeReads(written, recomputed=True)
         with reads:
@@ -109,25 +109,25 @@ class ForwardChecks:
             self.written_in_backward = written
 
     def allow_changes(self) -> None:
-        """From now on, layers may change their inputs in place in every forward."""
+        """Allow layers to change their inputs in place from now on, in every forward."""
         self._left = math.inf
 
     def explain(self, error: RuntimeError, inputs: Sequence[Any]) -> None:
-        """Add a note to an error that says that a leaf was changed in place, where the next forward allows that."""
+        """Add a note to an error about a leaf that was changed in place, if the next forward allows that."""
         if not self.first and "leaf Variable that requires grad" in str(error) and any(map(carries, inputs)):
             self.allow_changes()
             error.add_note("(a layer changes its input in place, and did not before: the next step allows it)")
 
 
 class CheckedForward:
-    """The state before one forward, and what is refused afterwards.
+    """The state before one forward, and the checks after it.
 
     Args:
-        in_order: whether every micro-batch comes through the stage, in order.
-        aliases: inputs that shared their memory where they were made, with their versions.
+        in_order: whether every micro-batch passes through the stage, in order.
+        aliases: inputs that shared memory when they were computed, with their versions.
 
     Attributes:
-        of_backward: makes the checks of the micro-batch's backward, once the forward has ended; None: it needs none.
+        of_backward: constructor of the checks of the micro-batch's backward, after the forward; None: it needs none.
     """
 
     def __init__(
@@ -155,9 +155,9 @@ class CheckedForward:
             )
 
     def changeable(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the inputs as layers may change them in place: as in one process, where no cut makes them leaves.
+        """Return the inputs so that layers may change them in place, as in one process, where they are not leaves.
 
-        That takes an operation more for each input, so it ends after some forwards in which no layer changed one.
+        That takes one more operation per input, so it ends after some forwards in which no layer changed one.
         """
         self._input_versions: tuple[int, ...] = ()
         if not self._checks.first:
@@ -166,13 +166,13 @@ class CheckedForward:
         return tuple(_Given.apply(v) if carries(v) else v for v in inputs)  # type: ignore[no-untyped-call]
 
     def note_changes(self, inputs: tuple[Any, ...]) -> None:
-        """Keep inputs changeable for good where a layer has changed one of these since `changeable`."""
+        """Keep inputs changeable in all later forwards if a layer has changed one of these since `changeable`."""
         before = self._input_versions
         if before and before != tuple(value._version for value in inputs if carries(value)):
             self._checks.allow_changes()
 
     def require_unchanged(self) -> None:
-        """Raise UsageError for state, or an input, that layers have changed and may not change."""
+        """Raise UsageError for state or inputs that layers have changed but may not change."""
         if self._shared is not None:
             self._shared.refuse()
         if self._state is not None:
@@ -188,7 +188,7 @@ class CheckedForward:
             )
 
     def require_own(self, roots: Sequence[GradientEdge], losses: Sequence[Tensor]) -> None:
-        """Raise UsageError where the forward's graph reaches what is not the stage's, or a replicated weight has changed."""
+        """Raise UsageError if the forward's graph reaches beyond the stage, or a replicated weight has changed."""
         checks = self._checks
         if checks.first and checks.replicated is not None:
             if self._versions is not None:
@@ -201,7 +201,7 @@ class CheckedForward:
 
 
 def version_of(value: Tensor) -> int:
-    """Return how often the tensor has been written to; 0 for one made in inference mode, which does not count that."""
+    """Return the tensor's version counter; 0 for one made in inference mode, which has none."""
     return 0 if value.is_inference() else value._version
 
 
@@ -211,11 +211,11 @@ def _aliases(values: BoundaryValues, specs: TensorSpecs) -> list[tuple[Tensor, i
 
 
 class _Given(torch.autograd.Function):
-    """The same memory, as an operation's result: it counts changes with its input, and is no leaf."""
+    """View of the same memory that is not a leaf, and shares the version counter of its input."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)  # where a layer's input gets no gradient, neither does the stage before
+        ctx.set_materialize_grads(False)  # if a layer's input gets no gradient, the stage before gets none either
         return leaf.detach()
 
     @staticmethod

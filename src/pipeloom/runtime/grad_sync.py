@@ -1,4 +1,4 @@
-"""The gradients of a step beyond one rank: of weights that several pipeline ranks hold, and over the replicas."""
+"""Reduction of a step's gradients over ranks: of weights that several pipeline ranks hold, and over the replicas."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _STEPPED = "the weights that other replicas have stepped"
 
 
 class StepGradients:
-    """Handling of one rank's gradients before a step, as its stages end, and after it.
+    """Handling of one rank's gradients before a step, as its stages complete, and after it.
 
     Attributes:
-        sync: the reduction over the replicas; None where `.grad` is all there is: one pipeline without main gradients.
+        sync: the reduction over the replicas; None for one pipeline without main gradients, which has `.grad` only.
     """
 
     def __init__(self, assembly: Assembly, mesh: Mesh, options: RuntimeOptions, alarm: FailureReporter) -> None:
@@ -60,17 +60,17 @@ class StepGradients:
         }
 
     def start_equal(self, group: Any) -> None:
-        """Tied weights begin with the first one's values: each layer has drawn its own."""
+        """Give tied weights the first holder's values: each layer has drawn its own."""
         for holders, weights in self._tied.items():
             ties.start_equal(holders, self._line.rank, weights, group)
 
     def weights_changed(self) -> None:
-        """Somebody else than the optimizer has written to the parameters."""
+        """Note that the parameters were written to by other code than the optimizer."""
         for call in self.sync.changed if self.sync is not None else ():
             call()
 
     def before_layer(self, layer: str) -> None:
-        """Waits, inside an action, for what other replicas have stepped of a layer's weights."""
+        """Wait, inside an action, for the slices of a layer's weights that other replicas have stepped."""
         if self.sync is not None and self.sync.weights.pending:
             self._alarm.status.wait_inside(_STEPPED)
             with standstill(_STEPPED, "dp"):
@@ -78,20 +78,20 @@ class StepGradients:
             self._alarm.status.wait_inside(None)
 
     def wait_for_weights(self) -> None:
-        """Waits for what other replicas have stepped of all weights here."""
+        """Wait for the slices of all weights here that other replicas have stepped."""
         if self.sync is not None and self.sync.weights.pending:
             with self._alarm.waiting(_STEPPED):
                 self.sync.weights.wait()
 
     def begin(self) -> None:
-        """Before a step's first forward."""
+        """Prepare the gradients before a step's first forward."""
         if self.sync is not None:
             self.sync.begin()
             return
         shared = self._shared_weights
         self._before = [weight.grad for weight in shared]
         for weight in shared:
-            weight.grad = None  # only this step's part is summed over the holders
+            weight.grad = None  # only this step's gradient is summed over the holders
 
     def finish(self, group: Any) -> dict[str, float]:
         """Complete the gradients after a step's last action; return kind of communication -> its seconds.
@@ -141,14 +141,14 @@ class StepGradients:
         return [weight for weights in self._shared.values() for weight in weights]
 
     def zero(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Drops every gradient."""
+        """Release every gradient."""
         if self.sync is not None:
             self.sync.zero_grad()
         for parameter in parameters.values():
             parameter.grad = None
 
     def norm(self, counts: Callable[[str], bool], everyone: Axis, device: torch.device) -> Tensor:
-        """The norm over all ranks of the last step's gradients; collective.
+        """Return the norm over all ranks of the last step's gradients; collective.
 
         Args:
             counts: whether this process counts a parameter; each element must be counted once over the mesh.
@@ -176,9 +176,9 @@ class StepGradients:
         clip([gradient for _, gradient in self._reduced()], norm, most)
 
     def _reduced(self) -> list[tuple[str, Tensor]]:
-        """(name, gradient, or the elements of it that this process has the sum of) of all parameters that have one.
+        """Return (name, gradient) for all parameters with one; for a sharded gradient, only the elements summed in this process.
 
-        Raises UsageError for gradients that are not summed over the replicas yet.
+        Raises UsageError if gradients have not been summed over the replicas yet.
         """
         if self.sync is None:
             return [(name, p.grad) for name, p in self._parameters.items() if p.grad is not None]
@@ -204,13 +204,13 @@ class StepGradients:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Steps inside talk to no other replica about gradients."""
+        """Leave the gradients of the steps inside unsummed over the replicas."""
         with self.sync.no_sync() if self.sync is not None else contextlib.nullcontext():
             yield
 
 
 def summed_over(mesh: Mesh, options: RuntimeOptions) -> str | None:
-    """Return what every gradient is summed over, in words; None where `.grad` is all there is."""
+    """Return in words what every gradient is summed over; None without a reduction."""
     if mesh.dp.size > 1:
         return "data-parallel replicas"
     if mesh.tp.size > 1:
@@ -219,7 +219,7 @@ def summed_over(mesh: Mesh, options: RuntimeOptions) -> str | None:
 
 
 def checked_max_norm(max_norm: float) -> float:
-    """`max_norm` as a number. Raises UsageError for one that is negative or not a number."""
+    """Return `max_norm` as a float. Raises UsageError if it is negative or not a number."""
     try:
         most = float(max_norm)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Declarations of layers by name: tensors that they read and write past other layers, and losses of their own."""
+"""Declarations of layers: named tensors that they read and write past other layers, and their own losses."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from pipeloom.schedule.named import NamedTensor
 
 @dataclass(frozen=True)
 class LayerNames:
-    """Declarations of one layer.
+    """The declarations of one layer.
 
     Attributes:
-        layer: its name.
-        reads: keyword of its forward -> name of the tensor.
+        layer: name of the layer.
+        reads: keyword argument of its forward -> name of the tensor.
         writes: key of the dict that it returns -> name of the tensor.
-        losses: key of the dict -> the term that its value is given to.
+        losses: key of the dict -> the loss term that takes its value.
     """
 
     layer: str
@@ -33,7 +33,7 @@ class LayerNames:
 
     @classmethod
     def of(cls, source: object, name: str) -> LayerNames:
-        """Return what `source`, the layer called `name`, declares: a `Layer` may, anything else does not. Raises ConfigError."""
+        """Return the declarations of `source`, the layer called `name`; only a `Layer` has any. Raises ConfigError."""
         if not isinstance(source, Layer) or not (source.reads or source.writes or source.losses):
             return cls(name)
         reads, writes = (_by_key(name, which, getattr(source, which)) for which in ("reads", "writes"))
@@ -53,7 +53,7 @@ class LayerNames:
         return not (self.reads or self.writes or self.losses)
 
     def require_keywords(self, accepted: frozenset[str] | None) -> None:
-        """Raise ConfigError where the layer reads into a keyword that its forward does not take (None: it takes any)."""
+        """Raise ConfigError if the layer reads into a keyword that its forward does not take (None: it takes any)."""
         for keyword in self.reads if accepted is not None else ():
             if keyword not in (accepted or ()):
                 raise ConfigError(
@@ -62,9 +62,9 @@ class LayerNames:
                 )
 
     def taken_from(self, result: Any, tensors: dict[str, Tensor | None]) -> tuple[Any, dict[str, Any]]:
-        """Puts what the layer writes into `tensors`; returns what it hands on by position, and its losses' values by key.
+        """Put the tensors that the layer writes into `tensors`; return its positional outputs, and its losses' values by key.
 
-        Raises UsageError where the layer did not return what it declares.
+        Raises UsageError if the layer did not return what it declares.
         """
         if not (self.writes or self.losses):
             return result, {}
@@ -91,10 +91,10 @@ class LayerNames:
 
 @dataclass(frozen=True)
 class ModelNames:
-    """Declarations of the layers of a whole model, with the stage position of each.
+    """The declarations of all layers of a model, with the stage position of each.
 
     Attributes:
-        tensors: those that cross between stages.
+        tensors: the named tensors that are sent between stages.
         terms: the keys of the losses, in order of the layers.
     """
 
@@ -103,7 +103,9 @@ class ModelNames:
 
     @classmethod
     def of(cls, layers: Sequence[LayerNames], position_of: Sequence[int]) -> ModelNames:
-        """Raises ConfigError for a name that is read and not written before, and for a key of two losses.
+        """Collect the declarations.
+
+        Raises ConfigError for a name that is read but not written before, and for two losses with one key.
 
         Args:
             position_of: layer -> the position of its stage.
@@ -133,7 +135,7 @@ class ModelNames:
 def carrying(schedule: Schedule, tensors: Sequence[NamedTensor]) -> Schedule:
     """Return `schedule` with messages for the named tensors of a model.
 
-    Raises ConfigError where it has messages for others.
+    Raises ConfigError if it has messages for other tensors.
     """
     if schedule.tensors and schedule.tensors != tuple(tensors):
         raise ConfigError(
@@ -148,7 +150,7 @@ def _words(tensors: Sequence[NamedTensor]) -> str:
 
 
 def _by_key(layer: str, which: str, declared: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
-    """{key: name}, from names or from that. Raises ConfigError for anything else."""
+    """Return {key: name}, given names or such a dict. Raises ConfigError for anything else."""
     if isinstance(declared, str):
         raise ConfigError(
             f"layer {layer!r}: {which} is the string {declared!r}; give names in a tuple, as in ({declared!r},)"
@@ -170,7 +172,7 @@ def _require_identifier(layer: str, which: str, name: object) -> None:
 
 
 def _unwritten(layer: str, name: str, rest: Sequence[LayerNames], written: Mapping[str, int]) -> str:
-    """Return why `layer` cannot read `name`: `rest` are it and those behind it."""
+    """Return the reason why `layer` cannot read `name`; `rest`: the layer and those after it."""
     later = next((other.layer for other in rest if name in other.writes.values()), None)
     if later is not None:
         return f"layer {layer!r} reads tensor {name!r}, which only {later!r} writes, and that is not before it"

@@ -1,4 +1,4 @@
-"""A step's loss on its way from the ranks that know a share of it to all ranks of the mesh."""
+"""Transfer of a step's loss from the ranks that compute a share of it to all ranks of the mesh."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Loss = Callable[[Any, Any], Tensor]
 
 @dataclass
 class _Transfers:
-    """Transfers of losses of one process group that may still be under way: (work, tensor) each.
+    """Transfers of losses in one process group that may not have completed: (work, tensor) each.
 
     Attributes:
-        expected: rank that knows the loss -> a receive from it that no step has taken yet.
+        expected: rank with the loss -> an open receive from it that no step has used yet.
     """
 
     sends: list[tuple[Any, Tensor]] = field(default_factory=list)
@@ -40,18 +40,18 @@ class _Transfers:
     expected: dict[int, tuple[Any, Tensor]] = field(default_factory=dict)
 
 
-# They stay for as long as the group does, also when their pipeline is dropped. gloo forgets a send whose work is gone, while
-# the other rank still waits for it; and a receive: the loss then reaches the next receive, or, if it is arriving at that
-# moment, stays in the connection, which carries nothing any more.
+# They are kept as long as the group exists, also after their pipeline is deleted. gloo drops a send whose work object is deleted
+# while the other rank still waits for it, and likewise a receive: the loss then arrives in the next receive, or, if it is
+# arriving at that moment, blocks the connection for good.
 _TRANSFERS: WeakKeyDictionary[Any, _Transfers] = WeakKeyDictionary()
 
 
 def share_of_loss(loss: Callable[[Any, Any], Tensor], output: Any, targets: Any, share: float) -> Tensor:
-    """Return `share * loss(output, targets)`, 0-dim; zero with a zero gradient where the share is 0.
+    """Return `share * loss(output, targets)`, 0-dim; for a share of 0, zero with a zero gradient.
 
-    A mean over no target is NaN, and so is 0 times it: such a micro-batch is not given to the loss at all.
+    A mean over no target is NaN, and so is 0 times it, so the loss is not called for such a micro-batch.
 
-    Raises UsageError when the loss does not return one number, or the share is NaN.
+    Raises UsageError if the loss does not return one number, or the share is NaN.
     """
     if share == 0:
         return _zero(output)
@@ -75,10 +75,10 @@ def share_of_loss(loss: Callable[[Any, Any], Tensor], output: Any, targets: Any,
 
 
 def require_weighing(loss: object, weight: object, ignore_index: int | None) -> None:
-    """Raise ConfigError where torch's own cross entropy is a mean over something else than what the default weight counts.
+    """Raise ConfigError if torch's own cross entropy is a mean over other targets than the default weight counts.
 
     Args:
-        loss: `nn.CrossEntropyLoss`, `nn.NLLLoss`, or a `functools.partial` of their functions; others are not looked at.
+        loss: `nn.CrossEntropyLoss`, `nn.NLLLoss`, or a `functools.partial` of their functions; others are not checked.
         weight, ignore_index: as given to the pipeline.
     """
     if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
@@ -103,7 +103,7 @@ def require_weighing(loss: object, weight: object, ignore_index: int | None) -> 
 
 
 def _zero(output: Any) -> Tensor:
-    """Return 0, connected to every tensor of `output` that a gradient comes back for."""
+    """Return 0, connected in the graph to every tensor of `output` that requires a gradient."""
     tensors = tensors_in(output)
     if not tensors:
         return torch.zeros(())
@@ -123,7 +123,7 @@ class _ZeroLoss(torch.autograd.Function):
 
 
 class PendingLoss:
-    """The loss of a step that this rank has finished and another may not have."""
+    """The loss of a step that this rank has finished, but another may not have."""
 
     def __init__(self, finish: Callable[[], Tensor], names: Sequence[str] = ()) -> None:
         self._finish = finish
@@ -131,12 +131,12 @@ class PendingLoss:
         self._sums: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """The mean loss over all targets of the batch, layers' terms included: a 0-dim fp32 tensor, the same on every rank."""
+        """Return the mean loss over all targets of the batch, with layers' terms: a 0-dim fp32 tensor, the same on every rank."""
         sums = self._all()
         return sums[0] if sums.ndim else sums
 
     def terms(self) -> dict[str, Tensor]:
-        """key of a layer's loss -> its mean over all targets, without its weight: a 0-dim fp32 tensor, the same on every rank."""
+        """Return key of a layer's loss -> its unweighted mean over all targets: a 0-dim fp32 tensor, the same on every rank."""
         sums = self._all()
         return {name: sums[at + 1] for at, name in enumerate(self._names)}
 
@@ -151,8 +151,8 @@ class LossSum:
     """One rank's part of a step's loss.
 
     Attributes:
-        total: the sum of its shares, those of layers' terms times their weights; None where it computes none.
-        terms: key of a layer's loss -> the sum of its shares.
+        total: sum of its shares, with those of layers' terms times their weights; None if it computes no share.
+        terms: key of a layer's loss -> sum of its shares.
     """
 
     total: Tensor | None = None
@@ -167,7 +167,7 @@ class LossSum:
         self.terms[key] = self.terms[key] + share.float() if key in self.terms else share.float()
 
     def together(self, names: Sequence[str], device: torch.device) -> Tensor:
-        """The total, 0-dim; with `names` a vector of it and these terms. 0 for what is not known here."""
+        """Return the total, 0-dim; with `names`, a vector of it and these terms. Values that this rank does not compute are 0."""
         zero = torch.zeros((), dtype=torch.float32, device=device)
         total = zero if self.total is None else self.total.to(device, copy=True)
         terms = [self.terms.get(name, zero).to(device) for name in names]
@@ -175,7 +175,7 @@ class LossSum:
 
 
 class LossBroadcast:
-    """Brings the loss to every rank without a barrier: whoever knows it sends it and goes on."""
+    """Broadcast of the loss without a barrier: the rank that computes it sends it and continues."""
 
     def __init__(
         self,
@@ -198,31 +198,31 @@ class LossBroadcast:
         self._terms = terms
         self._sum = not one_pipeline or len(schedule.routes) > 1 or bool(terms)
         self._receives = self._group is not None and not self._sum and self._line.rank != self._source
-        self._counts = mesh.tp.index == 0  # the tp ranks of a last stage all know the same share
+        self._counts = mesh.tp.index == 0  # all tp ranks of a last stage compute the same share
 
     @property
     def terms(self) -> dict[str, Tensor]:
-        """The layers' terms of the last loss."""
+        """The layers' terms of the last loss, by key."""
         return self._pending.terms()
 
     def expect(self) -> None:
-        """Open the receive of the loss before the work of a step, so that the rank that knows it need not wait for this one.
+        """Open the receive of the loss before the work of a step, so that the rank that sends it need not wait for this one.
 
-        gloo's thread would otherwise find the answer to an opened receive while the rank still opens it, and then look again
-        and again, on the rank's own core, for up to 4 ms. NCCL's receives occupy a stream, and are opened in `start`.
+        Otherwise gloo's thread may handle the reply to a receive while the rank is still opening it, and then it polls on the
+        rank's own core for up to 4 ms. NCCL's receives occupy a stream, so they are opened in `start`.
         """
         expected = self._transfers.expected
         if self._receives and self._source not in expected and self._carrier.type == "cpu":
             expected[self._source] = self._receive()
 
     def start(self, share: LossSum) -> PendingLoss:
-        """The sum of all shares, each of them a part of the step's mean."""
-        self._pending.wait()  # one that the caller dropped would take the next loss in its place
+        """Start the transfer of the sum of all shares, each of them a part of the step's mean."""
+        self._pending.wait()  # one that the caller has dropped would receive the next loss instead
         self._pending = self._start(share)
         return self._pending
 
     def _start(self, share: LossSum) -> PendingLoss:
-        # in fp32 on every rank: those that know no share cannot know that the model computes in fp64
+        # in fp32 on every rank: ranks without a share have no information on the model's dtype
         if self._receives:
             receipt = self._transfers.expected.pop(self._source, None) or self._receive()
             return PendingLoss(lambda: self._take(receipt))
@@ -246,7 +246,7 @@ class LossBroadcast:
 
     def _send(self, total: Tensor) -> None:
         with self._alarm.reporting():
-            self._wait_for_sends()  # of the step before: long received
+            self._wait_for_sends()  # of the previous step: received long ago
         for rank in range(len(self._line.ranks)):
             if rank != self._source:
                 with self._telling(rank, "it did not take the loss"):
@@ -272,7 +272,7 @@ class LossBroadcast:
 
     @contextlib.contextmanager
     def _telling(self, peer: int | None, words: str) -> Iterator[None]:
-        """An error inside is told to the other ranks; None: it may be any peer's."""
+        """Report an error inside to the other ranks; None: any peer may have caused it."""
         with self._alarm.reporting():
             try:
                 yield
@@ -282,7 +282,7 @@ class LossBroadcast:
                 raise PeerGone(peer, f"{words}: {error}") from None
 
     def close(self) -> None:
-        """Waits for what was sent; a peer that is gone does not matter."""
+        """Wait for the sends; the loss of a peer is ignored."""
         with contextlib.suppress(RuntimeError):
             self._wait_for_sends()
         self._transfers.sends.clear()
