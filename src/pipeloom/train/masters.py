@@ -1,4 +1,4 @@
-"""Tensors that an optimizer steps: the parameters, or masters, which are fp32 copies or slices of each bucket's parameters."""
+"""Tensors that an optimizer steps: the parameters, or masters: views, fp32 copies or slices of a bucket's parameters."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Counts = Callable[[str], bool]  # whether this process counts a parameter in nor
 
 @dataclass(frozen=True)
 class Setting:
-    """Optimizer settings of a parameter; parameters of equal settings may stand in one master.
+    """Optimizer settings of a parameter; parameters with equal settings may share a master.
 
     Attributes:
         rule: the optimizer: "adamw", "sgd" or "muon".
         decay: weight decay.
-        alone: the name of a parameter that needs a master of its own; "": it shares one.
+        alone: the name of a parameter that needs its own master; "" where it may share one.
     """
 
     rule: str
@@ -40,10 +40,10 @@ class MasterPiece:
 
     Attributes:
         name: the parameter's global name.
-        shape: of what this process holds of it.
-        start, stop: which of its elements, counted row by row.
+        shape: shape of the part of the parameter that this process holds.
+        start, stop: range of elements of that part, counted row by row.
         master: the tensor that an optimizer steps.
-        at: where they begin in the master, flattened.
+        at: index of the first of these elements in the flattened master.
     """
 
     name: str
@@ -54,7 +54,7 @@ class MasterPiece:
     at: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """These elements of a tensor of the master's shape: a flat view where that is contiguous."""
+        """Return these elements of a tensor that has the master's shape, flat; a view where the tensor is contiguous."""
         return tensor.reshape(-1)[self.at : self.at + self.stop - self.start]
 
 
@@ -64,49 +64,49 @@ Replaced = dict[
 
 
 class Masters(Protocol):
-    """Tensors that an optimizer steps, with the paths of their gradients and values."""
+    """Tensors that an optimizer steps, with the transfer of gradients into them and of their values to the parameters."""
 
     @property
     def pieces(self) -> Sequence[MasterPiece]:
-        """The trained parameters' elements that are stepped here, each once."""
+        """The elements of trained parameters that this process steps, each exactly once."""
 
     @property
     def settings(self) -> Mapping[nn.Parameter, Setting]:
         """Each master, and the settings of the parameters in it."""
 
     def arrange(self) -> Replaced:
-        """Puts the reduced gradients into the masters' `.grad`; returns what took the place of a master.
+        """Put the reduced gradients into the masters' `.grad`; return the masters that were replaced.
 
-        A gradient that no micro-batch made is None, so that the optimizer leaves its parameter alone. Where a master holds
-        other parameters too, it is replaced by one for each of them.
+        The gradient of a parameter that no micro-batch used is None, so that the optimizer skips it. Where its master holds
+        other parameters too, one master per parameter replaces it.
         """
 
     def separate(self, steps: Mapping[str, float]) -> Replaced:
-        """Gives parameters masters of their own where those of one master have made different numbers of steps.
+        """Replace each master whose parameters have made different numbers of steps by one master per parameter.
 
         Args:
-            steps: name -> steps, of every trained parameter here.
+            steps: name -> number of steps, of every trained parameter on this process.
         """
 
     def publish(self) -> None:
-        """Makes the parameters what the masters are now; with sharded gradients the other ranks' slices are then on their way
-        here: `wait` for them before you read parameters."""
+        """Copy the masters' values to the parameters. With sharded gradients, the other ranks' slices arrive later: call
+        `wait` before you read parameters."""
 
     def wait(self) -> None:
-        """Waits for the slices that other ranks have published."""
+        """Wait for the slices that other ranks have published."""
 
     def read(self) -> None:
-        """Makes the masters what the parameters are now."""
+        """Copy the parameters' values to the masters."""
 
     def hold(self) -> Callable[[], None]:
-        """Keeps the step's gradients beyond the next step; the result brings them back."""
+        """Keep this step's gradients while the next step computes its own; return a function that restores them."""
 
     def changing(self) -> list[Tensor]:
         """Every tensor that `publish` or a step of the masters writes to."""
 
 
 class Parameters:
-    """The parameters are stepped as they are."""
+    """Masters that are the parameters themselves."""
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], settings: Settings) -> None:
         trained = [(name, p) for name, p in named if p.requires_grad]
@@ -143,7 +143,8 @@ class Parameters:
 
 
 class Buckets:
-    """A bucket's parameters stand in one buffer; its masters are views of it, fp32 copies for bf16, or slices of either."""
+    """Masters of parameters that are stored in one buffer per bucket: views of the buffer, fp32 copies of bf16 buffers, or
+    slices of either."""
 
     def __init__(self, sync: GradientSync, settings: Settings) -> None:
         self._sync = sync
@@ -166,7 +167,7 @@ class Buckets:
         return pieces
 
     def arrange(self) -> Replaced:
-        self.wait()  # what is under way is written over the slices that a step changes
+        self.wait()  # slices still in transit would overwrite what the step changes
         replaced: Replaced = {}
         if self._sync.absent:
             replaced = self._part(lambda slot: slot.held.parameter in self._sync.absent)
@@ -181,7 +182,7 @@ class Buckets:
         return self._part(lambda slot: steps[slot.held.name])
 
     def _part(self, trait: Callable[[BucketSlot], object]) -> Replaced:
-        """Gives each parameter a master of its own where the parameters of one master differ in a trait."""
+        """Replace each master whose parameters differ in `trait` by one master per parameter."""
         replaced: Replaced = {}
         masters, self._masters = self._masters, []
         for flat, run, master in masters:
@@ -219,7 +220,7 @@ class Buckets:
                 master.copy_(flat.flat[run])
 
     def hold(self) -> Callable[[], None]:
-        # the next step writes to the same buffers, so this takes a copy
+        # the next step writes to the same buffers, so the gradients are copied
         copies = [bucket.part.clone() for bucket in self._sync.buckets]
         absent = set(self._sync.absent)
 
@@ -237,6 +238,6 @@ class Buckets:
 
 
 def _inside(flat: FlatParameters, run: slice) -> list[tuple[BucketSlot, int, int]]:
-    """The parameters with elements in `run`: (slot, first element, the one after the last), counted in the buffer."""
+    """Return (slot, start, stop) of each parameter with elements in `run`; start and stop are positions in the buffer."""
     overlaps = [(slot, max(slot.start, run.start), min(slot.stop, run.stop)) for slot in flat.bucket.slots]
     return [(slot, first, last) for slot, first, last in overlaps if first < last]

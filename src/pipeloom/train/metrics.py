@@ -1,4 +1,4 @@
-"""Metrics of a step: as a line for people, as a record for programs."""
+"""Metrics of a step: a line for the terminal and a record for the log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeloom.config import Config
 from pipeloom.cores import usable_cores
 from pipeloom.schedule import Timeline, simulate
 
-# dense bf16 operations per second, from the makers' data sheets
+# dense bf16 FLOP/s, from the vendors' data sheets
 _PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "MI300X": 1307e12}
 
 
@@ -29,13 +29,13 @@ class StepMetrics:
         step_time: seconds, mean since the last line.
         tps: tokens per second, over all ranks, since the last line.
         memory: bytes, the largest over the ranks: what torch allocated on a GPU, the process's peak on a CPU.
-        mfu: share of the devices' peak, None where the peak is not known.
+        mfu: model FLOP/s as a share of the devices' peak; None where the peak is not known.
         bubble_measured, bubble_simulated: bubble rate, Σ idle / (p · makespan), of this step and of its simulation with
             the stage costs measured in it.
         expert_load: tokens of the busiest expert over the mean, the largest of all blocks; None without experts.
         expert_drops: share of the choices of experts that were dropped; None without experts.
-        all_to_all: seconds of this step in which a rank stood still for an all-to-all of experts, the largest over the
-            ranks; None where there is none.
+        all_to_all: seconds of this step in which a rank was idle while it waited for an all-to-all of experts, the largest
+            over the ranks; None where there is none.
     """
 
     step: int
@@ -77,12 +77,12 @@ class StepMetrics:
 
 
 def simulated(measured: Timeline) -> Timeline:
-    """The same schedule simulated with the stage costs that were measured, messages free."""
+    """Simulate the schedule of `measured` with its measured stage costs; messages take no time."""
     return simulate(measured.schedule, measured.costs)
 
 
 def memory_in_use(device: torch.device) -> float:
-    """Bytes: torch's peak on a GPU, the process's peak resident size on a CPU."""
+    """Return bytes: the peak allocated by torch on a GPU, the process's peak resident size on a CPU."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -90,7 +90,7 @@ def memory_in_use(device: torch.device) -> float:
 
 
 def model_flops_utilization(config: Config, flops: float, device: torch.device, devices: int) -> float | None:
-    """Operations that the model needs a second (`flops`), over the devices' bf16 peak; None where that is not known."""
+    """Return the model's FLOP/s over all devices (`flops`) divided by the devices' bf16 peak; None where that is not known."""
     if device.type != "cuda" or config.train.dtype != "bfloat16":
         return None
     name = torch.cuda.get_device_name(device)
@@ -101,7 +101,7 @@ def model_flops_utilization(config: Config, flops: float, device: torch.device, 
 
 
 def shared_cores(ranks: int, device: torch.device) -> str:
-    """`"4 ranks on 2 cores"` where ranks share cores and take turns, which their times show; else `""`."""
+    """Return `"4 ranks on 2 cores"` where ranks share CPU cores, which lengthens measured times; else `""`."""
     cores = usable_cores()
     if device.type != "cpu" or ranks <= cores:
         return ""

@@ -43,14 +43,14 @@ def orthogonalized(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scale_of(shape: Sequence[int], rule: str) -> float:
-    """Return the factor of the rate for a matrix of `shape`, as torch.optim.Muon's `adjust_lr_fn`."""
+    """Return the factor of the learning rate for a matrix of `shape`; `rule` is torch.optim.Muon's `adjust_lr_fn`."""
     if rule == "original":
         return math.sqrt(max(1.0, shape[0] / shape[1]))
     return 0.2 * math.sqrt(max(shape))
 
 
 def direction_of(update: Tensor, fused: Fused | None, rule: str, dtype: torch.dtype) -> Tensor:
-    """Return the scaled step of a whole weight: of each matrix in it on its own.
+    """Return the scaled step of a whole weight, computed separately for each matrix in it.
 
     Args:
         update: [..., a, b]; leading dimensions stack matrices (experts).
@@ -74,10 +74,10 @@ class MuonWeight:
 
     Attributes:
         name: global name.
-        shape: of what this process holds.
-        layout: of that in the whole weight.
-        fused: the projections in the whole weight.
-        dtype: in which its step is computed.
+        shape: shape of the part that this process holds.
+        layout: how the whole weight is sharded.
+        fused: the projections that the whole weight fuses; None where it is a single matrix.
+        dtype: the dtype in which its step is computed.
     """
 
     name: str
@@ -91,8 +91,11 @@ class WholeMatrices:
     """Gathers the updates of this process's weights, and returns this process's parts of their steps.
 
     Args:
-        matrices: by name.
-        sync: of their gradients; None: this process holds everything.
+        matrices: global name -> weight.
+        sync: the reduction of their gradients; None where this process holds everything.
+        rule: scaling rule, as for `scale_of`.
+
+    Raises UsageError for a weight whose tensor-parallel parts differ in size.
     """
 
     def __init__(self, matrices: Mapping[str, MuonWeight], sync: GradientSync | None, rule: str) -> None:
@@ -110,7 +113,7 @@ class WholeMatrices:
         """Return name -> the flat elements of the step that belong to the piece of that name. Collective over dp and tp.
 
         Args:
-            updates: name -> the piece that is stepped here, and its flat update.
+            updates: name -> the piece that this process steps, and its flat update.
         """
         if self._sync is None:
             shaped = {name: update.view(self._matrices[name].shape) for name, (_, update) in updates.items()}
@@ -130,7 +133,7 @@ class WholeMatrices:
     def _held_here(
         self, bucket: Bucket, present: Sequence[MuonWeight], updates: Mapping[str, tuple[MasterPiece, Tensor]]
     ) -> dict[str, Tensor]:
-        """Name -> the update of all that this process holds of a weight, slices of other replicas included."""
+        """Return name -> the update of this process's part of the weight, including the slices that other replicas step."""
         if self._sync is None or not self._sync.sharded or bucket.axis.size == 1:
             return {weight.name: updates[weight.name][1].view(weight.shape) for weight in present}
         flat = torch.zeros(bucket.size, dtype=bucket.dtype, device=bucket.flat.device)
@@ -147,7 +150,7 @@ class WholeMatrices:
 
     @staticmethod
     def _over_tensor_ranks(present: Sequence[MuonWeight], local: Mapping[str, Tensor], tp: Axis) -> dict[str, Tensor]:
-        """Name -> the whole update, with the parts of the other tensor-parallel ranks; all of them in one all-gather."""
+        """Return name -> the update of the whole weight; one all-gather brings the parts of all other tensor-parallel ranks."""
         cut = [weight for weight in present if weight.layout.over("tp") is not None] if tp.size > 1 else []
         whole = dict(local)
         if not cut:
@@ -164,7 +167,7 @@ class WholeMatrices:
         return whole
 
     def _own(self, matrix: MuonWeight, whole: Tensor, piece: MasterPiece) -> Tensor:
-        """This process's elements of the step of a whole weight, flat."""
+        """Return this process's elements of the step of a whole weight, flat."""
         direction = direction_of(whole, matrix.fused, self._rule, matrix.dtype)
         over = matrix.layout.over("tp")
         if over is not None and self._sync is not None:
@@ -173,11 +176,11 @@ class WholeMatrices:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon's step of masters of which each holds elements of one weight.
+    """Muon over masters, each of which holds elements of a single weight.
 
     Args:
         groups: torch's parameter groups.
-        matrices: brings the weights together.
+        matrices: gathers the updates into whole weights.
     """
 
     def __init__(
@@ -189,7 +192,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Make one step; collective over the ranks that share a weight. `pieces` says what each master is."""
+        """Make one step; collective over the ranks that share a weight. `pieces` must hold the piece of every master."""
         updates: dict[str, tuple[MasterPiece, Tensor]] = {}
         for group in self.param_groups:
             momentum = group["momentum"]

@@ -11,9 +11,9 @@ from pipeloom.train.optimizer import Optimizer
 
 
 class NormRow:
-    """Data that one rank sends of a step: some flags, then the squared norm of each gradient that it counts.
+    """Row of numbers that one rank sends per step: flags, then the squared norm of each gradient that it counts.
 
-    Making one is collective over the run: all rows have the same length.
+    The constructor is collective over the run: the ranks agree on one length of rows.
     """
 
     def __init__(self, pipeline: Pipeline, optimizer: Optimizer) -> None:
@@ -21,16 +21,16 @@ class NormRow:
         self._width = int(maxima(pipeline, [float(optimizer.counted)])[0])
 
     def make(self, *flags: float) -> list[float]:
-        """The row of the step just made."""
+        """Return the row of the step whose gradients are at hand, padded with zeros."""
         squares = self._optimizer.squares()
         return [*flags, *squares, *[0.0] * (self._width - len(squares))]
 
 
 def norm_of(rows: Sequence[Sequence[float]], flags: int) -> float:
-    """The global norm from the rows of all ranks, each with so many flags in front."""
+    """Return the global gradient norm from the rows of all ranks, each of which begins with `flags` flags."""
     return global_norm(square for row in rows for square in row[flags:])
 
 
 def own_square(row: Sequence[float], flags: int) -> float:
-    """The sum of the squares in one row."""
+    """Return the sum of the squares in one row that begins with `flags` flags."""
     return exact_sum(row[flags:])

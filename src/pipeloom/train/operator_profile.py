@@ -1,4 +1,4 @@
-"""The operators of a few steps, as torch.profiler records them, and the actions that ran them: one file for Perfetto."""
+"""Operators of a few steps, recorded by torch.profiler, and the actions that ran them, in one trace file for Perfetto."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from pipeloom.train.collect import gather
 
 MOST_OPERATORS = 200_000  # per rank, about 20 MB of the file
 _FIRST_ROW = 2  # of operators in a rank's group; actions have row 0, their all-to-alls row 1
-_ARROWS = 1 << 24  # numbers of arrows that belong to one rank
+_ARROWS = 1 << 24  # arrow ids reserved per rank, so that the ids of two ranks never coincide
 
 
 class OperatorProfile:
     """Records the operators of this rank and the actions of its pipeline in a window of steps, and writes them.
 
-    Every rank of the run makes one and calls its methods alike, on the thread that runs the steps: torch's profiler ends the
-    process where it is stopped on another thread than it was started on. The profiler starts once for a moment when the
-    object is made, which takes a second, and then for the window.
+    Every rank of the run creates one and calls the same methods, on the thread that runs the steps: torch's profiler crashes
+    the process if the thread that stops it is not the one that started it. The constructor starts and stops the profiler
+    once, because its first start takes about a second; recording starts with the window.
 
-    All events are on one axis. The profiler counts nanoseconds of the Unix clock, actions are timed by `time.perf_counter`;
-    both are read together where the window begins. The ranks of a pipeline are aligned as in `Pipeline.timeline`, pipelines on
-    different hosts by the hosts' Unix clocks.
+    All events share one time axis. The profiler counts nanoseconds of the Unix clock, and actions are timed by
+    `time.perf_counter`; both clocks are read together at the start of the window. The ranks of a pipeline are aligned as in
+    `Pipeline.timeline`, pipelines on different hosts by the hosts' Unix clocks.
 
     Attributes:
         path: the file that rank 0 writes.
@@ -42,9 +42,9 @@ class OperatorProfile:
     def __init__(self, pipeline: Pipeline, first: int, last: int, folder: Path, most: int = MOST_OPERATORS) -> None:
         """
         Args:
-            first, last: steps of the window.
-            folder: the run's; ranks of hosts that do not share it are left out of the file.
-            most: operators of this rank that stay, the longest.
+            first, last: first and last step of the window.
+            folder: the run's folder; ranks on hosts that do not share it are left out of the file.
+            most: largest number of operators of this rank to keep; the longest ones are kept.
         """
         self.path = folder / "profile.json"
         self._pipeline = pipeline
@@ -55,7 +55,7 @@ class OperatorProfile:
         self._unix_less_counter = 0  # nanoseconds
         self._steps: list[tuple[int, float, Timeline]] = []  # number, perf_counter of the timeline's second 0, timeline
         self._over = False
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else two lines are printed at each start and end
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise kineto prints two lines at each start and stop
         with self._new():
             pass
 
@@ -67,23 +67,23 @@ class OperatorProfile:
 
     @property
     def recording(self) -> bool:
-        """Return whether the step that begins is in the window."""
+        """Return whether operators are being recorded."""
         return self._profiler is not None
 
     def before_step(self, step: int) -> None:
-        """Start recording if `step` is in the window; collective then."""
+        """Start recording if `step` is in the window, which is collective."""
         if self._over or self._profiler is not None or not self._first <= step <= self._last:
             return
         self._profiler = self._new()
         self._profiler.start()
-        gather(self._pipeline, [0.0])  # starting takes longer on one rank than on another
+        gather(self._pipeline, [0.0])  # starting takes longer on some ranks than on others: wait for all
         self._unix_less_counter = _unix_less_counter()
 
     def after_step(self, step: int) -> list[str]:
-        """Note the step's actions while recording, and write the file after the last step of the window; collective then.
+        """Keep the step's actions while recording. After the last step of the window, write the file, which is collective.
 
         Returns:
-            lines to print: where the file is.
+            lines to print: the path of the file.
         """
         if self._profiler is None:
             return []
@@ -92,7 +92,7 @@ class OperatorProfile:
         return self.finish() if step >= self._last else []
 
     def finish(self) -> list[str]:
-        """Write what has been recorded, if anything, and record no more; collective.
+        """Write what has been recorded, if anything, and stop recording; collective.
 
         Returns:
             lines to print.
@@ -103,8 +103,8 @@ class OperatorProfile:
             torch.cuda.synchronize(self._pipeline.device)
         self._profiler.stop()
         operators = sorted(_operators(self._profiler), key=lambda event: -event["dur"])
-        # The profiler is part of a reference cycle. Its native part must be destroyed now: left to the interpreter's end,
-        # its destructor fails every second time and kills the process.
+        # The profiler is part of a reference cycle. Its native part must be destroyed now: at the exit of the interpreter,
+        # its destructor fails about every second time and kills the process.
         self._profiler, self._over = None, True
         gc.collect()
         left_out = max(0, len(operators) - self._most)
@@ -122,7 +122,7 @@ class OperatorProfile:
         try:
             missing = self._join()
         except OSError as error:
-            return [f"cannot write {self.path}: {error.strerror or error}; training goes on without a profile"]
+            return [f"cannot write {self.path}: {error.strerror or error}; training continues without a profile"]
         lines = [f"profile: {self.path}  (open it in ui.perfetto.dev)"]
         if left_out:
             lines.append(f"profile: the shortest {left_out:,} operators are left out")
@@ -135,10 +135,10 @@ class OperatorProfile:
     def _events(
         self, operators: Sequence[dict[str, Any]], everyone: Sequence[Sequence[float]]
     ) -> Iterator[dict[str, Any]]:
-        """This rank's share of the file: names, operators, and of a pipeline's first rank the actions of all its ranks.
+        """Yield this rank's events: names, operators, and on a pipeline's first rank the actions of all its ranks.
 
         Args:
-            everyone: rank -> Unix time of each step's second 0 by its clock; that of a pipeline is its first rank's.
+            everyone: rank -> Unix time of second 0 of each step, by that rank's clock. A pipeline uses its first rank's.
         """
         pipeline, rank = self._pipeline, self._own
         line = pipeline.mesh.pipeline
@@ -155,7 +155,7 @@ class OperatorProfile:
                     last = max(last, event.get("id", 0))
                     yield event
                 arrows = last
-        # Each step's clocks were aligned anew: an operator is placed by the second 0 of the step that it belongs to.
+        # Clocks are aligned anew in each step: an operator's time counts from second 0 of the step that it belongs to.
         zeros = [round(zero * 1e9) + self._unix_less_counter for _, zero, _ in self._steps]
         of_row: dict[str, int] = {}
         for event in sorted(operators, key=lambda event: event["start"]):
@@ -168,7 +168,7 @@ class OperatorProfile:
             yield {"ph": "X", "name": event["name"], "pid": rank, "tid": row, "ts": start, "dur": event["dur"] / 1e3}
 
     def _actions(self, timeline: Timeline, step: int, at: float, arrows: int) -> Iterator[dict[str, Any]]:
-        """Our own trace of a step, of all ranks of this pipeline, from microsecond `at` on."""
+        """Yield the trace events of a step's actions on all ranks of this pipeline, shifted by `at` microseconds."""
         ranks = self._pipeline.mesh.pipeline.ranks
         for event in draw.trace(timeline)["traceEvents"]:
             if event["ph"] == "M":
@@ -182,7 +182,7 @@ class OperatorProfile:
             yield event
 
     def _join(self) -> list[int]:
-        """Make one file of the parts of all ranks, which are deleted; return the ranks that have none."""
+        """Join the parts of all ranks into one file and delete them; return the ranks without a part."""
         missing, separator = [], ""
         whole = self.path.with_suffix(".part")
         with whole.open("w", encoding="utf-8") as file:
@@ -203,7 +203,7 @@ class OperatorProfile:
 
 
 def _unix_less_counter() -> int:
-    """Nanoseconds by which the Unix clock is ahead of `time.perf_counter`: of five readings the one that took least."""
+    """Return the nanoseconds by which the Unix clock is ahead of `time.perf_counter`, from the quickest of five readings."""
     readings = []
     for _ in range(5):
         before, unix, after = time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()
@@ -212,7 +212,7 @@ def _unix_less_counter() -> int:
 
 
 def _operators(profiler: profile) -> Iterator[dict[str, Any]]:
-    """Name, start and duration in nanoseconds (start on the Unix clock), and thread or stream, of each event recorded."""
+    """Yield the name, start and duration in nanoseconds (start on the Unix clock), and thread or stream of each event."""
     recorder = profiler.profiler
     result = None if recorder is None else recorder.kineto_results
     for event in () if result is None else result.events():

@@ -1,4 +1,4 @@
-"""AdamW, SGD or Muon over what this process steps, and the gradient norm over all of it."""
+"""AdamW, SGD or Muon over the elements that this process steps, and the squares of its gradients for the global norm."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ class Optimizer:
     (`roles.role_of`).
 
     Without a GradientSync it steps the parameters and reads their `.grad`. With one it steps masters: fp32 values of bf16
-    parameters, and this rank's slices only where gradients are sharded. Then `step` is collective over dp (Muon's over dp and
-    tp), and returns while the other ranks' slices are on their way: a Pipeline waits for them, others call `wait`. The state is
-    that of the masters, in fp32 at least.
+    parameters, and only this rank's slices where gradients are sharded. Then `step` is collective over dp (Muon's over dp and
+    tp), and returns before the other ranks' slices have arrived: a Pipeline waits for them, other callers must call `wait`.
+    The state is that of the masters, in at least fp32.
 
     Args:
         named: this process's parameters by global name, each once.
-        options: rates, averages, decay and clipping.
+        options: learning rate, momentum, weight decay and clipping.
         sync: the reduction of their gradients, if there is one.
         counts: whether this process counts a parameter in the global norm: each element is counted once over the mesh. With
             sharded gradients every dp rank counts its slice.
-        layouts: how parameters are laid over ranks, for Muon; those that are not named are whole.
-        foreign: the sizes of a foreign model, whose fused projections Muon steps one by one.
+        layouts: global name -> how a parameter is sharded, for Muon; parameters without an entry are whole.
+        foreign: the sizes of a Hugging Face model, whose fused projections Muon steps one by one.
 
     Attributes:
-        optimizers: torch's, each with masters of its own; none where nothing is stepped here.
+        optimizers: torch optimizers over disjoint sets of masters; empty where this process steps nothing.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Optimizer:
                     for name, p in named
                     if p.requires_grad and setting(name).rule == "muon"
                 }
-                if matrices:  # a rank whose slices hold none of them takes part in gathering them
+                if matrices:  # a rank whose slices hold none of their elements still takes part in gathering them
                     self._muon = Muon(
                         groups or [{"params": []}],
                         WholeMatrices(matrices, sync, options.adjust_lr_fn),
@@ -97,7 +97,7 @@ class Optimizer:
 
     @classmethod
     def of(cls, pipeline: Pipeline, config: Config) -> Optimizer:
-        """Return the optimizer of a pipeline's parameters here."""
+        """Return the optimizer of the pipeline's parameters on this process."""
         return cls(
             list(pipeline.named_parameters()),
             config.optimizer,
@@ -116,7 +116,7 @@ class Optimizer:
         return Setting(options.name, decay)
 
     def moments(self, name: str) -> tuple[str, ...]:
-        """Return the kinds of state that a step keeps of a parameter, beside `step`."""
+        """Return the names of the state tensors kept for a parameter, besides `step`."""
         rule = self._setting(name).rule
         return () if rule == "sgd" and not self._options.momentum else _MOMENTS[rule]
 
@@ -126,11 +126,11 @@ class Optimizer:
 
     @property
     def counted(self) -> int:
-        """The most squares that `squares` returns."""
+        """The largest number of squares that `squares` can return."""
         return sum(self._counts(piece.name) for piece in self._pieces)
 
     def squares(self) -> list[float]:
-        """The sum of the squares of each gradient that this process counts; call it after the pipeline's step."""
+        """Return the sum of squares of each gradient that this process counts; call it after the pipeline's step."""
         self._arrange()
         counted = [piece for piece in self._pieces if self._counts(piece.name)]
         return squares([piece.of(piece.master.grad) for piece in counted if piece.master.grad is not None])
@@ -148,14 +148,14 @@ class Optimizer:
         return squares_by_name
 
     def square_norm(self) -> float:
-        """The sum of `squares`."""
+        """Return the sum of `squares`."""
         return exact_sum(self.squares())
 
     def step(self, norm: float | None, rate: float) -> None:
-        """Clips, steps or skips, and drops the gradients.
+        """Clip the gradients, make or skip the step, and drop the gradients.
 
         Args:
-            norm: the global gradient norm; a step whose norm is not finite is skipped; None: neither clips nor skips.
+            norm: the global gradient norm. A step whose norm is not finite is skipped. None: neither clip nor skip.
             rate: the learning rate.
         """
         self._arrange()
@@ -166,50 +166,50 @@ class Optimizer:
                 for group in optimizer.param_groups:
                     group["lr"] = rate
                 optimizer.step()
-        # Collective: a rank whose slices hold no parameter, or that skips the step before others know of it, takes part.
+        # Collective: a rank must take part even if its slices hold no parameter or it skipped the step.
         self.masters.publish()
         self.zero_grad()
 
     def wait(self) -> None:
-        """Waits for what other ranks have stepped; call it before you read parameters that a Pipeline has not given out."""
+        """Wait for the values that other ranks have stepped; call it before you read parameters without a Pipeline's methods."""
         self.masters.wait()
 
     def publish_again(self) -> None:
-        """Takes part where other ranks publish because they step anew, and this one does not."""
+        """Take part in the collective of other ranks that publish a repeated step, on a rank that does not repeat it."""
         self.masters.publish()
 
     def zero_grad(self) -> None:
-        """Drops all gradients."""
+        """Drop all gradients."""
         for tensor in (*self._all, *self._parameters):
             tensor.grad = None
         if self._sync is not None:
             self._sync.zero_grad()
 
     def hold_gradients(self) -> Callable[[], None]:
-        """Keeps the gradients of the step at hand while the next one is computed; the result brings them back."""
+        """Keep this step's gradients while the next step computes its own; return a function that restores them."""
         return self.masters.hold()
 
     def changing(self) -> list[Tensor]:
-        """Every tensor that a step writes to, moments aside: those are in the state of `optimizers`."""
+        """Return every tensor that a step writes to, except the moments, which are in the state of `optimizers`."""
         return self.masters.changing()
 
     def read_parameters(self) -> None:
-        """Makes the masters what the parameters are: call it after loading weights without the optimizer's state."""
+        """Copy the parameters' values to the masters: call it after loading weights without the optimizer's state."""
         self.masters.read()
 
     @property
     def state_bytes(self) -> int:
-        """Memory of the moments, once it has stepped, and of masters that are not the parameters themselves."""
+        """Bytes of the moments after the first step, and of masters that do not share memory with the parameters."""
         moment_counts = {piece.master: len(self.moments(piece.name)) for piece in self._pieces}
         moments = sum(moment_counts.get(master, 0) * master.nbytes for master in self._all)
         shared = {parameter.untyped_storage().data_ptr() for parameter in self._parameters}
         return moments + sum(m.nbytes for m in self._all if m.untyped_storage().data_ptr() not in shared)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Global name -> `step`, `shape`, `start` and `stop` (elements of what this process holds of the parameter, counted
-        row by row), and of these elements `master` and the `moments`: flat views, not copies.
+        """Return global name -> `shape` of this process's part of the parameter, `start` and `stop` (range of its elements,
+        counted row by row), `step`, and flat views, not copies, of these elements: `master` and the `moments`.
 
-        `step` is 1.0 where SGD or Muon, which count no steps, have a state.
+        `step` is 1.0 where SGD or Muon, which do not count steps, have a state.
         """
         states: dict[str, dict[str, Any]] = {}
         for piece in self.masters.pieces:
@@ -227,9 +227,9 @@ class Optimizer:
 
     @torch.no_grad()
     def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Takes over a state; of each parameter it must hold the elements that are stepped here, and may hold more.
+        """Load a state, which must hold the elements of each parameter that this process steps, and may hold more.
 
-        A parameter with `step` 0 has no moments: it had no gradient yet. Raises CheckpointError for elements that are missing.
+        A parameter with `step` 0 has no moments: it has had no gradient yet. Raises CheckpointError for missing elements.
         """
         for piece in self.masters.pieces:
             state = states.get(piece.name)
@@ -258,7 +258,7 @@ class Optimizer:
         self.masters.publish()
 
     def _arrange(self) -> None:
-        """Gradients into the masters; state and places among the groups for those that took the place of others."""
+        """Put the gradients into the masters, and hand state and parameter groups on to masters that replace others."""
         self._adopt(self.masters.arrange())
 
     def _adopt(self, replaced: Replaced) -> None:

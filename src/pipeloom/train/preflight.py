@@ -1,4 +1,4 @@
-"""Checks that the launcher makes on this machine before it starts workers: the devices, the text, the folder for logs."""
+"""Checks that the launcher makes on this machine before it starts workers: memory, devices, weights, text and output folders."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pipeloom.limits import MOST_LOCAL_WORKERS, WORKER_BYTES, expanded
 from pipeloom.train.data.choice import is_plain_text
 from pipeloom.train.data.corpus import STDLIB, read_corpus, require_length
 
-# The held-out part of every Python's standard library is several times longer. Reading it takes most of a second, which
-# no run with shorter sequences needs to spend before its workers do.
+# The held-out part of the standard library is several times longer in every version of Python. Reading it takes most of a
+# second, which the launcher saves for runs with shorter sequences.
 _STDLIB_TOKENS = 100_000
 _USUAL_PART = 0.05
-# What a short run writes into its folder: configuration, log, trace and drawing. A disc without room for it is full.
+# About the bytes that a short run writes into its folder: configuration, log, trace and drawing.
 _PROBE_BYTES = 2**18
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 
@@ -40,7 +40,7 @@ def require_machine(layout: Layout) -> None:
 
 
 def require_room(workers: int, what: str = "parallel.pp x dp x tp") -> None:
-    """Raise CapacityError where this machine cannot start so many workers; `what`: the settings that say how many."""
+    """Raise CapacityError where this machine cannot start `workers` workers; `what` names the settings that give their number."""
     if workers > MOST_LOCAL_WORKERS:
         raise CapacityError(
             f"{workers:,} workers ({what}) are more than one machine starts; at most {MOST_LOCAL_WORKERS:,}: use "
@@ -55,7 +55,7 @@ def require_room(workers: int, what: str = "parallel.pp x dp x tp") -> None:
 
 
 def require_memory(layout: Layout) -> None:
-    """Raise CapacityError where the weights alone, with their gradients and averages, exceed the memory of this machine."""
+    """Raise CapacityError where weights, gradients and AdamW's moments of a run on the CPU exceed the memory of this machine."""
     memory, config = memory_of_machine(), layout.config
     need = 16 * held_parameters(config.model, config.parallel.dp, config.parallel.ep)
     host = config.train.device == "cpu" or (config.train.device == "auto" and not Path("/dev/nvidiactl").exists())
@@ -67,7 +67,7 @@ def require_memory(layout: Layout) -> None:
 
 
 def memory_of_machine() -> int | None:
-    """Bytes of memory that this machine has, or that its control group allows; None where it is not known."""
+    """Return the bytes of memory of this machine, or those that its control group allows if fewer; None where unknown."""
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         allowed = Path("/sys/fs/cgroup/memory.max").read_text().strip()
@@ -80,15 +80,16 @@ def memory_of_machine() -> int | None:
 
 
 def require_cuda(name: str, workers: int) -> None:
-    """As `require_devices`, without importing torch unless `name` is "cuda"."""
+    """Call `require_devices` if `name` is "cuda"; otherwise return without importing torch."""
     if name == "cuda":
         require_devices(name, workers)
 
 
 def require_devices(name: str, workers: int) -> int:
-    """The number of CUDA devices that workers with `train.device = name` use, 0 on the CPU; ConfigError where "cuda" finds none.
+    """Return the number of CUDA devices for `workers` workers with `train.device = name`; 0 if they run on the CPU.
 
-    "cuda" takes fewer devices than workers, which then share them; "auto" does not.
+    With "cuda", workers share devices where there are fewer devices than workers; with "auto" they then run on the CPU.
+    Raises ConfigError where `name` is "cuda" and there is no device.
     """
     if name == "cpu":
         return 0
@@ -103,14 +104,14 @@ def require_devices(name: str, workers: int) -> int:
 
 
 def cuda_devices() -> int:
-    """The number of CUDA devices of this machine."""
+    """Return the number of CUDA devices of this machine."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _require_receives(layout: Layout) -> None:
-    """Refuse `overlap_p2p = false` where "auto" will choose shared memory: CPU workers that this launcher starts here."""
+    """Refuse `overlap_p2p = false` where "auto" will choose shared memory: for CPU workers on this machine."""
     config = layout.config
     if config.schedule.overlap_p2p is not False or config.schedule.transport != "auto" or layout.mesh.pp == 1:
         return
@@ -124,7 +125,7 @@ def _require_receives(layout: Layout) -> None:
 
 
 def _require_weights(config: Config) -> None:
-    """Refuse a Hugging Face directory whose weights no rank could read."""
+    """Refuse a Hugging Face directory without weights in safetensors."""
     for key in ("source", "weights"):
         name = getattr(config.model, key)
         folder = expanded(name)
@@ -146,7 +147,7 @@ def _require_text(config: Config, replicas: int) -> None:
     plain_text = plain and data.sampling in ("auto", "anywhere")
     if plain_text and data.source == (STDLIB,) and train.seq_len < _STDLIB_TOKENS and data.held_out >= _USUAL_PART:
         return
-    if plain_text:  # what needs no torch, which takes longer to load
+    if plain_text:  # this check needs no torch, whose import takes longer
         corpus = read_corpus(data.source[0])
         require_length(len(corpus.train), train.seq_len, "training text")
         require_length(len(corpus.held_out), train.seq_len, "held-out text")
@@ -157,7 +158,10 @@ def _require_text(config: Config, replicas: int) -> None:
 
 
 def _require_folder(key: str, name: str) -> None:
-    """Try to make what a run makes in a folder, in the nearest one that exists, and leave nothing behind."""
+    """Try to create folders and a file as a run would, below the nearest existing folder; remove them again.
+
+    Raises ConfigError where that fails.
+    """
     folder = expanded(name).absolute()
     base = next(
         path for path in (folder, *folder.parents) if os.path.exists(path)

@@ -1,8 +1,8 @@
-"""A network of the workers' own: nothing is in it but a loopback interface, and no other process of the machine can connect.
+"""Private network for the workers: a network namespace with a loopback interface only, which no other process can reach.
 
-gloo and NCCL listen on TCP ports and authenticate nobody. On the machine's loopback interface every local user reaches
-them; in a network namespace that the workers share, the workers alone do. An ordinary user may make one inside a user
-namespace, in which the workers keep their user and group.
+gloo and NCCL listen on TCP ports and do not authenticate their peers. On the machine's loopback interface every local user
+can connect to them; in a network namespace shared by the workers, only the workers can. An unprivileged user may create one
+inside a user namespace, in which the workers keep their user and group.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 0x1  # SIOCGIFFLAGS, SIOCSIFFLAGS 
 
 
 class Network:
-    """A network that processes can enter; `Network()` is the machine's."""
+    """A network that processes can enter; `Network()` is the machine's own network."""
 
     def __init__(self, namespaces: tuple[int, ...] = ()) -> None:
         self._namespaces = namespaces
         self._library = _library()  # loaded before any fork
 
     def enter(self) -> None:
-        """Moves this process, which must have one thread only, into the network. Raises OSError."""
+        """Move this process, which must be single-threaded, into the network. Raises OSError where the system refuses."""
         for namespace in self._namespaces:
             if self._library.setns(namespace, 0):
                 raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
@@ -46,9 +46,12 @@ def wanted(setting: str) -> bool:
 
 @contextlib.contextmanager
 def private_network() -> Iterator[Network]:
-    """A new network, which lasts as long as this block or any process in it. Raises OSError where the system refuses it."""
+    """Create a network that exists until this block and all processes in the network have ended.
+
+    Raises OSError where the system refuses.
+    """
     if sys.platform != "linux":
-        raise OSError(0, f"there are none on {sys.platform}")
+        raise OSError(0, f"{sys.platform} has no network namespaces")
     namespaces = _made_by_a_child()
     try:
         yield Network(namespaces)
@@ -58,7 +61,10 @@ def private_network() -> Iterator[Network]:
 
 
 def _made_by_a_child() -> tuple[int, ...]:
-    """Descriptors of the namespaces to enter, in order. A process of one thread makes them, and leaves them here."""
+    """Return descriptors of the namespaces to enter, in order.
+
+    A forked child creates them, because only a single-threaded process may, and sends their descriptors.
+    """
     here, there = socket.socketpair()
     library = _library()  # loaded before the fork
     with here:
@@ -78,7 +84,7 @@ def _made_by_a_child() -> tuple[int, ...]:
 
 
 def _make(library: ctypes.CDLL, answer: socket.socket) -> None:
-    """In the child: makes the namespaces, sends their descriptors, or what failed, and ends."""
+    """Create the namespaces in the child, send their descriptors or the name of the call that failed, and exit."""
     at = "unshare"
     try:
         user, group = os.geteuid(), os.getegid()

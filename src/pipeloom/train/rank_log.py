@@ -1,4 +1,4 @@
-"""A copy of a worker's standard output and error in the run's folder, one file per rank."""
+"""Copies of the workers' standard output and error in the run's folder, one file per rank."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from types import TracebackType
 from typing import Any, TextIO, cast
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colours and cursor movements of a terminal
-_KEPT_LINES = 1000  # before the run's folder is known
-_PATIENCE = 1.0  # the watchdog must get past a thread that is stuck in a write to a slow disc
+_KEPT_LINES = 1000  # lines kept until the run's folder is known
+_PATIENCE = 1.0  # seconds; the watchdog must not wait for a thread that is stuck in a write to a slow disk
 
 
 class RankLog:
     """Copies what this process writes to `sys.stdout` and `sys.stderr` into `RUN_DIR/rank_N.log`, inside a `with` block.
 
-    The terminal gets everything at once and as before; the file gets each line when it is complete, without the frames of a
-    progress bar. Lines from before `open` are held back until then. A file that cannot be written is left alone: training
-    does not depend on it. Native code that writes to the process's descriptors itself is not copied.
+    Output to the terminal is unchanged; each line is written to the file when it is complete, without the frames of a
+    progress bar. The last 1000 lines from before `open` are kept until then. Errors of writing to the file are ignored:
+    training does not depend on it. Output that native code writes directly to the process's descriptors is not copied.
     """
 
     def __init__(self, rank: int) -> None:
@@ -32,10 +32,10 @@ class RankLog:
         self._file: int | None = None
         self._held: deque[str] = deque(maxlen=_KEPT_LINES)
         self._unfinished: dict[str, str] = {}
-        self._streams: dict[str, tuple[TextIO, TextIO]] = {}  # name -> the stream before, and ours
+        self._streams: dict[str, tuple[TextIO, TextIO]] = {}  # name -> the original stream, and its replacement
 
     def open(self, folder: Path) -> None:
-        """Write into `folder` from now on; on a host that does not share the run's folder, into one of that name."""
+        """Write into `folder` from now on; a host that does not share the run's folder creates its own of that name."""
         with contextlib.suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -45,7 +45,7 @@ class RankLog:
         self._write([f"--- rank {self._rank}, process {os.getpid()} on {os.uname().nodename}, {began}", *held])
 
     def take(self, name: str, text: str) -> None:
-        """Copy what was written to the stream `name`."""
+        """Copy `text`, which was written to the stream `name`."""
         if not self._lock.acquire(timeout=_PATIENCE):
             return
         try:
@@ -84,7 +84,7 @@ class RankLog:
 
 
 class _Copied:
-    """A stream whose text a RankLog gets too; in everything else it is the stream that it stands for."""
+    """A stream whose text is also copied to a RankLog; all other attributes are those of the wrapped stream."""
 
     def __init__(self, stream: TextIO, name: str, log: RankLog) -> None:
         self._stream, self._name, self._log = stream, name, log

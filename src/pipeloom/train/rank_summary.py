@@ -1,4 +1,4 @@
-"""Contents of each rank of a run, as a table printed at its start."""
+"""Table of the layers, parameters and optimizer state on each rank, printed at the start of a run."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ MOST_ROWS = 16
 
 @dataclass(frozen=True)
 class RankSummary:
-    """Contents of one rank.
+    """Layers and memory of one rank.
 
     Attributes:
-        place: on the mesh.
-        layers: of each of its stages, in order.
-        parameters: elements of its part of them.
-        optimizer_bytes: state and master weights.
-        in_flight: the most stage-micro-batches alive at once.
+        place: the rank's place on the mesh.
+        layers: the layer names of each of its stages, in order.
+        parameters: number of parameter elements on this rank.
+        optimizer_bytes: bytes of optimizer state and master weights.
+        in_flight: peak activations: most stage-micro-batches alive at once.
     """
 
     place: Place
@@ -34,7 +34,7 @@ class RankSummary:
 
 
 def what_ranks_hold(pipeline: Pipeline, optimizer: Optimizer) -> list[RankSummary] | None:
-    """Every rank's, in order of their numbers, on the first rank; None on the others. Collective."""
+    """Return the summaries of all ranks, in rank order, on the first rank; None on the others. Collective."""
     peaks = simulate(pipeline.schedule, Costs(1, 1, 1)).peak_activations
     mine = RankSummary(
         pipeline.mesh.place,
@@ -58,9 +58,9 @@ def _from_json(
 
 
 def table(ranks: Sequence[RankSummary]) -> list[str]:
-    """Lines of at most 80 characters, a rank each: place, layers, parameters, optimizer state, micro-batches in flight.
+    """Return lines of at most 80 characters, one per rank: place, parameters, optimizer state, micro-batches in flight, layers.
 
-    Of many ranks, those of the first pipeline: the others hold as much.
+    With more than MOST_ROWS ranks, only the ranks of the first pipeline have a line.
     """
     axes = [axis for axis in ("pp", "dp", "tp", "ep") if len({getattr(held.place, axis) for held in ranks}) > 1]
     printed = [(number, held) for number, held in enumerate(ranks)]
@@ -81,7 +81,7 @@ def table(ranks: Sequence[RankSummary]) -> list[str]:
 
 
 def layer_words(stages: Sequence[Sequence[str]]) -> str:
-    """`"E 0-1 | 4-5 L"`: blocks by number, E embedding, L norm and output layer, one group a stage."""
+    """Return `"E 0-1 | 4-5 L"`: blocks by number, E embedding, L norm and output layer, one group per stage."""
     return " | ".join(_stage_words(names) for names in stages)
 
 

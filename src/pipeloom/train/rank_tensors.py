@@ -1,4 +1,4 @@
-"""Parts of each parameter on the processes of a mesh, joined to whole tensors."""
+"""Joining of the parts of each parameter that the processes of a mesh hold."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class RankTensors:
 
     Attributes:
         place: its place on the mesh.
-        values: global name -> its part of a tensor, or None where it has none.
-        layouts: global name -> how the parameter is laid.
+        values: global name -> this process's part of the tensor, or None where it has none.
+        layouts: global name -> how the parameter is sharded.
     """
 
     place: Place
@@ -28,10 +28,10 @@ class RankTensors:
 
 
 def whole(holdings: Sequence[RankTensors]) -> list[dict[str, Tensor | None]]:
-    """For each process the whole tensors that begin with its part: those that it holds in full, and those whose first
-    part is its own. So every copy of a parameter comes once.
+    """Return, for each process, the whole tensors whose first part (or only part) it holds.
 
-    A part that is None makes the whole None if all others are, else a tensor of NaN.
+    Each copy of a parameter thus occurs exactly once. A whole tensor is None if all of its parts are None, and filled with
+    NaN if only some are.
     """
     copies: dict[tuple[str, tuple[int, ...]], dict[tuple[int, ...], int]] = {}
     for number, holding in enumerate(holdings):

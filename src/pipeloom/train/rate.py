@@ -8,17 +8,17 @@ from pipeloom.config.sections import OptimizerSection
 
 
 def learning_rate(step: int, steps: int, options: OptimizerSection, replicas: int = 1) -> float:
-    """Return the rate of step `step` (from 0) of `steps`: a function of the step, so that a resumed run continues it.
+    """Return the learning rate of step `step` (from 0) of `steps`. It depends on the step alone, so a resumed run continues it.
 
     Linear warm-up to `lr`: lr (k + 1) / warmup_steps in step k. Then `lr_schedule`, with x from 0 at the first step after
     warm-up to 1 at step `steps` - 1:
 
     - cosine: min_lr + (lr - min_lr) (1 + cos πx) / 2 (arXiv 1608.03983);
     - linear: lr + (min_lr - lr) x;
-    - wsd (arXiv 2404.06395): lr until `decay_steps` steps are left, which fall linearly to min_lr at the last step;
+    - wsd (arXiv 2404.06395): lr, then linear decay to min_lr over the last `decay_steps` steps (0: a tenth of `steps`);
     - constant: lr.
 
-    All of it times `batch_factor`.
+    Both lr and min_lr are multiplied by `batch_factor`.
     """
     lr, low = (rate * batch_factor(options.lr_rule, replicas) for rate in (options.lr, options.min_lr))
     if step < options.warmup_steps:
@@ -39,9 +39,9 @@ def learning_rate(step: int, steps: int, options: OptimizerSection, replicas: in
 
 
 def batch_factor(rule: str, replicas: int) -> float:
-    """Return what rates are multiplied by for a batch that is `replicas` times as large as the one that they were chosen for.
+    """Return the factor of learning rates for a batch `replicas` times as large as the one for which they were chosen.
 
-    `none`: 1, for rates that belong to the global batch, however many replicas share it. `linear`: N, for SGD (arXiv
-    1706.02677). `sqrt`: √N, for Adam and its kin (arXiv 2205.10287).
+    `none`: 1, for rates chosen for the global batch, however many replicas share it. `linear`: `replicas`, for SGD (arXiv
+    1706.02677). `sqrt`: √`replicas`, for Adam and its variants (arXiv 2205.10287).
     """
     return {"none": 1.0, "linear": float(replicas), "sqrt": math.sqrt(replicas)}[rule]

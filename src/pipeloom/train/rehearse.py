@@ -1,4 +1,4 @@
-"""Rehearsal of a schedule: real processes, transports and messages, and computation of given costs that is emulated."""
+"""Rehearsal of a schedule: real processes, transports and messages, and emulated computation of given costs."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Rehearsal:
     """A rehearsal's schedule and settings.
 
     Attributes:
-        schedule: checked.
-        costs: of a stage; a pair's follow from `all_to_all`. `message` is the bytes of each message.
+        schedule: the schedule, already checked.
+        costs: costs of a stage; those of a pair follow from `all_to_all`. `message` is the bytes of each message.
         unit: seconds that a cost of 1 takes.
-        steps: recorded steps; one more comes before them.
-        slow: stage -> factor of its times that the costs do not say, to see what it does.
-        transport: what carries the messages.
+        steps: number of recorded steps; one step that is not recorded precedes them.
+        slow: stage -> factor by which its emulated times exceed its costs, to show the effect of a slow stage.
+        transport: name of the transport that carries the messages.
     """
 
     schedule: Schedule
@@ -44,12 +44,12 @@ class Rehearsal:
 
     @property
     def communicates(self) -> bool:
-        """Return whether stages have an all-to-all of their own, which pairs hide."""
+        """Return whether any stage has all-to-all costs, which pairs can hide."""
         return any(self.costs.per_stage("all_to_all", self.schedule.stages))
 
     @property
     def seconds(self) -> Costs:
-        """The costs in seconds, those of pairs from the segments that are emulated."""
+        """The costs in seconds; the costs of pairs follow from the emulated segments."""
         costs = replace(self.costs.scaled(self.unit), activation=self.costs.activation)
         if not self.communicates:
             return costs
@@ -57,11 +57,11 @@ class Rehearsal:
         return SegmentCosts(tuple((layer,) for layer in self._segments())).costs(**others)
 
     def simulated(self) -> Timeline:
-        """Return the timeline that the costs promise, in seconds; messages take no time in it."""
+        """Return the timeline simulated with the costs, in seconds; messages take no time in it."""
         return simulate(self.schedule, self.seconds)
 
     def work(self) -> list[float]:
-        """stage -> its F + I + W by the costs, in seconds."""
+        """Return stage -> the sum of its F, I and W costs, in seconds."""
         stages = self.schedule.stages
         rows = [self.costs.per_stage(name, stages) for name in ("forward", "input_grad", "weight_grad")]
         return [self.unit * sum(column) for column in zip(*rows, strict=True)]
@@ -83,7 +83,7 @@ class Rehearsal:
         return [_Factory(f"stage.{position}", partial(build, position)) for position in range(self.schedule.positions)]
 
     def _segments(self) -> list[LayerSegments]:
-        """stage -> its segments in seconds; all in the first part, where there is no all-to-all."""
+        """Return stage -> its segments in seconds; without an all-to-all, all of the time is in the attention segment."""
         stages = self.schedule.stages
         names = ("forward", "input_grad", "weight_grad", "all_to_all")
         layers = []
@@ -142,7 +142,7 @@ def run(rehearsal: Rehearsal, context: WorkerContext) -> tuple[Timeline, ...]:
 
 
 def patience(rehearsal: Rehearsal) -> float:
-    """Return the seconds after which a rank without progress is stuck: many times what the longest wait takes."""
+    """Return the seconds without progress after which a rank counts as stuck: at least 20 simulated steps."""
     return max(60.0, 20.0 * rehearsal.simulated().makespan)
 
 

@@ -1,9 +1,10 @@
-"""A check while training runs: what several ranks hold alike is still alike, bit for bit.
+"""Check during training that values held by several ranks are still equal, bit for bit.
 
-A weight that drifts apart from its replica (a flipped bit, a lost message, a race) spoils a run without a sign. Compared are
-weights, masters and AdamW's moments, each among the ranks that hold the same elements of it: data-parallel replicas (of an
-expert: those along edp), tensor-parallel ranks of what is not cut, the replicas of two routes, the holders of a tied weight.
-Under ZeRO-1 a rank's slice of the state is compared with those who keep the same slice.
+A weight that differs from its replica (after a flipped bit, a lost message or a race) spoils a run silently. The check
+compares weights, masters and the optimizer's moments among the ranks that hold the same elements: data-parallel replicas
+(those along edp for an expert), tensor-parallel ranks for tensors that are not sharded, the replicas of two routes, and the
+holders of a tied weight. Under ZeRO-1 a rank's slice of the state is compared with equal slices on other ranks. On CUDA,
+tensor-parallel ranks may differ by CUDA_TP_TOLERANCE.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from pipeloom.runtime.health.names import Names
 from pipeloom.runtime.tied_weights import layer_of
 from pipeloom.train.optimizer import Optimizer
 
-# Relative, of a tensor's norm: on CUDA tensor-parallel ranks may add up in another order what they compute alike.
+# Relative to a tensor's norm: on CUDA, tensor-parallel ranks may add the terms of the same sum in different orders.
 CUDA_TP_TOLERANCE = 1e-3
 _STATES = ("master", "exp_avg", "exp_avg_sq", "momentum_buffer")
-# checksum of the bits, norm where it may be compared instead, else 0
+# checksum of the bits, and the norm where norms may be compared instead, otherwise 0
 Sums = tuple[int, float]
 ReplicaDifference = tuple[str, list[int], list[int]]
-"""Key, ranks that hold the value of the first, ranks that hold another."""
+"""Key, ranks that hold the same value as the first holder, ranks that hold another value."""
 
 
 class ReplicaCheck:
-    """Compares what ranks hold alike, every so many steps.
+    """Compares values that several ranks hold, at a fixed interval of steps.
 
     Args:
-        every: steps from one check to the next; 0: never.
+        every: steps from one check to the next; 0: never check.
         tied: groups of parameter names that are one weight.
     """
 
@@ -51,19 +52,19 @@ class ReplicaCheck:
         self._first = {name: names[0] for names in tied for name in names}
 
     def after_step(self, step: int) -> None:
-        """Check after step `step`, counted from 1, if it is due. Collective over the run.
+        """Check after step `step`, counted from 1, if a check is due. Collective over the run.
 
-        Raises DistributedError, on every rank, that names a tensor and two ranks that hold different values of it.
+        Raises DistributedError on every rank; it names a tensor and ranks that hold different values of it.
         """
         if self._every and step % self._every == 0:
             self.check(step)
 
     def check(self, step: int) -> None:
-        """As `after_step`, at once."""
+        """Check now, after step `step`; collective and errors as for `after_step`."""
         named = dict(self.tensors())
         group = self._pipeline.run_control
         with self._pipeline.waiting("the other ranks' checksums"):
-            # first one checksum for all tensors that the same ranks hold: there are few of these
+            # first one checksum per group of tensors that the same ranks hold: there are few groups, so little is sent
             if not self._compare(all_gather_json(self._joint(named), group)):
                 return
             tensors = list(named.values())
@@ -73,7 +74,10 @@ class ReplicaCheck:
             raise DistributedError(f"after step {step} {self._words(differences)}")
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(key, tensor): equal keys on two ranks mean equal values. A key is a name, the part of it, and what it is."""
+        """Yield (key, tensor); tensors with equal keys on two ranks must be equal.
+
+        A key is `name|part|kind`: the parameter's name, its place along the axes that shard it, and the kind of tensor.
+        """
         pipeline, index = self._pipeline, self._pipeline.mesh.place
         state = self._optimizer.state_dict()
         for name, parameter in pipeline.named_parameters():
@@ -92,15 +96,15 @@ class ReplicaCheck:
         return [float(n) for n in torch.stack([t.detach().double().norm() for t in tensors]).tolist()]
 
     def _joint(self, named: Mapping[str, Tensor]) -> dict[str, Sums]:
-        """One checksum for all tensors that are cut alike; its key says which tensors those are.
+        """Return one checksum for all tensors that are sharded alike; its key is a digest of their keys.
 
-        It has no norm: on CUDA one that differs leads to a look at each tensor, never to an alarm.
+        The norm is NaN: a joint checksum that differs only causes a comparison of each tensor, never an error by itself.
         """
         routes = len(self._pipeline.schedule.routes)
         groups: dict[tuple[str, ...], list[str]] = {}
         for key in sorted(named):
             name, cut, kind = key.split("|")
-            # apart where other ranks hold them: a tied weight, a layer of two routes, and weights under ZeRO-1
+            # separate groups where other ranks may hold them: a tied weight, a layer of two routes, weights under ZeRO-1
             alone = name if name in self._first.values() else ""
             layer = layer_of(name, self._pipeline.modules) or "" if routes > 1 else ""
             groups.setdefault((alone, layer, cut, str(kind == "weight")), []).append(key)
@@ -133,10 +137,10 @@ class ReplicaCheck:
 def differences(
     everyone: Sequence[Mapping[str, Sequence[Any]]], shape: MeshShape, tolerance: float
 ) -> list[ReplicaDifference]:
-    """Return the keys whose values are not equal (`everyone`: rank -> key -> (checksum, norm)).
+    """Return the keys with unequal values, and their holders (`everyone`: rank -> key -> (checksum, norm)).
 
-    Values are equal when their checksums are; on two ranks with different places in tp, also when their norms are within
-    `tolerance` of the larger one.
+    Values are equal if their checksums are equal; on two ranks with different places in tp, also if their norms differ by at
+    most `tolerance` times the larger one.
     """
     holders: dict[str, dict[int, Sequence[Any]]] = {}
     for rank, sums in enumerate(everyone):

@@ -31,7 +31,7 @@ from pipeloom.train.writers import figure_writers, numbers_of
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The files of one run: its configuration, a JSON line per step, and the step that was drawn."""
+    """Paths of the files of one run: its log, with one JSON object per line, and the traces and drawings of its steps."""
 
     root: Path
 
@@ -57,7 +57,7 @@ class RunFolder:
 
 
 def _resolved(config: Config, origins: Mapping[str, str] | None) -> str:
-    """The content of a run's `config.toml`: all values with their origins, and the environment that was read beside them."""
+    """Return the content of a run's `config.toml`: all values with their origins, and the environment variables in use."""
     return "\n".join([to_toml(config, origins), *environment_lines(), ""])
 
 
@@ -132,7 +132,7 @@ class Report:
         if folder is not None:
             reopen(self.folder, config, origins)
         self._writers = figure_writers(config, self.folder.root)
-        self._torn = False  # whether the last line was written in part
+        self._torn = False  # whether only part of the last line was written
         self._unwritten: set[Path] = set()
         self._console = Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
         self._progress: Progress | None = None
@@ -169,7 +169,7 @@ class Report:
         line = json.dumps({"event": event, **figures}) + "\n"
         data = ("\n" * self._torn + line).encode()
         try:
-            written = os.write(self._log, data)  # without a buffer, which would grow while the disc is full
+            written = os.write(self._log, data)  # unbuffered: a buffer would grow while the disk is full
         except OSError as error:
             self._cannot_write(self.folder.log, error)
             return
@@ -202,7 +202,7 @@ class Report:
             self._progress = None
 
     def draw(self, measured: Timeline, steps: Sequence[Timeline]) -> None:
-        """Write the traced `steps`, and of the `measured` one its trace and its drawings, with the simulated one below it."""
+        """Write the recorded `steps`, the trace of `measured`, and drawings of `measured` above its simulation."""
         both = [measured, simulated(measured)]
         page = expanded(self._html) if self._html else self.folder.page
         texts: tuple[tuple[Path, Callable[[], str]], ...] = (

@@ -1,4 +1,4 @@
-"""Role of a parameter for the optimizer: a matrix of a block, an embedding, or a vector; and which matrices are fused in it."""
+"""Role of a parameter for the optimizer: a matrix of a block, an embedding, or a vector; and the matrices fused in a weight."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GATE_UP = ("gate_up_proj",)
 def role_of(name: str, dimensions: int) -> RoleName:
     """Return the role of a parameter by its global name.
 
-    - vector: norms and biases: one dimension, or a name that ends in `bias`;
+    - vector: norms and biases, which have one dimension or a name that ends in `bias`;
     - matrix: any other parameter of a numbered block (`model.layers.3.mlp.up_proj.weight`), a stack of experts included;
     - embedding: any other matrix, the output layer included.
     """
@@ -33,7 +33,7 @@ def role_of(name: str, dimensions: int) -> RoleName:
 
 @dataclass(frozen=True)
 class Fused:
-    """The matrices in one weight: which indices along `dim` belong to each."""
+    """Matrices that one weight fuses: the indices along `dim` of each."""
 
     dim: int
     indices: tuple[Tensor, ...]
@@ -42,12 +42,13 @@ class Fused:
 def fused_in(name: str, shape: tuple[int, ...], model: ModelSection | None) -> Fused | None:
     """Return the projections fused in a foreign model's weight, from its name and the model's sizes; None: it is one matrix.
 
-    Pipeloom's own decoder has a weight for each projection.
+    The name of the weight and the sizes of the model decide. Pipeloom's own decoder (`model` is None) has one weight for each
+    projection.
     """
     words = name.split(".")
     if model is None or len(shape) < 2:
         return None
-    # a weight is [outputs, inputs], but for GPT-2's, and for experts that are stored the other way round
+    # a weight is [outputs, inputs], except GPT-2's and stacked experts that are stored transposed
     outputs = len(shape) - 2 if shape[-1] == model.hidden_size else len(shape) - 1
     if "c_attn" in words:
         outputs = len(shape) - 1

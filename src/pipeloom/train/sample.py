@@ -1,4 +1,4 @@
-"""Text from a model, token by token, through its pipeline."""
+"""Text generation, token by token, through a model's pipeline."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipeloom.train.data.tokenizers import Tokenizer
 
 PROMPT = "def "
 SAMPLED_TOKENS = 160
-_WINDOW_STEP = 32  # windows grow in steps of so many tokens: few shapes, and at most this many tokens computed in vain
+_WINDOW_STEP = 32  # windows grow by this many tokens: larger means fewer distinct shapes, but more padding to compute
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Sampling:
     """Rule for choosing a token from its logits.
 
     Attributes:
-        temperature: the logits are divided by it; 0: always the likeliest token (greedy).
-        top_k: only the k likeliest tokens; 0: all.
-        top_p: only the fewest likeliest tokens whose probabilities sum to at least p; 1: all.
-        seed: of the draws.
+        temperature: divisor of the logits; 0: always the most likely token (greedy).
+        top_k: sample from the k most likely tokens; 0: all.
+        top_p: sample from the smallest set of most likely tokens whose probabilities sum to at least p; 1: all.
+        seed: seed of the random draws.
 
     Raises UsageError for a value outside these ranges.
     """
@@ -71,7 +71,7 @@ def extend(
     ends: Collection[int] = (),
     context: int | None = None,
 ) -> list[list[int]]:
-    """Return up to `count` new tokens for each prompt. Collective; every rank gets them.
+    """Return up to `count` new tokens for each prompt, on every rank. Collective.
 
     All prompts go through the pipeline together, padded on the right: attention is causal, so padding changes nothing. The
     tokens of a prompt depend on its own index and tokens, not on the other prompts.
@@ -100,7 +100,7 @@ def extend(
         if logits is not None:
             for at in going:
                 tokens[at] = sampling.choose(_whole(pipeline, logits[at, len(recent[at]) - 1]), generators[at])
-        # only the rank with the last stage has logits: its choice is the sum, as the others add 0
+        # only the rank with the last stage has logits; the other ranks add 0, so the sum is its choice
         for at, token in enumerate(sums(pipeline, tokens)):
             if at in going:
                 texts[at].append(int(token))
@@ -112,14 +112,17 @@ def extend(
 
 
 def generate(pipeline: Pipeline, tokenizer: Tokenizer, seq_len: int, seed: int, prompt: str = PROMPT) -> str:
-    """`prompt` and SAMPLED_TOKENS sampled tokens; the same for the same weights and seed. Collective; every rank gets it."""
-    tokens = tokenizer.encode(prompt).tolist() or [0]  # a vocabulary may have none of its characters
+    """Return `prompt` and SAMPLED_TOKENS sampled tokens as text, on every rank. Collective.
+
+    The same weights and seed give the same text.
+    """
+    tokens = tokenizer.encode(prompt).tolist() or [0]  # the vocabulary may contain none of the prompt's characters
     (added,) = extend(pipeline, [tokens], SAMPLED_TOKENS, Sampling(seed=seed), context=seq_len)
     return printable(tokenizer.decode(torch.tensor([*tokens, *added])))
 
 
 def printable(text: str) -> str:
-    """`text` with control characters, which could steer a terminal, as U+FFFD; line ends and tabs stay."""
+    """Return `text` with control characters, which could control a terminal, replaced by U+FFFD, except newlines and tabs."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 

@@ -1,12 +1,13 @@
 """Optimizer steps without a barrier: a rank steps before the global gradient norm is known, and rolls the step back if needed.
 
-Clipping, and skipping what is not finite, need the gradients of all ranks: a barrier in every step, after which the pipeline
-fills anew. Here a rank whose own gradients give no cause to clip steps at once, and everyone's numbers are compared after
-the next forward and backward (zero-bubble pipelines, arXiv 2401.10241, section 4; there numbers travel along the pipeline
-and a step is undone by arithmetic, here they go straight to every rank and exact copies are put back). Losses and weights are
-bitwise those of a barrier.
+Clipping, and skipping steps that are not finite, need the gradients of all ranks. That is a barrier in every step, after
+which the pipeline must fill again. Here a rank whose own gradients need no clipping steps at once, and the ranks exchange
+their norms during the next forward and backward (zero-bubble pipelines, arXiv 2401.10241, section 4; in the paper, norms are
+passed along the pipeline and a step is undone by arithmetic; here every rank receives them directly and restores exact
+copies). Losses and weights are bitwise equal to those with a barrier.
 
-Every rank sends the same kinds of messages in every step, whatever it decides, so that no rank waits for one that never comes.
+Every rank sends the same kinds of messages in every step, whatever it decides, so that no rank waits for a message that is
+never sent.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Outcome:
 
     Attributes:
         loss: nats, the mean over the batch's targets.
-        norm: the global gradient norm before clipping; not finite: the step was skipped.
+        norm: the global gradient norm before clipping; if it is not finite, the step was skipped.
         rate: the learning rate.
         flags: requests received by any rank, as bits of `train.signals`.
         rolled_back: whether any rank rolled its step back.
@@ -53,7 +54,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step of this rank that the others have not confirmed; `restore_gradients` before it is repeated."""
+    """A step of this rank that is not confirmed yet; `restore_gradients` must be called before it is repeated."""
 
     loss: PendingLoss
     rate: float
@@ -64,12 +65,12 @@ class _Step:
 class SpeculativeOptimizer:
     """The steps of one rank. Every rank of the pipeline constructs one, and calls its methods in the same order.
 
-    Memory: copies of parameters and optimizer state on this rank, and the gradients of one more step. The optimizer must
-    change its state's tensors in place, as those of torch do.
+    It holds copies of this rank's parameters and optimizer state, and the gradients of one more step. The optimizer must
+    change the tensors of its state in place, as torch's optimizers do.
 
     Args:
-        optimizer: of this rank's parameters. With sharded gradients every rank publishes once per step, and once more where
-            a rank takes its step back.
+        optimizer: the optimizer of this rank's parameters. With sharded gradients every rank publishes once per step, and
+            once more where any rank rolls back its step.
     """
 
     def __init__(self, pipeline: Pipeline, optimizer: Optimizer) -> None:
@@ -151,7 +152,7 @@ class SpeculativeOptimizer:
             return Outcome(loss.item(), norm, step.rate, flags, wrong), wrong
 
     def _needs_no_clip(self, norm: float) -> bool:
-        """Return whether a norm asks for neither clipping nor skipping."""
+        """Return whether a norm requires neither clipping nor skipping the step."""
         most = self._optimizer.clip_norm
         return math.isfinite(norm) and (most == 0 or norm <= most)
 

@@ -1,4 +1,4 @@
-"""Settings of a whole process that make training on CPUs faster: the C library's heap, and the library of matrix products.
+"""Process-wide settings that make training on CPUs faster: the C library's heap, and the library of matrix products.
 
 The library itself leaves its process as it is; only the trainer's workers call these functions (`[train] tune_cpu`).
 """
@@ -14,12 +14,12 @@ from pipeloom.ops import use_onednn_linear
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt(3)
 _KEEP = 2**30  # bytes free at the heap's end before the system gets some back
-_LARGEST = 2**25  # the largest threshold that glibc takes; a larger piece is always mapped for itself
+_LARGEST = 2**25  # the largest threshold that glibc accepts; larger allocations always get their own mapping
 _USERS_OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
 
 
 def tune_process() -> None:
-    """Keep freed memory, and multiply through oneDNN where that is faster, in this process from now on.
+    """Keep freed memory, and multiply with oneDNN where that is faster, in this process from now on.
 
     Call it before pipelines are constructed, since their layers are prepared for one library of products, and on every rank,
     since oneDNN's results differ in the last bits.
@@ -41,7 +41,7 @@ def keep_freed_memory() -> bool:
     library = ctypes.CDLL(None)
     if not hasattr(library, "gnu_get_libc_version") or not hasattr(library, "mallopt"):
         return False
-    # a threshold that is set stays: by default it, and with it the other, grows with the largest piece freed so far
+    # setting a threshold also fixes it: by default both grow with the largest mapping freed so far
     return all([library.mallopt(_MMAP_THRESHOLD, _LARGEST), library.mallopt(_TRIM_THRESHOLD, _KEEP)])
 
 

@@ -51,7 +51,7 @@ NamedGradients = dict[str, Tensor | None]
 
 @dataclass(frozen=True)
 class LayoutVerdict:
-    """Distance of a layout from one process.
+    """Differences between a step of a layout and the same step in one process.
 
     Attributes:
         loss_error: |a - b| / |b|, b that of one process; infinite for a loss that is not a number.
@@ -74,12 +74,12 @@ class ComparedStep(NamedTuple):
 def run(layouts: Sequence[Layout], context: WorkerContext, tolerance: float) -> Iterator[LayoutVerdict | None]:
     """Verify the layouts one by one; every worker of the pool iterates to the end.
 
-    A layout of n ranks runs on the workers 0..n-1, in fp32 (fp64 where configured), one step over random tokens, so
-    that no two micro-batches are alike. Workers that it does not use wait. `schedule.name = "search"` is searched for the costs
-    given, or else for the layers' operations.
+    A layout of n ranks runs on workers 0..n-1, in fp32 (fp64 where configured), for one step over random tokens, so that
+    all micro-batches differ. The other workers wait. `schedule.name = "search"` searches with the costs in the configuration,
+    or with costs estimated from the layers' operations.
 
     Yields:
-        for each layout its result on rank 0, None on the others.
+        for each layout, its verdict on rank 0, None on the others.
     """
     require_agreement(layouts, context)
     meshes: dict[MeshShape, Mesh | None] = {}
@@ -118,8 +118,11 @@ def verify_layers(
 ) -> LayoutVerdict:
     """Compare one step of your own model under a schedule with the layers called one after the other in plain torch.
 
-    All ranks are in this process. Arguments are those of `Pipeline` and its `step`. Layers that draw from torch's random
-    numbers, such as `nn.Dropout`, draw different ones in the two: set their probability to 0.
+    All ranks run in this process. The other arguments are those of `Pipeline` and its `step`. Layers that use torch's random
+    numbers, such as `nn.Dropout`, draw different numbers in the two runs: set their probability to 0.
+
+    Args:
+        tolerance: largest relative error of the loss and of each gradient that passes.
 
     Raises UsageError and ConfigError as a pipeline does.
     """
@@ -170,7 +173,7 @@ def verify_layers(
 
 
 def make_batch(layout: Layout) -> Batch:
-    """Random tokens and random targets for all replicas, the same in every process; one target in eight is ignored."""
+    """Return random tokens and targets for all replicas, the same in every process; about one target in eight is ignored."""
     config = layout.config
     rows, vocabulary = sum(layout.microbatch_sizes) * layout.mesh.dp, config.model.vocab_size
     generator = torch.Generator().manual_seed(stable_seed("verify", config.train.seed))
@@ -194,7 +197,7 @@ def pipeline_step(
         pipeline.eval()  # dropout of transformers draws from torch's generator, so its masks differ from layout to layout
     loss = pipeline.step(batch.tokens.to(device), batch.targets.to(device)).item()
     gradients_by_name = {name: p.grad for name, p in pipeline.named_parameters()}
-    if layout.config.optimizer.zero1 and pipeline.sync is not None:  # each replica has its slices only
+    if layout.config.optimizer.zero1 and pipeline.sync is not None:  # each replica has only its slices
         with pipeline.waiting("the other replicas' slices of the gradients"):
             gradients_by_name |= pipeline.sync.whole_gradients()
     gradients = {name: None if gradient is None else gradient.cpu() for name, gradient in gradients_by_name.items()}
@@ -224,7 +227,7 @@ def serial_step(layout: Layout, device: torch.device) -> ComparedStep:
     modules = [module for _, module in built]
     grad_context = WeightGradContext()
     for module in modules:
-        defer_weight_gradients(module, grad_context)  # it multiplies as a pipeline's layers do
+        defer_weight_gradients(module, grad_context)  # the same matrix products as in a pipeline's layers
         module.train(not config.model.source)
     for names in ties(config):
         _share(dict(built), names)
@@ -255,7 +258,7 @@ def compare(
 ) -> LayoutVerdict:
     """Return the largest differences between the ranks' outcomes and that of a single process.
 
-    A parameter that several ranks hold (a tied weight, a replica) counts with its worst copy.
+    A parameter that several ranks hold (a tied weight, a replica) counts with the error of its worst copy.
     """
     errors: dict[str, float] = {name: float("inf") for name in reference.gradients}
     seen: set[str] = set()
@@ -264,17 +267,18 @@ def compare(
             error = relative_error(gradient, reference.gradients.get(name))
             errors[name] = max(errors[name], error) if name in seen else error
             seen.add(name)
-    for names in ties:  # a rank that holds several of a group's names lists the first one only
+    for names in ties:  # a rank that holds several names of a group lists only the first
         if any(name in seen for name in names):
             errors = {name: error for name, error in errors.items() if name not in names or name in seen}
     differences = [abs(step.loss - reference.loss) / abs(reference.loss) for step in steps]
-    loss_error = math.inf if any(map(math.isnan, differences)) else max(differences)  # max would pass over a NaN
+    loss_error = math.inf if any(map(math.isnan, differences)) else max(differences)  # max would ignore a NaN
     passed = all(error <= tolerance for error in (loss_error, *errors.values()))
     return LayoutVerdict(loss_error, errors, passed)
 
 
 def relative_error(a: Tensor | None, b: Tensor | None) -> float:
-    """max |a - b| / max |b|; 0 where both are None or zero; infinite where one is missing, misshapen or not finite."""
+    """Return max |a - b| / max |b|; 0 if both are None or zero; infinite if only one is None, the shapes differ, a value is
+    not finite, or only b is zero."""
     if a is None or b is None:
         return 0.0 if a is b else float("inf")
     if a.shape != b.shape or not bool(a.isfinite().all()) or not bool(b.isfinite().all()):

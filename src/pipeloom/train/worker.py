@@ -102,8 +102,10 @@ def _run(layout: Layout, body: Callable[[WorkerContext], None], rank: int, log: 
 
 
 def _explain(error: BaseException, watchdog: Watchdog | None, rank: int) -> tuple[int, str, tuple[int, ...], int]:
-    """(exit code, what to write to stderr, the ranks to blame, the one that told the others) for the error that ended this
-    worker; the others are told.
+    """Report the error that ended this worker to the other workers.
+
+    Returns:
+        the exit code, the text for stderr, the ranks to blame, and the rank that reported the failure first.
     """
     code, text = describe(error)
     if watchdog is None:
@@ -262,7 +264,7 @@ def finish(watchdog: Watchdog | None = None) -> None:
 
 
 def describe(error: BaseException) -> tuple[int, str]:
-    """(exit code, what to write to stderr) for an error that ended a worker."""
+    """Return the exit code and the text for stderr of an error that ended a worker."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, "interrupted"
     if isinstance(error, PipeloomError):
@@ -322,7 +324,7 @@ def claim_device(name: str, local_rank: int, local_world: int) -> torch.device:
 def backend_for(devices: int, workers: int) -> str:
     """Return the backend of the process group for `workers` per host and `devices` GPUs (0: the workers use the CPU).
 
-    NCCL refuses two ranks on one device.
+    It is gloo where workers share a GPU, because NCCL refuses two ranks on one device.
     """
     return "cpu:gloo,cuda:nccl" if devices >= workers else "gloo"
 
@@ -336,7 +338,10 @@ def shared_devices(workers: int, devices: int) -> str:
 
 
 def _meet(rank: int, world: int, timeout: timedelta) -> Store:
-    """The store of the workers: a file of our launcher's, or that at MASTER_ADDR and MASTER_PORT."""
+    """Return the workers' store: a file of Pipeloom's launcher, or the TCP store at MASTER_ADDR and MASTER_PORT.
+
+    Raises DistributedError if the workers cannot reach it within `timeout`.
+    """
     import torch.distributed as dist
     from torch._C._distributed_c10d import FileStore, HashStore
     from torch.distributed.rendezvous import rendezvous

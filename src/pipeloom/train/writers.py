@@ -58,7 +58,7 @@ class WandbFigures:
 
 
 def figure_writers(config: Config, folder: Path) -> list[FigureWriter]:
-    """Return the writers that `[log]` asks for."""
+    """Return the writers that `[log]` enables."""
     writers: list[FigureWriter] = []
     if config.log.tensorboard:
         writers.append(TensorBoardFigures(folder))
