@@ -1,4 +1,4 @@
-"""The `pipeloom` command. Each command is one small file; heavy imports happen inside the command that needs them."""
+"""The `pipeloom` command. Each subcommand is one small module, which imports slow packages only when it needs them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _verify(context: typer.Context) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs one command and ends the process with its exit code (`pipeloom.errors`)."""
+    """Run one command and exit with its exit code (`pipeloom.errors`)."""
     protect_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     json = "--json" in given

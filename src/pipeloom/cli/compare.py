@@ -37,7 +37,7 @@ _FIGURES = (
 
 
 class Row(NamedTuple):
-    """One schedule of the comparison: what it was called on the command line, and its timeline."""
+    """One schedule of the comparison: its name on the command line, with options, and its timeline."""
 
     label: str
     timeline: Timeline
@@ -140,7 +140,10 @@ def _print_volumes(config: str, names: Sequence[str], sizes: Sizes, as_json: boo
 def _rows(
     names: Sequence[str], sizes: Sizes, costs: Costs, overlap_p2p: bool
 ) -> tuple[list[Row], list[tuple[str, str]]]:
-    """Return a row for each schedule, and the name and reason of each that `all` names and that refuses these sizes."""
+    """Return a row for each schedule, and (name, reason) of each family of `all` that does not support these sizes.
+
+    Raises the error of a schedule named explicitly, and UsageError if no schedule supports the sizes.
+    """
     from pipeloom.schedule.families import FAMILIES
 
     rows: list[Row] = []
@@ -215,7 +218,7 @@ def _row(spec: str, sizes: Sizes, costs: Costs, overlap_p2p: bool) -> Row:
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
-    """`name:key=value,key=value` as name and options; a colon without `=` after it belongs to the name."""
+    """Split `name:key=value,key=value` into name and options; a colon without `=` after it belongs to the name."""
     name, colon, options = spec.rpartition(":")
     if not colon or "=" not in options:
         return spec, {}
@@ -223,10 +226,10 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
 
 
 def share(costs: Costs, schedule: Schedule) -> Costs:
-    """The costs of a stage of `schedule`, from `costs` of 1/p of the model (p values: one for each p-th).
+    """Return the costs of a stage of `schedule` from `costs` of 1/p of the model (p values: one per p-th of the model).
 
-    A stage holds one of `positions` equal parts of the model: p / positions of what a rank of 1F1B holds (1/v in a
-    loop).
+    A stage is one of `positions` equal parts of the model, so its costs are p / positions of those given (1/v with v chunks
+    per rank). Raises UsageError for a cost with neither one value nor p values.
     """
     factor = schedule.ranks / schedule.positions
     spread: dict[str, Any] = {}
@@ -259,11 +262,11 @@ def _as_dict(rows: Sequence[Row], refused: Sequence[tuple[str, str]], costs: Cos
 
 
 def table(rows: Sequence[Row], refused: Sequence[tuple[str, str]], costs: Costs, width: int) -> str:
-    """Return the comparison as text: one line per schedule, the meaning of the figures, and what was refused, and why."""
+    """Return the comparison as text: one line per schedule, the meaning of the figures, and the skipped schedules."""
     from pipeloom.draw.figures import BUBBLE_WORDS, cost_numbers
 
     figures_of_rows = [_cells(row.timeline) for row in rows]
-    # without memory of its own, the column would repeat the activations
+    # where peak memory equals peak activations, its column would only repeat them
     memory = any(line["mem.", "max"] != line["act.", "max"] for line in figures_of_rows)
     columns = [
         key for key in _FIGURES if (memory or key != ("mem.", "max")) and (costs.message or key != ("mes.", "size"))

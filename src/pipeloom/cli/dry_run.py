@@ -1,4 +1,4 @@
-"""`pipeloom train --dry-run`: everything that is known of a run before its workers start."""
+"""`pipeloom train --dry-run`: a report on a run without starting its workers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from pipeloom.schedule import Costs, Timeline, simulate
 if TYPE_CHECKING:
     from pipeloom.train.layer_costs import LayerCosts
 
-_ROWS, _COLUMNS = 16, 10  # the most of the table of workers, which then fits a screen
-# Bytes of state for each stepped element, beside its value: two averages, or one.
+_ROWS, _COLUMNS = 16, 10  # largest size of the table of workers that fits on a screen
+# Bytes of fp32 state per element, besides its value: two moments, or one. For Muon an upper bound: its matrices have one.
 _STATE_BYTES = {"adamw": 8, "sgd": 4, "muon": 8}
 
 
 def report_lines(layout: Layout) -> list[str]:
-    """Return what each rank will hold, the simulated schedule, the rate, and where files go."""
+    """Return lines on the contents of each rank, the simulated schedule, learning rates and output folders."""
     config = layout.config
     timeline = expected_timeline(layout)
     steps = config.train.steps
@@ -41,7 +41,7 @@ def report_lines(layout: Layout) -> list[str]:
 
 
 def expected_timeline(layout: Layout) -> Timeline:
-    """Simulate the schedule with costs in proportion to each stage's operations; W takes as long as I."""
+    """Simulate the schedule with costs in proportion to each stage's FLOPs; F, I and W take the same time."""
     schedule = layout.schedule
     forward = [flops / 3 for flops in stage_costs(layout.config, layout.stage_layers)]
     costs = [0.0] * schedule.stages
@@ -73,14 +73,14 @@ def measured_timeline(layout: Layout, costs: LayerCosts) -> Timeline:
 
 
 def peak_bytes(layout: Layout, costs: LayerCosts, timeline: Timeline) -> list[float]:
-    """Rank -> bytes of activations at the peak, with the largest layer that is recomputed."""
+    """Return rank -> bytes of activations at the peak, including the largest layer that is recomputed."""
     again = [max((layer.again for layer in costs.layers[start:end]), default=0.0) for start, end in _spans(layout)]
     stages = map(layout.schedule.stages_of.__getitem__, range(layout.schedule.ranks))
     return [peak + max(again[stage] for stage in held) for peak, held in zip(timeline.peak_memory, stages, strict=True)]
 
 
 def _spans(layout: Layout) -> list[tuple[int, int]]:
-    """Stage -> its first layer, and the one after its last."""
+    """Return stage -> (index of its first layer, index after its last layer)."""
     ends = list(accumulate(layout.stage_layers))
     spans = [(0, 0)] * layout.schedule.stages
     for route in layout.schedule.routes:
@@ -125,7 +125,7 @@ def _measured_lines(layout: Layout) -> list[str]:
 
 
 def rank_parameters(layout: Layout) -> list[int]:
-    """Return the parameters of each pipeline rank, all its stages, before tensor or expert parallelism divides them."""
+    """Return rank -> parameters of all stages of that pipeline rank, before tensor or expert parallelism divides them."""
     sizes = [size.parameters for size in layer_sizes(layout.config.model, layout.config.train.seq_len)]
     schedule, start = layout.schedule, 0
     held = [0] * schedule.ranks
@@ -180,7 +180,7 @@ def _rank_lines(layout: Layout, timeline: Timeline) -> list[str]:
 
 
 def _layers(layout: Layout) -> list[str]:
-    """Stage -> its layers: `E 0-1`, `2-3 L`."""
+    """Return stage -> its layers in words, such as `E 0-1` or `2-3 L`."""
     names = ["E", *map(str, range(layout.config.model.num_hidden_layers)), "L"]
     words, start = [], 0
     for count in layout.stage_layers:
@@ -198,7 +198,7 @@ def _layers(layout: Layout) -> list[str]:
 
 
 def _state(config: Config, parameters: int) -> str:
-    """Bytes of weights, gradients and optimizer state, those of ZeRO-1 divided by the replicas."""
+    """Return the bytes of weights, gradients and optimizer state in words; ZeRO-1 divides the state by the replicas."""
     size = {"float64": 8, "bfloat16": 2}.get(config.train.dtype, 4)
     wide = max(size, 4)
     state: float = _STATE_BYTES[config.optimizer.name] * wide // 4 + (wide if size < 4 else 0)

@@ -1,4 +1,4 @@
-"""The end of a command: its exit code, and one clear message when it fails."""
+"""Exit code of a command, and its one message when it fails."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from pipeloom.errors import (
     shortened,
 )
 
-# typer brings its own copy of click in newer versions, so that its base class of usage errors is found through this one
+# newer versions of typer contain their own copy of click, so the base class of its usage errors is looked up here
 _ClickError: Any = next(base for base in reversed(typer.BadParameter.__mro__) if base.__name__ == "ClickException")
 
 
 class Output(io.FileIO):
-    """Standard output or error that never fails: what a closed pipe or a full disc does not take is dropped.
+    """Standard output or error that never fails: data that a closed pipe or a full disk does not accept is dropped.
 
     Attributes:
-        failure: the first error other than a closed pipe; None: there was none.
+        failure: the first error other than a closed pipe; None if there was none.
     """
 
     failure: OSError | None = None
@@ -53,14 +53,15 @@ class Output(io.FileIO):
 
 
 def protect_streams() -> None:
-    """Make standard output and error such that writing to them never fails, and open descriptors 0, 1 and 2 where they are
-    closed: else the next file that is opened would be standard output. Streams that a test has put there are left alone.
+    """Replace standard output and error by streams to which writing never fails; streams replaced by a test are left alone.
+
+    Open descriptors 0, 1 and 2 where they are closed: otherwise the next file to be opened could become standard output.
     """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is `descriptor`
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
         if stream is not getattr(sys, f"__{name}__"):
@@ -80,7 +81,7 @@ def protect_streams() -> None:
 
 
 def _output_failure() -> OSError | None:
-    """Return the reason why standard output did not take everything."""
+    """Return the error with which writing to standard output failed; None if it has not failed."""
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     return raw.failure if isinstance(raw, Output) else None
 
@@ -88,12 +89,12 @@ def _output_failure() -> OSError | None:
 def exit_code_of(run: Callable[[], Any], as_json: bool, given: Sequence[str] = ()) -> int:
     """Run `run` and return its exit code; an error goes to standard error, or as JSON to standard output.
 
-    0 or what `run` returns; a PipeloomError's own code; 2 for wrong usage, and for an output that cannot be written; 4 without
-    memory; 130 after Ctrl-C; 1 for anything else, with the traceback when PIPELOOM_DEBUG=1. A reader that goes away is no
-    failure.
+    The exit code is 0 or the result of `run`; a PipeloomError's own code; 2 for wrong usage or if standard output cannot be
+    written; 4 if memory is exhausted; 130 after Ctrl-C; and 1 for any other error, with the traceback if PIPELOOM_DEBUG=1. A
+    closed pipe is not a failure.
 
     Args:
-        given: the words of the command line, which messages repeat in part only.
+        given: the words of the command line; messages shorten the long ones.
     """
     code = _exit_code_of(run, as_json, given)
     with contextlib.suppress(OSError):
@@ -103,7 +104,7 @@ def exit_code_of(run: Callable[[], Any], as_json: bool, given: Sequence[str] = (
         return code
     from pipeloom.train.failures import FAILURES
 
-    if FAILURES in os.environ:  # a worker of our own launcher, which says it
+    if FAILURES in os.environ:  # a worker of our own launcher, which reports the failure
         return code
     trains = given[:1] == ["train"] and not {"-h", "--help"} & set(given)
     print(
@@ -143,7 +144,7 @@ def _exit_code_of(run: Callable[[], Any], as_json: bool, given: Sequence[str]) -
 
 
 def _shortened(text: str, given: Sequence[str]) -> str:
-    """`text` with at most so much of a word of the command line, and of any other long word, as a message repeats."""
+    """Return `text` with long words of the command line, and any other long words, shortened to what a message repeats."""
     for word in given:
         if len(word) > LONGEST_ECHO:
             for form in (word, repr(word)[1:-1], word.partition("=")[2]):
@@ -153,7 +154,7 @@ def _shortened(text: str, given: Sequence[str]) -> str:
 
 
 def _usage(error: Any, as_json: bool, given: Sequence[str]) -> int:
-    """typer's own complaints; an empty one is the help that it has printed already."""
+    """Report a usage error of typer, and return its exit code. For a command without arguments, print its help instead."""
     text = error.format_message().rstrip()
     if type(error).__name__ == "NoArgsIsHelpError":
         print(text)

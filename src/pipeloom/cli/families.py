@@ -1,4 +1,4 @@
-"""`pipeloom verify --hf-families`: models of Hugging Face families in pipelines, against one process."""
+"""`pipeloom verify --hf-families`: models of Hugging Face families in pipelines, compared with a single process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ VERDICTS = "PIPELOOM_VERDICTS"
 
 
 def command(arguments: Sequence[str]) -> int:
-    """Runs `verify` with the words after it, `--hf-families` among them; returns 0, or 1 when one differs too much."""
+    """Run `verify --hf-families`; return 0, 1 if an error exceeds the tolerance, or the exit code of failed workers.
+
+    Args:
+        arguments: the words after `verify`, including `--hf-families`.
+    """
     from pipeloom.config import load_layout
 
     require_torch("verify")
@@ -40,7 +44,7 @@ def command(arguments: Sequence[str]) -> int:
         return _work(layout, families, as_json)
     from pipeloom.models.hf.library import transformers
 
-    transformers()  # a missing or unsupported one is reported before any process starts
+    transformers()  # reports a missing or unsupported version before any process starts
     with tempfile.TemporaryDirectory(prefix="pipeloom-") as folder:
         verdicts = Path(folder) / "verdicts.json"
         os.environ[VERDICTS] = str(verdicts)
@@ -62,7 +66,7 @@ def _work(layout: Any, families: Sequence[str], as_json: bool) -> int:
         from pipeloom.train.families import run
 
         for result in run(families, context, TOLERANCE):
-            if result is not None:  # rank 0 alone has it
+            if result is not None:  # only rank 0 has it
                 verdicts.append(asdict(result))
                 if not as_json:
                     print(row(verdicts[-1]), flush=True)
@@ -76,7 +80,7 @@ def _work(layout: Any, families: Sequence[str], as_json: bool) -> int:
 
 
 def row(verdict: dict[str, Any]) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     state = "PASS" if verdict["passed"] else "FAIL"
     worst = f"{verdict['worst_error']:.1e} {verdict['worst_parameter']}" if verdict["worst_error"] else "0"
     return (
@@ -86,7 +90,7 @@ def row(verdict: dict[str, Any]) -> str:
 
 
 def summarise(verdicts: Sequence[dict[str, Any]], as_json: bool) -> int:
-    """Prints the count, or everything as JSON; returns 0 when all passed, else 1."""
+    """Print the number that passed, or everything as JSON; return 0 if all passed, otherwise 1."""
     failed = [verdict for verdict in verdicts if not verdict["passed"]]
     if as_json:
         finite = [

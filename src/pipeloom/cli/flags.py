@@ -1,4 +1,4 @@
-"""The library's errors in the words of a command: where it names an argument, its user knows a flag."""
+"""Translation of the library's error messages for the command line: names of arguments become flags."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PHRASES = {
 
 
 def words(error: PipeloomError) -> str:
-    """The error's message with flags in the place of arguments."""
+    """Return the error's message with flags in place of argument names."""
     text = str(error)
     if isinstance(error, ArgumentError):
         text = f"{_FLAG_OF_ARGUMENT.get(error.argument, error.argument)}{error.words}"

@@ -15,7 +15,7 @@ from pipeloom.cli.workers import be_worker, require_torch, start_workers
 def command(
     path: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint, a run, or a Hugging Face directory.")],
     prompt: Annotated[list[str], typer.Option(metavar="TEXT", help="Text to continue; repeatable.")],
-    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="New tokens per prompt at most.")] = 64,
+    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Most new tokens per prompt.")] = 64,
     temperature: Annotated[
         float, typer.Option(metavar="T", help="Divisor of the logits; 0: always the most likely token.")
     ] = 0.8,

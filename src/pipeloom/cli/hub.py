@@ -1,4 +1,4 @@
-"""`pipeloom export` and `pipeloom import`: checkpoints out to Hugging Face directories, and in from them."""
+"""`pipeloom export` and `pipeloom import`: conversion of checkpoints to and from Hugging Face directories."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def export(
     checkpoint: Annotated[
         Path,
         typer.Argument(
-            metavar="RUN_OR_CHECKPOINT_DIR", help="A checkpoint, or a run, of which the newest one is written."
+            metavar="RUN_OR_CHECKPOINT_DIR", help="A checkpoint, or a run, whose newest checkpoint is written."
         ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT_DIR", help="A new directory.")],

@@ -1,4 +1,4 @@
-"""`pipeloom compare --paper NAME`: a paper's table, recomputed from its own profile."""
+"""`pipeloom compare --paper NAME`: a table of a paper, recomputed from the profile that the paper publishes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ PAPERS = ("zero-bubble",)
 
 
 def recompute(name: str) -> list[dict[str, Any]]:
-    """One entry per row of the paper's table: model, p, m, and for each column the figure here and the published one.
+    """Return one entry per row of the paper's table: model, p, m, and for each column the recomputed and published figures.
 
-    Raises UsageError for a paper that is not known.
+    Raises UsageError for an unknown paper.
     """
     if name not in PAPERS:
         raise UsageError(f"--paper is {name!r:.200}{did_you_mean(name, PAPERS)}")
@@ -31,7 +31,7 @@ def recompute(name: str) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as text, two lines each, 80 columns."""
+    """Return the rows as text of at most 80 columns, two lines per row."""
     columns = list(rows[0]["here"])
     lines = [
         "Zero bubble pipeline parallelism (arXiv 2401.10241), its table of bubble rates",

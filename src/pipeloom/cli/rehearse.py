@@ -1,4 +1,4 @@
-"""`pipeloom rehearse`: a schedule run by real processes with real messages, and computation that is emulated."""
+"""`pipeloom rehearse`: a schedule run by real processes with real messages and emulated computation."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 _STEPS_FILE = "PIPELOOM_REHEARSAL"
 _PRINTED_WORDS = "words"
 _MEAN_ACTION = 0.010
-"""Seconds of the mean action where `--unit` is not given, times the ranks of a core: an action costs the engine 0.3 to 0.5 ms
-of a core, which is then 3 to 5 % of it."""
+"""Seconds that the mean action takes where `--unit` is not given, multiplied by the number of ranks per core: the runtime
+spends 0.3 to 0.5 ms of a core on an action, which is then 3 to 5 % of its time."""
 
 
 class RehearseCommand(TyperCommand):
-    """Keeps the words of the command line, which the workers are started with."""
+    """Command that keeps the words of its command line, with which the workers are started."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[_PRINTED_WORDS] = list(args)
@@ -123,7 +123,7 @@ def _rehearsal(
     transport: Any,
     device: str,
 ) -> Rehearsal:
-    """The rehearsal that the options ask for. Raises UsageError for what it cannot emulate."""
+    """Return the rehearsal that the options describe. Raises UsageError for options that it cannot emulate."""
     from pipeloom.train.rehearse import Rehearsal
 
     if unit is not None and not (math.isfinite(unit) and 0 < unit <= MOST_SECONDS):
@@ -160,7 +160,7 @@ def _with_usual_unit(rehearsal: Rehearsal) -> Rehearsal:
 
 
 def _require_one_cost(rehearsal: Rehearsal) -> None:
-    """Refuse costs by which two stages of a rank at one position, which share their layer's factory, would differ."""
+    """Raise UsageError if two stages of a rank at one position, which share a layer factory, have different costs."""
     schedule, work = rehearsal.schedule, rehearsal.work()
     for rank, stages in enumerate(schedule.stages_of):
         first: dict[int, int] = {}
@@ -189,7 +189,7 @@ def _slow(words: Sequence[str], schedule: Schedule) -> dict[int, float]:
 
 
 def _run(rehearsal: Rehearsal, device: str, words: Sequence[str]) -> tuple[int, tuple[Timeline, ...]]:
-    """(exit code, the recorded steps; none on workers whose launcher has them)."""
+    """Return the exit code and the recorded steps; no steps on workers, whose launcher returns them."""
     from pipeloom.schedule import timeline_form
     from pipeloom.train.worker import is_worker
 
@@ -214,14 +214,14 @@ def _run(rehearsal: Rehearsal, device: str, words: Sequence[str]) -> tuple[int, 
 
 
 def _require_machine(rehearsal: Rehearsal, device: str) -> None:
-    """Raise a PipeloomError where this machine has no room, or no GPU for each rank."""
+    """Raise CapacityError if this machine has too little memory, UsageError if it has too few GPUs."""
     from pipeloom.train.preflight import cuda_devices, memory_of_machine, require_room
 
     schedule = rehearsal.schedule
     require_room(schedule.ranks, "--ranks")
     memory = memory_of_machine()
     size = int(rehearsal.costs.message)
-    need = size * sum(rehearsal.simulated().peak_activations) * 2  # an input and an output of each
+    need = size * sum(rehearsal.simulated().peak_activations) * 2  # an input and an output per activation
     if memory is not None and need > memory:
         raise CapacityError(
             f"--message {size:,} bytes: the micro-batches in flight take {need / 1e9:,.0f} GB, and this machine has "
@@ -236,7 +236,7 @@ def _require_machine(rehearsal: Rehearsal, device: str) -> None:
 
 
 def _work(rehearsal: Rehearsal, device: str) -> tuple[int, tuple[Timeline, ...]]:
-    """One worker's part; rank 0 writes the steps for its launcher, or returns them where torchrun started it."""
+    """Run one worker; rank 0 writes the steps for its launcher, or returns them where torchrun started it."""
     from pipeloom.schedule import timeline_form
     from pipeloom.train.rehearse import run
 
@@ -256,7 +256,7 @@ def _work(rehearsal: Rehearsal, device: str) -> tuple[int, tuple[Timeline, ...]]
 
 
 def _layout(rehearsal: Rehearsal, device: str) -> Layout:
-    """Return the layout that a worker's start-up reads: as many ranks, the device, the watchdog's limit."""
+    """Return a layout for the start-up of a worker: the number of ranks, the device and the watchdog's timeout."""
     from pipeloom.config import load_layout
     from pipeloom.train.rehearse import patience
     from pipeloom.train.worker import world_size_given
@@ -281,7 +281,7 @@ def report(
     width: int | None,
     as_json: bool,
 ) -> None:
-    """Write the drawings, and print the step, its figures and how far it is from the simulation."""
+    """Write the drawings, and print the step, its figures and its difference from the simulation."""
     from pipeloom.cores import usable_cores
     from pipeloom.draw import terminal
     from pipeloom.draw.figures import number, time_unit

@@ -74,7 +74,7 @@ def command(
 
 
 def as_dict(timeline: Timeline) -> dict[str, object]:
-    """The JSON form of the schedule and, beside it, the costs of a stage and the figures of the timeline."""
+    """Return the JSON form of the schedule together with the costs of a stage and the figures of the timeline."""
     from pipeloom.draw import figures
     from pipeloom.schedule.json_form import to_dict
 
@@ -83,7 +83,7 @@ def as_dict(timeline: Timeline) -> dict[str, object]:
 
 
 def costs_dict(costs: Costs) -> dict[str, object]:
-    """The costs that the options set, by the names of `Costs`."""
+    """Return the costs by their names in `Costs`; optional ones only where they are set."""
     always = ("forward", "input_grad", "weight_grad", "p2p", "activation", "held")
     some = {
         "message": costs.message,
@@ -103,7 +103,7 @@ def write_files(
     trace: Path | None = None,
     width: int | None = None,
 ) -> None:
-    """Write the files that were asked for; the trace is the first timeline's."""
+    """Write the files whose paths are given; the trace contains only the first timeline."""
     from pipeloom import draw
 
     write_pictures(lambda: draw.svg(timelines, max(width or draw.USUAL_WIDTH, draw.LEAST_WIDTH)), svg, png)
@@ -114,7 +114,7 @@ def write_files(
 
 
 def write_pictures(drawing: Callable[[], str], svg: Path | None, png: Path | None) -> None:
-    """Write an SVG document to the files that were asked for, as it is and as PNG."""
+    """Write an SVG document to `svg`, and rendered as PNG to `png`, where they are given."""
     from pipeloom.draw.png import png as rendered
 
     if svg is not None:
@@ -124,7 +124,10 @@ def write_pictures(drawing: Callable[[], str], svg: Path | None, png: Path | Non
 
 
 def write(path: Path, content: Callable[[], str | bytes]) -> None:
-    """Write the file and say so on standard error, so that standard output stays one thing."""
+    """Write the file and report it on standard error, which keeps standard output free for the command's result.
+
+    Raises UsageError if the file cannot be written.
+    """
     data = content()
     try:
         path.write_bytes(data if isinstance(data, bytes) else data.encode("utf-8"))

@@ -1,4 +1,4 @@
-"""Arguments of `schedule` and `compare`: sizes, options and costs as text, turned into values."""
+"""Command-line arguments for schedules and their costs, shared by several commands, and their conversion to values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MicrobatchesOption = Annotated[
     int | None, typer.Option("--microbatches", metavar="M", help="Micro-batches of one step.")
 ]
 ChunksOption = Annotated[
-    int | None, typer.Option("--chunks", metavar="V", help="Stages per rank, for families in which it is free.")
+    int | None, typer.Option("--chunks", metavar="V", help="Stages per rank, for families that let you choose.")
 ]
 ForwardOption = Annotated[str, typer.Option("--forward", metavar="F", help="Time of one forward (F).")]
 InputGradOption = Annotated[str, typer.Option("--input-grad", metavar="I", help="Time of one input gradient (I).")]
@@ -114,10 +114,14 @@ def costs_of(
     sizes: str | None,
     message: str | None = None,
 ) -> Costs:
-    """The costs that the options give; UsageError for a value that is not a number or not a valid cost.
+    """Return the costs that the options give. Raises UsageError for a value that is not a number or not a valid cost.
 
-    `times`: F, I, W and a hop; `pairs`: the all-to-all share and a pair's time; `sizes`: the micro-batches' factors; `message`:
-    the bytes of one between stages.
+    Args:
+        times: times of F, I, W and a message between ranks.
+        held: share of the activation memory that is kept from I until W.
+        pairs: share of the all-to-all, and time of a pair.
+        sizes: factors on the costs of each micro-batch.
+        message: size of a message between stages, as `bytes_of` takes it.
     """
     from pipeloom.schedule import Costs
 
@@ -139,7 +143,7 @@ def costs_of(
 
 
 def bytes_of(text: str) -> int:
-    """The bytes that `--message` gives, as a number or with KiB, MiB or GiB; raises UsageError for anything else."""
+    """Return the bytes of a size such as 65536, 64KiB or 4MiB, for `--message`. Raises UsageError for anything else."""
     match = re.fullmatch(r"(\d{1,15})\s*([A-Za-z]*)", text.strip())
     if match is None or match[2].lower() not in _UNITS:
         raise UsageError(f"--message is {text!r:.60}; give bytes, such as 65536, 64KiB or 4MiB")
@@ -155,7 +159,10 @@ def _sizes(text: str) -> tuple[float, ...]:
 
 
 def options_of(words: Sequence[str]) -> dict[str, Any]:
-    """`key=value` words as a family's options: whole numbers, numbers, true, false, none, else text."""
+    """Parse `key=value` words as a family's options; a value is a number, true, false, none, or otherwise text.
+
+    Raises UsageError for a word of another form, and for a key that is given twice.
+    """
     options: dict[str, Any] = {}
     for word in words:
         key, equals, value = word.partition("=")
@@ -175,15 +182,15 @@ def schedule_of(
     costs: Costs | None = None,
     transforms: Sequence[str] = (),
 ) -> Schedule:
-    """The schedule called `name`, transformed and checked: a family, `module:function`, or a CSV or JSON file.
+    """Return the schedule called `name` (a family, `module:function`, or a CSV or JSON file), transformed and checked.
 
     Args:
-        sizes: ranks, micro-batches, chunks. A file knows them; if given, they must agree with it.
-        costs: of a stage, for the families and transforms whose order depends on them.
-        transforms: as `transformed` takes them.
+        sizes: ranks, micro-batches, chunks. A file contains them; those given must be equal to the file's.
+        costs: costs of a stage, for the families and transforms whose order depends on them.
+        transforms: as for `transformed`.
 
     Raises:
-        UsageError: an unknown name, a size that is missing, refused or not the file's, an option that is not taken.
+        UsageError: an unknown name or option, or a size that is missing, refused, or different from the file's.
         ScheduleError: a schedule that cannot run, with the reason.
     """
     from pipeloom.schedule import check
@@ -210,7 +217,7 @@ def schedule_of(
 
 
 def transforms_of(words: Sequence[str]) -> tuple[str, ...]:
-    """The `--transform` words; raises UsageError for an unknown one, before anything is built."""
+    """Return the `--transform` words. Raises UsageError for an unknown transform, before anything is built."""
     from pipeloom.schedule.transforms import parsed_transform
 
     for word in words:
@@ -219,7 +226,7 @@ def transforms_of(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def takes_chunks(name: str) -> bool:
-    """Return whether the family `name` has a number of chunks to choose."""
+    """Return whether the number of chunks of the family `name` can be chosen; also True for a name that is not a family."""
     from pipeloom.schedule.families import FAMILIES, canonical_name
 
     family = FAMILIES.get(canonical_name(name))
@@ -227,7 +234,7 @@ def takes_chunks(name: str) -> bool:
 
 
 def _require_name(name: str) -> None:
-    """An unknown name is the first thing to say, before the sizes that are missing."""
+    """Raise UsageError for an unknown name, which is more important than missing sizes."""
     from pipeloom.schedule.families import FAMILIES, canonical_name, unknown_name
 
     if canonical_name(name) not in FAMILIES and ":" not in name:
@@ -235,7 +242,7 @@ def _require_name(name: str) -> None:
 
 
 def _agree(name: str, schedule: Schedule, sizes: tuple[int | None, int | None, int | None], options: object) -> None:
-    """Refuses sizes and options that the file does not have."""
+    """Raise UsageError for options, and for sizes that differ from the file's."""
     if options:
         raise UsageError(f"{name} is a file: it takes no options")
     has = (schedule.ranks, schedule.microbatches, schedule.chunks)

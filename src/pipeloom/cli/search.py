@@ -1,4 +1,4 @@
-"""`pipeloom search`: the best schedule that can be found within a memory limit, and how far from optimal it can be."""
+"""`pipeloom search`: the best schedule found within a memory limit, and a bound on its distance from the optimum."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Memory = Annotated[
     typer.Option(
         "--memory",
         metavar="X",
-        help="Activations that fit on one rank, in units of one stage's of one micro-batch; default: no limit.",
+        help="Most activation memory per rank, in stage-micro-batches; default: no limit.",
     ),
 ]
 ObjectiveOption = Annotated[
@@ -55,8 +55,8 @@ def command(
     pair: schedule_arguments.PairOption = None,
     microbatch_costs: schedule_arguments.MicrobatchCostsOption = None,
     overlap_p2p: schedule_arguments.OverlapP2pOption = True,
-    time_limit: Annotated[float | None, typer.Option(metavar="S", help="Seconds to search at most.")] = None,
-    iterations: Annotated[int | None, typer.Option(metavar="N", help="Moves of the local search at most.")] = None,
+    time_limit: Annotated[float | None, typer.Option(metavar="S", help="Longest search, in seconds.")] = None,
+    iterations: Annotated[int | None, typer.Option(metavar="N", help="Most moves of the local search.")] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the random choices.")] = 0,
     pairs: Annotated[bool, typer.Option("--pairs", help="Search over overlapped pairs too.")] = False,
     prove: Annotated[
@@ -125,7 +125,10 @@ def _placement(text: str | None) -> str | list[int] | None:
 
 
 def _as_dict(result: SearchResult, memory: float | None, seed: int) -> dict[str, object]:
-    """`schedule --json`'s keys; with the objective makespan, its bound and gap are the search's, which know the memory."""
+    """Return the keys of `schedule --json` and those of the search.
+
+    With the objective makespan, `lower_bound` and `gap` are the search's, which take the memory limit into account.
+    """
     fields = as_dict(result.timeline)
     if result.objective == "makespan":
         fields |= {"lower_bound": result.lower_bound, "gap": result.gap}
@@ -161,7 +164,7 @@ def _print(result: SearchResult, width: int) -> None:
 
 @contextmanager
 def _display() -> Iterator[Callable[[Progress], None] | None]:
-    """One line on standard error that follows the search, on a terminal only."""
+    """Show the progress of the search as one line on standard error, if that is a terminal."""
     if not sys.stderr.isatty():
         yield None
         return

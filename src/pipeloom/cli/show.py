@@ -1,4 +1,4 @@
-"""`pipeloom show`: what a run measured, over what its own costs predict."""
+"""`pipeloom show`: the measured steps of a run, above the step that its own costs predict."""
 
 from __future__ import annotations
 
@@ -82,10 +82,10 @@ def command(
 
 
 def steps_of(path: Path) -> tuple[tuple[Timeline, ...], tuple[float, ...], tuple[str, ...]]:
-    """(measured steps, GB of each rank where known, how they were read) of a run or of another program's trace."""
+    """Return the measured steps of a run or of another program's trace, the GB of each rank where known, and notes."""
     from pipeloom.schedule.foreign import is_foreign, load_foreign
 
-    ours = path.is_dir() and (path / TIMELINES_FILE).is_file()  # beside it stands the trace of one step
+    ours = path.is_dir() and (path / TIMELINES_FILE).is_file()  # a run's folder also contains the trace of one step
     if not ours and is_foreign(path):
         foreign = load_foreign(path)
         return foreign.timelines, foreign.memory, foreign.notes
@@ -93,7 +93,7 @@ def steps_of(path: Path) -> tuple[tuple[Timeline, ...], tuple[float, ...], tuple
 
 
 def timelines_of(path: Path) -> tuple[Timeline, ...]:
-    """The measured steps of a run's folder or of a file of timelines; raises UsageError where there are none."""
+    """Return the measured steps in a run's folder or in a file of timelines. Raises UsageError where there are none."""
     from pipeloom.schedule import timeline_form
 
     file = path / TIMELINES_FILE if path.is_dir() else path
@@ -113,9 +113,10 @@ def timelines_of(path: Path) -> tuple[Timeline, ...]:
 
 
 def layers_of(run: Path, steps: Sequence[Timeline]) -> list[float] | None:
-    """stage -> its blocks, of the configuration beside the steps; 0 for the first and the last, which hold more than blocks.
+    """Return stage -> its number of blocks, from the configuration in the run's folder; 0 for the first and last stage of a
+    route, which hold other layers too.
 
-    None where there is no configuration, or it is another model's.
+    None where there is no valid configuration, or one with another number of stages.
     """
     file = (run if run.is_dir() else run.parent) / "config.toml"
     if not file.is_file():

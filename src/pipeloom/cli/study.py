@@ -1,4 +1,4 @@
-"""Findings from measured steps, in words and as JSON, as `show` and `rehearse` print them."""
+"""Analysis of measured steps, as text and as JSON, for `show` and `rehearse`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Study:
-    """The measured steps of a run and what they say.
+    """The measured steps of a run and their analysis.
 
     Attributes:
-        others: runs to predict from this one's costs, with their steps.
-        layers: stage -> its blocks, where known.
-        memory: rank -> GB, where the trace says.
-        notes: how another program's trace was read.
-        better: what a search found at the same memory, or None.
+        steps: the measured steps.
+        prediction: costs fitted to some of the steps, and their error on the others.
+        others: runs to predict from this run's costs, with their steps.
+        layers: stage -> its number of blocks, or any other measure of its work, where known.
+        memory: rank -> GB, where the trace contains it.
+        notes: lines on how another program's trace was read.
+        better: result of a search within the same memory, or None.
     """
 
     steps: Sequence[Timeline]
@@ -45,7 +47,7 @@ class Study:
         return ordered[len(ordered) // 2]
 
     def search(self, seconds: float) -> SearchResult:
-        """The best schedule found for the fitted costs, on this placement and within this schedule's peak memory."""
+        """Return the best schedule found for the fitted costs, on this placement and within this schedule's peak memory."""
         from pipeloom.schedule import simulate
         from pipeloom.solver import search
 
@@ -56,7 +58,8 @@ class Study:
         )
 
     def memory_law(self) -> tuple[float, float] | None:
-        """(GB at rest, GB of one stage-micro-batch) of the least squares through the ranks' memory and their peaks."""
+        """Return (GB without activations, GB per stage-micro-batch) of a least-squares fit of the ranks' memory to their peak
+        activations; None where memory is unknown or all peaks are equal."""
         peaks = self.typical.peak_activations
         if len(self.memory) != len(peaks) or len(set(peaks)) < 2:
             return None
@@ -66,7 +69,7 @@ class Study:
         return level - slope * mean, slope
 
     def predicted(self) -> list[tuple[Path, float, float]]:
-        """(run, simulated, measured) makespan of each of the others."""
+        """Return (run, simulated makespan, measured makespan) of each run in `others`."""
         from pipeloom.schedule.measured import predict_another
 
         return [(path, *predict_another(self.prediction.costs, steps)) for path, steps in self.others]

@@ -25,9 +25,9 @@ class Sweep:
 
     @classmethod
     def of(cls, text: str) -> Sweep:
-        """From `microbatches=8..64`, `microbatches=8..64:8` or `microbatches=8,16,32`.
+        """Parse `microbatches=8..64`, `microbatches=8..64:8` or `microbatches=8,16,32`.
 
-        Without a step, a range of more than `MOST_POINTS` values is thinned evenly. Raises UsageError.
+        Without a step, a range of more than `MOST_POINTS` values is thinned evenly. Raises UsageError for any other text.
         """
         size, equals, values = text.partition("=")
         size = size.strip().replace("-", "_")
@@ -53,7 +53,10 @@ class Sweep:
         return cls(size, points)
 
     def run(self, names: Sequence[str], simulated: Callable[[str, int], Timeline]) -> list[Series]:
-        """A series for each name; a value that a schedule refuses is a gap with the reason."""
+        """Return a series for each name; values that a schedule refuses are in `refused`, with the reason.
+
+        Raises UsageError if every schedule refuses all values.
+        """
         series = []
         for name in names:
             points: list[Point] = []
@@ -91,7 +94,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Series:
-    """One schedule's points, and value -> why it refuses that."""
+    """One schedule's points, and value -> reason for each value that it refuses."""
 
     name: str
     points: list[Point]
@@ -113,7 +116,7 @@ def as_dict(sweep: Sweep, series: Sequence[Series]) -> dict[str, Any]:
 
 
 def table(sweep: Sweep, series: Sequence[Series], costs: str) -> str:
-    """A line for each schedule and value."""
+    """Return a table with a line for each schedule and value."""
     from pipeloom.draw.figures import number
 
     rows = [["schedule", sweep.size, "makespan", "bubble ratio", "peak activations", "peak memory"]]
@@ -143,7 +146,7 @@ def table(sweep: Sweep, series: Sequence[Series], costs: str) -> str:
 
 
 def drawing(sweep: Sweep, series: Sequence[Series], words: str, width: float) -> str:
-    """Makespan, bubble ratio and peak memory against the size, as SVG; `words`: what does not vary."""
+    """Return a chart of makespan, bubble ratio and peak memory against the size, as SVG; `words` names the fixed settings."""
     from pipeloom.draw.chart import Panel, chart
 
     names = {"ranks": "p, ranks", "microbatches": "m, micro-batches", "chunks": "v, chunks"}

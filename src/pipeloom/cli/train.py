@@ -1,4 +1,4 @@
-"""`pipeloom train`: starts its own workers, or is one when torchrun (or it itself) started it."""
+"""`pipeloom train`: start the workers, or run as one of them when started by torchrun or by `pipeloom train` itself."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Keys (with their defaults):
 
 
 def command(arguments: Sequence[str]) -> int:
-    """Runs the command with the words after `train`; returns the exit code, or raises a PipeloomError."""
+    """Run the command with the words after `train`; return the exit code. Raises PipeloomError."""
     if "--help" in arguments or "-h" in arguments:
         print(TRAIN_USAGE + describe_keys())
         return 0
@@ -77,10 +77,10 @@ def command(arguments: Sequence[str]) -> int:
 
 
 def _attempts(arguments: Sequence[str], layout: Layout) -> int:
-    """Starts the workers, and again after a failure as often as `train.restarts` says; returns the last exit code.
+    """Start the workers, restart them after a failure up to `train.restarts` times, and return the last exit code.
 
-    Each attempt goes on in the folder of the one before, from the newest checkpoint there. A mistake, a checkpoint that is
-    damaged and a signal end the run at once: it would end in the same way again.
+    Each attempt continues in the folder of the previous one, from the newest checkpoint there. Invalid input, a damaged
+    checkpoint or a signal ends the run without a restart.
     """
     from pipeloom.errors import DistributedError
     from pipeloom.train.restarts import FOLDER, NOTE
@@ -105,12 +105,12 @@ def _attempts(arguments: Sequence[str], layout: Layout) -> int:
                 file=sys.stderr,
                 flush=True,
             )
-            words = [*arguments, "--debug.fault", ""]  # a fault made on purpose is made once
+            words = [*arguments, "--debug.fault", ""]  # an injected fault occurs only in the first attempt
     return code
 
 
 def announce(layout: Layout) -> None:
-    """Prints what is about to run, in one line, and the layout's notes."""
+    """Print a one-line summary of the run, and the notes of the layout."""
     from pipeloom.config import parameter_count
     from pipeloom.config.volume import words as volume_words
     from pipeloom.schedule.functions import source_file
@@ -148,7 +148,7 @@ def announce(layout: Layout) -> None:
 
 
 def _side_by_side(layout: Layout) -> str:
-    """Words for replicas and tensor-parallel ranks, where there are any."""
+    """Return words for replicas and tensor-parallel ranks, where there are any."""
     mesh, words = layout.mesh, ""
     if mesh.dp > 1:
         words += f", {mesh.dp} data-parallel replicas"

@@ -1,4 +1,4 @@
-"""`pipeloom verify`: loss and every gradient of a layout, or of many, against one process."""
+"""`pipeloom verify`: loss and every gradient of one or more layouts, compared with a single process."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Request:
 
     Attributes:
         names: a label for each layout.
-        layouts: what to verify.
-        skipped: why combinations of a matrix were left out.
+        layouts: the layouts to verify.
+        skipped: reasons why combinations of a matrix were left out.
         tolerance: the largest error that passes.
         as_json: print one JSON object instead of a table.
     """
@@ -65,7 +65,10 @@ class Request:
 
 
 def command(arguments: Sequence[str]) -> int:
-    """Runs the command with the words after `verify`; returns 0, 1 for a difference, or what ended the workers."""
+    """Run the command with the words after `verify`.
+
+    Return 0, 1 if an error exceeds the tolerance, or the exit code of failed workers. Raises PipeloomError.
+    """
     if "--help" in arguments or "-h" in arguments:
         print(VERIFY_USAGE, end="")
         return 0
@@ -99,7 +102,7 @@ def command(arguments: Sequence[str]) -> int:
 
 
 def read_request(arguments: Sequence[str]) -> Request:
-    """The layouts to verify, from the words after `verify`. Raises a PipeloomError with all that is wrong with them."""
+    """Parse the words after `verify`. Raises a PipeloomError that lists all problems."""
     from pipeloom.config import load_layout, split_arguments
     from pipeloom.config.matrix import label, load_matrix
 
@@ -115,7 +118,7 @@ def read_request(arguments: Sequence[str]) -> Request:
 
 
 def _own_options(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """(`matrix`, `tolerance` and `json` as they were given, the other words)."""
+    """Return the options `matrix`, `tolerance` and `json` that are given, and the other words."""
     options: dict[str, str] = {}
     others: list[str] = []
     words = list(arguments)
@@ -144,7 +147,7 @@ def _tolerance(text: str | None) -> float:
 
 
 def _work(request: Request) -> int:
-    """One worker's part: every layout in turn; rank 0 prints a row for each, and keeps the verdicts."""
+    """Run one worker: verify every layout in turn; rank 0 prints a row for each, and keeps the verdicts."""
     verdicts: list[dict[str, Any]] = []
 
     def verify(context: Any) -> None:
@@ -153,7 +156,7 @@ def _work(request: Request) -> int:
         width = min(_NAME_WIDTH, max(map(len, request.names)))
         results = run(request.layouts, context, request.tolerance)
         for name, result in zip(request.names, results, strict=True):
-            if result is not None:  # rank 0 alone knows it
+            if result is not None:  # only rank 0 has it
                 verdicts.append(verdict(name, result, request.tolerance))
                 if not request.as_json:
                     print(row(verdicts[-1], width), flush=True)
@@ -168,7 +171,7 @@ def _work(request: Request) -> int:
 
 
 def verdict(name: str, result: Any, tolerance: float) -> dict[str, Any]:
-    """A layout's result as JSON values: parameters above the tolerance under `failing`, the worst one beside them."""
+    """Return a layout's result as JSON values; `failing` holds the parameters whose error exceeds the tolerance."""
     errors: dict[str, float] = dict(result.errors)
     worst = max(errors, key=lambda key: (errors[key] != errors[key], errors[key])) if errors else ""
     return {
@@ -183,14 +186,14 @@ def verdict(name: str, result: Any, tolerance: float) -> dict[str, Any]:
 
 
 def row(verdict: dict[str, Any], width: int) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     state = "PASS" if verdict["passed"] else "FAIL"
     worst = f"{verdict['worst_error']:.1e} {verdict['worst_parameter']}" if verdict["worst_error"] else "0"
     return f"{state}  {verdict['layout']:<{width}}  loss {verdict['loss_error']:.1e}  worst {worst}"
 
 
 def summarise(request: Request, verdicts: list[dict[str, Any]]) -> int:
-    """Prints the failing parameters and the count, or everything as JSON; returns 0 when all passed, else 1."""
+    """Print the failing parameters and the number that passed, or everything as JSON; return 0 if all passed, otherwise 1."""
     failed = [verdict for verdict in verdicts if not verdict["passed"]]
     if request.as_json:
         report = {
@@ -215,7 +218,7 @@ def summarise(request: Request, verdicts: list[dict[str, Any]]) -> int:
 
 
 def _finite(value: Any) -> Any:
-    """`value` with null in the place of infinities and NaNs, which JSON does not know."""
+    """Return `value` with None in place of infinities and NaNs, which JSON cannot represent."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""`pipeloom compare --volume`: what a step of one model sends, over pipeline ranks and over tensor-parallel ones."""
+"""`pipeloom compare --volume`: bytes that a step of one model sends with pipeline and with tensor parallelism."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _VOLUME_KINDS = ("pipeline", "tensor", "data", "experts")
 
 
 class LayoutVolume(NamedTuple):
-    """Bytes that one layout of the model sends in a step, or the reason why there are none."""
+    """Bytes that one layout of the model sends in a step, or the reason why the model cannot have that layout."""
 
     label: str
     workers: int
@@ -24,9 +24,10 @@ class LayoutVolume(NamedTuple):
 
 
 def of(config: str, ranks: int | None, microbatches: int | None) -> list[LayoutVolume]:
-    """Return what the model of `config` sends over `ranks` (None: its own) as a pipeline and as tensor-parallel ranks.
+    """Return the volumes of the model of `config` on `ranks` ranks (None: as configured), as a pipeline and tensor-parallel.
 
-    A layout that the model cannot have says why. Raises ConfigError where it can have none, or cannot be read.
+    `refused` holds the reason for a layout that the model cannot have. Raises ConfigError if it can have none of them, or if
+    `config` cannot be read.
     """
     from pipeloom.config import load, load_layout
     from pipeloom.config.volume import volumes
@@ -65,7 +66,7 @@ def as_dict(rows: Sequence[LayoutVolume]) -> dict[str, Any]:
 
 
 def table(rows: Sequence[LayoutVolume]) -> str:
-    """A line for each layout: messages or collective operations, and bytes, by kind, of all workers in a step."""
+    """Return a line for each layout: bytes, and messages or collective operations, by kind, of all workers in a step."""
     from pipeloom.schedule.messages import size_words
 
     kinds = [kind for kind in _VOLUME_KINDS if any(volume.kind == kind for row in rows for volume in row.volumes)]

@@ -1,4 +1,4 @@
-"""Shared by `train` and `verify`: the flags of a configuration, and the roles of launcher and worker."""
+"""Functions that commands with workers share: start of the workers, run of one worker, and help on configuration keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def require_torch(command: str) -> None:
-    """Raises UsageError that names the extra when the trainer's packages are not installed; imports none of them."""
+    """Raise UsageError that names the extra if the trainer's packages are not installed; import none of them."""
     missing = [name for name in ("torch", "numpy", "safetensors") if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(
@@ -27,9 +27,10 @@ def require_torch(command: str) -> None:
 
 
 def start_workers(command: str, arguments: Sequence[str], world_size: int) -> int:
-    """Runs this same command line as `world_size` workers; returns the exit code.
+    """Run this command line as `world_size` workers; return the exit code.
 
-    They do not have the working directory on their path, unless the package itself is there and not installed.
+    The working directory is on the workers' import path only if it contains the package itself, which then need not be
+    installed.
     """
     from pipeloom.train.launch import launch
 
@@ -42,7 +43,7 @@ def start_workers(command: str, arguments: Sequence[str], world_size: int) -> in
 
 
 def be_worker(layout: Layout, body: Callable[[Any], None]) -> int:
-    """Runs `body` as one worker of `layout`. Returns 0, or ends the process with the exit code of what went wrong."""
+    """Run `body` as one worker of `layout`. Return 0, or exit with the exit code of the failure."""
     from pipeloom.train.worker import leave, main
 
     code = main(layout, body)
@@ -52,7 +53,7 @@ def be_worker(layout: Layout, body: Callable[[Any], None]) -> int:
 
 
 def describe_keys() -> str:
-    """Every key of the configuration with its description and default, by section, as wide as the terminal."""
+    """Return every configuration key with its description and default, by section, at the width of the terminal."""
     from pipeloom.config import SECTIONS, load
 
     default = load().model_dump()
