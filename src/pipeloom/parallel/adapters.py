@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) of linear layers, plain ones and those that are cut over tensor-parallel ranks.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) for linear layers, whole or sharded over tensor-parallel ranks.
 
-y = base(x) + s · B A x, with A [rank, inputs] and B [outputs, rank]. What crosses tensor-parallel ranks has the width of the
-rank, so an adapter adds little communication to its layer's.
+y = base(x) + s · B A x, with A [r, inputs] and B [outputs, r]. Only tensors of width r, the rank of the adapter, are
+communicated between tensor-parallel ranks, so an adapter adds little communication to that of its layer.
 """
 
 from __future__ import annotations
@@ -40,21 +40,22 @@ class LowRankFactor(nn.Module):
 
 
 class AdaptedLinear(Adapted):
-    """A linear layer and its adapter; the layer's own parameters keep their names, and are frozen.
+    """A linear layer and its adapter. The parameters of the layer keep their names and are frozen.
 
     Args:
-        base: the layer: of torch, of `transformers`, or one of those that are cut over tensor-parallel ranks.
-        down: A as a whole, [rank, inputs].
-        up: B as a whole, [outputs, rank].
-        scale: s.
-        dropout: share of the inputs that A does not see in training; 0 where the layer is cut over tensor-parallel ranks.
+        base: the layer, from torch, from `transformers`, or sharded over tensor-parallel ranks.
+        down: the unsharded A, [r, inputs].
+        up: the unsharded B, [outputs, r].
+        scale: the factor s.
+        dropout: probability of zeroing an input of A in training; must be 0 if the layer is sharded over tensor-parallel ranks.
 
-    Raises ArgumentError for a dropout on a layer that is cut: each rank would draw a mask of its own for one input.
+    Raises ArgumentError for dropout on a sharded layer: each rank would draw a different mask for the same input.
     """
 
     def __init__(self, base: nn.Module, down: Tensor, up: Tensor, scale: float, dropout: float = 0.0) -> None:
         super().__init__()
-        # outside of torch's registry of parts, and with one table of parameters: a weight that is tied later changes for both
+        # `base` is not registered as a submodule, so its parameters keep their names. Both modules share one table of
+        # parameters, so a weight that is tied later changes in both.
         self.__dict__.update(base=base, _parameters=base._parameters, _buffers=base._buffers)
         for parameter in base.parameters():
             parameter.requires_grad_(False)
@@ -78,7 +79,9 @@ class AdaptedLinear(Adapted):
         return self.base.sharding() if isinstance(self.base, HasSharding) else {}
 
     def set_weight_grad_context(self, grad_context: WeightGradContext) -> None:
-        defer_weight_gradients(self.base, grad_context)  # for its products: a frozen weight has no gradient to put off
+        defer_weight_gradients(
+            self.base, grad_context
+        )  # its matrix products use the context; a frozen weight has no gradient to defer
 
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(self.base, ColumnLinear):
@@ -87,7 +90,7 @@ class AdaptedLinear(Adapted):
         return self.add(x, self.base(x))
 
     def add(self, x: Tensor, out: Tensor) -> Tensor:
-        """`out`, which the base has made of x, and the adapter's part."""
+        """Return `out`, the output of the base layer for x, plus the output of the adapter."""
         if isinstance(self.base, RowLinear):
             x = self.base.own_inputs(x)
         low: Tensor = self.lora_A(self.dropout(x))
@@ -100,9 +103,9 @@ class AdaptedLinear(Adapted):
 
 
 def _shardings(base: nn.Module) -> tuple[TensorParallel | None, ParameterSharding, ParameterSharding]:
-    """(the ranks that `base` is cut over, the layout of A, the layout of B)."""
+    """Return (the tensor-parallel ranks that `base` is sharded over or None, the sharding of A, the sharding of B)."""
     if isinstance(base, ColumnLinear):
-        # A sees this rank's tokens, and the gradient of all outputs by way of `enter`
+        # A receives only this rank's tokens under sequence parallelism; `enter` gives it the gradient of all outputs
         down = ParameterSharding(partial=base.tensor.sequence)
         return base.tensor, down, ParameterSharding((base.shard,))
     if isinstance(base, RowLinear):
@@ -111,7 +114,7 @@ def _shardings(base: nn.Module) -> tuple[TensorParallel | None, ParameterShardin
     if isinstance(base, PartialSumLinear) and base.tensor is not None:
         term = ParameterSharding(
             partial=True
-        )  # entering and summing up are the caller's, so each rank has its own term
+        )  # the caller enters and sums over tp, so each rank's gradient is one term of a sum
         sizes = base.sharding()["weight"].over("tp")
         cut = None if sizes is None else ParameterSharding((Shard("tp", sizes.dim, sizes.sizes),))
         down = cut if cut is not None and base.cut == 1 else term

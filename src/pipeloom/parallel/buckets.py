@@ -1,4 +1,4 @@
-"""Buckets: the gradients of several parameters in one flat buffer, so that one collective reduces them all."""
+"""Gradient buckets: flat buffers with the gradients of several parameters, so that one collective reduces them all."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class BucketParameter:
     """A parameter that this process holds.
 
     Attributes:
-        name: global name.
-        parameter: it.
-        stages: those whose backward adds to its gradient.
-        sharding: how it is laid over ranks.
+        name: name in the whole model.
+        parameter: the parameter, or this process's shard of it.
+        stages: stages whose backward adds to its gradient.
+        sharding: layout of the parameter over ranks.
     """
 
     name: str
@@ -34,13 +34,13 @@ class BucketParameter:
 
     @property
     def matrix(self) -> bool:
-        """Return whether it has two dimensions or more: optimizers treat those alike, and vectors otherwise."""
+        """Whether the parameter has at least two dimensions: optimizers treat matrices and vectors differently."""
         return self.parameter.ndim >= 2
 
 
 @dataclass(frozen=True)
 class BucketSlot:
-    """Position of a parameter's elements in its bucket."""
+    """Position of a parameter's elements in its bucket: from `start` up to, not including, `stop`."""
 
     held: BucketParameter
     start: int
@@ -50,19 +50,21 @@ class BucketSlot:
 class Bucket:
     """Parameters of one dtype whose gradients are reduced over the same ranks at the same time.
 
-    What `flat` holds: `empty`: nothing yet; `local`: what this rank has added up; `reduced`: the sum over all ranks. A new
-    step adds its own part to what is local, and to what is reduced only after the reduction: nothing is reduced twice.
+    `content` names the state of `flat`: `empty` (no gradients), `local` (gradients that this rank has accumulated) or `reduced`
+    (the sum over all ranks). A new step accumulates into local gradients. It adds to reduced gradients only after its own
+    reduction, so no gradient is reduced twice.
 
     Attributes:
-        axis: the ranks that the gradients are summed over.
-        partial: whether they are summed over tp too.
-        slots: where each parameter stands.
-        stop: where the parameters' elements end; those between slots belong to no parameter and are zeros.
-        size: elements, in equal aligned shares for the axis: behind `stop` stands one for each parameter, see `mark`.
-        flat: the gradients.
-        before: reduced gradients of earlier steps, which the present step's are added to.
-        absent_before: parameters that have none in `before`.
-        part: with sharded gradients the reduced slice of this rank, else `flat`.
+        axis: ranks that the gradients are summed over.
+        partial: whether the gradients are also summed over tp.
+        slots: position of each parameter.
+        stop: end of the parameters' elements. Elements between slots are padding and are zero.
+        size: number of elements, a multiple of the aligned share of each rank of the axis. It includes one mark per parameter
+            after `stop`, see `mark`.
+        flat: the gradients, [size].
+        before: reduced gradients of earlier steps, which are added to those of the current step; None if there are none.
+        absent_before: parameters without a gradient in `before`.
+        part: this rank's reduced slice if gradients are sharded, else `flat`.
     """
 
     def __init__(self, members: Sequence[BucketParameter], axis: Axis) -> None:
@@ -86,11 +88,11 @@ class Bucket:
 
     @property
     def marks(self) -> slice:
-        """The elements behind the parameters, one for each."""
+        """The elements after those of the parameters, one per parameter."""
         return slice(self.stop, self.stop + len(self.slots))
 
     def mark(self, absent: AbstractSet[nn.Parameter]) -> None:
-        """Writes 1 for each parameter that has a gradient here and 0 for the `absent`: the sum says whether any rank has one."""
+        """Write 1 for each parameter with a gradient on this rank and 0 for the `absent`; their sum is 0 if no rank has one."""
         if absent.isdisjoint(self.parameters):
             self.flat[self.marks].fill_(1)
         else:
@@ -104,7 +106,7 @@ class Bucket:
         return slice(self.axis.index * count, (self.axis.index + 1) * count)
 
     def runs(self, section: slice) -> Iterator[slice]:
-        """The stretches of `section` elements that belong to matrices and to vectors, at most one of each."""
+        """Yield the ranges of elements in `section` that belong to matrices and to vectors, at most one of each."""
         border = next((slot.start for slot in self.slots if not slot.held.matrix), self.stop)
         for start, stop in ((0, border), (border, self.stop)):
             start, stop = max(start, section.start), min(stop, section.stop)
@@ -113,23 +115,25 @@ class Bucket:
 
     @property
     def visible(self) -> bool:
-        """Return whether `.grad` can be a view of the buffer: torch wants it to have the parameter's dtype."""
+        """Whether `.grad` can be a view of the buffer: torch requires it to have the parameter's dtype."""
         return all(slot.held.parameter.dtype == self.dtype for slot in self.slots)
 
     def views(self, flat: Tensor) -> Iterator[tuple[BucketSlot, Tensor]]:
-        """Each slot, and its part of `flat` in the parameter's shape."""
+        """Yield each slot with its elements of `flat` in the shape of the parameter."""
         for slot in self.slots:
             yield slot, flat[slot.start : slot.stop].view(slot.held.parameter.shape)
 
 
 def make_buckets(held: Sequence[BucketParameter], mesh: Mesh, capacity: int) -> tuple[Bucket, ...]:
-    """Buckets for the parameters that train, in the order in which they are reduced: the same on all ranks of an axis.
+    """Return buckets for the trainable parameters in the order of their reductions, which is the same on all ranks of an axis.
 
-    A bucket holds parameters of the same stages, axis and dtype. Those sharded over ep are reduced over edp, others over dp.
+    The parameters of a bucket have the same stages, axis, dtype and device, and either all or none are partial. Parameters
+    sharded over ep are reduced over edp, others over dp.
 
     Args:
-        held: in order of the forward.
-        capacity: bytes of gradients after which a bucket is full; a larger parameter has one of its own.
+        held: parameters in forward order.
+        mesh: the mesh with these axes.
+        capacity: largest size of a bucket in bytes of gradients; a larger parameter gets a separate bucket.
     """
     groups: dict[tuple[object, ...], list[list[BucketParameter]]] = {}
     for candidate in reversed(held):
@@ -154,7 +158,7 @@ def make_buckets(held: Sequence[BucketParameter], mesh: Mesh, capacity: int) -> 
 
 
 def _slots(members: Sequence[BucketParameter]) -> tuple[BucketSlot, ...]:
-    """Matrices first, so that they are one run; each parameter begins at a multiple of 64 bytes at least."""
+    """Return contiguous matrices first, then vectors. Each parameter begins at a multiple of _ALIGNMENT elements."""
     slots, start = [], 0
     for member in sorted(members, key=lambda member: not member.matrix):
         slots.append(BucketSlot(member, start, start + member.parameter.numel()))
@@ -163,10 +167,10 @@ def _slots(members: Sequence[BucketParameter]) -> tuple[BucketSlot, ...]:
 
 
 def _aligned(elements: int) -> int:
-    """`elements` rounded up."""
+    """Return `elements` rounded up to a multiple of _ALIGNMENT."""
     return -(-elements // _ALIGNMENT) * _ALIGNMENT
 
 
 def main_dtype(dtype: torch.dtype) -> torch.dtype:
-    """That of the main gradients and master weights of parameters of `dtype`: fp32 at least."""
+    """Return the dtype of main gradients and master weights for parameters of `dtype`: at least fp32."""
     return dtype if dtype.itemsize >= 4 else torch.float32

@@ -1,6 +1,7 @@
-"""Data parallelism: every rank of dp sees other micro-batches, and their gradients are summed.
+"""Data parallelism: each dp rank processes different micro-batches, and the gradients of all dp ranks are summed.
 
-Sums, not means: the runtime weighs each micro-batch by its tokens over all dp ranks' tokens, and nobody rescales a gradient.
+Gradients are sums, not means: the runtime weights the loss of each micro-batch by its share of the tokens of all dp ranks, so
+gradients are never rescaled.
 """
 
 from __future__ import annotations
@@ -28,37 +29,42 @@ from pipeloom.parallel.through_host import start
 from pipeloom.parallel.zero import WeightGathers
 
 CAPACITY = 25 * 2**20  # bytes of a bucket
-AFTER_TIES = -1  # the "stage" of a weight that other pipeline ranks hold too: it is done when they have been summed
+AFTER_TIES = (
+    -1
+)  # the "stage" of a weight that other pipeline ranks hold too: done once its gradient is summed over them
 
 
 class GradientSync:
-    """Sums the gradients of one process's stages over dp (experts' over edp, `partial` ones over tp too).
+    """Sums the gradients of one process's stages over dp (those of experts over edp, and `partial` ones also over tp).
 
-    A step is `begin`, forwards and backwards with a `stage_done` after each stage's last backward, which starts the
-    reductions of the stage, and `finish`, after which `.grad` of a parameter is a view of its bucket. A bf16 parameter's
-    gradient is fp32 and stands in `gradient(name)` only; so does every gradient when they are sharded, and only this rank's
-    slice of a bucket is the sum (ZeRO stage 1, arXiv 1910.02054).
+    A step calls `begin`, then runs forwards and backwards and calls `stage_done` after the last backward of each stage, which
+    starts the reductions of that stage, and ends with `finish`. After that, `.grad` of each parameter is a view of its bucket.
+    The gradient of a bf16 parameter is fp32 and available only from `gradient(name)`. The same holds for every gradient if
+    gradients are sharded, and then only this rank's slice of a bucket holds the sum (ZeRO stage 1, arXiv 1910.02054).
 
-    Under `no_sync` nothing is reduced: `.grad` holds what this rank has added up since the last reduction. The next step
-    without it reduces all of that, once, and adds it to what was reduced before. `zero_grad`, or a `.grad` set to None,
-    drops a gradient, reduced or not. A gradient is None if it is None on every replica, as in one process; otherwise a
-    replica's None counts as zeros.
+    Under `no_sync` nothing is reduced: `.grad` holds what this rank has accumulated since the last reduction. The next
+    synchronized step reduces all of that once and adds it to the gradients that were reduced before. `zero_grad`, or setting a
+    `.grad` to None, drops a gradient, reduced or not. A gradient is None only if it is None on every replica, as it would be in
+    one process; otherwise None on a replica counts as zeros.
 
-    Every rank of the mesh makes one, with the same parameters in the same order, and calls it in the same order.
+    Every rank of the mesh constructs one with its parameters in the same order as its replicas, and calls the methods in the
+    same order.
 
     Args:
-        held: the parameters, in order of the forward.
-        mesh: whose dp, edp and tp they are reduced over.
-        sharded: whether each rank gets the sum of its slice only.
-        share_memory: sum through shared memory where all ranks of an axis are on the CPUs of one machine.
-        capacity: bytes of a bucket.
-        timeout: seconds after which a rank whose gradients do not come through shared memory counts as gone.
-        stage_backward: the pass whose gradients say that a bucket is full; None: any pass.
+        held: the parameters, in forward order.
+        mesh: mesh with the axes dp, edp and tp of the reductions.
+        sharded: whether each rank receives only its slice of the sum.
+        share_memory: sum through shared memory if all ranks of an axis run on the CPUs of one machine.
+        capacity: largest size of a bucket in bytes.
+        timeout: seconds to wait for the gradients of another rank in shared memory.
+        stage_backward: backward pass of a stage, whose gradients decide when a bucket is complete; None counts every pass.
+        main: accumulates the gradients into the buckets; None constructs one.
 
     Attributes:
-        changed: called when someone else than the optimizer has written to the parameters (fp32 copies of them are read anew).
+        changed: callbacks for when parameters were written by something other than the optimizer, so that fp32 copies of them
+            are refreshed.
         absent: after a step, the parameters without a gradient: no micro-batch of any replica used them.
-        weights: the slices of sharded parameters on their way to this rank; whoever reads parameters waits for them.
+        weights: pending gathers of sharded parameters; wait for them before reading parameters.
     """
 
     def __init__(
@@ -107,7 +113,7 @@ class GradientSync:
                 self._hooks.append(node)
 
     def begin(self) -> None:
-        """Call it before a step's first forward."""
+        """Prepare the buckets for a step; call it before the first forward."""
         self._stream.begin()
         self._pending, self._awaited = {}, {}
         self._open = {at: set(bucket.stages) for at, bucket in enumerate(self.buckets)}
@@ -117,11 +123,11 @@ class GradientSync:
         self.main.accepting = True
 
     def last_backward(self, stage: int) -> None:
-        """Call it before a stage's last backward, if that is one call of autograd's and puts off no weight gradient.
+        """Call this before the last backward of a stage if it is a single autograd call and defers no weight gradient.
 
-        Then a bucket's reduction starts when its last gradient is there, beside the rest of the stage's backward. Not in the
-        first step, which shows where layers accumulate gradients in a pass of their own (a reentrant checkpoint): such
-        buckets, and those behind them, wait for the end of the stage.
+        The reduction of a bucket then starts as soon as its last gradient is complete and overlaps with the rest of the
+        backward. It does not in the first step, which detects layers that accumulate gradients in a nested backward pass
+        (reentrant checkpointing). The buckets of such layers, and all later ones, wait for the end of the stage.
         """
         if self.syncing and not self._first:
             for at, bucket in enumerate(self.buckets):
@@ -131,7 +137,7 @@ class GradientSync:
                     self._awaited[at] = set(bucket.parameters)
 
     def stage_done(self, stage: int) -> None:
-        """Call it after a stage's last backward (AFTER_TIES: after the sum over pipeline ranks): starts its reductions."""
+        """Start the reductions of a stage after its last backward (AFTER_TIES: after the sum over pipeline ranks)."""
         for stages in self._open.values():
             stages.discard(stage)
         if self.syncing:
@@ -141,7 +147,7 @@ class GradientSync:
                         self._start(at)
 
     def finish(self) -> None:
-        """Waits for the reductions of the step; starts those that nobody started."""
+        """Start the remaining reductions of the step and wait for all of them."""
         if self.syncing:
             for at in range(len(self.buckets)):
                 self._start(at)
@@ -170,7 +176,7 @@ class GradientSync:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Steps inside add to this rank's gradients, and no rank talks to another about them."""
+        """Accumulate gradients on this rank without reducing them, for the steps inside the context."""
         before, self.syncing = self.syncing, False
         try:
             yield
@@ -178,16 +184,16 @@ class GradientSync:
             self.syncing = before
 
     def zero_grad(self) -> None:
-        """Drops all gradients."""
+        """Drop all gradients."""
         for bucket in self.buckets:
             bucket.content, bucket.before = "empty", None
             for parameter in bucket.parameters:
                 parameter.grad = None
 
     def gradient(self, name: str) -> Tensor | None:
-        """The gradient of a parameter, in its shape; None where no micro-batch of any replica used the parameter.
+        """Return the gradient of a parameter in its shape, or None if no micro-batch of any replica used the parameter.
 
-        Raises UsageError for a parameter that does not train.
+        Raises UsageError for a parameter that is not trainable.
         """
         if name not in self._views:
             raise UsageError(f"no gradient is kept for {name!r}")
@@ -195,9 +201,9 @@ class GradientSync:
 
     @torch.no_grad()
     def whole_gradients(self) -> dict[str, Tensor | None]:
-        """Name -> the gradient in the parameter's shape, with all replicas' slices where they are sharded; None as `gradient`.
+        """Return the gradient of each parameter by name, in its shape and gathered from all replicas if gradients are sharded.
 
-        Collective over the replicas.
+        None marks a missing gradient, as in `gradient`. This is a collective call over the replicas.
         """
         whole: dict[str, Tensor | None] = {}
         for bucket in self.buckets:
@@ -211,20 +217,20 @@ class GradientSync:
         return whole
 
     def put_back(self, absent: set[nn.Parameter]) -> None:
-        """Declares that the buckets' parts hold a step's reduced gradients again, after someone has copied them in.
+        """Mark the buckets as reduced again, after the reduced gradients of a step were copied back into their parts.
 
         Args:
-            absent: as it was after that step.
+            absent: value of `self.absent` after that step.
         """
         self.absent = absent
         for bucket in self.buckets:
             bucket.content = "reduced"
             self._show(bucket)
 
-    # -- a bucket's life -------------------------------------------------------------------------------------------------
+    # -- states of a bucket ----------------------------------------------------------------------------------------------
 
     def _open_bucket(self, bucket: Bucket) -> None:
-        """Makes room for a step's gradients: beside what is reduced already, on top of what is not."""
+        """Prepare a bucket for a step: save gradients that are already reduced, and keep local ones to accumulate into."""
         if bucket.visible and not self.sharded:
             self._read_grads(bucket)
         for parameter in bucket.parameters:
@@ -236,7 +242,7 @@ class GradientSync:
             self.main.reset(bucket.parameters)
 
     def _read_grads(self, bucket: Bucket) -> None:
-        """Learns from `.grad` what was dropped, or put there by someone else, since the last step."""
+        """Apply what the caller did to `.grad` since the last step: drop gradients set to None, copy in replaced ones."""
         if all(parameter.grad is None for parameter in bucket.parameters):
             bucket.content, bucket.before = "empty", None
             return
@@ -257,7 +263,7 @@ class GradientSync:
             bucket.content = "local"
 
     def _start(self, at: int) -> None:
-        """Starts the reduction of a bucket."""
+        """Start the reduction of a bucket, unless it has started."""
         if at in self._pending:
             return
         self._awaited.pop(at, None)
@@ -268,7 +274,7 @@ class GradientSync:
         self._pending[at] = self._reducer.start(bucket)
 
     def _start_marks(self) -> list[tuple[list[Bucket], PendingCollective]]:
-        """The sum of all buckets' marks, one all-reduce per axis: where each rank gets its slice of the gradients only."""
+        """Start summing the marks of all buckets, with one all-reduce per axis; needed only if gradients are sharded."""
         axes = dict.fromkeys(bucket.axis for bucket in self.buckets if bucket.axis.size > 1) if self.sharded else ()
         started = []
         for axis in axes:
@@ -278,21 +284,21 @@ class GradientSync:
         return started
 
     def _absent_everywhere(self, bucket: Bucket, sums: Tensor | None) -> set[nn.Parameter]:
-        """The parameters that have no gradient on any rank of the axis.
+        """Return the parameters without a gradient on any rank of the axis.
 
         Args:
-            sums: of the marks; None: they stand in the bucket.
+            sums: sums of the marks; None reads them from the bucket.
         """
         absent = self.main.absent.intersection(bucket.parameters)
         if not absent or not (bucket.axis.size > 1 or bucket.partial):
             return absent
         totals = (
             bucket.flat[bucket.marks] if sums is None else sums
-        ).tolist()  # on a GPU this waits, but only if one is absent
+        ).tolist()  # synchronizes with a GPU, but only if a gradient is absent
         return {parameter for parameter, total in zip(bucket.parameters, totals, strict=True) if not total}
 
     def _sum_partial(self) -> None:
-        """The second sum, over tp, of what each tp rank saw of its own tokens only."""
+        """Sum partial gradients over tp too: each tp rank computed them from its own tokens only."""
         if self.mesh.tp.size == 1:
             return
         for pending in [start_all_reduce(bucket.part, self.mesh.tp) for bucket in self.buckets if bucket.partial]:
@@ -305,13 +311,13 @@ class GradientSync:
                 slot.held.parameter.grad = None if absent else self._views[slot.held.name]
 
     def _reached(self, at: int, parameter: nn.Parameter, *_: Any) -> None:
-        """Autograd has added up the gradient of a parameter in this pass."""
+        """Handle a complete gradient of a parameter in the current backward pass, and start reductions that can start."""
         if self._stage_backward is not None and not self._stage_backward.running:
             self._inner.add(at)
             return
         if at not in self._awaited:
             return
-        with self._lock:  # on a GPU autograd has threads of its own
+        with self._lock:  # on a GPU, autograd runs hooks in its own threads
             self._awaited.get(at, set()).discard(parameter)
             for waiting, awaited in sorted(self._awaited.items()):
                 if awaited:
@@ -321,7 +327,7 @@ class GradientSync:
 
 
 def allreduce_gradients(parameters: Iterable[nn.Parameter], group: Any = None) -> None:
-    """Sets every `.grad` to the sum over the group, by hand: for training loops without a Pipeline.
+    """Set every `.grad` to the sum over the group, for training loops without a Pipeline.
 
     All ranks of the group pass the same parameters in the same order. A gradient that is None on every rank stays None;
     otherwise None counts as zeros. One collective per dtype.
