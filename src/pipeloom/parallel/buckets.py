@@ -34,7 +34,7 @@ class BucketParameter:
 
     @property
     def matrix(self) -> bool:
-        """Whether the parameter has at least two dimensions: optimizers treat matrices and vectors differently."""
+        """Return whether the parameter has at least two dimensions: optimizers treat matrices and vectors differently."""
         return self.parameter.ndim >= 2
 
 
@@ -115,7 +115,7 @@ class Bucket:
 
     @property
     def visible(self) -> bool:
-        """Whether `.grad` can be a view of the buffer: torch requires it to have the parameter's dtype."""
+        """Return whether `.grad` can be a view of the buffer: torch requires it to have the parameter's dtype."""
         return all(slot.held.parameter.dtype == self.dtype for slot in self.slots)
 
     def views(self, flat: Tensor) -> Iterator[tuple[BucketSlot, Tensor]]:

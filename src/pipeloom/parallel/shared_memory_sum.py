@@ -1,7 +1,7 @@
-"""Sums over processes of one machine: every process maps every other's buffers, and adds up a slice of them for all.
+"""Sums over processes of one machine: every process maps all others' buffers and sums one slice of them for all.
 
-gloo sends tensors between processes of a machine through sockets: two copies in the kernel for each hop. Here a rank reads
-its slice of everyone's buffer and writes the sum back to everyone's: as many bytes as a ring moves, once.
+gloo sends tensors between processes of a machine through sockets, with two kernel copies per hop. Here a rank reads its slice
+of every buffer and writes the sum back to every buffer: as many bytes as a ring all-reduce moves, without those copies.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.parallel.mesh import Axis
 
 _PAGE = 4096
-_BLOCK = 131072  # elements that stay in a core's cache while all ranks' are added to them
+_BLOCK = 131072  # elements per block, so that a block stays in a core's cache while the other ranks' are added
 _SUM_TOKEN_BYTES = 16
-_SPINS = 50  # looks at the flags before a process sleeps
-_NAPS = 50e-6, 2e-3  # seconds, the shortest and the longest
+_SPINS = 50  # polls of the flags before a process sleeps
+_NAPS = 50e-6, 2e-3  # seconds, the shortest and the longest sleep between polls
 
 
 class SharedBuffers:
-    """A few flat tensors of each process of an axis, that can be summed in place.
+    """Flat tensors of each process of an axis that can be summed in place.
 
-    `start` says that this process has filled one, `wait` returns when it holds the sum. Every process starts the same ones in
-    the same order, and fills a buffer again only after its `wait`.
+    `start` marks a buffer of this process as filled, and `wait` returns when the buffer holds the sum. Every process starts the
+    same buffers in the same order, and refills a buffer only after its `wait`.
 
     Attributes:
         own: this process's tensors.
-        sharded: whether each process wants only its slice of the sum: elements index·n to (index+1)·n of size·n.
-        spins: whether to look without a pause at first, where every process has a core of its own.
+        sharded: whether each process receives only its slice of the sum: elements index·n to (index+1)·n of size·n.
+        spins: whether to poll without sleeping at first; set it only if every process has a core.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class SharedBuffers:
 
     @classmethod
     def connect(cls, axis: Axis, sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> SharedBuffers | None:
-        """Makes and maps the buffers, of `sizes` elements; collective over the axis. None where not all of it can.
+        """Create and map buffers of `sizes` elements; return None if any process cannot. Collective over the axis.
 
-        The memory has no name, and is gone with the processes.
+        The memory is anonymous and is freed when the processes exit.
         """
         mine = OfferedMemory.create(2 * len(sizes), _starts(sizes, dtypes)[-1]) if hasattr(os, "memfd_create") else None
         offers = all_gather_json(mine.offer if mine is not None else None, axis.group)
@@ -85,9 +85,9 @@ class SharedBuffers:
         return cls(axis, opened, sizes, dtypes) if all(answers) else None
 
     def start(self, at: int) -> None:
-        """Buffer `at` of this process is full. Sums those that everybody has filled by now."""
+        """Mark buffer `at` of this process as filled, and sum the buffers that all processes have filled."""
         self._turn[at] += 1
-        with self._fence:  # what was written before is seen before the flag, on every kind of processor
+        with self._fence:  # a memory barrier: earlier writes are visible before the flag on every processor
             self._filled[self._axis.index][at] = self._turn[at]
         self._pending.append(at)
         self._advance()
@@ -97,12 +97,12 @@ class SharedBuffers:
         begin = time.monotonic()
         for look in itertools.count():
             self._advance()
-            filling = at in self._pending  # someone has still to fill this buffer, or one before it
+            filling = at in self._pending  # a process has not yet filled this buffer, or one before it
             late = self._behind(self._filled, self._pending[0]) if filling else self._behind(self._summed, at)
             if not late and not filling:
                 break
             if not late:
-                continue  # the last one has come meanwhile
+                continue  # the last process has filled its buffer in the meantime
             if self.spins and look < _SPINS:
                 continue
             waited = time.monotonic() - begin
@@ -119,7 +119,7 @@ class SharedBuffers:
         return [index for index, flag in enumerate(flags) if int(flag[at]) < self._turn[at]]
 
     def _advance(self) -> None:
-        """Sums this process's slice of buffers that all have filled, in the order in which they were started."""
+        """Sum this process's slice of the buffers that all processes have filled, in the order of their starts."""
         while self._pending and not self._behind(self._filled, self._pending[0]):
             at = self._pending.pop(0)
             with self._fence:
@@ -136,13 +136,13 @@ class SharedBuffers:
             parts = [each[at][start : min(start + _BLOCK, last)] for each in self._buffers]
             total = parts[0] + parts[1]
             for part in parts[2:]:
-                total += part  # in rank order, by one rank for all: bitwise the same everywhere
+                total += part  # one rank sums each slice, in rank order, so results are bitwise equal everywhere
             for part in [parts[self._axis.index]] if self.sharded else parts:
                 part.copy_(total)
 
 
 class SharedMemoryAllReduce:
-    """Sums of tensors of a few sizes over an axis. Memory for a size is made at its first use, so all ranks sum in one order."""
+    """Sums tensors over an axis. Buffers for a size are created collectively at its first use, so all ranks use one order."""
 
     def __init__(self, axis: Axis, spins: bool, timeout: float) -> None:
         self._axis = axis
@@ -153,10 +153,10 @@ class SharedMemoryAllReduce:
 
     @classmethod
     def over(cls, axis: Axis, processes: int, timeout: float) -> SharedMemoryAllReduce | None:
-        """None where the processes of the axis cannot share memory; collective over the axis.
+        """Return the sums over `axis`, or None if its processes cannot share memory. Collective over the axis.
 
         Args:
-            processes: on this machine; with a core each, they look a moment before they sleep.
+            processes: number of processes on this machine; if each has a core, they poll briefly before they sleep.
             timeout: seconds that a sum may take.
         """
         if SharedBuffers.connect(axis, [1], [torch.uint8]) is None:
@@ -164,7 +164,7 @@ class SharedMemoryAllReduce:
         return cls(axis, processes <= usable_cores(), timeout)
 
     def start(self, x: Tensor) -> SharedSum | None:
-        """The sum of everyone's `x` is to be written into it. None where its size is under way already: use another way."""
+        """Start summing `x` in place. Return None without shared memory, or while a sum of this size is pending."""
         key = x.numel(), x.dtype
         if key not in self._buffers:
             connected = self._buffers[key] = SharedBuffers.connect(self._axis, [key[0]], [key[1]])
@@ -186,7 +186,7 @@ class SharedMemoryAllReduce:
 
 
 class SharedSum(NamedTuple):
-    """A sum under way."""
+    """A pending sum."""
 
     sums: SharedMemoryAllReduce
     key: tuple[int, torch.dtype]
@@ -194,16 +194,16 @@ class SharedSum(NamedTuple):
     x: Tensor
 
     def wait(self) -> Tensor:
-        """The tensor that was given, with the sum in it."""
+        """Wait for the sum, and return the tensor that was passed to `start`, which now holds it."""
         with standstill("sum", "tp"):
             return self.sums.finish(self.key, self.buffers, self.x)
 
 
 class OfferedMemory:
-    """Memory without a name that this user's processes can map.
+    """Anonymous memory that other processes of the same user can map.
 
     Attributes:
-        offer: process, descriptor and bytes, with which the others find it, and a token that proves it is this memory.
+        offer: (process id, descriptor, size in bytes, token in hex); the token at the start of the memory identifies it.
     """
 
     def __init__(self, descriptor: int, mapped: mmap.mmap, offer: tuple[int, int, int, str]) -> None:
@@ -223,7 +223,7 @@ class OfferedMemory:
 
 
 def map_offered(offer: Sequence[Any] | None) -> mmap.mmap | None:
-    """Another process's memory; None when it is on another machine, another user's, or may not be opened."""
+    """Map the memory of another process; return None if it is on another machine, has another owner or cannot be opened."""
     if offer is None:
         return None
     process, descriptor, size, token = offer
@@ -238,7 +238,7 @@ def map_offered(offer: Sequence[Any] | None) -> mmap.mmap | None:
 
 
 def _starts(sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[int]:
-    """The byte at which each buffer begins, and the end: a page for the token, one for flags, then buffers on pages."""
+    """Return the byte offset of each buffer, and the end. Page 0 has the token, page 1 the flags; buffers are page-aligned."""
     starts = [2 * _PAGE]
     for size, dtype in zip(sizes, dtypes, strict=True):
         starts.append(starts[-1] + math.ceil(size * dtype.itemsize / _PAGE) * _PAGE)

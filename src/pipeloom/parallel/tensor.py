@@ -1,8 +1,8 @@
-"""Tensor parallelism: linear layers cut by columns (outputs) or rows (inputs), with or without sequence parallelism.
+"""Tensor parallelism: linear layers sharded by columns (outputs) or rows (inputs), with or without sequence parallelism.
 
-A column layer followed by a row layer costs one all-reduce forward and one backward (Megatron-LM, arXiv 1909.08053, section
-3). With sequence parallelism tokens between such pairs are spread over the ranks too: all-gather before the column layer,
-reduce-scatter after the row layer (arXiv 2205.05198, section 4.2).
+A column layer followed by a row layer costs one all-reduce in the forward and one in the backward (Megatron-LM,
+arXiv 1909.08053, section 3). Sequence parallelism also shards the tokens between such pairs: an all-gather precedes the column
+layer, and a reduce-scatter follows the row layer (arXiv 2205.05198, section 4.2).
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class TensorParallel:
 
     Attributes:
         axis: the tensor-parallel ranks, 2 or more.
-        sequence: between the pairs each rank holds its part of the tokens, [batch, tokens / size, width].
-        sums: how sums go through shared memory; None: as collectives.
+        sequence: whether sequence parallelism shards the tokens between layer pairs: [batch, tokens / size, width] per rank.
+        sums: all-reduce through shared memory; None uses collectives.
     """
 
     axis: Axis
@@ -57,14 +57,14 @@ class TensorParallel:
         return self.axis.index
 
     def split(self, count: int, what: str) -> tuple[int, ...]:
-        """`count` of `what` ("heads") in equal parts, one per rank. Raises ArgumentError where they cannot be equal."""
+        """Return `count` of `what` ("heads") in equal parts, one per rank. Raises ArgumentError if `size` does not divide it."""
         if count % self.size:
             near = nearest(self.size, divisors(count))
             raise ArgumentError("tp", f"={self.size} does not divide {count} {what}; {near}")
         return (count // self.size,) * self.size
 
     def split_unevenly(self, count: int) -> tuple[int, ...]:
-        """`count` in parts of count // size; the last one takes the remainder too. Raises ArgumentError for fewer than `size`."""
+        """Return parts of count // size, the last with the remainder. Raises ArgumentError if `count` is less than `size`."""
         if count < self.size:
             raise ArgumentError("tp", f"={self.size} is more than a vocabulary of {count}; nearest: {count}")
         base = count // self.size
@@ -72,24 +72,27 @@ class TensorParallel:
 
 
 def spread(tensor: TensorParallel | None) -> TensorParallel | None:
-    """None for one rank: layers are plain then."""
+    """Return `tensor`, or None if it has only one rank, so that layers are built unsharded."""
     return tensor if tensor is not None and tensor.size > 1 else None
 
 
 class ColumnLinear(nn.Module):
-    """This rank's rows of a weight [outputs, inputs]: it computes its part of the outputs, for all tokens.
+    """Linear layer that holds this rank's rows of a weight [outputs, inputs] and computes these outputs for all tokens.
 
-    [batch, tokens, inputs] -> [batch, tokens, own outputs]; with sequence parallelism [batch, tokens / size, inputs] goes in.
-    Layers that have the same input are to be called together (`project`): one gather, one reduction.
+    [batch, tokens, inputs] -> [batch, tokens, local outputs]; with sequence parallelism the input is
+    [batch, tokens / size, inputs]. Call layers with the same input together (`project`) to share one gather and one reduction.
 
     Args:
-        parts: outputs of each rank.
-        fused: outputs of each of the projections that the weight holds one after the other (queries, keys and values): a
-            rank has its part of every one, in their order (`split_projections`). Empty: it is one projection.
-        gather_output: all outputs come out on every rank, as of one process: [batch, tokens, outputs], with sequence
-            parallelism [batch, tokens / size, outputs].
+        inputs: input features.
+        parts: output features of each rank.
+        tensor: the tensor-parallel ranks.
+        bias: whether the layer adds a bias.
+        fused: output features of each projection concatenated in the weight (queries, keys and values). A rank holds its part
+            of each projection, in the same order (`split_projections`). Empty means a single projection.
+        gather_output: whether every rank returns all outputs, as one process would: [batch, tokens, outputs], or
+            [batch, tokens / size, outputs] with sequence parallelism.
 
-    Its parameters start empty: fill them with parts of whole ones (`sharding.shard_of`).
+    The parameters are uninitialized: fill them with shards of the full parameters (`sharding.shard_of`).
     """
 
     def __init__(
@@ -124,20 +127,24 @@ class ColumnLinear(nn.Module):
         return out
 
     def finish(self, out: Tensor) -> Tensor:
-        """Own outputs of all tokens as the layer puts them out: gathered, where it is asked to."""
+        """Return the output of the layer from its local outputs: gathered if `gather_output` is set."""
         return gather_columns(out, self.tensor, self.shard) if self.gather_output else out
 
 
 class RowLinear(nn.Module):
-    """This rank's columns of a weight [outputs, inputs]: from its part of the inputs, the sum over ranks of all outputs.
+    """Linear layer that holds this rank's columns of a weight [outputs, inputs] and sums the outputs over the ranks.
 
-    [batch, tokens, own inputs] -> [batch, tokens, outputs]; with sequence parallelism [batch, tokens / size, outputs] comes
-    out. Its parameters start empty. A deferred weight gradient holds the gradient of all tokens' outputs.
+    [batch, tokens, local inputs] -> [batch, tokens, outputs]; with sequence parallelism the output is
+    [batch, tokens / size, outputs]. The parameters are uninitialized. A deferred weight gradient keeps the gradient of the
+    outputs of all tokens alive.
 
     Args:
-        parts: inputs of each rank.
-        input_is_parallel: own inputs go in; False: all of them do, on every rank, as into a plain layer: [batch, tokens,
-            inputs], with sequence parallelism [batch, tokens / size, inputs].
+        parts: input features of each rank.
+        outputs: output features.
+        tensor: the tensor-parallel ranks.
+        bias: whether the layer adds a bias.
+        input_is_parallel: whether the input holds only the local features. If False, every rank passes all of them, as to an
+            unsharded layer: [batch, tokens, inputs], or [batch, tokens / size, inputs] with sequence parallelism.
     """
 
     def __init__(
@@ -166,7 +173,7 @@ class RowLinear(nn.Module):
         self.grad_context = grad_context
 
     def own_inputs(self, x: Tensor) -> Tensor:
-        """The layer's input as its product takes it: own inputs of all tokens."""
+        """Return the input of the matrix product: the local input features of all tokens."""
         return x if self.input_is_parallel else own_columns(x, self.tensor, Shard("tp", 1, self.parts))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -176,20 +183,20 @@ class RowLinear(nn.Module):
 
 
 class Adapted(nn.Module, ABC):
-    """A layer that adds something of its own to the output of another one, its base.
+    """A layer that adds a term to the output of another layer, its base.
 
-    A class, not a protocol: `project` tests for it in every forward, and a protocol's test takes 20 µs.
+    This is a class, not a protocol, because `project` checks for it in every forward, and a protocol check takes 20 µs.
     """
 
     base: nn.Module
 
     @abstractmethod
     def add(self, x: Tensor, out: Tensor) -> Tensor:
-        """`out`, which the base has made of x, and what this layer adds; of a column layer before it is gathered."""
+        """Return `out`, the output of the base for x, plus the term of this layer; for a column layer, before the gather."""
 
 
 def project(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
-    """Each layer's output for the same input. Column layers share the gather of x and the reduction of its gradient."""
+    """Return each layer's output for the same input. Column layers share the gather of x and the reduction of its gradient."""
     bases = [layer.base if isinstance(layer, Adapted) else layer for layer in linears]
     if not all(isinstance(base, ColumnLinear) for base in bases):
         return tuple(layer(x) for layer in linears)
@@ -201,7 +208,7 @@ def project(x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
 
 
 def split_projections(out: Tensor, outputs: Sequence[int]) -> tuple[Tensor, ...]:
-    """The projections in what a fused layer puts out, cut or not: `outputs` are those of each projection as a whole."""
+    """Split the output of a fused layer, sharded or not, into its projections; `outputs` are the unsharded sizes of each."""
     width = out.shape[-1]
     return torch.split(out, [size * width // sum(outputs) for size in outputs], -1)
 
@@ -215,7 +222,7 @@ def column_linear(
     bias: bool = False,
     gather_output: bool = False,
 ) -> nn.Module:
-    """A linear layer, cut by columns; plain where `tensor` is None. `what` is the outputs' name in errors."""
+    """Return a linear layer sharded by columns, or `nn.Linear` if `tensor` is None. `what` names the outputs in errors."""
     if tensor is None:
         return nn.Linear(inputs, outputs, bias=bias)
     return ColumnLinear(inputs, tensor.split(outputs, what), tensor, bias=bias, gather_output=gather_output)
@@ -231,17 +238,17 @@ def fused_column_linear(
     bias: bool = False,
     gather_output: bool = False,
 ) -> nn.Module:
-    """Several projections of one input in one weight [sum of outputs, inputs], cut by columns; plain where `tensor` is None.
+    """Return several projections of one input as one layer with weight [sum of outputs, inputs], sharded by columns.
 
-    Each rank puts out its part of every projection, in their order: `split_projections` separates them. So the weight of one
-    process, queries before keys before values, or gate before up, is that of every layout.
+    Each rank returns its part of every projection, in order; `split_projections` separates them. The full weight therefore
+    has the same order (queries, keys, values, or gate, up) in every layout. If `tensor` is None, the layer is an `nn.Linear`.
 
     Args:
-        outputs: of each projection, such as heads · width, key and value heads · width, the same again.
+        outputs: outputs of each projection, such as heads · width for queries and key-value heads · width for keys and values.
         what: name of the units in errors ("heads").
-        unit: outputs that stay together, such as the width of a head.
+        unit: number of outputs that stay on one rank, such as the width of a head.
 
-    Raises ArgumentError where the ranks do not divide a projection's units, or the unit does not divide its outputs.
+    Raises ArgumentError if the ranks do not divide a projection's units, or the unit does not divide its outputs.
     """
     for at, size in enumerate(outputs):
         if size < 1 or size % unit:
@@ -263,7 +270,7 @@ def row_linear(
     bias: bool = False,
     input_is_parallel: bool = True,
 ) -> nn.Module:
-    """A linear layer, cut by rows; plain where `tensor` is None. `what` is the inputs' name in errors."""
+    """Return a linear layer sharded by rows, or `nn.Linear` if `tensor` is None. `what` names the inputs in errors."""
     if tensor is None:
         return nn.Linear(inputs, outputs, bias=bias)
     parts = tensor.split(inputs, what)
@@ -271,9 +278,9 @@ def row_linear(
 
 
 def sum_over_ranks(x: Tensor, tensor: TensorParallel) -> Tensor:
-    """The sum over the ranks of their terms x [batch, tokens, width]; with sequence parallelism this rank's tokens of it.
+    """Return the sum of x [batch, tokens, width] over the ranks; with sequence parallelism, only this rank's tokens of it.
 
-    Without, x is written over: autograd refuses that for a term that another operation's backward needs.
+    Without sequence parallelism x is overwritten, so autograd raises an error if another operation's backward needs it.
     """
     if tensor.sequence:
         return _ReduceScatter.apply(x, tensor)  # type: ignore[no-any-return, no-untyped-call]
@@ -281,10 +288,10 @@ def sum_over_ranks(x: Tensor, tensor: TensorParallel) -> Tensor:
 
 
 def enter(x: Tensor, tensor: TensorParallel | None) -> Tensor:
-    """[batch, tokens, width] for layers of which each tensor-parallel rank computes a term: all tokens, on every rank.
+    """Return the input [batch, tokens, width] for layers whose output is a sum over ranks: all tokens, on every rank.
 
-    The gradient is the sum of the ranks' own; with sequence parallelism this rank's tokens of it. The counterpart of
-    `sum_over_ranks`: each is the other's backward, any number of times.
+    Its gradient is summed over the ranks; with sequence parallelism, each rank receives that of its tokens. `enter` and
+    `sum_over_ranks` are each other's backward, to any order.
     """
     return x if tensor is None else _Enter.apply(x, tensor)  # type: ignore[no-untyped-call]
 
@@ -298,22 +305,22 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,), tensor = gradients, ctx.tensor
-        if not tensor.sequence:  # summed in place, and another function may hold the gradient that came
+        if not tensor.sequence:  # the sum is in place, and another function may hold the incoming gradient
             gradient = gradient.clone(memory_format=torch.contiguous_format)
         return sum_over_ranks(gradient, tensor), None
 
 
 def gather_columns(x: Tensor, tensor: TensorParallel, shard: Shard) -> Tensor:
-    """[batch, tokens, own columns] -> [batch, tokens, columns] on every rank; with sequence parallelism this rank's tokens.
+    """Gather [batch, tokens, local columns] to [batch, tokens, columns] on every rank.
 
-    What is computed of it is the same on every rank (or that of its tokens), and so is the gradient that comes. The
-    counterpart of `own_columns`: each is the other's backward, any number of times.
+    With sequence parallelism each rank receives only its tokens. Otherwise every rank must compute the same from the result,
+    so that the incoming gradients are equal. `gather_columns` and `own_columns` are each other's backward, to any order.
     """
     return _GatherColumns.apply(x, tensor, shard)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def own_columns(x: Tensor, tensor: TensorParallel, shard: Shard) -> Tensor:
-    """[batch, tokens, columns], the same on every rank -> [batch, tokens, own columns].
+    """Return this rank's columns [batch, tokens, local columns] of x [batch, tokens, columns], which is equal on all ranks.
 
     With sequence parallelism x is [batch, tokens / size, columns], this rank's tokens.
     """
@@ -337,7 +344,7 @@ class _OwnColumns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tensor: TensorParallel, shard: Shard) -> Tensor:
         ctx.tensor, ctx.shard = tensor, shard
-        if not tensor.sequence:  # a copy, so that what was not taken is freed
+        if not tensor.sequence:  # a copy, so that the other columns are freed
             return _columns_of(x, tensor.index, shard).clone(memory_format=torch.contiguous_format)
         parts = [_columns_of(x, at, shard) for at in range(tensor.size)]
         return torch.cat(start_columns_for_tokens(parts, tensor.axis).wait(), -2)
@@ -356,7 +363,7 @@ def _columns_of(x: Tensor, index: int, shard: Shard) -> Tensor:
 
 
 class _AllReduce(torch.autograd.Function):
-    """Sum forward, in place; backward every rank's term has the gradient of the sum, which all ranks know."""
+    """All-reduce in place. Every rank already holds the gradient of the sum, so the backward communicates nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tensor: TensorParallel) -> Tensor:
@@ -400,7 +407,7 @@ class _ColumnCall(NamedTuple):
 
 
 class _Column(torch.autograd.Function):
-    """x -> x weight^T + bias for several weights. Keeps this rank's tokens of x only, and gathers them again for dW."""
+    """Compute x weight^T + bias for several weights. Save only this rank's tokens of x, and gather them again for dW."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: _ColumnCall, *parameters: Any) -> Any:
@@ -457,7 +464,7 @@ def _recorded_gradients(
     needs_x: bool,
     wanted: Sequence[int],
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """A column layer's dx and dW, which can be differentiated again, communication and all."""
+    """Return dx and dW of column layers as differentiable results, including their communication."""
     dx = None
     if needs_x:
         terms = [gradient @ adjoint(w.to(gradient.dtype)) for gradient, w in zip(gradients, weights, strict=True)]
@@ -473,7 +480,7 @@ def _recorded_gradients(
 def start_input_gradient(
     gradients: Sequence[Tensor], weights: Sequence[Tensor], tensor: TensorParallel
 ) -> PendingCollective | SharedSum:
-    """The sum over layers of gradient · weight, and the start of its sum over the ranks."""
+    """Start summing the input gradient, the sum over layers of gradient · weight, over the ranks."""
     rows = matmul(as_rows(gradients[0]), adjoint(weights[0].to(gradients[0].dtype)))
     for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
         addmm(rows, as_rows(gradient), adjoint(weight.to(gradient.dtype)))
@@ -482,7 +489,7 @@ def start_input_gradient(
 
 
 def _start_sum(x: Tensor, tensor: TensorParallel) -> PendingCollective | SharedSum:
-    """The sum over the ranks, written into `x`."""
+    """Start summing `x` over the ranks in place, through shared memory if possible."""
     through = tensor.sums.start(x) if tensor.sums is not None else None
     return through if through is not None else start_all_reduce(x, tensor.axis)
 

@@ -1,7 +1,7 @@
-"""The vocabulary spread over the tensor-parallel ranks: embedding, and cross entropy of logits that no rank holds whole.
+"""Vocabulary parallelism: embedding, output layer and cross entropy sharded over the tensor-parallel ranks.
 
-Each rank holds vocabulary // size rows of a weight [vocabulary, width], the last one the remainder too. No rank ever holds
-a tensor of vocabulary × tokens (Megatron-LM, arXiv 1909.08053, section 3).
+Each rank holds vocabulary // size rows of a weight [vocabulary, width]; the last rank also holds the remainder. In training no
+rank ever holds a full tensor [tokens, vocabulary] (Megatron-LM, arXiv 1909.08053, section 3).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pipeloom.parallel.mesh import Axis
 from pipeloom.parallel.sharding import ParameterSharding, Shard
 from pipeloom.parallel.tensor import ColumnLinear, TensorParallel, sum_over_ranks
 
-IGNORED = -100  # as in torch: a target that does not count
+IGNORED = -100  # torch's default ignore_index
 
 
 class VocabularyEmbedding(nn.Module):
-    """This rank's rows of an embedding [vocabulary, width]: it looks up its own tokens, and the ranks' results are summed.
+    """Embedding that holds this rank's rows of a weight [vocabulary, width], and sums the looked-up rows over the ranks.
 
-    tokens [batch, tokens] int64 -> [batch, tokens, width]; with sequence parallelism [batch, tokens / size, width]. The sum
-    has one term that is not zero, so it is bitwise that of one process. Its weight starts empty.
+    tokens [batch, tokens] int64 -> [batch, tokens, width]; with sequence parallelism [batch, tokens / size, width]. At most
+    one term of the sum is nonzero, so the result is bitwise that of one process. The weight is uninitialized.
     """
 
     def __init__(self, vocabulary: int, width: int, tensor: TensorParallel) -> None:
@@ -43,7 +43,7 @@ class VocabularyEmbedding(nn.Module):
         return {"weight": ParameterSharding((Shard("tp", 0, self.parts),))}
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Raises UsageError for a token outside the vocabulary; on CUDA the device does, when it comes to it."""
+        """Return the embeddings. Raises UsageError for a token outside the vocabulary; on CUDA a device-side assertion fails."""
         _refuse_outside(tokens, self.vocabulary, "token")
         local, outside = _local(tokens, self.parts, self.tensor.index)
         rows = F.embedding(local, self.weight).masked_fill(outside.unsqueeze(-1), 0)
@@ -51,9 +51,9 @@ class VocabularyEmbedding(nn.Module):
 
 
 class VocabularyHead(ColumnLinear):
-    """This rank's rows of an output layer [vocabulary, width]: the logits of its own part of the vocabulary.
+    """Output layer that holds this rank's rows of a weight [vocabulary, width] and computes these logits.
 
-    [batch, tokens, width] (with sequence parallelism tokens / size) -> [batch, tokens, own part]. The loss is
+    [batch, tokens, width] (with sequence parallelism tokens / size) -> [batch, tokens, local vocabulary]. Use it with
     `cross_entropy` of this module.
     """
 
@@ -64,16 +64,16 @@ class VocabularyHead(ColumnLinear):
 def cross_entropy(
     logits: Tensor, targets: Tensor, tensor: TensorParallel, vocabulary: int, label_smoothing: float = 0.0
 ) -> Tensor:
-    """The mean over targets of -Σ_v q(v) log p(v), in nats: 0-dim, fp32 (fp64 for fp64 logits), the same on every rank.
+    """Return the mean over targets of -Σ_v q(v) log p(v), in nats: 0-dim, fp32 (fp64 for fp64 logits), equal on all ranks.
 
-    q is 1 - label_smoothing at the target, plus label_smoothing / vocabulary everywhere. Targets of -100 do not count.
-    Two all-reduces forward (each token's largest logit, then its sums), none backward.
+    q is 1 - label_smoothing at the target, plus label_smoothing / vocabulary everywhere. Targets of -100 are ignored. The
+    forward has two all-reduces (each token's largest logit, then its sums), the backward none.
 
     Args:
-        logits: [..., own part of the vocabulary], parts as `VocabularyHead` makes them.
+        logits: [..., local vocabulary], split as by `VocabularyHead`.
         targets: [...], int64.
 
-    Raises UsageError for a target outside the vocabulary (on CUDA the device does).
+    Raises UsageError for a target outside the vocabulary (on CUDA a device-side assertion fails).
     """
     call = _LossCall(tensor.axis, tensor.split_unevenly(vocabulary), label_smoothing)
     return _CrossEntropy.apply(logits, targets.flatten(), call)  # type: ignore[no-any-return, no-untyped-call]
@@ -81,7 +81,7 @@ def cross_entropy(
 
 @torch.no_grad()
 def whole_logits(logits: Tensor, tensor: TensorParallel, vocabulary: int) -> Tensor:
-    """[..., own part] of each rank -> [..., vocabulary] on all: for a few positions, to choose a token by."""
+    """Gather logits [..., local vocabulary] to [..., vocabulary] on every rank; meant for the few positions of sampling."""
     return torch.cat(start_gather_columns(logits, tensor.axis, tensor.split_unevenly(vocabulary)).wait(), -1)
 
 
@@ -118,7 +118,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """p - q of each token, written over the exponentials: autograd refuses to run it twice, or to differentiate it."""
+        """Compute p - q of each token in place of the exponentials; it can neither run twice nor be differentiated."""
         work, exponentials, local, outside, counts = ctx.saved_tensors
         call: _LossCall = ctx.call
         scale = gradients[0] / counts.sum() * counts
@@ -131,7 +131,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _shifted(logits: Tensor, axis: Axis) -> Tensor:
-    """A copy [tokens, own part] of the logits minus each token's largest over all ranks, in fp32 at least."""
+    """Return a copy [tokens, local vocabulary] of the logits minus each token's maximum over all ranks, in at least fp32."""
     rows = logits.detach().flatten(0, -2)
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32), copy=True)
     largest = start_all_reduce(wide.amax(-1), axis, dist.ReduceOp.MAX).wait()
@@ -139,14 +139,14 @@ def _shifted(logits: Tensor, axis: Axis) -> Tensor:
 
 
 def _local(ids: Tensor, parts: Sequence[int], index: int) -> tuple[Tensor, Tensor]:
-    """(positions in this rank's part, 0 for what is not in it; what is not in it)."""
+    """Return (row of each id in this rank's part, 0 for ids outside of it; mask of the ids outside of it)."""
     local = ids - sum(parts[:index])
     outside = (local < 0) | (local >= parts[index])
     return local.masked_fill(outside, 0), outside
 
 
 def _refuse_outside(ids: Tensor, vocabulary: int, what: str) -> None:
-    if ids.device.type != "cpu":  # asking would stop the process until the device has come this far
+    if ids.device.type != "cpu":  # reading the result would block the process until the device catches up
         torch._assert_async(((ids >= 0) & (ids < vocabulary)).all(), f"a {what} is outside the vocabulary")
         return
     if not ids.numel():
