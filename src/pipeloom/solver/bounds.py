@@ -1,6 +1,6 @@
-"""Lower bounds for schedules whose pairs gain.
+"""Lower bounds on the makespan or largest span of schedules, also where overlapped pairs save time.
 
-An action that cannot be paired yet runs alone, or leaves its rank idle.
+The bound for pairs uses that the first actions of a rank have no counterpart yet: they run alone, or the rank is idle.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pipeloom.solver.instance import Instance
 def pairs_gain(instance: Instance) -> bool:
     """Return whether any pair F|B or F|I on any rank is shorter than its two halves one after the other, or needs less memory.
 
-    Where a B is cheaper than I + W: than with the halves of `Costs.least_split`.
+    The times of the halves are those of `Costs.least_split`, which matters where a B is cheaper than I + W.
     """
     times = PairTimes.of(instance.costs, instance.stages)
     alone = StageCosts.of(instance.costs.least_split(instance.stages), instance.stages)
@@ -36,7 +36,7 @@ def pairs_gain(instance: Instance) -> bool:
 
 
 def bound_of(instance: Instance, pairs: bool) -> float:
-    """The largest of the bounds that hold for the instance, without pairs or with them."""
+    """Return the largest lower bound that holds for the instance, without pairs or with them."""
     if pairs:
         return pair_bound(instance)
     sizes = instance.placement, instance.microbatches, instance.costs
@@ -44,11 +44,11 @@ def bound_of(instance: Instance, pairs: bool) -> float:
 
 
 def pair_bound(instance: Instance) -> float:
-    """A makespan (or largest span) that no schedule of the instance, pairs or not, can beat.
+    """Return a lower bound on the makespan (or largest span) of all schedules of the instance, with or without pairs.
 
-    The larger of `work_bound` and, for the makespan, over the ranks: no input gradient starts before the first micro-batch has
-    come down all stages (alone: nothing is there to be paired with) and back to the rank's. Until then the rank is idle or runs
-    forwards alone, as many as its memory holds, each of which then misses what its best pair would save:
+    It is the larger of `work_bound` and, for the makespan, a bound per rank: no input gradient starts before the first
+    micro-batch has passed through all stages (alone, as nothing can be paired with it yet) and back to the rank. Until then the
+    rank is idle or runs forwards alone, as many as fit in its memory, and each of them loses what its best pair would save:
 
         makespan >= head + work with best pairs + min over x of [saved by x forwards + (wait - time of x forwards)+]
     """
@@ -67,7 +67,7 @@ def _saved(times: PairTimes, forward: int, backward: int) -> float:
 
 
 def _first_input_gradients(instance: Instance, times: PairTimes) -> list[float]:
-    """stage -> the earliest start of an input gradient."""
+    """Return stage -> the earliest possible start of an input gradient."""
     place, costs, spread = instance.placement, instance.costs, times.spread
     last = instance.stages - 1
     clock = sum(spread.forward) + sum(costs.hop(a, b) for a, b in zip(place, place[1:], strict=False))
@@ -101,7 +101,7 @@ def _of_rank(instance: Instance, times: PairTimes, back: list[float], rank: int)
 
 
 def _most(items: list[tuple[float, float]], size: float, count: int) -> float:
-    """The most gain of (gain, size) items, `count` of each, parts allowed, within `size`."""
+    """Return the largest total gain of (gain, size) items within `size`: a fractional knapsack with `count` of each item."""
     total = 0.0
     for gain, item_size in sorted(items, key=lambda item: item[1] / item[0]):
         amount = min(float(count), size / item_size) if item_size else float(count)

@@ -1,4 +1,4 @@
-"""The moves and seconds that a search may still spend."""
+"""Budget of a search: the moves and seconds that remain."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Protocol
 class BudgetParameters:
     """Division of a search's moves and time."""
 
-    # Warm starts that tabu search improves in turns: more of them diversify, fewer get more moves each.
+    # Warm starts that tabu search improves in turns: more of them give more diversity, but fewer moves to each.
     starts: int = 4
     # Nodes evaluated where neither moves nor seconds are given: about ten seconds.
     work: int = 8_000_000
-    # The fewest moves without a limit: large instances get a few at least.
+    # The fewest moves where no limit is given, so that large instances get some too.
     fewest_moves: int = 100
     # Seconds of a proof without a time limit.
     proof_seconds: float = 120.0
@@ -31,7 +31,7 @@ BUDGET = BudgetParameters()
 
 
 class Worker(Protocol):
-    """Something that counts its work, in nodes looked at."""
+    """A search that counts its work, in nodes evaluated."""
 
     work: int
 
@@ -61,7 +61,7 @@ class Budget:
         return self.used >= self.allowed or time.monotonic() >= self.deadline
 
     def slice(self, starts: int) -> int:
-        """The moves of one start's next turn; where only time counts, its end is set instead."""
+        """Return the number of moves in the next turn of one start; with a time limit only, set the end of the turn instead."""
         if self.timed:
             self.slice_end = time.monotonic() + max(
                 BUDGET.shortest_turn, (self.deadline - self.begin) / (4 * BUDGET.starts)
@@ -80,7 +80,7 @@ class Budget:
         self.periodic_end = now + share * (self.deadline - now)
 
     def periodic_slice(self, worker: Worker, share: float) -> Callable[[], bool]:
-        """Return a function that says whether `worker` may go on, which ends with `share` of what is left for one period."""
+        """Return a function that is true while `worker` has not spent `share` of the remaining budget for one period."""
         begin = time.monotonic()
         end = min(self.deadline, begin + max(0.0, share * (self.periodic_end - begin)))
         if self.timed:

@@ -26,7 +26,7 @@ ROUNDS = ("zbv", "v-half", "zb-auto")
 
 @dataclass(frozen=True)
 class ConstructionParameters:
-    """The sizes up to which warm starts are constructed and searched in full."""
+    """Sizes up to which warm starts are constructed and searched in full."""
 
     # Nodes above which only cheap families are tried and nothing is searched: a few moves would use up the time.
     largest: int = 60_000
@@ -42,7 +42,8 @@ class ListSchedule:
     """Sequences that a search starts from.
 
     Attributes:
-        origin: what built them, in words.
+        origin: name of the method that constructed them.
+        sequences: rank -> its operations.
     """
 
     origin: str
@@ -91,7 +92,7 @@ def _candidates(
 
 
 def merge_stage_costs(costs: Costs, stages: int, run: int) -> Costs:
-    """The costs of stages made of `run` consecutive ones each."""
+    """Return the costs of stages that each merge `run` consecutive stages."""
     if run == 1:
         return costs
 
@@ -143,7 +144,7 @@ def sequences_of(instance: Instance, schedule: Schedule, pairs: bool = False) ->
 
 
 def _weight_grad_apart(instance: Instance, operation: int) -> tuple[int, ...]:
-    """The operation, its W after it where that takes no longer."""
+    """Return the operation, with its W split off to follow it if that takes no longer."""
     table = instance.table
     nodes = table.nodes[operation]
     if len(nodes) == 1 or nodes[-1] < 2 * table.stride:
@@ -154,9 +155,9 @@ def _weight_grad_apart(instance: Instance, operation: int) -> tuple[int, ...]:
 
 
 def list_scheduled(instance: Instance, first_rule: bool = False) -> Iterator[ListSchedule]:
-    """List scheduling by rules (or the first one), under several limits a stage; what gets stuck is left out.
+    """Yield list schedules by all rules (or only the first), under several limits per stage; deadlocked ones are left out.
 
-    Micro-batches are taken as alike.
+    Micro-batches are treated as equal.
     """
     instance = instance.even
     memory_limits = [instance.memory_limit] * instance.ranks
@@ -176,9 +177,10 @@ def list_scheduled(instance: Instance, first_rule: bool = False) -> Iterator[Lis
 
 
 def interleaved_rounds(instance: Instance, patience: Sequence[float] = (1.0, 0.5)) -> Iterator[ListSchedule]:
-    """On a loop: interleaved's order of F and I, its warm-up cut to the memory limit, and W where they fit or free memory.
+    """Yield schedules on a loop placement with interleaved's order of F and I, a warm-up limited by memory, and W in gaps or
+    where they free memory.
 
-    For the memories between those that the families take. Nothing where the order gets stuck.
+    They serve memory limits between those of the families. An order that deadlocks yields nothing.
     """
     instance = instance.even
     p, m, chunks = instance.ranks, instance.microbatches, instance.stages // instance.ranks
@@ -188,7 +190,7 @@ def interleaved_rounds(instance: Instance, patience: Sequence[float] = (1.0, 0.5
     order = chunk_order(sizes, chunks)
     largest = max(instance.costs.per_stage("activation", instance.stages))
     for slope, share in product((1, 2), patience):
-        # what the warm-up needs, and no more, so that weight gradients are not put off to the end
+        # only as much as the warm-up needs, so that weight gradients are not all deferred to the end
         memory_limit = min(instance.memory_limit, largest * (slope * (p - 1) + (chunks - 1) * max(sizes) + 1))
         problem = single_route(instance.placement, m, instance.costs, [memory_limit] * p)
         sequences: list[list[tuple[KindName, int]]] = []
@@ -207,10 +209,10 @@ def interleaved_rounds(instance: Instance, patience: Sequence[float] = (1.0, 0.5
 
 
 def reduced_instances(instance: Instance) -> Iterator[tuple[Instance, Sequences, str]]:
-    """For large sizes: sequences for some of the micro-batches, and where they come from.
+    """Yield, for large sizes, instances with fewer micro-batches, sequences for them, and the name of their method.
 
-    Families in rounds of p, whose stretches of p micro-batches repeat; and list scheduling. What is missing is a multiple of p,
-    or of twelve, which periods of several lengths divide.
+    The methods are families in rounds of p, whose sections of p micro-batches repeat, and list scheduling. The number of missing
+    micro-batches is a multiple of p, or of twelve, which is divisible by several lengths of a period.
     """
     base, p, m = instance.even, instance.ranks, instance.microbatches
     rounds = replace(base, microbatches=min(m, 3 * p + m % p))

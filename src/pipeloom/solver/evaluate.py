@@ -1,8 +1,8 @@
-"""The start and end (heads) and the tails of all operations for given sequences: the inner loop of the search.
+"""Start and end (heads) and tails of all operations for given sequences: the inner loop of the search.
 
 Heads and tails are the longest paths to and from an operation in the graph of messages and sequences (Balas and Vazacopoulos
-1998). Nodes alone are most operations, so every loop here takes them first: with the second message that a pair waits for looked
-up for all operations, tabu search without pairs makes 5 to 14 % fewer moves per second.
+1998). Most operations are single nodes, so every loop here has a fast path for them: if it looked up the second message of a
+pair for every operation, tabu search without pairs would make 5 to 14 % fewer moves per second.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ UNREACHED = -1.0
 
 
 class Evaluation:
-    """Start of every operation, end of every node, the tails, and the value to be made small. Made by `evaluate`.
+    """Start of every operation, end of every node, the tails, and the value to minimise. Created by `evaluate`.
 
     Attributes:
         value: the makespan, or the largest span.
         start: first node of an operation -> time.
         end: node whose end others wait for -> time; 0 for `OperationTable.none`.
-        order: the operations, each after what it waits for.
-        offset: rank -> what is added to its last end (0; less its first start and the wait before it where spans count).
+        order: the operations in topological order.
+        offset: rank -> value added to its last end: 0 for the makespan; for spans, minus its first start and the wait before it.
     """
 
     __slots__ = ("end", "offset", "order", "start", "value")
@@ -57,10 +57,10 @@ class Evaluation:
 def evaluate(
     instance: Instance, sequences: Sequences, since: tuple[Evaluation, int, int] | None = None
 ) -> Evaluation | None:
-    """Every operation as early as its rank's sequence and its messages allow; None if the sequences have a cycle.
+    """Start every operation as early as its rank's sequence and its messages allow; return None if the sequences have a cycle.
 
-    Linear in the number of operations. `since` is (an evaluation, rank, index) of sequences that differed on this rank only, from
-    this index on: what came before that place in its order is taken over.
+    Linear in the number of operations. `since` is (an evaluation, rank, index) of sequences that differ only on this rank, from
+    this index on: the results before that operation are reused.
     """
     table = instance.table
     time, predecessor, hop = table.time, table.predecessor, table.hop
@@ -130,7 +130,7 @@ def evaluate(
 def _before(
     instance: Instance, sequences: Sequences, earlier: Evaluation, rank: int, index: int
 ) -> tuple[list[float], list[float], list[int], list[int], list[float]]:
-    """start, end, order, and every rank's position and clock, as they were before the first operation that may change."""
+    """Return start, end, order, and every rank's position and clock before the first operation that may change."""
     first, second, none = instance.table.first, instance.table.second, instance.table.none
     cut = earlier.order.index(sequences[rank][index - 1]) + 1 if index else 0
     order, end = earlier.order[:cut], list(earlier.end)

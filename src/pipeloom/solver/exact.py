@@ -25,7 +25,7 @@ from pipeloom.solver.instance import Instance, Sequences
 
 @dataclass(frozen=True)
 class ExactParameters:
-    """Conversion of costs to the whole numbers that CP-SAT needs."""
+    """Conversion of costs to the integers that CP-SAT requires."""
 
     # Multiples of the costs that are tried, so that all times are whole: the smallest keeps the domains small.
     factors: tuple[int, ...] = (1, 2, 4, 5, 8, 10, 20, 100, 1000, 10_000)
@@ -43,9 +43,9 @@ class Certificate:
     """Result of the solver.
 
     Attributes:
-        bound: no sequences of this instance have a lower value.
-        sequences: better ones than were given, or None.
-        value: theirs, or the one given.
+        bound: lower bound on the value of all sequences of this instance.
+        sequences: sequences better than the given value, or None.
+        value: the value of `sequences`, or the given value.
     """
 
     bound: float
@@ -54,7 +54,7 @@ class Certificate:
 
 
 def certify(instance: Instance, value: float, seconds: float, hint: Sequences | None = None) -> Certificate:
-    """Looks for sequences better than `value`, starting from `hint`, and for a lower bound, for at most `seconds`.
+    """Search for sequences better than `value`, starting from `hint`, and for a lower bound, for at most `seconds`.
 
     Costs that are no multiples of a ten-thousandth are rounded down for the bound. The sequences found are timed with the
     problem's own costs, every B as I and W. Raises UsageError without OR-Tools.
@@ -85,7 +85,7 @@ def certify(instance: Instance, value: float, seconds: float, hint: Sequences | 
 
 
 def require_solver() -> Any:
-    """OR-Tools' module; raises UsageError where it is not installed."""
+    """Return the module of CP-SAT. Raises UsageError if OR-Tools is not installed."""
     try:
         return importlib.import_module("ortools.sat.python.cp_model")
     except ImportError:
@@ -93,7 +93,7 @@ def require_solver() -> Any:
 
 
 def _least_times(instance: Instance) -> list[float]:
-    """node -> how long it keeps its rank at least, in whatever pair.
+    """Return node -> the shortest time for which it occupies its rank, in any pair.
 
     A receiver that is kept waiting (no `overlap_p2p`) waits in a pair for both messages at once: the wait of an F may be
     for the message of the backward beside it. That cannot be so for a rank's first F, which nothing can be paired with.
@@ -111,7 +111,7 @@ def _least_times(instance: Instance) -> list[float]:
 
 
 def _factor(instance: Instance, times: list[float]) -> int:
-    """Return what makes all times whole numbers, or `EXACT.finest`."""
+    """Return the smallest factor that makes all times integers, or `EXACT.finest` if none does."""
     table = instance.table
     values = {*times, *table.hop, *table.wait}
     for factor in EXACT.factors:
@@ -199,7 +199,7 @@ class _Model:
                 self.model.add_hint(variable, math.floor(timing.start[node] * self.factor + TIME_TOLERANCE))
 
     def sequences(self, solver: Any) -> Sequences:
-        """The order of the solution on every rank; where starts are equal, what takes no time goes first."""
+        """Return the solution's order on every rank; of equal starts, nodes that take no time come first."""
         sequences: Sequences = [[] for _ in range(self.instance.ranks)]
         for node in range(self.instance.nodes):
             sequences[self.instance.table.rank[node]].append(node)

@@ -1,4 +1,4 @@
-"""The incumbent of a search, the best schedule so far, with the lower bounds and the progress callback."""
+"""Incumbent of a search: the best schedule so far, with the lower bounds and the progress callback."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeloom.solver.instance import Instance, Sequences
 
 
 def value_of(timeline: Timeline, objective: Objective) -> float:
-    """The makespan or the largest span."""
+    """Return the makespan or the largest span of a timeline, as `objective` says, rounded to nine decimals."""
     return round(timeline.value(objective), 9)
 
 
@@ -35,10 +35,10 @@ class Solution:
 
     Attributes:
         value: its makespan or largest span.
-        origin: the family or the rule that it was constructed by.
-        instance: the placement, and the order of micro-batches, that it is for.
-        schedule: checked.
-        sequences: those that it was written from; None for a family as it is.
+        origin: name of the family or rule that constructed it.
+        instance: its instance: placement, costs and order of micro-batches.
+        schedule: the schedule.
+        sequences: the sequences from which the schedule was created; None for a family's unchanged schedule.
     """
 
     value: float
@@ -49,11 +49,11 @@ class Solution:
 
 
 class Incumbent:
-    """The best solution of a search, and what nothing can beat.
+    """The best solution of a search, and the lower bounds.
 
     Attributes:
-        best: the best solution so far.
-        bounds: instance -> a value that no schedule of it can beat.
+        best: the best solution so far; None before the first.
+        bounds: instance -> lower bound on the value of its schedules.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Incumbent:
 
     @property
     def bound(self) -> float:
-        """A value that nothing on the placements searched can beat."""
+        """Lower bound on the value of all schedules on the placements searched."""
         return min(self.bounds.values())
 
     @property
@@ -77,11 +77,11 @@ class Incumbent:
 
     @property
     def proved(self) -> bool:
-        """Return whether nothing can be better."""
+        """Return whether the best solution is proved optimal, within the tolerances."""
         return self.best is not None and self.value <= self.bound + max(TIME_TOLERANCE, EXACT.rounding * self.value)
 
     def can_improve(self, instance: Instance) -> bool:
-        """Return whether the instance could still give something better."""
+        """Return whether the instance's bound allows a better solution."""
         return self.bounds[instance] < self.value - TIME_TOLERANCE
 
     def improves(self, value: float) -> bool:
@@ -91,7 +91,7 @@ class Incumbent:
     def offer(
         self, value: float, origin: str, instance: Instance, solution: Schedule | Sequences, replace: bool = False
     ) -> bool:
-        """Take a schedule, or sequences of the instance, if it is better (`replace`: or as good); return whether it was taken."""
+        """Accept a schedule, or sequences of the instance, if better (with `replace`, also if equal); return whether accepted."""
         if value < self.bounds[instance] * (1 - EXACT.rounding) - TIME_TOLERANCE:
             warnings.warn(
                 f"the lower bound {self.bounds[instance]:g} is above a schedule of {value:g} and is not used: please report "

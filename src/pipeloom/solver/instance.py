@@ -31,10 +31,10 @@ class Instance:
     Attributes:
         placement: stage -> rank.
         microbatches: m.
-        costs: of the stages and links.
-        memory_limit: the largest peak memory of a rank.
+        costs: costs of the stages and links.
+        memory_limit: limit of the peak memory of each rank.
         objective: the makespan, or the largest span of a rank.
-        order: position -> micro-batch; empty: as they are numbered. Sequences and nodes count positions.
+        order: position -> micro-batch; empty: in the order of their numbers. Sequences and nodes use positions.
         overlap_p2p: whether a message travels while its receiver computes.
     """
 
@@ -67,7 +67,7 @@ class Instance:
 
     @cached_property
     def even(self) -> Instance:
-        """The same with micro-batches that are all alike: as long as they are in the mean, as large as the largest."""
+        """The same instance with equal micro-batches: with the mean of their times, and the memory of the largest."""
         if not self.costs.microbatch:
             return self
         factors, costs = self.factors, self.costs
@@ -84,7 +84,7 @@ class Instance:
 
     @cached_property
     def heads(self) -> tuple[float, ...]:
-        """rank -> the earliest time at which anything can start there, where micro-batches are alike."""
+        """rank -> the earliest time at which an action can start there, if all micro-batches are equal."""
         time, prefix = self.costs.per_stage("forward", self.stages), [0.0]
         for left, (here, there) in enumerate(zip(self.placement, self.placement[1:], strict=False)):
             prefix.append(prefix[-1] + time[left] + self.costs.hop(here, there))
@@ -98,7 +98,7 @@ class Instance:
         return all(self.peak(sequence) <= self.memory_limit + TIME_TOLERANCE for sequence in sequences)
 
     def peak(self, sequence: Sequence[int]) -> float:
-        """The largest memory of a rank that executes this sequence."""
+        """Return the peak memory of a rank that executes this sequence."""
         rise, change = self.table.rise, self.table.change
         level = peak = 0.0
         for operation in sequence:
@@ -108,7 +108,7 @@ class Instance:
         return peak
 
     def schedule_of(self, sequences: Sequences, name: str = "search") -> Schedule:
-        """The sequences as a Schedule."""
+        """Return the sequences as a Schedule."""
         table, m, order = self.table, self.microbatches, self.order
         stride = table.stride
         shift, pair_stride = (0, stride, stride), MOST_KINDS * stride  # a Schedule numbers B between F and I
@@ -131,11 +131,11 @@ class Instance:
         )
 
     def numbered(self, programs: Iterable[Iterable[Sequence[tuple[str, int]]]], together: bool = False) -> Sequences:
-        """Number the nodes of every rank's program in the order in which each type comes.
+        """Return sequences for programs without micro-batches: the k-th node of each type belongs to micro-batch k.
 
         Args:
-            programs: rank -> its entries; an entry is the (kind, stage) of its action, or of both actions of a pair.
-            together: whether an entry becomes one operation; else every node of it is an operation, and B an I and a W.
+            programs: rank -> its entries; an entry holds the (kind, stage) of its action, or of both actions of a pair.
+            together: whether each entry becomes one operation; otherwise each node is an operation, and B becomes I and W.
         """
         m, sequences = self.microbatches, []
         for program in programs:
@@ -227,15 +227,15 @@ class OperationTable:
         return PairTimes.of(self._costs, self.stages)
 
     def pair(self, forward: int, backward: int, whole: bool) -> int:
-        """The operation F|I of two nodes; `whole`: F|B."""
+        """Return the operation F|I of two nodes, or F|B if `whole`."""
         return self.operation(forward, backward, *([backward + self.stride] if whole else []))
 
     def backward(self, node: int) -> int:
-        """The operation B of an I's node."""
+        """Return the operation B that begins with the I `node`."""
         return self.operation(node, node + self.stride)
 
     def operation(self, *nodes: int) -> int:
-        """The operation of these nodes: one alone, I W, F I, or F I W."""
+        """Return the operation of these nodes: a single one, I W, F I, or F I W."""
         if len(nodes) == 1:
             return nodes[0]
         number = self._operations.get(nodes)
