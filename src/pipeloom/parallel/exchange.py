@@ -1,7 +1,7 @@
-"""Structured values between processes: JSON and tensors, never pickles.
+"""Exchange of structured values between processes, as JSON and tensors, never as pickles.
 
-A pickle is a program: whoever can put one into a connection runs code here. What Pipeloom sends is JSON as bytes, or a
-tensor whose dtype and shape came as JSON.
+Loading a pickle executes code, so anyone who can write to a connection could run code here. Pipeloom sends JSON as bytes, and
+tensors with their dtypes and shapes as JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def all_gather_json(value: Any, group: Any) -> list[Any]:
     """Return the values of all processes of `group`, in the order of their ranks in it. Collective over the group.
 
     Args:
-        value: what JSON can hold. Tuples arrive as lists, keys of dicts as text; floats keep every bit.
+        value: a JSON-serializable value. Tuples arrive as lists, dict keys as strings; finite floats arrive exactly.
     """
     data = _to_bytes(value, group)
     sizes = [torch.zeros(1, dtype=torch.int64, device=data.device) for _ in range(dist.get_world_size(group))]
@@ -44,7 +44,7 @@ def all_gather_json(value: Any, group: Any) -> list[Any]:
 
 
 def broadcast_json(value: Any, group: Any, source: int) -> Any:
-    """Return the value that global rank `source` gives; what the others give is ignored. Collective over the group."""
+    """Return the value of global rank `source`; the values of other ranks are ignored. Collective over the group."""
     encoded = _to_bytes(value if dist.get_rank() == source else None, group)
     size = torch.tensor([encoded.numel()], device=encoded.device)
     dist.broadcast(size, source, group=group)
@@ -57,9 +57,9 @@ def all_gather_tree(value: Any, group: Any, device: torch.device) -> list[Any]:
     """Return the values of all processes of `group`, with their tensors on `device`. Collective over the group.
 
     Args:
-        value: tensors, numbers, texts and None, alone or nested in tuples, lists, and dicts whose keys are texts.
+        value: tensors, numbers, strings and None, alone or nested in tuples, lists, and dicts with string keys.
     Raises:
-        UsageError: a value of another type.
+        UsageError: a value has another type, or a tensor an unsupported dtype.
     """
     tensors: list[Tensor] = []
     shapes = all_gather_json(_describe(value, tensors), group)
@@ -104,7 +104,7 @@ def gather_tree(value: Any, group: Any, destination: int) -> list[Any] | None:
 
 
 def _device(group: Any) -> torch.device:
-    """Return where the group's backend sends from: the CPU where it has gloo."""
+    """Return the device that the group's backend sends from: the CPU if the group has gloo."""
     if "gloo" in str(dist.get_backend_config(group)):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
@@ -122,12 +122,12 @@ def _from_bytes(data: Tensor) -> Any:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's memory: gloo does not know every dtype."""
+    """Return the memory of a contiguous tensor as uint8, because gloo does not support every dtype."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def _describe(value: Any, tensors: list[Tensor]) -> Any:
-    """`value` in JSON, with its tensors appended to `tensors` and described by dtype and shape."""
+    """Return `value` as JSON with each tensor replaced by its dtype and shape, and append the tensors to `tensors`."""
     if isinstance(value, Tensor):
         name = str(value.dtype).removeprefix("torch.")
         if name not in _EXCHANGED_DTYPES:
@@ -147,7 +147,7 @@ def _describe(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _leaves(shape: Any) -> Iterator[tuple[torch.dtype, tuple[int, ...]]]:
-    """Dtype and shape of each tensor described, in order."""
+    """Yield the dtype and shape of each described tensor, in order."""
     ((kind, inner),) = shape.items()
     if kind == "tensor":
         yield _EXCHANGED_DTYPES[inner[0]], tuple(inner[1])
@@ -161,7 +161,7 @@ def _like(shape: Any, device: torch.device) -> list[Tensor]:
 
 
 def _build(shape: Any, tensors: Iterator[Tensor]) -> Any:
-    """The inverse of `_describe`."""
+    """Return the value from its description and tensors; the inverse of `_describe`."""
     ((kind, inner),) = shape.items()
     if kind == "tensor":
         return next(tensors)

@@ -1,4 +1,4 @@
-"""The mesh at run time: this process's pipeline, and the process groups of its axes."""
+"""The mesh at run time: the pipeline of this process and the process groups of its axes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from pipeloom.errors import DistributedError, UsageError
 from pipeloom.mesh_shape import AXES, MeshShape, Place
 
 _MADE: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
-"""Default group -> how many groups `group_of_members` has made of these ranks here, the same on all of them."""
+"""Default group -> number of groups that `group_of_members` has created per tuple of ranks; equal on all of these ranks."""
 
 
 def group_of_members(ranks: Sequence[int], **options: Any) -> Any:
-    """A process group of these global ranks, which they alone call this for; `options` are those of `dist.new_group`."""
+    """Return a process group of these global ranks. Only they call this; `options` are passed to `dist.new_group`."""
     world: Any = dist.group.WORLD
     bound = world.bound_device_id
-    # With a device bound to the default group torch splits NCCL's communicator, and that takes every rank of it.
+    # With a device bound to the default group, torch splits its NCCL communicator, which requires a call on every rank.
     world.bound_device_id = None
     try:
         with _named_alike(tuple(ranks)):
@@ -39,13 +39,15 @@ def group_of_members(ranks: Sequence[int], **options: Any) -> Any:
 
 @contextlib.contextmanager
 def _named_alike(ranks: tuple[int, ...]) -> Iterator[None]:
-    """Inside, the next group of `ranks` has the same name on all of them.
+    """Give the next group of `ranks` the same name on all of them, inside the context.
 
-    torch puts the number of groups that the process is in into the name. Members that are in different numbers of other groups,
-    such as the first and the middle rank of a pipeline with a group for each channel, would wait in the store under different
-    keys for ever (pytorch/pytorch#189073).
+    torch includes the number of groups of the process in the name. Members of different numbers of other groups, such as the
+    first and a middle rank of a pipeline with one group per channel, would wait forever for different keys of the store
+    (pytorch/pytorch#189073).
     """
-    name_of = getattr(distributed_c10d, "_hash_ranks_to_str", None)  # an internal name, which may go
+    name_of = getattr(
+        distributed_c10d, "_hash_ranks_to_str", None
+    )  # internal to torch, so it may be missing in other versions
     if name_of is None or dist.get_rank() not in ranks:
         yield
         return
@@ -66,7 +68,7 @@ class PipelineMesh:
     Attributes:
         ranks: pipeline rank -> global rank.
         rank: this process's pipeline rank.
-        group: their process group; None when the pipeline is one process.
+        group: their process group; None if the pipeline is a single process without one.
     """
 
     ranks: tuple[int, ...]
@@ -78,10 +80,10 @@ class PipelineMesh:
 
     @classmethod
     def of(cls, ranks: Sequence[int]) -> PipelineMesh:
-        """A mesh of these global ranks; every one of them must call this, others need not.
+        """Return the pipeline of these global ranks; all of them must call this, others need not.
 
-        Raises DistributedError when they do not ascend, this process is not among them, or torch.distributed has not been
-        started.
+        Raises DistributedError if they do not ascend, this process is not among them, or torch.distributed is not
+        initialized.
         """
         if not dist.is_initialized():
             if tuple(ranks) == (0,):
@@ -96,15 +98,15 @@ class PipelineMesh:
 
     @classmethod
     def whole_world(cls) -> PipelineMesh:
-        """All processes as one pipeline."""
+        """Return all processes as one pipeline."""
         return cls.of(range(dist.get_world_size() if dist.is_initialized() else 1))
 
     @classmethod
     def of_device_mesh(cls, mesh: DeviceMesh, axis: str = "pp") -> PipelineMesh:
-        """The pipeline that this process belongs to, along `axis` of a torch DeviceMesh.
+        """Return the pipeline of this process along `axis` of a torch DeviceMesh.
 
-        A mesh of one axis without a name is taken as that axis. Other axes are the caller's: a warning says so of those longer
-        than 1, over which gradients are not summed. Raises UsageError where no axis is called `axis`.
+        A mesh with a single unnamed axis is accepted too. Other axes are left to the caller: gradients are not summed over
+        them, and a warning names those longer than 1. Raises UsageError if no axis is called `axis`.
         """
         names = mesh.mesh_dim_names
         if axis not in (names or ()) and not (names is None and mesh.ndim == 1):
@@ -128,12 +130,12 @@ class PipelineMesh:
 
 @dataclass(frozen=True)
 class Axis:
-    """The processes along one axis through this one.
+    """The processes along one axis of the mesh that includes this process.
 
     Attributes:
         ranks: index on the axis -> global rank.
-        index: this process's.
-        group: their process group; None when there is only this process.
+        index: index of this process on the axis.
+        group: their process group; None if there is only this process.
     """
 
     ranks: tuple[int, ...]
@@ -150,17 +152,17 @@ ALONE = Axis((0,), 0, None)
 
 @dataclass(frozen=True)
 class Mesh:
-    """This process's place among dp · tp pipelines that stand side by side.
+    """Position of this process among dp · tp parallel pipelines, and its process groups.
 
     Attributes:
-        shape: the sizes of the axes, and the order of the ranks.
-        place: this process's index on each.
+        shape: sizes of the axes, and order of the ranks.
+        place: index of this process on each axis.
         pipeline: the pipeline that this process belongs to.
         dp, tp, ep, edp: the processes along these axes; dp is edp and ep together.
         everyone: all processes of the mesh, in rank order.
         device_mesh: torch's mesh of the axes longer than 1, named pp, edp, ep, tp; None for one process.
-        inside, across: of the ep axis where it spans machines: the ranks of this machine, and those at this one's place in
-            each machine; without, both are this process alone.
+        inside, across: if the ep axis spans machines: its ranks on this machine, and the ranks at this rank's position on
+            each machine. Otherwise both are `ALONE`.
     """
 
     shape: MeshShape
@@ -177,11 +179,12 @@ class Mesh:
 
     @classmethod
     def of(cls, shape: MeshShape, ranks: Sequence[int] | None = None) -> Mesh | None:
-        """The mesh of these global ranks, all of them by default. Every process of the default group must call this,
-        in the same order as other makers of groups: also those outside `ranks`, which get None.
+        """Return the mesh of these global ranks (default: all), or None on processes outside `ranks`.
 
-        Raises DistributedError when the ranks do not ascend or their number is not the shape's, or torch.distributed has not
-        been started.
+        Every process of the default group must call this, in the same order as other calls that create groups.
+
+        Raises DistributedError if the ranks do not ascend or their number does not match the shape, for example because
+        torch.distributed is not initialized.
         """
         started = dist.is_initialized()
         world = dist.get_world_size() if started else 1
@@ -219,7 +222,7 @@ class Mesh:
 
     @classmethod
     def of_pipeline(cls, pipeline: PipelineMesh) -> Mesh:
-        """The mesh that is one pipeline."""
+        """Return the mesh of a single pipeline."""
         me = pipeline.ranks[pipeline.rank]
         single = Axis((me,), 0, None)
         shape = MeshShape(pp=len(pipeline.ranks))
@@ -228,7 +231,7 @@ class Mesh:
 
     @classmethod
     def resolve(cls, mesh: Mesh | PipelineMesh | DeviceMesh | None) -> Mesh:
-        """Return what the caller of a pipeline gave as a mesh; None: all processes are one pipeline."""
+        """Return `mesh` as a Mesh; None means that all processes are one pipeline."""
         if isinstance(mesh, Mesh):
             return mesh
         if mesh is None:
@@ -237,12 +240,12 @@ class Mesh:
 
     @property
     def index(self) -> dict[str, int]:
-        """Axis -> this process's index: what `sharding.shard_of` takes."""
+        """Axis -> index of this process, as `sharding.shard_of` expects it."""
         return self.place._asdict()
 
 
 def _require_ascending(ranks: Sequence[int]) -> None:
-    """Raise DistributedError for ranks in another order than that in which torch's process groups number their members."""
+    """Raise DistributedError for ranks that do not ascend: torch's process groups number their members in ascending order."""
     if any(first >= second for first, second in pairwise(ranks)):
         raise DistributedError(
             f"the mesh's ranks are {list(ranks)!r:.200}; they must ascend, as the members of a process group do: other orders "
@@ -255,7 +258,7 @@ def _alone(rank: int) -> Mesh:
 
 
 def _torch_mesh(shape: MeshShape, members: Sequence[int]) -> DeviceMesh:
-    """Torch's mesh of the axes longer than 1: it makes their groups, in the same order on every process."""
+    """Return torch's mesh of the axes longer than 1, which creates their groups in the same order on every process."""
     by_stride = [(axis, size) for axis, size in shape.outermost_first if size > 1]
     in_axis_order = sorted(by_stride, key=lambda axis_stride: AXES.index(axis_stride[0]))
     numbered = torch.tensor(members, dtype=torch.int).view([size for _, size in by_stride])
@@ -265,7 +268,7 @@ def _torch_mesh(shape: MeshShape, members: Sequence[int]) -> DeviceMesh:
 
 
 def _line(groups: Sequence[Sequence[int]], members: Sequence[int]) -> Axis:
-    """Makes a process group of each line of the mesh longer than 1; returns this process's, or that of a stranger."""
+    """Create a process group for each line of ranks longer than 1; return the axis of this process, or ALONE if it has none."""
     mine = ALONE
     for line in groups:
         ranks = tuple(members[at] for at in line)
@@ -276,7 +279,7 @@ def _line(groups: Sequence[Sequence[int]], members: Sequence[int]) -> Axis:
 
 
 def _enumerate(groups: Sequence[Sequence[int]]) -> Any:
-    """Makes a process group of each; returns the one that holds this process, if any."""
+    """Create a process group for each list of ranks; return the last one with this process, or None."""
     mine = None
     for ranks in groups:
         group = dist.new_group(list(ranks))

@@ -1,15 +1,16 @@
-"""Routers: which experts each token goes to, and with which weights their outputs are mixed.
+"""Routers: the choice of experts for each token, and the weights that combine the outputs of these experts.
 
-All mix with probabilities, never with raw logits. Sums and probabilities are in fp32 at least. Those that renormalise can leave
-it out (`Gate.renormalise`, Hugging Face's `norm_topk_prob`).
+All routers weight with probabilities or scores, never with raw logits. Sums and probabilities are in at least fp32.
+Renormalisation can be switched off (`Gate.renormalise`, Hugging Face's `norm_topk_prob`).
 
 - softmax: softmax, the k largest, renormalised to sum to 1 (Mixtral, arXiv 2401.04088).
 - noisy: the same with trained noise on the logits in training (arXiv 1701.06538, section 2.1).
-- switch: the largest only, weighted with its probability; in training its input is jittered (arXiv 2101.03961, section 2.2).
-- gshard: the two largest, renormalised; the second at random, with probability min(1, 2 · its weight), in training
+- switch: the largest only, weighted with its probability; the router's input is jittered in training
+  (arXiv 2101.03961, section 2.2).
+- gshard: the two largest, renormalised; in training the second is kept with probability min(1, 2 · its weight)
   (arXiv 2006.16668, algorithm 1).
-- sigmoid: sigmoid scores; a bias moves the choice, not the weights, which are renormalised scores. The bias is updated from
-  the experts' loads, outside autograd (arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+- sigmoid: sigmoid scores; a bias affects the choice but not the weights, which are renormalised scores. The bias is updated
+  from the experts' loads, outside autograd (arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
 """
 
 from __future__ import annotations
@@ -31,16 +32,18 @@ RANDOM_ROUTERS = ("noisy", "switch", "gshard")
 
 @dataclass(frozen=True)
 class Gate:
-    """Rule by which a router chooses.
+    """Configuration of a router.
 
     Attributes:
         router: one of ROUTERS.
-        experts: how many there are.
-        choices: how many a token goes to, k.
-        renormalise: the weights of a token's choices are divided by their sum; without, they are the router's probabilities (of
-            sigmoid: its scores). Switch never divides.
-        jitter: switch: inputs are multiplied by uniform numbers in [1 - jitter, 1 + jitter].
-        bias_rate: sigmoid: how far the bias of an expert moves per step.
+        experts: number of experts.
+        choices: number of experts per token, k.
+        renormalise: whether the weights of a token's choices are divided by their sum. Otherwise they are the router's
+            probabilities (scores for sigmoid). Switch never renormalises.
+        jitter: for switch: inputs are multiplied by uniform numbers in [1 - jitter, 1 + jitter].
+        bias_rate: for sigmoid: change of an expert's bias per step.
+
+    Raises ArgumentError for an unknown router, or for a number of choices that the router or the experts do not allow.
     """
 
     router: str
@@ -74,9 +77,9 @@ class Routing:
 
     Attributes:
         experts: [tokens, k] int64, first choice first.
-        weights: [tokens, k] fp32 at least; carries the gradient of the gate.
-        kept: [tokens, k] bool, False for choices that are dropped; None: all are kept.
-        tally: for the auxiliary losses.
+        weights: [tokens, k], at least fp32; differentiable with respect to the logits.
+        kept: [tokens, k] bool, False for dropped choices; None if all are kept.
+        tally: statistics for the auxiliary losses.
     """
 
     experts: Tensor
@@ -87,13 +90,13 @@ class Routing:
 
 @dataclass(frozen=True)
 class RoutingStats:
-    """Sums over tokens, from which the auxiliary losses and the loads are made; tallies of disjoint tokens add up.
+    """Sums over tokens that the auxiliary losses and loads are computed from; those of disjoint sets of tokens can be added.
 
     Attributes:
         counts: choices of each expert, before any drop: [experts] int64.
         probabilities: sum over tokens of each expert's probability: [experts], with a gradient.
         squares: sum over tokens of logsumexp(logits)²: 0-dim, with a gradient.
-        tokens: how many.
+        tokens: number of tokens.
     """
 
     counts: Tensor
@@ -110,9 +113,9 @@ class RoutingStats:
         )
 
     def balance_loss(self) -> Tensor:
-        """experts · Σ_e f_e P_e: f_e the share of the choices that went to e, P_e its mean probability; 0-dim.
+        """Return experts · Σ_e f_e P_e, 0-dim, with f_e the share of choices of expert e and P_e its mean probability.
 
-        1 when both are uniform; the gradient flows through P only (arXiv 2101.03961, equation 4). No tokens: 0.
+        It is 1 if both are uniform, and 0 without tokens. The gradient flows through P only (arXiv 2101.03961, equation 4).
         """
         if self.tokens == 0:
             return self.probabilities.sum()
@@ -120,16 +123,16 @@ class RoutingStats:
         return self.counts.numel() * (shares * self.probabilities).sum() / self.tokens
 
     def z_loss(self) -> Tensor:
-        """The mean over tokens of logsumexp(logits)²; 0-dim (ST-MoE, arXiv 2202.08906, equation 5)."""
+        """Return the mean over tokens of logsumexp(logits)², 0-dim (ST-MoE, arXiv 2202.08906, equation 5)."""
         return self.squares / max(self.tokens, 1)
 
 
 @dataclass(frozen=True)
 class RouterNoise:
-    """The random numbers of one micro-batch; None where the gate needs none, or outside training.
+    """Random numbers of one micro-batch; None for those that the gate does not use, and outside training.
 
     Attributes:
-        inputs: factors on the router's inputs, [tokens, width] (switch).
+        inputs: factors of the router's inputs, [tokens, width] (switch).
         logits: standard normal numbers, [tokens, experts] (noisy).
         second: uniform numbers in [0, 1), [tokens] (gshard).
     """
@@ -151,8 +154,9 @@ NO_DRAWS = RouterNoise()
 def sample_noise(
     gate: Gate, tokens: int, width: int, dtype: torch.dtype, generators: Iterable[torch.Generator]
 ) -> RouterNoise:
-    """Return the noise that `gate` draws in training for samples of `tokens` tokens each; each one's generator is fresh,
-    and alone decides.
+    """Return the noise of `gate` in training for one sample of `tokens` tokens per generator.
+
+    The noise of a sample depends only on its generator, which must be freshly seeded. `width` is that of the router's input.
     """
     if gate.router == "switch":
         uniform = torch.cat([torch.rand(tokens, width, generator=g, device=g.device) for g in generators])
@@ -173,12 +177,14 @@ def route(
     scale: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Routing:
-    """The experts of each token; no capacity yet (`limit`).
+    """Return the experts of each token, without a capacity limit (see `limit`).
 
     Args:
+        gate: configuration of the router.
         logits: [tokens, experts].
-        scale: noisy: [tokens, experts] before the softplus that makes standard deviations of it.
-        bias: sigmoid: [experts], added to the scores when choosing.
+        draws: noise of these tokens.
+        scale: for noisy: [tokens, experts]; its softplus is the standard deviation of the noise.
+        bias: for sigmoid: [experts], added to the scores when choosing.
     """
     logits = logits.to(accumulation_dtype(logits.dtype))
     if draws.logits is not None and scale is not None:
@@ -208,16 +214,16 @@ def route(
 
 
 def capacity_of(tokens: int, gate: Gate, factor: float) -> int:
-    """Rows that an expert takes of `tokens` tokens: ⌈factor · tokens · k / experts⌉ (GShard's C)."""
+    """Return the capacity of an expert for `tokens` tokens, in rows: ⌈factor · tokens · k / experts⌉ (GShard's C)."""
     return math.ceil(factor * tokens * gate.choices / gate.experts)
 
 
 def limit(routing: Routing, capacity: int) -> Routing:
-    """`routing` with at most `capacity` choices kept an expert.
+    """Return `routing` with at most `capacity` choices kept per expert.
 
-    The order is defined: all first choices in order of their tokens, then all second ones, and so on. The tokens are those
-    of one micro-batch on one data-parallel replica, so the way experts are spread over ranks changes nothing. A dropped
-    choice adds nothing to its token; the others keep their weights.
+    Choices are kept in a fixed order: all first choices in token order, then all second choices, and so on. The tokens are
+    those of one micro-batch on one data-parallel replica, so the result does not depend on the placement of experts. A
+    dropped choice adds nothing to the output of its token; the other choices keep their weights.
     """
     experts, tokens = routing.experts, routing.experts.shape[0]
     before = experts.t().flatten()  # first choices, then second ones
@@ -230,7 +236,7 @@ def limit(routing: Routing, capacity: int) -> Routing:
 
 
 def dropped_between(wanted: Routing, limited: Routing) -> Tensor | None:
-    """Return how many choices of `wanted` found no place in `limited`, which was made of it: 0-dim int64; None: no limit."""
+    """Return the number of choices that `limit` dropped from `wanted` to give `limited`: 0-dim int64; None without a limit."""
     if limited.kept is None or limited.kept is wanted.kept:
         return None
     lost = ~limited.kept if wanted.kept is None else wanted.kept & ~limited.kept
@@ -239,9 +245,9 @@ def dropped_between(wanted: Routing, limited: Routing) -> Tensor | None:
 
 @torch.no_grad()
 def update_bias(bias: Tensor, counts: Tensor, rate: float) -> None:
-    """Moves the bias [experts] of each expert by `rate`: up where its load is below the mean, down where above.
+    """Change the bias [experts] in place by `rate`: up for experts with a load below the mean, down for those above it.
 
-    `counts` are those of a whole step over all replicas (arXiv 2408.15664, algorithm 1).
+    `counts` [experts] are sums over a whole step and all replicas (arXiv 2408.15664, algorithm 1).
     """
     loads = counts.to(bias.dtype)
     bias.add_((loads.mean() - loads).sign(), alpha=rate)

@@ -1,4 +1,4 @@
-"""Layout of a parameter over ranks: the part that each holds, and the ranks whose gradients are summed."""
+"""Layout of a parameter over ranks: the part that each rank holds, and whether gradients are summed over tp."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ ShardAxis = Literal["tp", "ep"]
 
 @dataclass(frozen=True)
 class Shard:
-    """One dimension cut along one axis.
+    """One dimension of a parameter, split along one axis of the mesh.
 
     Attributes:
-        axis: of the mesh.
-        dim: the dimension of the parameter.
-        sizes: of the parts, in order of the axis; they need not be equal.
-        fused: sizes of the projections that lie one after the other along the dimension, such as queries, keys and values.
-            Each is cut into equal parts, and a rank holds its part of every one, in their order. Empty: there is one.
+        axis: axis of the mesh.
+        dim: dimension of the parameter.
+        sizes: size of each rank's part, in order of the axis; they need not be equal.
+        fused: sizes of the projections concatenated along the dimension, such as queries, keys and values. Each is split into
+            equal parts, and a rank holds its part of each projection, in the same order. Empty means a single projection.
 
-    Raises UsageError for projections that the axis does not divide, or that do not add up to `sizes`.
+    Raises UsageError for projections that the axis does not divide, or that do not match `sizes`.
     """
 
     axis: ShardAxis
@@ -41,7 +41,7 @@ class Shard:
             raise UsageError(f"projections of {list(self.fused)} cannot be cut into parts of {list(self.sizes)}")
 
     def stretches(self, index: int) -> tuple[tuple[int, int], ...]:
-        """(first element, length) of each stretch of the whole dimension that the rank at `index` holds, in order."""
+        """Return (first element, length) of each range of the full dimension that the rank at `index` holds, in order."""
         if not self.fused:
             return ((sum(self.sizes[:index]), self.sizes[index]),)
         parts = [size // len(self.sizes) for size in self.fused]
@@ -50,11 +50,14 @@ class Shard:
 
 @dataclass(frozen=True)
 class ParameterSharding:
-    """The layout of one parameter; without shards every rank holds all of it.
+    """Layout of one parameter; without shards every rank holds all of it.
 
     Attributes:
-        shards: at most one an axis and one a dimension.
-        partial: held in full by every tp rank, but each one's gradient is that of its own tokens: it is summed over tp.
+        shards: at most one per axis and one per dimension.
+        partial: whether each tp rank computes only a term of the gradient, which is therefore summed over tp. Every tp rank
+            holds the full parameter.
+
+    Raises UsageError if an axis or dimension is split twice, or if the parameter is partial and sharded over tp.
     """
 
     shards: tuple[Shard, ...] = ()
@@ -69,11 +72,11 @@ class ParameterSharding:
             raise UsageError("a parameter cut over tp cannot be partial over tp as well")
 
     def over(self, axis: ShardAxis) -> Shard | None:
-        """The shard along `axis`; None when the parameter is not cut along it."""
+        """Return the shard along `axis`, or None if the parameter is not split along it."""
         return next((shard for shard in self.shards if shard.axis == axis), None)
 
     def full_shape(self, part: torch.Size) -> torch.Size:
-        """The shape of the whole parameter from the shape of any part."""
+        """Return the shape of the full parameter, given the shape of any part."""
         whole = list(part)
         for shard in self.shards:
             whole[shard.dim] = sum(shard.sizes)
@@ -84,7 +87,7 @@ WHOLE = ParameterSharding()
 
 
 def to_plain(sharding: ParameterSharding) -> dict[str, Any]:
-    """Return the layout as JSON can hold it."""
+    """Return the layout as a JSON-serializable dict."""
     return {
         "partial": sharding.partial,
         "shards": [[shard.axis, shard.dim, list(shard.sizes), list(shard.fused)] for shard in sharding.shards],
@@ -92,22 +95,22 @@ def to_plain(sharding: ParameterSharding) -> dict[str, Any]:
 
 
 def from_plain(plain: Mapping[str, Any]) -> ParameterSharding:
-    """The inverse of `to_plain`."""
+    """Return the layout from its dict; the inverse of `to_plain`."""
     shards = (Shard(axis, dim, tuple(sizes), tuple(fused)) for axis, dim, sizes, fused in plain["shards"])
     return ParameterSharding(tuple(shards), plain["partial"])
 
 
 @runtime_checkable
 class HasSharding(Protocol):
-    """A module that says how its own parameters (not its children's) are laid; those that it does not name are whole."""
+    """A module that declares the layout of its direct parameters; every rank holds all of those that it does not name."""
 
     def sharding(self) -> Mapping[str, ParameterSharding]: ...
 
 
 def shardings_of(module: nn.Module) -> dict[str, ParameterSharding]:
-    """The layout of each parameter of `module`, by its name inside.
+    """Return the layout of each parameter of `module`, by its name in the module.
 
-    Raises UsageError when a submodule's `sharding` names a parameter that it does not have, or one of another size.
+    Raises UsageError if a submodule's `sharding` names a parameter that it does not have, or one of another size.
     """
     layouts = {name: WHOLE for name, _ in module.named_parameters()}
     for path, part in module.named_modules():
@@ -126,13 +129,16 @@ def shardings_of(module: nn.Module) -> dict[str, ParameterSharding]:
                         f"and its layout says parts of {list(shard.sizes)}"
                     )
             name = f"{path}.{local}" if path else local
-            if name in layouts:  # a weight that stands in two places is listed under its first name only
+            if name in layouts:  # `named_parameters` lists a tied weight under its first name only
                 layouts[name] = sharding
     return layouts
 
 
 def shard_of(full: Tensor, sharding: ParameterSharding, index: Mapping[str, int]) -> Tensor:
-    """The part of `full` that the rank at `index` (axis -> index) holds: a view, or of fused projections a copy."""
+    """Return the part of `full` that the rank at `index` (axis -> index) holds: a view, or a copy for fused projections.
+
+    Raises UsageError if a dimension of `full` does not match the layout.
+    """
     for shard in sharding.shards:
         if full.shape[shard.dim] != sum(shard.sizes):
             raise UsageError(f"dimension {shard.dim} is {full.shape[shard.dim]}, not the sum of parts {shard.sizes}")
@@ -142,10 +148,13 @@ def shard_of(full: Tensor, sharding: ParameterSharding, index: Mapping[str, int]
 
 
 def join(parts: Mapping[tuple[int, ...], Tensor], sharding: ParameterSharding) -> Tensor:
-    """The whole parameter from its parts: the inverse of `shard_of`.
+    """Return the full parameter from its parts; the inverse of `shard_of`.
 
     Args:
-        parts: indices along `sharding.shards`, in their order, -> part; `{(): tensor}` for a parameter held in full.
+        parts: part for each tuple of indices along `sharding.shards`, in their order; `{(): tensor}` without shards.
+        sharding: layout of the parameter.
+
+    Raises UsageError if parts are missing.
     """
     if not sharding.shards:
         return parts[()]
