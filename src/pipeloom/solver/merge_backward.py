@@ -1,6 +1,6 @@
-"""Merge I and W of a micro-batch into one B, or into their pair, where the value does not suffer.
+"""Merge I and W of a micro-batch into one B, or W into the pair of its I, where the value does not increase.
 
-A B may be cheaper than I and W apart (`Costs.backward`) and frees its memory earlier, but the gradient reaches the stage before
+A B may be cheaper than separate I and W (`Costs.backward`) and frees memory earlier, but the previous stage receives its gradient
 later.
 """
 
@@ -21,7 +21,7 @@ from pipeloom.solver.instance import Instance, Sequences
 class MergeParameters:
     """Effort spent on merging I and W."""
 
-    # Operations evaluated; what is left after that stays split. More finds the last few merges; this many take half a second.
+    # Operations to evaluate; backwards not tried by then stay split. More would find the last few merges; these take 0.5 s.
     work: int = 1_000_000
 
 
@@ -31,9 +31,9 @@ MERGING = MergeParameters()
 def merge_backwards(
     schedule: Schedule, costs: Costs, objective: Objective = "makespan", *, overlap_p2p: bool = True
 ) -> Schedule:
-    """`schedule`, of one route, with as many of its split backwards written as one B as make the objective no longer.
+    """Return `schedule`, of one route, with split backwards merged into B where that does not increase the objective.
 
-    Pairs are taken apart. Micro-batches go through all stages in the order in which they go through the first.
+    Pairs are split into their actions. Micro-batches visit all stages in the order in which they visit the first.
     """
     programs = [[action for cell in program for action in parts(cell)] for program in schedule.programs]
     order = tuple(
@@ -46,10 +46,10 @@ def merge_backwards(
 
 
 def merge_weight_grads(instance: Instance, sequences: Sequences, work: int = MERGING.work) -> Sequences:
-    """The sequences with as many W merged into the operation of their I as make the value no larger.
+    """Return the sequences with W merged into the operation of its I where that does not increase the value.
 
-    W goes to where its I is, so that no rank holds more. Groups are tried whole, then halved, the larger first, until `work`
-    operations have been evaluated.
+    W moves forward to its I, so no rank needs more memory. Groups of W are tried whole, then in halves, larger groups first,
+    until `work` operations have been evaluated.
     """
     table = instance.table
     evaluation = evaluate(instance, sequences)
@@ -78,7 +78,7 @@ def merge_weight_grads(instance: Instance, sequences: Sequences, work: int = MER
 
 
 def _merged(instance: Instance, sequences: Sequences, input_grads: set[int]) -> Sequences:
-    """The sequences with the weight gradients of these nodes in the operations of their input gradients."""
+    """Return the sequences with the weight gradients of these input gradients merged into their operations."""
     table = instance.table
     merged = []
     for sequence in sequences:

@@ -1,4 +1,4 @@
-"""`search`: the best schedule that it can find for these sizes, costs and memory, and how far from optimal it can be."""
+"""`search`: the best schedule found for given sizes, costs and memory, with a bound on its distance from the optimum."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SearchResult:
         schedule: checked, ready to be drawn, exported and run.
         timeline: its simulation with the costs given.
         objective: `"makespan"` or `"span"`.
-        lower_bound: a value of the objective that no schedule on the placements searched can beat.
+        lower_bound: lower bound on the objective over all schedules on the placements searched.
         proved: whether the schedule is proved optimal: it reaches the bound, or a solver has proved it.
         origin: the family or rule from which the best schedule was developed.
         iterations: moves of the local search.
@@ -61,11 +61,11 @@ class SearchResult:
         return self.value / self.lower_bound - 1 if self.lower_bound else 0.0
 
     def _repr_svg_(self) -> str | None:
-        """For notebooks: the drawing of its timeline."""
+        """Return the drawing of its timeline, for notebooks."""
         return self.timeline._repr_svg_()
 
     def _repr_html_(self) -> str | None:
-        """For notebooks: the page of its timeline."""
+        """Return the page of its timeline, for notebooks."""
         return self.timeline._repr_html_()
 
     def __repr__(self) -> str:
@@ -96,19 +96,19 @@ def search(
     improves the best. Ctrl-C ends the search with the best schedule so far.
 
     Args:
-        costs: of a stage; default: `Costs()`, F = I = W = 1. Micro-batches of different lengths (`Costs.microbatch`) may be
-            reordered.
+        costs: costs of a stage; default: `Costs()`, F = I = W = 1. Micro-batches of different lengths (`Costs.microbatch`)
+            may be reordered.
         memory: the largest peak memory of a rank, in units of `Costs.activation` (default: stage-micro-batches); None: no limit.
         placement: `"linear"`, `"loop"`, `"vee"`, or the rank of every stage; None: all three for the given chunks.
         chunks: stages per rank; default 1, or the placement's.
         objective: `"makespan"`, for steps that end in a barrier; `"span"`, the largest span of a rank, for steps without one.
-        time_limit: seconds.
-        iterations: moves of the local search. With neither limit: a number that takes about ten seconds. Without a time limit
-            and a proof the result depends on the arguments alone.
-        seed: of the random choices.
-        prove: let a constraint solver (the extra `opt`) look for a proof or a better schedule, for the last three quarters of
-            the time limit, or for two minutes. Not for micro-batches that differ. The solver does not model pairs:
-            where pairs gain, only the bounds by formula are left, and the result is proved only if it reaches them.
+        time_limit: longest search, in seconds.
+        iterations: most moves of the local search. With neither limit: a number that takes about ten seconds. Without a time
+            limit and a proof, the result depends only on the arguments.
+        seed: seed of the random choices.
+        prove: let a constraint solver (the extra `opt`) search for a proof or a better schedule, for the last three quarters
+            of the time limit, or for two minutes. Micro-batches must be equal. The solver does not model pairs: where pairs
+            save time or memory, the result is proved only if it reaches the bounds by formula.
         pairs: search over overlapped pairs F|B and F|I as well (they gain with `Costs.all_to_all` or a given pair).
         overlap_p2p: whether messages are transferred while their receiver computes, as in `simulate`.
         progress: called repeatedly during the search.
