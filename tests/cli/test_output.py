@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -235,3 +236,51 @@ def test_a_trainer_keeps_the_traces_that_it_can_print(monkeypatch: pytest.Monkey
     trainer.train(torch.randint(0, 256, (4000,)))
     pipeline.close()
     assert len(trainer.traces) == TRACES
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "schedule 1f1b --ranks 2 --microbatches 2",
+        "compare 1f1b gpipe --ranks 2 --microbatches 2",
+        "compare 1f1b --ranks 2 --sweep microbatches=2..4",
+        "search --ranks 2 --microbatches 2",
+        "rehearse 1f1b --ranks 2 --microbatches 2",
+    ],
+)
+@pytest.mark.parametrize(
+    ("file", "reason"), [("absent/x.svg", "there is no directory absent"), ("folder", "it is a directory")]
+)
+def test_files_that_cannot_be_written_are_refused_before_the_work(
+    pipeloom: Callable[[str], Any],
+    line: str,
+    file: str,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def work(*_: object, **__: object) -> None:
+        raise AssertionError("the work has begun")
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for target in ("pipeloom.solver.search", "pipeloom.schedule.simulate", "pipeloom.cli.rehearse._run"):
+        monkeypatch.setattr(target, work)
+    ended = pipeloom(f"{line} --svg {file}")
+    assert (ended.code, ended.out, ended.err) == (2, "", f"pipeloom: cannot write {file}: {reason}\n")
+
+
+@pytest.mark.parametrize("rest", ["--microbatches 8", "--sweep microbatches=4..8"])
+@pytest.mark.parametrize(
+    ("name", "reason"), [("absent.csv", "cannot read absent.csv"), ("zbw", "there is no schedule 'zbw'")]
+)
+def test_schedules_that_do_not_exist_are_refused_before_others_are_simulated(
+    pipeloom: Callable[[str], Any], rest: str, name: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(*_: object, **__: object) -> None:
+        raise AssertionError("the work has begun")
+
+    monkeypatch.setattr("pipeloom.schedule.simulate", work)
+    ended = pipeloom(f"compare all {name} --ranks 4 {rest}")
+    assert ended.code == 2
+    assert reason in ended.err

@@ -14,7 +14,7 @@ import typer
 
 from pipeloom.cli import flags, papers, schedule_arguments, volumes
 from pipeloom.cli import sweep as sweeps
-from pipeloom.cli.schedule import write_files, write_pictures
+from pipeloom.cli.schedule import require_outputs, write_files, write_pictures
 from pipeloom.cli.sweep import SIZES, Sweep
 from pipeloom.errors import PipeloomError, UsageError
 
@@ -97,6 +97,7 @@ def command(
 
     pipeloom compare --paper zero-bubble
     """
+    require_outputs(svg=svg, png=png, html=html)
     sizes = (ranks, microbatches, chunks)
     if paper is not None:
         _print_paper(paper, names or (), as_json)
@@ -106,6 +107,9 @@ def command(
         return
     if not names:
         raise UsageError("name the schedules to compare, or give all")
+    for spec in names if len(names) > 1 else ():  # before others are simulated
+        if spec != "all":
+            schedule_arguments.require_schedule(parse_spec(spec)[0])
     costs = schedule_arguments.costs_of(
         (forward, input_grad, weight_grad, p2p), held, (all_to_all, pair), microbatch_costs, message
     )

@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperCommand
 
 from pipeloom.cli import schedule_arguments
-from pipeloom.cli.schedule import write_files
+from pipeloom.cli.schedule import require_outputs, write_files
 from pipeloom.cli.study import Study
 from pipeloom.cli.workers import be_worker, require_torch, start_workers
 from pipeloom.errors import CapacityError, UsageError
@@ -101,6 +101,7 @@ def command(
     with more ranks than cores, a larger unit keeps the timing right. Prints the step and how far it is from its simulation.
     """
     require_torch("rehearse")
+    require_outputs(svg=svg, png=png, html=html, trace=trace)
     transforms = schedule_arguments.transforms_of(transform or ())
     costs = schedule_arguments.costs_of(
         (forward, input_grad, weight_grad, "0"), held, (all_to_all, None), microbatch_costs, message

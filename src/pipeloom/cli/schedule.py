@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -51,6 +53,7 @@ def command(
     """
     if as_json and csv:
         raise UsageError("--json and --csv both print on standard output; choose one")
+    require_outputs(svg=svg, png=png, html=html, trace=trace)
     from pipeloom.schedule import simulate
 
     transforms = schedule_arguments.transforms_of(transform or ())
@@ -92,6 +95,25 @@ def costs_dict(costs: Costs) -> dict[str, object]:
         "microbatch": costs.microbatch,
     }
     return {name: getattr(costs, name) for name in always} | {name: value for name, value in some.items() if value}
+
+
+def require_outputs(
+    *, svg: Path | None = None, png: Path | None = None, html: Path | None = None, trace: Path | None = None
+) -> None:
+    """Raise UsageError for files that cannot be written, before the work whose result they are to hold."""
+    if png is not None:
+        from pipeloom.draw.png import require_png
+
+        require_png()
+    for path in (svg, png, html, trace):
+        if path is None:
+            continue
+        if path.is_dir():
+            raise UsageError(f"cannot write {path}: it is a directory")
+        if not path.parent.is_dir():
+            raise UsageError(f"cannot write {path}: there is no directory {path.parent}")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise UsageError(f"cannot write {path}: {os.strerror(errno.EACCES)}")
 
 
 def write_files(

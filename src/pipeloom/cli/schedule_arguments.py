@@ -233,6 +233,16 @@ def takes_chunks(name: str) -> bool:
     return family is None or "chunks" in inspect.signature(family).parameters
 
 
+def require_schedule(name: str) -> None:
+    """Raise UsageError or ScheduleError for an unknown name, or a file that is not a schedule, without building others."""
+    from pipeloom.schedule.files import load, names_a_file
+
+    if names_a_file(name):
+        load(name)
+    else:
+        _require_name(name)
+
+
 def _require_name(name: str) -> None:
     """Raise UsageError for an unknown name, which is more important than missing sizes."""
     from pipeloom.schedule.families import FAMILIES, canonical_name, unknown_name

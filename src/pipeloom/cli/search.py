@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipeloom.cli import schedule_arguments
-from pipeloom.cli.schedule import as_dict, write_files
+from pipeloom.cli.schedule import as_dict, require_outputs, write_files
 from pipeloom.errors import INTERRUPTED, UsageError
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ def command(
     if ranks is None or microbatches is None:
         missing = [flag for flag, size in (("--ranks", ranks), ("--microbatches", microbatches)) if size is None]
         raise UsageError(f"search needs {' and '.join(missing)}")
+    require_outputs(svg=svg, png=png, html=html, trace=trace)
     from pipeloom.solver import search
 
     with _display() as progress:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipeloom.cli import schedule_arguments
-from pipeloom.cli.schedule import write_files
+from pipeloom.cli.schedule import require_outputs, write_files
 from pipeloom.cli.study import Study
 from pipeloom.errors import PipeloomError, UsageError, did_you_mean, shortened
 
@@ -60,6 +60,7 @@ def command(
 
     pipeloom show runs/20260101-120000-1f1b --html step.html
     """
+    require_outputs(svg=svg, png=png, html=html, trace=trace)
     from pipeloom.schedule import simulate
     from pipeloom.schedule.measured import predict as fit
 
