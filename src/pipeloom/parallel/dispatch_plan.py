@@ -1,4 +1,4 @@
-"""The way of one micro-batch's tokens to their experts and back: which rows go where, agreed on before any row moves."""
+"""Dispatch plans: the rows that each rank sends to each other rank for its experts, computed before any row is sent."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from pipeloom.parallel.through_host import start
 
 @dataclass(frozen=True)
 class ExpertParallel:
-    """Placement of experts: rank i of the axis holds the i-th run of experts, all runs equally long.
+    """Placement of experts: rank i of the axis holds the i-th block of consecutive experts, all of equal size.
 
     Attributes:
         axis: the expert-parallel ranks.
-        nodes: machines that the axis spans, each a run of ranks. A token's outputs are summed node by node.
-        inside, across: two-level: the ranks of this node, and those at this rank's place in each node; rank i is at place
-            i % L of node i // L, L = size / nodes. None: flat, every row goes straight to its expert.
+        nodes: number of machines that the axis spans, each with consecutive ranks. A token's outputs are summed node by node.
+        inside, across: for two-level dispatch: the ranks of this node, and the ranks at this rank's position in each node;
+            rank i has position i % L in node i // L, L = size / nodes. None for flat dispatch, directly to the experts.
         chunks: parts of a micro-batch's tokens whose dispatch, experts and combine overlap each other.
         blocks: parts of each sequence whose dispatch, experts and combine overlap the attention of the next.
     """
@@ -54,7 +54,7 @@ class ExpertParallel:
         return self.inside is not None
 
     def own(self, experts: int) -> tuple[int, ...]:
-        """Experts of each rank. Raises ArgumentError when they cannot be equally many."""
+        """Return the number of experts of each rank. Raises ArgumentError if the ranks do not divide `experts`."""
         if experts % self.size:
             raise ArgumentError(
                 "ep", f"={self.size} does not divide {experts} experts; {nearest(self.size, divisors(experts))}"
@@ -64,7 +64,7 @@ class ExpertParallel:
 
 @dataclass(frozen=True)
 class AllToAllSplit:
-    """One all-to-all: rows for each rank of the axis, and rows from each."""
+    """Split sizes of one all-to-all: number of rows to send to, and to receive from, each rank of the axis."""
 
     axis: Axis
     send: tuple[int, ...]
@@ -73,11 +73,11 @@ class AllToAllSplit:
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """Rows as they arrive, and as the experts want them: by expert, those of one by the rank that they came from.
+    """Permutation of rows from the order of arrival to the order of the experts: by expert, then by source rank.
 
     Attributes:
-        order, inverse: permutations of rows, or None where they arrive as wanted.
-        counts: rows of each expert of this rank.
+        order, inverse: the permutation and its inverse, or None if the rows already arrive in that order.
+        counts: number of rows of each expert of this rank.
     """
 
     order: Tensor | None
@@ -87,12 +87,12 @@ class ExpertRows:
 
 @dataclass(frozen=True)
 class DispatchPlan:
-    """The plan of one all-to-all there and back.
+    """Plan of the dispatch of one routing to the experts; the combine reverses it.
 
     Attributes:
         leaving: tokens -> rows that leave this rank: one for each choice, or with two levels one for each node of a token.
-        hops: in order: none (one rank), one, or two (across nodes, then inside).
-        arrival: at the experts.
+        hops: all-to-alls in order: none for one rank, one if flat, two if two-level (across nodes, then inside).
+        arrival: order of the rows at the experts.
         routes: two-level: for each row [rows, k] its experts in the node that it goes to, -1 for choices of other nodes. They
             cross nodes with the rows, so before the first hop they are those of the rows that leave, after it of those that came.
         fan: two-level, after the first hop: rows that came across -> rows for this node's ranks.
@@ -117,7 +117,7 @@ class DispatchPlan:
 
 
 class Dispatch:
-    """The dispatch of several routings, whose counts of rows are on their way: what leaves is known, what arrives is not yet.
+    """Pending dispatch of several routings: the rows to send are known, the exchange of row counts is still running.
 
     Attributes:
         leaving: for each routing, tokens -> rows that leave this rank.
@@ -128,14 +128,14 @@ class Dispatch:
         self._finish = finish
 
     def plans(self) -> list[DispatchPlan]:
-        """Wait for the counts; return the plan of each routing. Called once, in one order on all ranks of the axis."""
+        """Wait for the counts and return the plan of each routing. Call it once, in the same order on all ranks of the axis."""
         return self._finish()
 
 
 def begin_dispatch(routings: Sequence[Routing], parallel: ExpertParallel | None) -> Dispatch:
-    """Start the exchange of counts for each routing: one small message to each rank of the axis. Collective over the axis.
+    """Start the exchange of row counts of all routings, one small message per pair of ranks. Collective over the axis.
 
-    What is computed before `Dispatch.plans`, such as gathering the rows that leave, hides the exchange.
+    Computation before `Dispatch.plans`, such as gathering the rows to send, overlaps with the exchange.
     """
     if parallel is None or parallel.size == 1:
         return _at_home(routings)
@@ -180,11 +180,11 @@ def _flat(routings: Sequence[Routing], parallel: ExpertParallel) -> Dispatch:
 
 
 def _two_level(routings: Sequence[Routing], parallel: ExpertParallel) -> Dispatch:
-    """A row goes once to each node that holds an expert of its token, to the rank at this rank's place, and from there on.
+    """Send a row once to each node with an expert of its token, to the rank at this rank's position, which forwards it.
 
-    Each rank tells each other rank how many rows it sends to that rank's node, and how many choices of each expert there.
-    From its own place in other nodes a rank learns so what it has to hand on, and from the other places in its node, over all
-    nodes, what will be handed to it: no second exchange is needed inside the node.
+    Each rank sends every other rank the number of rows for that rank's node and of choices of each expert there. The counts
+    from ranks at the same position give the rows that a rank forwards. Those from the other positions, over all nodes, give the
+    rows that are forwarded to it. So no second exchange of counts is needed inside the node.
     """
     across, inside = parallel.across, parallel.inside
     assert across is not None
@@ -210,7 +210,7 @@ def _two_level(routings: Sequence[Routing], parallel: ExpertParallel) -> Dispatc
         routes.append(torch.where(in_target, choices % per_node, choices.new_tensor(-1)))
         wanted = torch.bincount(torch.where(experts < 0, total, experts).flatten(), minlength=total + 1)[:total]
         counts.append(torch.cat([rows.unsqueeze(1), wanted.view(nodes, per_node)], dim=1))
-    # ranks are numbered node · places + place; every place of a node is told the same
+    # ranks are numbered node · places + place; every place of a node receives the same counts
     table = torch.stack(counts, dim=1).repeat_interleave(places, dim=0)
     exchange = _CountExchange(table, parallel.axis)
 
@@ -236,7 +236,7 @@ def _two_level(routings: Sequence[Routing], parallel: ExpertParallel) -> Dispatc
 
 
 def _arrival(keys: Tensor, received: Tensor, local_experts: int, device: torch.device) -> ExpertRows:
-    """`keys`: what to sort the chunks by, expert first; `received`: rows of each chunk; both in order of arrival, on the CPU."""
+    """Return the order of arriving chunks of `received` rows sorted by `keys`, expert first; both are CPU tensors."""
     chunks, rows = keys.flatten(), received.flatten()
     experts = torch.div(chunks, max(len(chunks) // local_experts, 1), rounding_mode="floor")
     counts = torch.zeros(local_experts, dtype=torch.int64).index_add_(0, experts, rows)
@@ -247,7 +247,7 @@ def _arrival(keys: Tensor, received: Tensor, local_experts: int, device: torch.d
 
 
 class _CountExchange:
-    """The exchange of a table [rank, …], a row for each rank, under way; it waits for the others in `wait` only."""
+    """Pending all-to-all of a table [rank, …] with one row per rank; only `wait` blocks."""
 
     def __init__(self, sending: Tensor, axis: Axis) -> None:
         self._sent = sending.contiguous()

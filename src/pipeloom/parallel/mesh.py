@@ -45,9 +45,7 @@ def _named_alike(ranks: tuple[int, ...]) -> Iterator[None]:
     first and a middle rank of a pipeline with one group per channel, would wait forever for different keys of the store
     (pytorch/pytorch#189073).
     """
-    name_of = getattr(
-        distributed_c10d, "_hash_ranks_to_str", None
-    )  # internal to torch, so it may be missing in other versions
+    name_of = getattr(distributed_c10d, "_hash_ranks_to_str", None)  # an internal name, which torch may remove
     if name_of is None or dist.get_rank() not in ranks:
         yield
         return
