@@ -161,3 +161,11 @@ def test_environment_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK")
     assert worker.world_size_given() is None
     assert not worker.is_worker()
+
+
+@pytest.mark.parametrize("text", ["two", "-1", "1.0", "²", "٣", ""])
+def test_an_environment_without_numbers_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", text)
+    with pytest.raises(ConfigError, match="WORLD_SIZE is .* in the environment; it must be a whole number"):
+        worker.world_size_given()

@@ -185,7 +185,7 @@ def _layers(layout: Layout) -> list[str]:
     words, start = [], 0
     for count in layout.stage_layers:
         held = names[start : start + count]
-        blocks = [name for name in held if name.isdigit()]
+        blocks = [name for name in held if name.isdecimal()]
         span = f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else "".join(blocks)
         ends = [*(["E"] if "E" in held else []), *([span] if span else []), *(["L"] if "L" in held else [])]
         words.append(" ".join(ends) or "-")

@@ -202,7 +202,7 @@ def _cell_of(name: str, rank: int) -> Cell | None:
     single = _SINGLE.fullmatch(text)
     if single is not None:
         return Action("F" if single[1] == "Forward" else "B", rank, int(single[2]))
-    if not text[:1].isdigit() and not text.startswith("("):
+    if not text[:1].isdecimal() and not text.startswith("("):
         return None
     try:
         return parse_cell(f"({text.replace('|', ';')})" if "|" in text else text)

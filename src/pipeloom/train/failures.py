@@ -124,7 +124,7 @@ def first_to_say(text: str) -> bool:
     repeated messages, so its workers always print.
     """
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-    if FAILURES in os.environ or "TORCHELASTIC_RUN_ID" not in os.environ or address is None or not port.isdigit():
+    if FAILURES in os.environ or "TORCHELASTIC_RUN_ID" not in os.environ or address is None or not port.isdecimal():
         return True
     from torch._C._distributed_c10d import TCPStore
 

@@ -407,7 +407,7 @@ def _by_layer(names: list[str]) -> Iterator[list[str]]:
     groups: dict[str, list[str]] = {}
     for name in names:
         parts = name.split(".")
-        number = next((at for at, part in enumerate(parts) if part.isdigit()), None)
+        number = next((at for at, part in enumerate(parts) if part.isdecimal()), None)
         groups.setdefault(name if number is None else ".".join(parts[: number + 1]), []).append(name)
     yield from groups.values()
 

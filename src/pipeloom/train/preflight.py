@@ -76,7 +76,7 @@ def memory_of_machine() -> int | None:
         with contextlib.suppress(OSError, ValueError):
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return None
-    return min(total, int(allowed)) if allowed.isdigit() else total
+    return min(total, int(allowed)) if allowed.isdecimal() else total
 
 
 def require_cuda(name: str, workers: int) -> None:

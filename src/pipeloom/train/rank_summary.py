@@ -87,11 +87,11 @@ def layer_words(stages: Sequence[Sequence[str]]) -> str:
 
 def _stage_words(names: Sequence[str]) -> str:
     numbers = [name.rpartition(".")[2] for name in names]
-    blocks = [int(number) for number in numbers if number.isdigit()]
+    blocks = [int(number) for number in numbers if number.isdecimal()]
     words = [f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else str(blocks[0])] if blocks else []
-    if names and not numbers[0].isdigit() and (blocks or len(names) > 1 or "embed" in names[0]):
+    if names and not numbers[0].isdecimal() and (blocks or len(names) > 1 or "embed" in names[0]):
         words.insert(0, "E")
-    if names and not numbers[-1].isdigit() and "embed" not in names[-1]:
+    if names and not numbers[-1].isdecimal() and "embed" not in names[-1]:
         words.append("L")
     return " ".join(words) or "-"
 

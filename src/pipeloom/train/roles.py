@@ -28,7 +28,7 @@ def role_of(name: str, dimensions: int) -> RoleName:
     words = name.split(".")
     if dimensions < 2 or words[-1] == "bias" or words[-1].endswith("_bias"):
         return "vector"
-    return "matrix" if any(word.isdigit() for word in words) else "embedding"
+    return "matrix" if any(word.isdecimal() for word in words) else "embedding"
 
 
 @dataclass(frozen=True)

@@ -390,7 +390,7 @@ def _number(name: str, default: int) -> int:
     text = os.environ.get(name)
     if text is None:
         return default
-    if not text.isdigit():
+    if not (text.isascii() and text.isdecimal()):
         raise ConfigError(f"{name} is {text!r:.200} in the environment; it must be a whole number")
     return int(text)
 
