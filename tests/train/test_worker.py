@@ -167,5 +167,5 @@ def test_environment_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_environment_without_numbers_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", text)
-    with pytest.raises(ConfigError, match="WORLD_SIZE is .* in the environment; it must be a whole number"):
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE is .* in the environment; it must be a whole number"):
         worker.world_size_given()
