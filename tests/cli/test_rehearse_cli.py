@@ -27,7 +27,7 @@ SIZES = "--ranks 2 --microbatches 4"
         (f"1f1b {SIZES} --message 0", 2, "it must be from 1 byte to 16GiB"),
         (f"1f1b {SIZES} --slow 2=1.1", 2, "--slow 2=1.1: the stages are 0 to 1"),
         (f"1f1b {SIZES} --slow 1", 2, "give STAGE=FACTOR, such as 2=1.1"),
-        (f"1f1b {SIZES} --slow 1=0", 2, "the factor is above 0"),
+        (f"1f1b {SIZES} --slow 1=0", 2, "the factor must be above 0"),
         (
             f"1f1b {SIZES} --forward 0 --input-grad 0 --weight-grad 0",
             2,

@@ -105,7 +105,7 @@ def test_pairs_that_gain(pipeloom: Run) -> None:
         ("search --ranks 4 --microbatches 4 --memory 0.5", 4, "one micro-batch"),
         ("search --ranks 4 --microbatches 4 --microbatch-costs 1,2", 2, "--microbatch-costs has 2 values"),
         ("search --ranks 4 --microbatches 4 --microbatch-costs 1,x", 2, "one number for each micro-batch"),
-        ("search --ranks 2 --microbatches 2 --microbatch-costs 1,2 --prove", 2, "prove is for equal micro-batches"),
+        ("search --ranks 2 --microbatches 2 --microbatch-costs 1,2 --prove", 2, "prove requires equal micro-batches"),
         ("search --ranks 2 --microbatches 2 --pairs --no-overlap-p2p", 2, "leave out pairs or --no-overlap-p2p"),
         ("search --ranks 4 --microbatches 4 --all-to-all 2", 2, "share between 0 and 1"),
     ],

@@ -143,9 +143,9 @@ def test_orders() -> None:
 
 def test_what_is_refused() -> None:
     uneven = Costs(microbatch=(1, 2, 1, 1))
-    with pytest.raises(UsageError, match="prove is for equal micro-batches"):
+    with pytest.raises(UsageError, match="prove requires equal micro-batches"):
         pl.search(2, 4, uneven, prove=True)
-    with pytest.raises(UsageError, match="pairs are searched for equal"):
+    with pytest.raises(UsageError, match="pairs require equal"):
         pl.search(2, 4, uneven, pairs=True)
     with pytest.raises(UsageError, match="give 5"):
         pl.search(2, 5, uneven)

@@ -15,7 +15,7 @@ _OWN_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode=None,  # a table of four columns would cut option names off in 80 columns
+    rich_markup_mode=None,  # rich's table of four columns truncates option names at 80 columns
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -161,7 +161,7 @@ def _rows(
                     raise
                 refused.append((one, flags.words(error)))
     if not rows:
-        raise UsageError("every schedule refuses these sizes:\n" + "\n".join(f"  {n}: {why}" for n, why in refused))
+        raise UsageError("no schedule supports these sizes:\n" + "\n".join(f"  {n}: {why}" for n, why in refused))
     return rows, refused
 
 
@@ -294,7 +294,7 @@ def table(rows: Sequence[Row], refused: Sequence[tuple[str, str]], costs: Costs,
         f"costs of 1/p of the model: {cost_numbers(costs)}",
         "  (a stage of a schedule with v chunks per rank costs 1/v of them)",
         *(f"{key.replace('_', ' ')}: {words}" for key, words in BUBBLE_WORDS.items()),
-        "mes.: number of messages between ranks in a step" + (", and their size in all" if costs.message else ""),
+        "mes.: number of messages between ranks in a step" + (", and their total size" if costs.message else ""),
         "act.: peak activations in full-rank units (micro-batches of 1/p of the model),",
         "  the maximum and the mean over the ranks",
     ]

@@ -53,7 +53,9 @@ def expected_timeline(layout: Layout) -> Timeline:
 
 
 def measured_timeline(layout: Layout, costs: LayerCosts) -> Timeline:
-    """Simulate the schedule with measured layers: seconds, and bytes of activations; W takes half of the backward."""
+    """Simulate the schedule with the measured times (seconds) and activations (bytes) of layers; I and W each take half of the
+    backward.
+    """
     schedule = layout.schedule
     stages = [costs.layers[start:end] for start, end in _spans(layout)]
     forward = tuple(sum(layer.forward for layer in layers) for layers in stages)
@@ -90,7 +92,7 @@ def _spans(layout: Layout) -> list[tuple[int, int]]:
 
 
 def _measured_lines(layout: Layout) -> list[str]:
-    """Return the predicted bytes of activations of each rank and the time of a step, and what they assume."""
+    """Return lines with the predicted activations of each rank and the time of a step, and the assumptions behind both."""
     from pipeloom.train.layer_costs import measure_layers
 
     config = layout.config
@@ -109,7 +111,7 @@ def _measured_lines(layout: Layout) -> list[str]:
     )
     lines = [
         f"activations at the peak: {peaks} (tensors that autograd keeps, measured on one whole layer of each kind on this "
-        f"CPU{whole}{cut}; without temporaries of an operation and buffers of messages)"
+        f"CPU{whole}{cut}; without temporary tensors and message buffers)"
     ]
     if divided or config.train.device == "cuda":
         reason = "tp and ep divide layers" if divided else "layers are measured on a CPU only"
@@ -140,9 +142,9 @@ def rank_parameters(layout: Layout) -> list[int]:
 
 
 def rank_table(mesh: MeshShape) -> list[str]:
-    """Return which worker stands where: a row for each pipeline rank, a column for each replica and tensor-parallel rank.
+    """Return a table of the workers: one row per pipeline rank, one column per replica and tensor-parallel rank.
 
-    At most 16 rows and 10 columns; no line where all workers are one pipeline.
+    At most 16 rows and 10 columns. Empty if all workers form one pipeline.
     """
     if mesh.world == mesh.pp:
         return []
@@ -175,7 +177,7 @@ def _rank_lines(layout: Layout, timeline: Timeline) -> list[str]:
         lines.append(f"{rank:>4}  {count:>10,}   {_state(config, count):>29}   {peaks[rank]:>30}   {words}")
     divided = [f"{axis} {size}" for axis, size in (("tp", layout.mesh.tp), ("ep", layout.mesh.ep)) if size > 1]
     if divided:
-        lines.append(f"      in all; each of the {' and '.join(divided)} ranks holds a part of it")
+        lines.append(f"      totals of each pipeline rank, which {' and '.join(divided)} divide")
     return lines
 
 

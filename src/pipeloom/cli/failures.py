@@ -90,8 +90,8 @@ def exit_code_of(run: Callable[[], Any], as_json: bool, given: Sequence[str] = (
     """Run `run` and return its exit code; an error goes to standard error, or as JSON to standard output.
 
     The exit code is 0 or the result of `run`; a PipeloomError's own code; 2 for wrong usage or if standard output cannot be
-    written; 4 if memory is exhausted; 130 after Ctrl-C; and 1 for any other error, with the traceback if PIPELOOM_DEBUG=1. A
-    closed pipe is not a failure.
+    written (0 for `train`, whose run folder is complete); 4 if memory is exhausted; 130 after Ctrl-C; and 1 for any other error,
+    with the traceback if PIPELOOM_DEBUG=1. A closed pipe is not a failure.
 
     Args:
         given: the words of the command line; messages shorten the long ones.

@@ -184,7 +184,7 @@ def _slow(words: Sequence[str], schedule: Schedule) -> dict[int, float]:
         if not 0 <= at < schedule.stages:
             raise UsageError(f"--slow {word:.60}: the stages are 0 to {schedule.stages - 1}")
         if not 0 < factor <= 1000:
-            raise UsageError(f"--slow {word:.60}: the factor is above 0 and at most 1000, such as 1.1")
+            raise UsageError(f"--slow {word:.60}: the factor must be above 0 and at most 1000, such as 1.1")
         factors[at] = factor
     return factors
 

@@ -1,4 +1,4 @@
-"""`pipeloom compare --sweep`: schedules against one of their sizes, as a table, JSON or a chart."""
+"""`pipeloom compare --sweep`: figures of schedules as one size varies, as a table, JSON or a chart."""
 
 from __future__ import annotations
 
@@ -69,13 +69,20 @@ class Sweep:
             series.append(Series(name, points, refused))
         if not any(one.points for one in series):
             name, why = next((one.name, next(iter(one.refused.values()))) for one in series)
-            raise UsageError(f"every schedule refuses all of these sizes; {name}: {why}")
+            raise UsageError(f"no schedule supports any of these sizes; {name}: {why}")
         return series
 
 
 @dataclass(frozen=True)
 class Point:
-    """The figures of one schedule at one value; activations and memory are the maximum over the ranks."""
+    """The figures of one schedule at one value of the size.
+
+    Attributes:
+        value: the number of ranks, micro-batches or chunks.
+        makespan: in the unit of the costs.
+        activations: the largest peak of a rank, in full-rank units (micro-batches of 1/p of the model).
+        memory: the largest peak of a rank, weighted by `Costs.activation`.
+    """
 
     value: int
     makespan: float

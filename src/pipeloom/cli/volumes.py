@@ -70,7 +70,7 @@ def table(rows: Sequence[LayoutVolume]) -> str:
     from pipeloom.schedule.messages import size_words
 
     kinds = [kind for kind in _VOLUME_KINDS if any(volume.kind == kind for row in rows for volume in row.volumes)]
-    lines = [["layout", "workers", *kinds, "in all"]]
+    lines = [["layout", "workers", *kinds, "total"]]
     for row in rows:
         if row.refused:
             continue

@@ -1,4 +1,4 @@
-"""Search for schedules within a memory limit: families and list scheduling, one period annealed, tabu search."""
+"""Search for schedules within a memory limit: warm starts, annealing of one period, tabu search, and proofs."""
 
 from pipeloom.solver.incumbent import Progress
 from pipeloom.solver.search import SearchResult, search

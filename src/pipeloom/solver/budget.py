@@ -15,13 +15,13 @@ class BudgetParameters:
 
     # Warm starts that tabu search improves in turns: more of them give more diversity, but fewer moves to each.
     starts: int = 4
-    # Nodes evaluated where neither moves nor seconds are given: about ten seconds.
+    # Nodes evaluated if neither moves nor seconds are given: about ten seconds.
     work: int = 8_000_000
     # The fewest moves where no limit is given, so that large instances get some too.
     fewest_moves: int = 100
     # Seconds of a proof without a time limit.
     proof_seconds: float = 120.0
-    # The share of the time for warm starts and tabu search where a proof follows: a good incumbent shortens the proof.
+    # The share of the time for warm starts and tabu search if a proof follows: a good incumbent shortens the proof.
     search_share_before_proof: float = 0.25
     # The shortest turn of one start, in seconds: below that, switching costs more than it balances.
     shortest_turn: float = 0.05
@@ -74,7 +74,7 @@ class Budget:
         return now < self.deadline and now < self.slice_end
 
     def grant(self, share: float) -> None:
-        """Give a share of the moves, or of the time that is left, to the search of one period."""
+        """Give a share of the moves, or of the time that is left, to the search for a period."""
         now = time.monotonic()
         self.periodic = share * self.allowed * self.size
         self.periodic_end = now + share * (self.deadline - now)

@@ -1,4 +1,4 @@
-"""Warm starts: every one-route family that fits, and list scheduling by priority rules."""
+"""Warm starts: every one-route family on a placement, and list scheduling by priority rules."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ ROUNDS = ("zbv", "v-half", "zb-auto")
 class ConstructionParameters:
     """Sizes up to which warm starts are constructed and searched in full."""
 
-    # Nodes above which only cheap families are tried and nothing is searched: a few moves would use up the time.
+    # Nodes above which only cheap families are tried and no tabu search follows: a few moves would use up the time.
     largest: int = 60_000
-    # Nodes of the reduced instance that stands for a large one: a larger one repeats better and takes longer.
+    # Most nodes of the reduced instance that stands for a large one: a larger one repeats better, but takes longer.
     reduced: int = 200_000
 
 
@@ -53,10 +53,14 @@ class ListSchedule:
 def family_schedules(
     placement: Sequence[int], microbatches: int, costs: Costs, memory_limit: float, only: Sequence[str] = ()
 ) -> Iterator[Schedule]:
-    """Every one-route family on this placement, or on one that becomes it when each stage is cut into equal runs.
+    """Yield every one-route family on this placement, or on one that becomes it when each stage is cut into equal runs.
 
-    A family of v' chunks, v' a divisor of v, is made for stages of v / v' stages each and then cut (`cut_stages`). Families that
-    refuse the sizes or do not fit the memory limit are left out. `only` these names; else, for large sizes, only the cheap ones.
+    A family of v' chunks, v' a divisor of v, is created for stages that merge v / v' stages each, and then cut (`cut_stages`).
+    Families that do not support the sizes are left out. Schedules may exceed `memory_limit`, which only zb-auto takes into
+    account: the caller checks.
+
+    Args:
+        only: names of the families to create; empty: all, or only `CHEAP` ones for large sizes.
     """
     stages, ranks = len(placement), max(placement) + 1
     large = 3 * stages * microbatches > CONSTRUCTION.largest
@@ -122,11 +126,12 @@ def merge_stage_costs(costs: Costs, stages: int, run: int) -> Costs:
 
 
 def sequences_of(instance: Instance, schedule: Schedule, pairs: bool = False) -> Sequences:
-    """The schedule's sequences, its micro-batches numbered anew in the order in which each type comes.
+    """Return the schedule's sequences, with micro-batches renumbered in the order in which each operation type occurs.
 
-    Without `pairs`, every B becomes an I and a W, and every pair its parts. Neither makes it longer, where pairs do not gain.
-    With them, a W leaves its pair or its B where it may follow at once without making the two longer: that is never worse, except
-    where the pair frees memory with it. A sequence that would then exceed the memory limit keeps its pairs and Bs.
+    Without `pairs`, every B becomes an I and a W, and every pair its actions; where pairs do not gain, this makes no schedule
+    longer. With `pairs`, a W is separated from its pair or B, and directly follows it, if both together take no longer than
+    before. This is never worse, except that a pair may free memory earlier with its W: a sequence that would exceed the memory
+    limit keeps its pairs and Bs.
     """
     entries = [
         [[(action.kind, action.stage) for action in parts(cell)] for cell in program] for program in schedule.programs
@@ -230,7 +235,10 @@ def reduced_instances(instance: Instance) -> Iterator[tuple[Instance, Sequences,
 
 
 def _caps(instance: Instance) -> list[tuple[float, ...]]:
-    """Limits on the micro-batches of a stage: none, places kept free for later stages, and by how long a stage holds them."""
+    """Return limits on the micro-batches alive per stage, each a tuple over the stages.
+
+    No limit; as many as leave a place free for each later stage of the rank; in proportion to how long a stage holds them; one.
+    """
     place, stages = instance.placement, instance.stages
     none = (math.inf,) * stages
     if stages == instance.ranks or instance.memory_limit == math.inf:
@@ -243,5 +251,5 @@ def _caps(instance: Instance) -> list[tuple[float, ...]]:
     shared = tuple(
         max(1.0, float(round(places * held_time / all_))) for held_time, all_ in zip(life, whole, strict=True)
     )
-    single = (1.0,) * stages  # fits wherever anything does: growth cannot get stuck under it
+    single = (1.0,) * stages  # fits whenever any schedule does, and cannot deadlock
     return list(dict.fromkeys([none, by_free_places, shared, single]))

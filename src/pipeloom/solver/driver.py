@@ -1,4 +1,4 @@
-"""The driver of a search: warm starts, the search for a period, tabu search in turns, proof; with and without pairs."""
+"""The driver of a search: warm starts, the search for a period, tabu search from several starts, and a proof."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from pipeloom.solver.tabu import WITH_PAIRS, WITHOUT_PAIRS, TabuSearch
 class DriverParameters:
     """Division of a search's effort between warm starts, the search for a period and tabu search."""
 
-    # The share of the moves or the time for the search of one period, and the m / p from which on it gets all of that: a shorter
-    # period gains m / p times, and a pipeline that hardly fills depends on its ends instead.
+    # The share of the moves or the time for the search for a period, and the m / p from which on it gets all of that share.
+    # A shorter period gains about m / p times; a pipeline that is rarely full depends on its warm-up and cool-down instead.
     period_share: float = 0.5
     full_pipeline: float = 4.0
     # Rounds of the search for a period; the worst placement is dropped after each one.
@@ -48,8 +48,8 @@ class DriverParameters:
     hopeless: float = 1.03
     # Warm starts from list scheduling that are tried however long they take.
     fewest_starts: int = 8
-    # The share of the time after which no more warm starts are constructed, and the same for large instances, which are not
-    # searched and so have nothing else to do.
+    # The share of the time after which no more warm starts are constructed, and the same for large instances, for which no tabu
+    # search follows.
     starts_share: float = 0.3
     large_starts_share: float = 0.5
     # Sequences per placement whose periods are annealed: more diversify, fewer get more moves.
@@ -72,9 +72,9 @@ class WarmStart:
     """Sequences to improve.
 
     Attributes:
-        value: the best value that they were improved to.
-        origin: the family or the rule that they were constructed by.
-        search: the tabu search that improves them, once it has begun.
+        value: the best value so far.
+        origin: the family or the rule that constructed them.
+        search: the tabu search that improves them; None before its first turn.
     """
 
     value: float
@@ -85,12 +85,12 @@ class WarmStart:
 
 
 class SearchDriver:
-    """One search: warm starts, which tabu search improves in turns, and what follows.
+    """One search: warm starts, the search for a period, tabu search from several starts in turn, and a proof.
 
     Args:
         instances: one per placement and order of micro-batches.
-        pairs: whether overlapped pairs are searched over. The warm starts then have pairs formed on the way, no period is
-            searched for, and nothing is proved.
+        pairs: whether overlapped pairs are searched over. If so, pairs are formed in the warm starts, no period is searched for,
+            and the budget must not include a proof.
 
     Attributes:
         incumbent: the best schedule so far.
@@ -110,13 +110,13 @@ class SearchDriver:
         bounds = {instance: bound_of(instance, pairs) for instance in instances}
         self.incumbent = Incumbent(bounds, budget, progress)
         self.interrupted = False
-        # instance -> (value, instance, sequences) whose periods could be repeated
+        # instance -> (value, instance, sequences), in which a period that can be repeated is looked for
         self.seeds: dict[Instance, list[tuple[float, Instance, Sequences]]] = {}
 
     def run(self) -> None:
-        """Search to the end of the budget, the bound, or an interrupt that follows a first answer.
+        """Search until the budget is spent, the bound is reached, or Ctrl-C is pressed after a first solution.
 
-        Raises CapacityError if no start fits the memory.
+        Raises CapacityError if no start fits the memory, and KeyboardInterrupt for Ctrl-C before the first solution.
         """
         for phase in (self._search, self._merge_backwards):
             try:
@@ -138,7 +138,7 @@ class SearchDriver:
             self._prove()
 
     def _merge_backwards(self) -> None:
-        """Write the incumbent with fewer operations where that costs nothing: with pairs, or where B has a cost of its own."""
+        """Merge I and W of the incumbent where that costs nothing, if pairs are searched over or `Costs.backward` is set."""
         best = self.incumbent.best
         if best is None or (best.instance.costs.backward is None and not self.pairs):
             return
@@ -151,7 +151,7 @@ class SearchDriver:
             self.incumbent.offer(evaluation.value, best.origin, instance, merged, replace=True)
 
     def _starts(self) -> list[WarmStart]:
-        """Sequences without pairs that fit, the best first; the incumbent becomes the best schedule of all."""
+        """Return warm starts without pairs that fit the memory, the best first; the incumbent becomes the best schedule found."""
         starts: list[WarmStart] = []
         groups: dict[tuple[int, ...], list[Instance]] = {}
         for instance in self.instances:
@@ -170,7 +170,7 @@ class SearchDriver:
         return _best_of(starts)
 
     def _family_starts(self, starts: list[WarmStart], group: list[Instance]) -> None:
-        """The families as they are, and their sequences with the micro-batches in every order that is asked for."""
+        """Offer the families as they are, and add their sequences as warm starts, for every order of the micro-batches."""
         first = group[0]
         for schedule in self._families(first):
             self._offer_family(schedule, first)
@@ -180,7 +180,7 @@ class SearchDriver:
                     self._start(starts, instance, sequences, schedule.name)
 
     def _offer_family(self, schedule: Schedule, instance: Instance) -> None:
-        """Offer a family as it is, where it fits the memory."""
+        """Offer a family's schedule as it is, if it fits the memory."""
         timeline = simulate(schedule, instance.costs, overlap_p2p=instance.overlap_p2p)
         if max(timeline.peak_memory) <= instance.memory_limit + TIME_TOLERANCE:
             self.incumbent.offer(value_of(timeline, self.objective), schedule.name, instance, schedule)
@@ -201,7 +201,7 @@ class SearchDriver:
                 self._start(starts, instance, seed.sequences, seed.origin)
 
     def _large_starts(self, instance: Instance) -> None:
-        """For large sizes: a schedule of some of the micro-batches, and a stretch of it repeated for the others."""
+        """For large sizes: offer schedules of some of the micro-batches, with a stretch repeated for the others."""
         if self.incumbent.best is None:
             for start in modulo_starts(instance):
                 self._start([], instance, start.unrolled(instance), PERIODIC_ORIGIN)
@@ -223,7 +223,7 @@ class SearchDriver:
     def _search_periods(self, starts: list[WarmStart]) -> None:
         """Search one period of every placement; after each round, drop the worst placement."""
         budget, first = self.budget, self.instances[0]
-        # What a period gains, it gains m / p times; a pipeline that hardly fills depends on its ends.
+        # In proportion to m / p: see `DriverParameters`.
         share = DRIVER.period_share
         budget.grant(min(share, share * first.microbatches / (DRIVER.full_pipeline * first.ranks)))
         searches = [
@@ -249,14 +249,14 @@ class SearchDriver:
         ]
 
     def _seeds(self, instance: Instance) -> list[tuple[Instance, Sequences]]:
-        """The best sequences on the placement whose periods could be repeated; of equal values the first."""
+        """Return the best sequences on the placement to look for periods in; of equal values only the first."""
         by_value: dict[float, tuple[Instance, Sequences]] = {}
         for value, small, sequences in sorted(self.seeds.get(instance, []), key=lambda seed: seed[0]):
             by_value.setdefault(round(value, 9), (small, sequences))
         return list(by_value.values())[: DRIVER.period_seeds]
 
     def _recording(self, search: PeriodSearch, carry_on: Callable[[], bool]) -> Callable[[], bool]:
-        """`carry_on`, offering the best so far first, so that an interrupt keeps it."""
+        """Return `carry_on` with an offer of the best so far before each call, so that an interrupt does not lose it."""
 
         def offer_and_carry_on() -> bool:
             if search.best is not None and self.incumbent.improves(search.value):
@@ -267,7 +267,7 @@ class SearchDriver:
         return offer_and_carry_on
 
     def _promising(self, search: PeriodSearch, turn: int) -> bool:
-        """Return whether more of this search could be better than the incumbent."""
+        """Return whether continuing this search could improve on the incumbent."""
         close = not turn or search.value < DRIVER.hopeless * self.incumbent.value
         return self.incumbent.can_improve(search.instance) and close
 
@@ -277,7 +277,7 @@ class SearchDriver:
         return self.incumbent.best is not None and budget.seconds > share * (budget.deadline - budget.begin)
 
     def _start(self, starts: list[WarmStart], instance: Instance, sequences: Sequences, origin: str) -> None:
-        """Take sequences as a warm start, where they run and fit the memory, and offer them."""
+        """Add sequences to the warm starts and offer them, if they can run and fit the memory."""
         evaluation = evaluate(instance, sequences)
         if evaluation is None or not instance.fits(sequences):
             return
@@ -288,7 +288,7 @@ class SearchDriver:
             self.incumbent.offer(evaluation.value, origin, instance, sequences)
 
     def _improve(self, starts: list[WarmStart]) -> None:
-        """The starts take turns; the worst is dropped after every round, until the budget is spent or the bound reached."""
+        """Improve the starts in turns, and drop the worst after every round, until the budget is spent or the bound reached."""
         pool = [start for start in starts if start.instance.nodes <= CONSTRUCTION.largest][: BUDGET.starts]
         budget = self.budget
         while pool and not budget.over and not self.incumbent.proved:
@@ -317,7 +317,7 @@ class SearchDriver:
         start.value = start.search.value
 
     def _prove(self) -> None:
-        """Raise the bound of every placement, and take what the solver finds on the way."""
+        """Raise the bound of every placement by constraint programming, and offer the better sequences that the solver finds."""
         incumbent = self.incumbent
         assert incumbent.best is not None
         placement = incumbent.best.schedule.placement
@@ -329,7 +329,7 @@ class SearchDriver:
                 or instance.nodes > CONSTRUCTION.largest
                 or pairs_gain(instance)
             ):
-                continue  # the solver knows no pairs: where they gain, the formulas alone say what nothing beats
+                continue  # the solver does not model pairs: where they gain, only bounds by formula hold
             same = instance.placement == best.schedule.placement and not best.schedule.has_pairs
             certificate = certify(instance, best.value, left, sequences_of(instance, best.schedule) if same else None)
             incumbent.bounds[instance] = max(incumbent.bounds[instance], certificate.bound)
@@ -339,7 +339,7 @@ class SearchDriver:
             incumbent.report()
 
     def _paired_starts(self) -> list[WarmStart]:
-        """Sequences with pairs that fit, the best first; the incumbent becomes the best schedule of all."""
+        """Return warm starts with pairs that fit the memory, the best first; the incumbent becomes the best schedule found."""
         starts: list[WarmStart] = []
         seeds: list[tuple[float, int, Instance, Sequences, str]] = []
         for instance in sorted(self.instances, key=lambda instance: self.incumbent.bounds[instance]):
@@ -363,7 +363,7 @@ class SearchDriver:
         return _best_of(starts)
 
     def _schedules(self, instance: Instance) -> Iterator[Schedule]:
-        """Every one-route family on the placement, those that do not fit the memory too, and the best of list scheduling."""
+        """Yield every one-route family on the placement, including those that exceed the memory, and the best list schedules."""
         for schedule in self._families(instance):
             self._offer_family(schedule, instance)
             yield schedule
@@ -381,7 +381,7 @@ class SearchDriver:
 
 
 def families_with_pairs(instance: Instance) -> Iterator[Schedule]:
-    """The families with pairs on the instance's placement."""
+    """Yield the families with pairs on the instance's placement."""
     for name in PAIRED:
         chunks = instance.stages // instance.ranks if name == "interleaved-overlap" else None
         try:
@@ -393,7 +393,7 @@ def families_with_pairs(instance: Instance) -> Iterator[Schedule]:
 
 
 def _best_of(starts: list[WarmStart]) -> list[WarmStart]:
-    """Sorted by value; of equal ones of one instance, the first only."""
+    """Return the starts sorted by value; of those of one instance with equal values, only the first."""
     best: dict[tuple[float, tuple[int, ...], tuple[int, ...]], WarmStart] = {}
     for start in starts:
         best.setdefault((round(start.value, 9), start.instance.placement, start.instance.order), start)

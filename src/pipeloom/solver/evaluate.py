@@ -30,7 +30,9 @@ class Evaluation:
         self.value = 0.0
 
     def tails(self, instance: Instance) -> list[float]:
-        """node -> the longest time from the start of its operation to the end, its rank's offset added; 0 or less for none."""
+        """Return for each node the longest time from the start of its operation to the end, plus the offset of the rank that ends
+        last on that path; 0 or less for `none`.
+        """
         table = instance.table
         time, successor, hop, rank = table.time, table.successor, table.successor_hop, table.rank
         first, second, successor2, hop2 = table.first, table.second, table.successor2, table.successor2_hop
@@ -145,7 +147,7 @@ def _before(
 
 
 def _ended(sequence: list[int], first: list[int], end: list[float]) -> int:
-    """Return how many of the sequence's operations, which come first, have an end."""
+    """Return the number of operations at the start of the sequence that have ended."""
     low, high = 0, len(sequence)
     while low < high:
         middle = (low + high) // 2

@@ -4,9 +4,9 @@ One interval variable per action, with no overlap on a rank. By the lemma of `in
 type are in order. Memory is a cumulative resource that a micro-batch occupies from F until W (the share that is not held:
 until I).
 
-Domain: equal micro-batches, and costs under which no pair gains (`pairs_gain`). Other backwards and blocking receivers are
-relaxed, so that a bound stays one: a B is an I and a W that take no longer (`Costs.least_split`), and a receiver that a pair
-could let wait for both its messages at once waits for one of them only.
+Domain: equal micro-batches, and costs under which no pair gains (`pairs_gain`). A cheaper B and blocking receivers are relaxed,
+so that bounds stay valid: a B becomes an I and a W that together take no longer (`Costs.least_split`), and a receiver that could
+wait for both messages of a pair at once waits for only one of them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from pipeloom.solver.instance import Instance, Sequences
 class ExactParameters:
     """Conversion of costs to the integers that CP-SAT requires."""
 
-    # Multiples of the costs that are tried, so that all times are whole: the smallest keeps the domains small.
+    # Factors tried in turn, until all times are whole numbers: the smallest keeps the domains small.
     factors: tuple[int, ...] = (1, 2, 4, 5, 8, 10, 20, 100, 1000, 10_000)
-    # Where none of them does, times are rounded down to this fraction: finer is a tighter bound and a slower proof.
+    # If none of them works, times are rounded down to multiples of 1 / finest: finer gives a tighter bound and a slower proof.
     finest: int = 100_000
-    # The relative tolerance within which a value is its bound, and the unit of memory.
+    # The relative tolerance within which a value counts as equal to its bound, and the unit of memory.
     rounding: float = 1e-6
 
 
@@ -73,7 +73,7 @@ def certify(instance: Instance, value: float, seconds: float, hint: Sequences | 
     solver.parameters.num_workers = min(8, max(2, usable_cores()))
     status = solver.solve(model.model)
     if status == cp_model.INFEASIBLE:
-        # sequences as good as `value` would be a solution of the model; if there are any, it is no proof
+        # the sequences of the hint have this value, so they should satisfy the model: with a hint, this proves nothing
         return Certificate(value if hint is None else 0.0, None, value)
     bound = min(value, max(0.0, solver.best_objective_bound - slack) / factor)
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
@@ -122,8 +122,8 @@ def _factor(instance: Instance, times: list[float]) -> int:
 
 class _Model:
     def __init__(self, cp_model: Any, instance: Instance, times: list[float], factor: int, most: int) -> None:
-        # The first action of all is F of the first stage's first micro-batch, at 0; the way of that micro-batch, to the last
-        # stage and back, lies in one span and passes every rank: no rank ends later than two spans.
+        # F of the first micro-batch in the first stage starts at 0. The path of that micro-batch, to the last stage and back,
+        # lies within the span of that rank and passes every rank, so no rank ends later than two spans.
         horizon = most if instance.objective == "makespan" else 2 * most
         self.model = model = cp_model.CpModel()
         self.instance, self.factor = instance, factor
@@ -147,7 +147,7 @@ class _Model:
         model.add(start[0] == 0)
         for stage in range(1, instance.stages):
             if instance.placement[stage] in instance.placement[:stage] or factor == EXACT.finest:
-                break  # or times are rounded, and so are the starts that they add up to
+                break  # with rounded times, sums of times do not give exact starts
             # Nothing comes before this F on its rank, so that it starts when its message arrives. It need not be the message that
             # arrives first: a rank that begins with a later micro-batch begins its span later.
             first = stage * m
@@ -181,7 +181,7 @@ class _Model:
             for node in forwards[places:]:
                 model.add(self.start[node] >= self.end[2 * stride + node - places])
             return
-        # memory in millionths, activations rounded down and the memory limit up: the bound stays one
+        # memory in millionths, activations rounded down and the memory limit rounded up, so that the bound stays valid
         parts, demands = [], []
         for node in forwards:
             stage = node // m

@@ -94,8 +94,8 @@ class Incumbent:
         """Accept a schedule, or sequences of the instance, if better (with `replace`, also if equal); return whether accepted."""
         if value < self.bounds[instance] * (1 - EXACT.rounding) - TIME_TOLERANCE:
             warnings.warn(
-                f"the lower bound {self.bounds[instance]:g} is above a schedule of {value:g} and is not used: please report "
-                f"{instance}",
+                f"the lower bound {self.bounds[instance]:g} exceeds the value {value:g} of a schedule, so it is ignored: please "
+                f"report {instance}",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -6,8 +6,8 @@ micro-batches, first in first out per (stage, kind) loses nothing, so the k-th n
     type = kind * S + stage      kind: F 0, I 1, W 2
     node = type * m + microbatch
 
-What a rank executes at once is an *operation* of one to three nodes: a node alone, a B (I and W), or an overlapped pair (F and I,
-or F, I and W). The program of a rank is its *sequence* of operations.
+A rank executes *operations* of one to three nodes: a single node, a B (I and W), or an overlapped pair (F and I, or F, I and W).
+The program of a rank is its *sequence* of operations.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Instance:
 
     @property
     def factors(self) -> tuple[float, ...]:
-        """position -> the factor of the micro-batch there."""
+        """The cost factor of the micro-batch at each position."""
         factors = self.costs.factors(self.microbatches)
         return tuple(factors[microbatch] for microbatch in self.order) if self.order else factors
 
@@ -154,20 +154,21 @@ class Instance:
 
 
 class OperationTable:
-    """operation -> values, one list each.
+    """Values of each operation, as one list per attribute.
 
-    A node alone has the node's number; operations of several nodes get the numbers from the number of nodes on when they are
-    first formed, so the lists grow. Among *nodes*, these numbers stand for no node: `none` has always ended, and nobody waits for
-    `unread`. So an operation below `none` is a node alone, and no list by operation is asked for `none`.
+    The operation of a single node has the node's number. Operations of several nodes are numbered from the number of nodes on, in
+    the order in which they are first formed, so the lists grow. Among *nodes*, the first two of these numbers are placeholders:
+    `none` has always ended, and nothing waits for `unread`. So an operation below `none` is a single node, and lists by operation
+    must not be indexed with a node that may be `none`.
 
     Attributes:
         stride: S m, the distance from a node to the one of the next kind.
         time: duration.
-        rank: where it runs.
-        nodes: its F, I and W, those that it has.
-        first, second: the nodes whose ends others wait for, its F or I; the I of a pair, else `unread`.
-        predecessor, hop, predecessor2, hop2: the nodes whose messages `first` and `second` wait for, and how long these travel.
-        successor, successor_hop, successor2, successor2_hop: the nodes that wait for their messages.
+        rank: the rank that executes it.
+        nodes: its nodes, in the order F, I, W.
+        first, second: the nodes whose ends others wait for: its first node, and the I of a pair, else `unread`.
+        predecessor, hop, predecessor2, hop2: the nodes whose messages `first` and `second` wait for, and their times.
+        successor, successor_hop, successor2, successor2_hop: the nodes that wait for the messages of `first` and `second`.
         rise, change: memory above the level before it, at its peak and after it.
         wait: of a node, the part of its time in which its rank waits for a message (without `overlap_p2p`), before it starts.
         weight_grad_of: of an input gradient, its weight gradient.
@@ -270,7 +271,7 @@ class OperationTable:
         return number
 
     def fixed_order(self, operation: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(nodes of its rank that come before the operation in every sequence, nodes that come after it), the nearest ones.
+        """Return (nearest nodes of its rank that precede the operation in every sequence, nearest nodes that follow it).
 
         A forward comes before the backward, an input gradient before its weight gradient, and micro-batches first in, first out.
         """

@@ -1,7 +1,7 @@
-"""Warm starts with pairs: other schedules' orders with pairs formed on the way, and weight gradients put off.
+"""Warm starts with pairs: the orders of other schedules, with pairs formed along the way and weight gradients deferred.
 
-Any schedule gives, for every rank, an order of its forwards, an order of its input gradients, and how many of these come before
-each forward. `with_pairs` runs both orders side by side and makes a pair wherever both sides are there.
+A schedule defines for every rank an order of its forwards, an order of its input gradients, and the number of input gradients
+before each forward. `with_pairs` follows both orders side by side and forms a pair whenever the next action of both can start.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class PairingRule:
     """Rule by which `with_pairs` decides.
 
     Attributes:
-        patience: how long an action waits for its other half, as a share of what the pair saves.
-        ahead: forwards that may run alone before the input gradients that the order has before them.
-        late: the share of a weight gradient that may delay what follows it.
+        patience: how long an action waits for its other half, as a share of the time that the pair saves.
+        ahead: the number of input gradients that a forward may overtake when it runs alone.
+        late: the share of its time by which a weight gradient may delay the next action.
     """
 
     patience: float
@@ -47,7 +47,7 @@ def variants_with_pairs(
     rules: Sequence[PairingRule] = FIRST_RULES,
     lates: Sequence[float] = (0.5,),
 ) -> Iterator[Sequences]:
-    """The sequences with their weight gradients in other places (`lates`), and with pairs formed by the rules."""
+    """Yield the sequences with their weight gradients placed anew (for each of `lates`), and with pairs formed by each rule."""
     for late in lates:
         placed = with_weight_grads(instance, sequences, late)
         if placed is not None:
@@ -59,8 +59,9 @@ def variants_with_pairs(
 
 
 def with_weight_grads(instance: Instance, sequences: Sequences, late: float) -> Sequences | None:
-    """The sequences with their single weight gradients placed anew: in waits that they delay by at most `late` of themselves,
-    where the memory is short, and at the end. None where the sequences cannot run so."""
+    """Return the sequences with their single weight gradients placed anew: in waits that they exceed by at most the share `late`
+    of their time, where memory is short, and at the end. None if the sequences have a cycle.
+    """
     table = instance.table
     bare = [
         [operation for operation in sequence if table.nodes[operation][0] < 2 * table.stride] for sequence in sequences
@@ -70,7 +71,7 @@ def with_weight_grads(instance: Instance, sequences: Sequences, late: float) -> 
 
 
 class _Placing:
-    """One walk of sequences without single weight gradients, which are put where they fit."""
+    """A run of sequences without single weight gradients, during which these are placed where they fit."""
 
     def __init__(self, instance: Instance, bare: Sequences, late: float) -> None:
         self.table, self.bare, self.late = instance.table, bare, late
@@ -135,16 +136,16 @@ class _Placing:
 
 
 def with_pairs(instance: Instance, sequences: Sequences, rule: PairingRule) -> Sequences | None:
-    """The sequences' orders of forwards and of input gradients run side by side in time, in pairs where both are there.
+    """Follow the sequences' orders of forwards and of input gradients side by side, and form pairs where both can start.
 
-    None where the memory does not let it end.
+    Returns None if the memory limit leads to a deadlock.
     """
     return _Pairing(instance, sequences, rule).run()
 
 
 @dataclass
 class _Side:
-    """One rank while it grows: what is left of its two orders, weight gradients that wait, its clock and memory."""
+    """The state of one rank: its two orders with the position in each, queued weight gradients, clock and memory."""
 
     forwards: list[int]
     backwards: list[int]
@@ -180,7 +181,7 @@ class _Pairing:
             now, rank = heapq.heappop(self.heap)
             side = self.sides[rank]
             if now < side.free - TIME_TOLERANCE:
-                continue  # it is called again when it is free
+                continue  # another event follows when the rank is free
             operation = self._choose(side, now, rank)
             if operation is not None:
                 self._do(side, operation, now, rank)
@@ -188,12 +189,12 @@ class _Pairing:
         return [side.sequence + list(side.weights) for side in self.sides] if done else None
 
     def _arrival(self, node: int) -> float:
-        """Return when the node's message is there, as far as is known by now: infinite where its sender has not started."""
+        """Return the arrival time of the node's message; infinite if its sender has not started."""
         end = self.end[self.table.predecessor[node]]
         return end + self.table.hop[node] if end >= 0 else float("inf")
 
     def _choose(self, side: _Side, now: float, rank: int) -> int | None:
-        """The operation to start now; None to wait (the rank is called again when something arrives)."""
+        """Return the operation to start now, or None to wait for the rank's next event."""
         table = self.table
         forward = side.forwards[side.at[0]] if side.at[0] < len(side.forwards) else None
         backward = side.backwards[side.at[1]] if side.at[1] < len(side.backwards) else None
@@ -217,7 +218,7 @@ class _Pairing:
         return self._weight_before(side, now, min(times), rank)
 
     def _weight_before(self, side: _Side, now: float, until: float, rank: int) -> int | None:
-        """A weight gradient that fits before `until`, or None and a call at that time."""
+        """Return a weight gradient that fits before `until`; else None, with an event scheduled for that time."""
         if side.weights and now + (1 - self.rule.late) * self.table.time[side.weights[0]] <= until + TIME_TOLERANCE:
             return side.weights.popleft()
         if until > now + TIME_TOLERANCE and until < float("inf"):
