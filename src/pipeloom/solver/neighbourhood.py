@@ -1,7 +1,7 @@
-"""The neighbourhood of a schedule: moves on a critical path, and an estimate of what each one gains.
+"""The neighbourhood of a schedule: moves on a critical path, and an estimate of the value after each.
 
-A move replaces a part of one rank's sequence by operations made of the same nodes: an operation shifts to another index, or, with
-pairs, a pair is formed, split or formed anew. Critical blocks and shifts are those of Nowicki and Smutnicki (1996), the
+A move replaces a range of one rank's sequence by operations of the same nodes: an operation shifts to another index, or, with
+pairs, a pair is formed, split or recombined. Critical blocks and shifts are those of Nowicki and Smutnicki (1996), the
 estimate by heads and tails is that of Balas and Vazacopoulos (1998); here every rank also has a limit on its memory.
 """
 
@@ -28,16 +28,16 @@ class NeighbourhoodParameters:
     # How far an operation shifts at once (to the end of its block if that is nearer), and how far away its partner in a pair may
     # be; None: any. A longer reach estimates more operations per move.
     reach: int | None = None
-    # Positions of the critical path that are looked at, drawn at random; None: all. All of them give better moves, but with pairs
-    # far fewer per second.
+    # Number of positions on the critical path whose moves are estimated, drawn at random; None: all. All of them give better
+    # moves, but with pairs far fewer per second.
     sampled_positions: int | None = None
 
 
 class Move(NamedTuple):
-    """`operations` in the place of those of `rank`'s sequence from index `low` to `high`, both included.
+    """Replacement of the operations of `rank` from index `low` to `high`, both included, by `operations`.
 
-    `makes` and `breaks` name what is new and what is lost (an order of two operations, a pair), so that tabu search does not go
-    back.
+    `makes` and `breaks` are the attributes (an order of two operations, or a pair) that the move creates and destroys; tabu
+    search uses them to avoid undoing it.
     """
 
     rank: int
@@ -48,11 +48,11 @@ class Move(NamedTuple):
     breaks: tuple[int, ...]
 
 
-APART, TOGETHER, SLID = -1, -2, -3  # begin the attributes of moves that are no shift
+APART, TOGETHER, SLID = -1, -2, -3  # first element of the attributes of moves other than shifts
 
 
 class SequenceState:
-    """Sequences with the place of every node, and their memory.
+    """Sequences, with the place of every node and the memory at every operation.
 
     Attributes:
         sequences: rank -> its operations.
@@ -71,7 +71,7 @@ class SequenceState:
             self._refresh(rank, 0, len(sequence) - 1)
 
     def _refresh(self, rank: int, low: int, high: int) -> None:
-        """Places and memory from index `low`, whose level before is right, to `high`."""
+        """Update places and memory from index `low`, the level before which is correct already, to `high`."""
         sequence, levels, peaks, place = self.sequences[rank], self.levels[rank], self.peaks[rank], self.place
         rise, change, nodes, none = self.table.rise, self.table.change, self.table.nodes, self.table.none
         level = levels[low]
@@ -86,7 +86,7 @@ class SequenceState:
                     place[node] = at
 
     def apply(self, move: Move) -> Move:
-        """Make the move; return the one that takes it back."""
+        """Make the move, and return its inverse."""
         rank, low, high, operations, makes, breaks = move
         before = tuple(self.sequences[rank][low : high + 1])
         self.sequences[rank][low : high + 1] = operations
@@ -100,7 +100,7 @@ class SequenceState:
         return Move(rank, low, low + len(operations) - 1, before, breaks, makes)
 
     def allows_shift(self, rank: int, source: int, target: int) -> bool:
-        """Return whether order on the rank and memory allow the operation at `source` to go to `target` (a cycle may remain)."""
+        """Return whether order on the rank and memory allow a shift from `source` to `target` (a cycle may remain)."""
         table, place, levels, peaks = self.table, self.place, self.levels[rank], self.peaks[rank]
         sequence = self.sequences[rank]
         operation = sequence[source]
@@ -122,8 +122,9 @@ class SequenceState:
         )
 
     def allows(self, rank: int, low: int, operations: tuple[int, ...]) -> bool:
-        """Tell if order on the rank and memory allow these operations from index `low` on, in place of those of the same nodes
-        (a cycle through other ranks may remain)."""
+        """Return whether order on the rank and memory allow these operations from index `low` on, in place of those of the same
+        nodes (a cycle through other ranks may remain).
+        """
         table, m = self.table, self.table.microbatches
         nodes_of, rise, change, predecessor = table.nodes, table.rise, table.change, table.predecessor
         stride, level = table.stride, self.levels[rank][low]
@@ -143,7 +144,7 @@ class SequenceState:
 
 
 def critical_blocks(state: SequenceState, evaluation: Evaluation, random: Random) -> list[CriticalBlock]:
-    """The runs of one critical path, drawn at random, that lie on one rank."""
+    """Return the blocks of one critical path, drawn at random: its runs of operations on one rank."""
     table, sequences = state.table, state.sequences
     start, end, first = evaluation.start, evaluation.end, table.first
     lasts = [end[first[sequence[-1]]] + shift for sequence, shift in zip(sequences, evaluation.offset, strict=True)]
@@ -176,16 +177,16 @@ def critical_blocks(state: SequenceState, evaluation: Evaluation, random: Random
 def neighbours(
     state: SequenceState, blocks: list[CriticalBlock], random: Random, parameters: NeighbourhoodParameters
 ) -> Iterator[Move]:
-    """Moves at positions of the blocks, as far as order on the rank and memory allow.
+    """Yield the moves at positions of the blocks that order on the rank and memory allow.
 
-    Every operation shifts by one, and to both ends of its block; with pairs, see the functions below.
+    Every operation shifts by one, and to both ends of its block, or by `reach` towards them; for pairs, see the functions below.
     """
     places = [(rank, at, low, high) for rank, low, high in blocks for at in range(low, high + 1)]
     count, pairs = parameters.sampled_positions, parameters.pairs
     if count is not None and len(places) > count:
         places = random.sample(places, count)
     reach = len(state.place) if parameters.reach is None else parameters.reach
-    near = reach if count is None else 1  # where all positions are looked at, the one before has this exchange already
+    near = reach if count is None else 1  # if all positions are visited, the previous one yields this exchange already
     for rank, at, low, high in places:
         for target in {max(low, at - reach), max(low, at - near), min(high, at + 1), min(high, at + reach)}:
             if target != at and (move := shift(state, rank, at, target)) is not None:
@@ -195,7 +196,7 @@ def neighbours(
 
 
 def shift(state: SequenceState, rank: int, source: int, target: int) -> Move | None:
-    """The operation at `source` goes to index `target`, if order on the rank and memory allow that."""
+    """Return the move of the operation at `source` to index `target`; None if order on the rank or memory does not allow it."""
     if not state.allows_shift(rank, source, target):
         return None
     sequence = state.sequences[rank]
@@ -208,7 +209,7 @@ def shift(state: SequenceState, rank: int, source: int, target: int) -> Move | N
 
 
 def _pairing(state: SequenceState, rank: int, at: int, reach: int) -> Iterator[Move]:
-    """Pairs, and B as one, formed or split at index `at`."""
+    """Yield the moves that form, split or recombine a pair or a B at index `at`."""
     nodes = state.table.nodes[state.sequences[rank][at]]
     if len(nodes) > 1:
         yield from _split(state, rank, at)
@@ -219,7 +220,7 @@ def _pairing(state: SequenceState, rank: int, at: int, reach: int) -> Iterator[M
 
 
 def _split(state: SequenceState, rank: int, at: int) -> Iterator[Move]:
-    """The two actions of a pair one after the other, in both orders; its W, or that of a B, apart."""
+    """Yield the splits of a pair into its two actions, in both orders, and the separation of its W, or that of a B."""
     table, operation = state.table, state.sequences[rank][at]
     nodes = table.nodes[operation]
     ways: list[tuple[int, ...]] = []
@@ -234,7 +235,7 @@ def _split(state: SequenceState, rank: int, at: int) -> Iterator[Move]:
 
 
 def _merge_weight_grad(state: SequenceState, rank: int, at: int, reach: int) -> Iterator[Move]:
-    """An I, alone or paired, and its W a little later, as one operation at the I's place, where that is shorter than the two."""
+    """Yield the merge of an I, alone or paired, with its W a little later, at the I's place, if that is shorter than the two."""
     table, sequence = state.table, state.sequences[rank]
     nodes = table.nodes[sequence[at]]
     if not table.stride <= nodes[-1] < 2 * table.stride:
@@ -248,7 +249,7 @@ def _merge_weight_grad(state: SequenceState, rank: int, at: int, reach: int) -> 
 
 
 def _pair(state: SequenceState, rank: int, at: int, reach: int) -> Iterator[Move]:
-    """The F or I alone at `at` with the nearest one of the other kind, before or after, at the place of either."""
+    """Yield pairs of the single F or I at `at` with the nearest single one of the other kind on each side, at either place."""
     table, sequence = state.table, state.sequences[rank]
     node, stride = sequence[at], table.stride
     for places in (range(at - 1, max(-1, at - 1 - reach), -1), range(at + 1, min(len(sequence), at + 1 + reach))):
@@ -260,7 +261,7 @@ def _pair(state: SequenceState, rank: int, at: int, reach: int) -> Iterator[Move
 
 
 def _pair_with(state: SequenceState, rank: int, ends: tuple[int, int], reach: int) -> Iterator[Move]:
-    """F|I of the nodes at both ends of a part; and F|B, where W is near and the pair needs less memory with it."""
+    """Yield F|I of the nodes at both ends of a range, and F|B if W is near and the pair needs less memory with it."""
     table, sequence, (low, high) = state.table, state.sequences[rank], ends
     forward, backward = sorted((sequence[low], sequence[high]))
     pair, between = table.pair(forward, backward, False), sequence[low + 1 : high]
@@ -279,7 +280,7 @@ def _pair_with(state: SequenceState, rank: int, ends: tuple[int, int], reach: in
 def _join(
     state: SequenceState, rank: int, ends: tuple[int, int], joined: int, ways: list[tuple[int, ...]]
 ) -> Iterator[Move]:
-    """The operations between `ends` in any of these ways, of which `joined` takes in two."""
+    """Yield a move for each of `ways` to replace the operations between `ends` that is allowed; `joined` is the new operation."""
     nodes = state.table.nodes[joined]
     for operations in set(ways):
         if state.allows(rank, ends[0], operations):
@@ -287,7 +288,7 @@ def _join(
 
 
 def _pair_anew(state: SequenceState, rank: int, at: int) -> Iterator[Move]:
-    """The pair at `at` lets go of one action and takes the one alone next to it instead."""
+    """Yield the moves in which the pair at `at` exchanges one of its actions for the single action next to it."""
     table, sequence = state.table, state.sequences[rank]
     nodes = table.nodes[sequence[at]]
     if nodes[0] >= table.stride or len(nodes) > 2:
@@ -310,10 +311,10 @@ def _pair_anew(state: SequenceState, rank: int, at: int) -> Iterator[Move]:
 
 
 def slide(state: SequenceState, rank: int, low: int, high: int, later: bool) -> Move | None:
-    """Move the forwards of a part against its backwards by one place: one pair less, an F first and an I last, or the reverse.
+    """Return the move that shifts the forwards of a range against its backwards by one place.
 
-    `later` False: (f1|i1) (f2|i2) -> f1 (f2|i1) i2; True: an F at `low` and an I at `high` close up to pairs. None if the part
-    does not allow it.
+    `later` False: (f1|i1) (f2|i2) -> f1 (f2|i1) i2, which is one pair fewer; True: the reverse. None if the operations of the
+    range, order or memory do not allow it.
     """
     table, sequence = state.table, state.sequences[rank]
     stride = table.stride
@@ -344,7 +345,7 @@ def slide(state: SequenceState, rank: int, low: int, high: int, later: bool) -> 
 def random_move(
     state: SequenceState, random: Random, parameters: NeighbourhoodParameters, slide_share: float
 ) -> Move | None:
-    """Return any move of one operation by one place, or that `slide` makes; None when the draw is not allowed."""
+    """Return a random move of `neighbours` at two adjacent positions, or of `slide`; None if the draw is not allowed."""
     rank = random.randrange(len(state.sequences))
     sequence = state.sequences[rank]
     if parameters.pairs and random.random() < slide_share:
@@ -356,7 +357,7 @@ def random_move(
 
 
 def estimate(state: SequenceState, evaluation: Evaluation, tail: list[float], move: Move) -> float:
-    """About the length of the longest path through what the move touches, from the times before the move."""
+    """Return about the length of the longest path through the operations of the move, estimated from the times before it."""
     rank, low, high, operations, _, _ = move
     sequence, table = state.sequences[rank], state.table
     predecessor, hop, successor, successor_hop, time = (

@@ -57,7 +57,7 @@ class SearchResult:
 
     @property
     def gap(self) -> float:
-        """value / lower bound - 1."""
+        """value / lower bound - 1; 0 if the bound is 0."""
         return self.value / self.lower_bound - 1 if self.lower_bound else 0.0
 
     def _repr_svg_(self) -> str | None:
@@ -91,9 +91,9 @@ def search(
 ) -> SearchResult:
     """Return the schedule with the least makespan (or largest span) found, within `memory` on every rank.
 
-    Never worse than the best one-route family that fits with the same number of chunks or a divisor of it. Families and list
-    scheduling give the starts; one period is improved by simulated annealing and unrolled; tabu search along critical paths
-    improves the best. Ctrl-C ends the search with the best schedule so far.
+    The result is never worse than the best one-route family that fits the memory and has the same number of chunks or a divisor
+    of it. Families and list scheduling provide the starts; one period is improved by simulated annealing and unrolled; tabu
+    search along critical paths improves the best. Ctrl-C ends the search with the best schedule so far.
 
     Args:
         costs: costs of a stage; default: `Costs()`, F = I = W = 1. Micro-batches of different lengths (`Costs.microbatch`)
@@ -158,7 +158,7 @@ def search(
 
 
 def placements_of(ranks: int, chunks: int | None, placement: str | Sequence[int] | None) -> list[tuple[int, ...]]:
-    """The placements (stage -> rank) to search, without repetition.
+    """Return the placements (stage -> rank) to search, without repetition.
 
     Raises UsageError for an unknown name, and for ranks that do not hold `chunks` stages each.
     """
@@ -172,10 +172,10 @@ def placements_of(ranks: int, chunks: int | None, placement: str | Sequence[int]
 
 
 def microbatch_orders(factors: Sequence[float]) -> list[tuple[int, ...]]:
-    """Orders (position -> micro-batch) worth a search: as given (empty), short first, long first, short at both ends.
+    """Return the orders (position -> micro-batch) to search: as given (empty), short at both ends, short first, long first.
 
-    Micro-batches of different lengths go first in, first out through every stage, once their order is chosen. Only the first
-    order where all factors are equal. Short micro-batches at the ends make the warm-up and the cool-down short.
+    If all factors are equal, only the first. Once the order is chosen, micro-batches of different lengths pass every stage first
+    in, first out. Short micro-batches at the ends make the warm-up and the cool-down short.
     """
     numbers = range(len(factors))
     rising = sorted(numbers, key=factors.__getitem__)
@@ -187,7 +187,7 @@ def microbatch_orders(factors: Sequence[float]) -> list[tuple[int, ...]]:
 
 
 def require_room(instance: Instance) -> None:
-    """Raises CapacityError where not even one micro-batch at a time fits, UsageError for costs of another size."""
+    """Raise CapacityError if not even one micro-batch at a time fits, and UsageError for costs of other sizes than `instance`."""
     activation = instance.costs.per_stage("activation", instance.stages)
     instance.costs.check_links(instance.ranks)
     largest = max(instance.factors)
@@ -200,17 +200,17 @@ def require_room(instance: Instance) -> None:
 
 
 def _require_plain(costs: Costs, prove: bool, pairs: bool, overlap_p2p: bool) -> None:
-    """Refuses what a proof or the search over pairs does not know."""
+    """Refuse options that a proof or the search over pairs does not support."""
     if prove and costs.uneven:
         raise ArgumentError(
-            "prove", " is for equal micro-batches, and costs.microbatch has others: leave one of them out"
+            "prove", " requires equal micro-batches, but those of costs.microbatch differ: leave one of them out"
         )
     if pairs and prove:
         raise ArgumentError("prove", " does not support pairs; leave out pairs or prove")
     if pairs and (costs.uneven or not overlap_p2p):
         other = "costs.microbatch" if costs.uneven else "overlap_p2p=False"
         raise ArgumentError(
-            "pairs", f" are searched for equal micro-batches and overlapped messages; leave out pairs or {other}"
+            "pairs", f" require equal micro-batches and overlapped messages; leave out pairs or {other}"
         )
 
 

@@ -1,7 +1,7 @@
-"""Tabu search (Glover 1989): make the best move of a neighbourhood that is not forbidden, again and again.
+"""Tabu search (Glover 1989): repeatedly make the best move of the neighbourhood that is not forbidden.
 
-After a move, what it broke, an order of two operations or a pair, is forbidden for a number of moves, its tenure (Nowicki and
-Smutnicki 1996).
+A move destroys an order of two operations, or a pair; moves that create it again are then forbidden for a number of moves, the
+tenure (Nowicki and Smutnicki 1996).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class TabuParameters:
     """The constants of tabu search."""
 
     neighbourhood: NeighbourhoodParameters
-    # Moves for which what a move broke stays forbidden: the least, and the range of the random rest. Shorter, the search cycles;
-    # longer, it cannot undo a poor move. The random part breaks cycles that a fixed tenure leaves.
+    # Tenure in moves: the minimum, and the range of the random part. With a shorter one the search cycles; with a longer one it
+    # cannot undo a poor move. The random part breaks cycles that a fixed tenure leaves.
     tenure: int = 15
     tenure_range: int = 25
     # Moves without progress before a restart from the best: more search deeper around one solution, fewer diversify.
@@ -56,9 +56,9 @@ WITH_PAIRS = TabuParameters(
 
 
 class TabuSearch:
-    """A walk through sequences that fit the memory limit, from `sequences` on; it can be walked in several parts.
+    """A walk through sequences that fit the memory limit, starting from `sequences`; each call of `walk` continues it.
 
-    After `patience` moves without progress it goes back to the best and makes `perturbations` random moves there.
+    After `patience` moves without progress it returns to the best sequences and makes `perturbations` random moves there.
 
     Attributes:
         best: the best sequences so far.
@@ -82,7 +82,7 @@ class TabuSearch:
         self.step = self.stalled = 0
 
     def walk(self, moves: int, goal: float = 0.0, carry_on: CarryOn = lambda sequences, value, done: True) -> None:
-        """Walks until `moves` are made, the value is `goal`, or `carry_on(best, value, moves made)` says no."""
+        """Walk until `moves` are made, the value reaches `goal`, or `carry_on(best, value, moves made)` returns false."""
         done = 0
         while done < moves:
             if done % self.parameters.poll_interval == 0 and not (
@@ -102,7 +102,7 @@ class TabuSearch:
             return
         back = self.state.apply(move)
         after = evaluate(self.instance, self.state.sequences, (self.evaluation, move.rank, move.low))
-        # What was lost is forbidden for the tenure; where the move turned out to make a cycle, the move itself.
+        # Forbid what the move destroyed for the tenure; if the move turned out to make a cycle, forbid the move itself.
         tenure = self.parameters.tenure + self.random.randrange(self.parameters.tenure_range)
         self.tabu[move.breaks if after is not None else move.makes] = self.step + tenure
         if after is None:
@@ -113,7 +113,10 @@ class TabuSearch:
             self.best, self.value, self.stalled = [list(sequence) for sequence in self.state.sequences], after.value, 0
 
     def _choose(self) -> Move | None:
-        """The move with the least estimate that is allowed, or that promises a new best; any one if all are forbidden."""
+        """Return the move with the least estimate that is not forbidden, or promises a new best; if there is none, any move.
+
+        None if there are no moves.
+        """
         blocks = critical_blocks(self.state, self.evaluation, self.random)
         moves = list(neighbours(self.state, blocks, self.random, self.parameters.neighbourhood))
         if not moves:
@@ -131,7 +134,7 @@ class TabuSearch:
         return best or moves[0]
 
     def _restart(self) -> None:
-        """Back to the best, and a few random moves from there that keep the sequences free of cycles."""
+        """Return to the best sequences, and make a few random moves there that keep them free of cycles."""
         self.state = SequenceState(self.instance, self.best)
         self.tabu.clear()
         self.stalled = 0

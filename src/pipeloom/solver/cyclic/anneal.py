@@ -35,7 +35,7 @@ ANNEALING = AnnealingParameters()
 
 
 def critical_blocks_of(cyclic: PeriodicSchedule) -> list[list[int]]:
-    """The runs of the critical cycle that lie on one rank, two nodes or more; none if all of it does."""
+    """Return the runs of two or more nodes of the critical cycle that lie on one rank; empty if the whole cycle lies on one."""
     critical, rank = cyclic.critical, cyclic.instance.table.rank
     breaks = [
         at
@@ -54,10 +54,10 @@ class AnnealingRun:
     """An annealed walk through periodic schedules; memory violations are penalised in the objective.
 
     Attributes:
-        now: where it is.
-        best: (sequences, shift) of the shortest period that fits.
-        interval: its length.
-        over: what `now` is above the memory limit, over all ranks.
+        now: the current schedule.
+        best: (sequences, shift) of the shortest period that fits the memory limit.
+        interval: the length of that period.
+        over: the memory of `now` above the limit, summed over the ranks.
     """
 
     def __init__(self, start: PeriodicSchedule, random: Random, initial_temperature: float) -> None:
@@ -75,7 +75,7 @@ class AnnealingRun:
         return sum(self.excess)
 
     def run(self, steps: int, goal: float, carry_on: Callable[[int], bool] = lambda done: True) -> None:
-        """`steps` moves, from hot to cold; ends early at a length of `goal` or when `carry_on(moves made)` returns false."""
+        """Make `steps` moves at falling temperature; stop early at interval `goal`, or if `carry_on(moves made)` is false."""
         random, now, initial_temperature = self.random, self.now, self.initial_temperature
         for step in range(steps):
             if self.interval <= goal + TIME_TOLERANCE or (step % ANNEALING.poll_interval == 0 and not carry_on(step)):
@@ -86,7 +86,7 @@ class AnnealingRun:
             self._iterate(now.interval + self.penalty * self.over - temperature * math.log(1.0 - random.random()))
 
     def _iterate(self, most: float) -> None:
-        """One random move; it stays if the period, and the penalty for memory above the limit, are at most `most` then."""
+        """Make a random move; undo it unless the interval plus the penalty for memory above the limit is at most `most`."""
         now, random = self.now, self.random
         runs = critical_blocks_of(now) if random.random() < ANNEALING.critical_share else []
         run = random.choice(runs) if runs else []
@@ -109,7 +109,7 @@ class AnnealingRun:
         now.end, now.order, now.critical, now.interval = state
 
     def _move(self, run: list[int], rank: int) -> bool:
-        """Swaps the first or last two of a run, or takes one of it to the front or the end of it."""
+        """Swap the first or last two nodes of a run, or move a node to its front or end; false if that is not allowed."""
         random = self.random
         kind = random.randrange(4)
         if kind == 0 or len(run) == 2:
@@ -123,12 +123,12 @@ class AnnealingRun:
         return at > 0 and all(self._swap(rank, other) for other in reversed(run[:at]))
 
     def _swap(self, rank: int, node: int) -> bool:
-        """`node` and the one after it change places, if they may."""
+        """Swap `node` with the node after it; false if that is not allowed."""
         now = self.now
         sequence, shift, table = now.sequences[rank], now.shift, now.instance.table
         at = sequence.index(node)
         if at == len(sequence) - 1:
-            first = sequence.pop(0)  # the same sequences, cut one later
+            first = sequence.pop(0)  # the same cyclic sequence, cut one node later
             shift[first] += 1
             sequence.append(first)
             at -= 1

@@ -13,14 +13,17 @@ from pipeloom.solver.instance import Instance
 
 
 class _Table:
-    """The busy stretches of one rank's period, as (start, end) within [0, length)."""
+    """The busy stretches of one rank's period, as (start, end); starts lie in [0, interval), ends may lie beyond."""
 
     def __init__(self, interval: float) -> None:
         self.interval = interval
         self.busy: list[tuple[float, float]] = []
 
     def take(self, ready: float, time: float) -> float:
-        """The first start from `ready` on at which `time` fits; where it fits nowhere, the start of the longest gap."""
+        """Reserve `time` from the first start at or after `ready` at which it fits, else from the start of the longest gap.
+
+        Returns the start.
+        """
         interval = self.interval
         if not self.busy:
             start = ready
@@ -32,7 +35,7 @@ class _Table:
                 gap = following - end
                 first = ready + (end - ready) % interval  # the gap's next start
                 if first - interval + gap >= ready + time - TIME_TOLERANCE:
-                    first = ready  # it is in the gap now, with enough left of it
+                    first = ready  # `ready` lies in the gap, and enough of the gap follows it
                 if gap >= time - TIME_TOLERANCE:
                     best = min(best, first)
                 elif gap > longest:
@@ -46,9 +49,10 @@ class _Table:
 
 
 def modulo_packed(instance: Instance, interval: float, adjacent: bool = False) -> PeriodicSchedule:
-    """The sequences that come of packing all of a micro-batch into periods of this length; they may hold too much memory.
+    """Return the periodic schedule that packs all actions of a micro-batch into a period of `interval`.
 
-    `adjacent`: a gap for an input gradient is one for its weight gradient too.
+    The interval that results may be longer, and its memory may exceed the limit. `adjacent`: a gap must hold an input gradient
+    and its weight gradient together.
     """
     table = instance.table
     count = instance.stages

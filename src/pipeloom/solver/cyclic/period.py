@@ -1,13 +1,13 @@
 """Periodic schedules: the sequence that each rank repeats in every period, and the initiation interval that results.
 
 In period k a rank runs each of its nodes once; node (operation type, j) then handles micro-batch (k + shift) D + j, where D
-micro-batches make a period. With e the end of a node in period 0's micro-batches and L the initiation interval, the length of
-a period,
+micro-batches make a period. With e(v) the end of node v for the micro-batches of period 0 and L the initiation interval, the
+length of a period,
 
     e(v) >= e(before v on its rank) - L height + time(v)        e(v) >= e(need of v) + hop + time(v)
 
-where height is how much further the micro-batch of v is than that of the node before it. L is the largest ratio of time to height
-over the cycles of this graph (a maximum cycle ratio: Baccelli et al., Synchronization and Linearity, chapter 3).
+where height is by how many periods the micro-batch of v is ahead of that of the node before it. L is the largest ratio of time to
+height over the cycles of this graph (a maximum cycle ratio: Baccelli et al., Synchronization and Linearity, chapter 3).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ MOST_PASSES = 2000
 
 
 class PeriodicSchedule:
-    """Periodic schedules of an instance whose `microbatches` make one period.
+    """A periodic schedule of an instance whose `microbatches` make one period.
 
     Attributes:
         sequences: rank -> its nodes, in cyclic order.
-        shift: node -> periods that it is ahead.
-        end: node -> end of it for the micro-batches of period 0, valid after `measure`.
-        interval: of a period.
-        critical: the nodes of a cycle that sets the length, each after the one before it.
+        shift: node -> the number of periods by which it is ahead.
+        end: node -> its end for the micro-batches of period 0, valid after `measure`.
+        interval: the length of a period, valid after `measure`.
+        critical: the nodes of a cycle that determines the interval, in order; empty if the work of a rank determines it.
     """
 
     def __init__(self, instance: Instance, sequences: Sequences, shift: Sequence[int]) -> None:
@@ -49,7 +49,7 @@ class PeriodicSchedule:
         self.work = max(sum(table.time[node] for node in sequence) for sequence in self.sequences)
 
     def link(self, rank: int) -> None:
-        """Set what comes before each node of `rank`, and by how many periods it is ahead."""
+        """Set `before` and `height` of each node of `rank`: the previous node, and by how many periods it is ahead of that."""
         sequence, shift = self.sequences[rank], self.shift
         last = sequence[-1]
         ahead = shift[last] - 1
@@ -59,7 +59,7 @@ class PeriodicSchedule:
             last, ahead = node, shift[node]
 
     def peak(self, rank: int) -> float:
-        """The largest memory of `rank` when all periods are full."""
+        """Return the peak memory of `rank` when all periods are full."""
         change, shift, sequence = self.instance.table.change, self.shift, self.sequences[rank]
         level = sum(change[node] * shift[node] for node in sequence)
         best = level
@@ -75,12 +75,11 @@ class PeriodicSchedule:
         return all(self.peak(rank) <= memory_limit for rank in range(self.instance.ranks))
 
     def measure(self, most: float = math.inf) -> bool:
-        """Find the length, the ends and a critical cycle; false if sequences wait for one another, or the length passes `most`.
+        """Compute the interval, the ends and a critical cycle.
 
-        False too where that takes too many passes over the nodes.
-
-        Ends are raised along the constraints until they hold; whenever their reasons form a cycle that is slower than the
-        length so far, that is the new length.
+        Returns False if the sequences wait for one another, the interval exceeds `most`, or it takes too many passes over the
+        nodes. Ends are raised along the constraints until all hold. Whenever the constraints that raised them form a cycle whose
+        ratio exceeds the interval so far, that ratio becomes the interval.
         """
         table = self.instance.table
         time, predecessor, hop = table.time, table.predecessor, table.hop
@@ -121,7 +120,7 @@ class PeriodicSchedule:
         return True
 
     def _cycle(self, reason: Sequence[int]) -> list[int]:
-        """The slowest cycle that the reasons form, in order; empty if there is none."""
+        """Return the slowest cycle that the reasons form, in order; empty if there is none."""
         none = self.instance.table.none
         seen = [0] * none
         best: list[int] = []
@@ -149,7 +148,7 @@ class PeriodicSchedule:
         return best
 
     def _ratio(self, cycle: Sequence[int]) -> float | None:
-        """Time over height of a cycle, in periods; None if the height is 0."""
+        """Return the time of a cycle divided by its height in periods; None if the height is not above 0."""
         table = self.instance.table
         time, periods = 0.0, 0
         last = cycle[-1]
@@ -163,8 +162,8 @@ class PeriodicSchedule:
         return time / periods if periods > 0 else None
 
     def unrolled(self, instance: Instance) -> Sequences:
-        """The sequences of `instance`, which has all micro-batches: every period of every rank, as far as its micro-batches
-        exist.
+        """Return the sequences of `instance`, which has all micro-batches: every period of every rank, as far as its
+        micro-batches exist.
         """
         per_period, m = self.instance.microbatches, instance.microbatches
         sequences = []

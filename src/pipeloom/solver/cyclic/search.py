@@ -46,13 +46,13 @@ Snapshot = tuple[float, float, int, Sequences, list[int]]
 
 
 class PeriodSearch:
-    """Periodic schedules of one instance, its micro-batches taken as alike, and the best unrolled sequences that came of them.
+    """Search over periodic schedules of one instance, with its micro-batches treated as equal, and their unrolled sequences.
 
     Attributes:
-        pool: (value, micro-batches of a period, sequences, shift), the best first.
+        pool: (value, interval, micro-batches of a period, sequences, shift), the best first.
         best: the best unrolled sequences, or None.
-        value: theirs.
-        work: nodes looked at so far.
+        value: the value of `best`; infinite before the first.
+        work: nodes visited so far.
     """
 
     def __init__(self, instance: Instance, random: Random, seeds: Sequence[tuple[Instance, Sequences]]) -> None:
@@ -64,7 +64,7 @@ class PeriodSearch:
         self.starts = periodic_starts(instance, seeds)
 
     def run(self, carry_on: Callable[[], bool]) -> None:
-        """Anneals from the starts and from what came of them, until `carry_on()` returns false."""
+        """Collect the starts, then anneal from the pool, until `carry_on()` returns false."""
         for start in self.starts:
             self.work += len(start.shift)
             if start.interval <= PERIOD.slowest * start.instance.microbatches * self._shortest():
@@ -75,7 +75,7 @@ class PeriodSearch:
             self._walk(carry_on)
 
     def _shortest(self) -> float:
-        """The least time of one micro-batch so far."""
+        """Return the least interval per micro-batch so far."""
         return min((interval / per_period for _, interval, per_period, _, _ in self.pool), default=math.inf)
 
     def _walk(self, carry_on: Callable[[], bool]) -> None:
@@ -111,7 +111,7 @@ class PeriodSearch:
         self._add(best)
 
     def _add(self, cyclic: PeriodicSchedule) -> None:
-        """Evaluates what it unrolls to, and keeps it among the best."""
+        """Evaluate the sequences that it unrolls to, and keep it in the pool if it fits and is among the best."""
         sequences = cyclic.unrolled(self.instance)
         self.work += self.instance.nodes
         ended = evaluate(self.instance, sequences)
@@ -135,8 +135,8 @@ class PeriodSearch:
 
 
 def periodic_starts(instance: Instance, seeds: Sequence[tuple[Instance, Sequences]]) -> Iterator[PeriodicSchedule]:
-    """Periodic schedules that fit: packed periods, and stretches of the seeds in which every operation type comes equally
-    often.
+    """Yield periodic schedules that fit the memory: packed periods, and stretches of the seeds in which every operation type
+    occurs equally often.
     """
     yield from modulo_starts(instance)
     for per_period in range(1, PERIOD.longest_part + 1):
@@ -148,7 +148,7 @@ def periodic_starts(instance: Instance, seeds: Sequence[tuple[Instance, Sequence
 
 
 def modulo_starts(instance: Instance) -> Iterator[PeriodicSchedule]:
-    """The shortest periods, of those tried, that a micro-batch can be packed into within the memory limit."""
+    """Yield the shortest periods, of those tried, into which a micro-batch can be packed within the memory limit."""
     one = replace(instance.even, microbatches=1)
     if not any(one.table.time):
         return  # a period of length 0 has no places to pack into
@@ -163,7 +163,7 @@ def modulo_starts(instance: Instance) -> Iterator[PeriodicSchedule]:
 
 
 def widened(cyclic: PeriodicSchedule, factor: int) -> PeriodicSchedule:
-    """The same sequences, `factor` periods as one."""
+    """Return the same periodic schedule with `factor` periods joined into one."""
     per_period = cyclic.instance.microbatches
     wide = replace(cyclic.instance, microbatches=per_period * factor)
     shift = [0] * wide.table.none
@@ -173,7 +173,7 @@ def widened(cyclic: PeriodicSchedule, factor: int) -> PeriodicSchedule:
         for period in range(factor):
             for node in sequence:
                 operation_type, j = divmod(node, per_period)
-                # the micro-batch that the node handles in this period, over all of them
+                # the micro-batch of the node in this one of the joined periods, numbered over all of them
                 ahead, rest = divmod((period + cyclic.shift[node]) * per_period + j, per_period * factor)
                 node_of_period = operation_type * per_period * factor + rest
                 shift[node_of_period] = ahead

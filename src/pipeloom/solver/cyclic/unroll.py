@@ -26,8 +26,8 @@ UNROLLING = UnrollParameters()
 
 
 def repeat_period(small: Instance, sequences: Sequences, instance: Instance) -> Sequences | None:
-    """`sequences` of `small` for all micro-batches of `instance`; None if no stretch of them can be repeated within the
-    memory limit.
+    """Return `sequences` of `small` extended to all micro-batches of `instance`; None if no stretch of them can be repeated
+    within the memory limit.
 
     Of the stretches tried, the one whose repetition takes the least time per micro-batch is used.
     """
@@ -55,7 +55,7 @@ def repeat_period(small: Instance, sequences: Sequences, instance: Instance) -> 
 
 
 def periodic_part(instance: Instance, sequences: Sequences, per_period: int) -> PeriodicSchedule | None:
-    """The middle of the sequences that has every operation type of every rank `per_period` times; None if there is none."""
+    """Return the middle part of the sequences with every operation type `per_period` times; None if there is none."""
     m = instance.microbatches
     part = replace(instance.even, microbatches=per_period)
     shift = [0] * part.table.none
@@ -75,7 +75,7 @@ def periodic_part(instance: Instance, sequences: Sequences, per_period: int) -> 
 
 
 def with_repeated_part(small: Instance, sequences: Sequences, per_period: int, instance: Instance) -> Sequences | None:
-    """`sequences` of `small` with a stretch of `per_period` micro-batches repeated until there are as many as in `instance`.
+    """Return `sequences` of `small`, with a stretch of `per_period` micro-batches repeated to give as many as `instance` has.
 
     None if a rank has no such stretch. The number of missing micro-batches must be a multiple of `per_period`. The operations
     before and after the stretch stay, so the result may be longer or hold more memory than expected: the caller checks.
@@ -98,7 +98,7 @@ def with_repeated_part(small: Instance, sequences: Sequences, per_period: int, i
 
 
 def balanced_window(operation_types: Sequence[int], times: int) -> int | None:
-    """Return the start of the run nearest to the middle that has every operation type `times` times; None if there is none."""
+    """Return the start of the window nearest to the middle with every operation type `times` times; None if there is none."""
     count = dict.fromkeys(operation_types, 0)
     size = times * len(count)
     even = 0
