@@ -48,7 +48,7 @@ def test_three_errors_at_once_are_printed_and_nothing_starts() -> None:
     assert done.stdout == ""
     assert "did you mean 'steps'?" in done.stderr
     assert 'optimizer.lr = "fast": it must be a number' in done.stderr
-    assert "18 stages, more than there are decoder layers" in done.stderr
+    assert "parallel.pp = 9: the model has 8 decoder layers, and each pipeline rank needs at least one" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -42,7 +42,7 @@ def test_three_errors_at_once_with_where_they_were_set(tmp_path: Path) -> None:
     assert found[0] == "train.seq_len = 0: it must be at least 1; nearest: 1"
     assert f"train.stepz = 3 (in {path})" in found[1]
     assert found[2] == f'optimizer.lr = "fast" (in {path}): it must be a number'
-    assert "18 stages, more than there are decoder layers; nearest: 18 layers" in found[3]
+    assert "parallel.pp = 9: the model has 8 decoder layers" in found[3]
 
 
 @pytest.mark.parametrize(
@@ -162,3 +162,17 @@ def test_a_schedule_that_deadlocks_is_exit_code_3() -> None:
 def test_problems_of_resolve_and_load_are_the_same() -> None:
     with pytest.raises(ConfigError, match="more than there are decoder layers"):
         resolve(load(None, {"parallel.pp": 5}))
+
+
+def test_more_ranks_than_layers_are_refused_before_the_schedule_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A V schedule of thousands of ranks takes minutes."""
+
+    def build(*_: object, **__: object) -> None:
+        raise AssertionError("the schedule is built")
+
+    monkeypatch.setattr("pipeloom.config.layout.make_schedule", build)
+    flags = {"parallel.pp": 4096, "schedule.name": "zbv", "model.num_hidden_layers": 4, "schedule.microbatches": 4}
+    with pytest.raises(
+        ConfigError, match=r"parallel\.pp = 4096: the model has 4 decoder layers, .* nearest: parallel\.pp = 4,"
+    ):
+        load_layout(None, flags)

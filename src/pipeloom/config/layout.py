@@ -87,6 +87,10 @@ def examine(
     computed = COMPUTED in (config.parallel.pp, config.parallel.dp, config.parallel.tp)
     if computed or (wrong and any(key.partition(".")[0] in ("schedule", "parallel") for key in wrong)):
         return None, problems
+    if too_deep := _more_ranks_than_layers(
+        config, wrong
+    ):  # before the schedule, which takes minutes for thousands of ranks
+        return None, [*problems, too_deep]
     broken: ScheduleError | None = None
     schedule: Schedule | None = None
     request: SearchRequest | None = None
@@ -143,6 +147,17 @@ def stage_costs(config: Config, stage_layers: tuple[int, ...]) -> list[int]:
         costs.append(sum(size.flops for size in sizes[start : start + count]))
         start += count
     return costs
+
+
+def _more_ranks_than_layers(config: Config, wrong: Collection[str]) -> str:
+    """Return the problem if the pipeline has more ranks than the model has blocks to balance over them; "" if not."""
+    ranks, blocks = config.parallel.pp, config.model.num_hidden_layers
+    if config.parallel.stages or ranks <= blocks or any(key.startswith("model") for key in wrong):
+        return ""
+    return (
+        f"parallel.pp = {ranks}: the model has {blocks} decoder layers, and each pipeline rank needs at least one; nearest: "
+        f"parallel.pp = {blocks}, or model.num_hidden_layers = {ranks}"
+    )
 
 
 def _stage_layers(config: Config, schedule: Schedule, wrong: Collection[str]) -> tuple[list[str], tuple[int, ...]]:
