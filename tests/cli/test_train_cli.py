@@ -184,7 +184,9 @@ def test_verdicts_tell_passed_from_failed(capsys: pytest.CaptureFixture[str]) ->
     assert verify.row(good, 6).startswith("PASS  good    loss 1.0e-08  worst 3.0e-07 b")
     assert verify.row(bad, 6).startswith("FAIL")
     assert verify.summarise(asked, [good]) == 0
-    assert "1 of 1 layouts pass at 1e-05" in capsys.readouterr().out
+    assert "1 of 1 layouts pass at 1e-05 (fp32, max" in capsys.readouterr().out
+    assert verify.summarise(request("tiny", "--train.dtype", "float64"), [good]) == 0
+    assert "1 of 1 layouts pass at 1e-05 (fp64, max" in capsys.readouterr().out
     assert verify.summarise(asked, [good, bad]) == 1
     out = capsys.readouterr().out
     assert "2.5e-01  a" in out

@@ -211,8 +211,10 @@ def summarise(request: Request, verdicts: list[dict[str, Any]]) -> int:
     if request.skipped:
         print(f"skipped as invalid: {len(request.skipped)}, such as {request.skipped[0]}")
     passed = len(verdicts) - len(failed)
+    dtypes = sorted({"fp64" if layout.config.train.dtype == "float64" else "fp32" for layout in request.layouts})
     print(
-        f"{passed} of {len(verdicts)} layouts pass at {request.tolerance:g} (fp32, max |a-b| / max |b| per parameter)"
+        f"{passed} of {len(verdicts)} layouts pass at {request.tolerance:g} "
+        f"({' and '.join(dtypes)}, max |a-b| / max |b| per parameter)"
     )
     return int(bool(failed))
 
