@@ -1,9 +1,8 @@
 """The executor: one rank runs its program of instructions once.
 
 It waits for the messages that an instruction needs, runs the instruction's action (or the two of an overlapped pair), and
-sends what that made. It decides nothing about order: that is the schedule's. `run` goes through the whole program;
-LocalPipeline, which has all ranks in one thread, calls `begin`, `execute_next` for a rank whose messages are there
-(`missing`), and `finish`.
+sends the results. The order is that of the program alone. `run` executes the whole program; LocalPipeline, which has all
+ranks in one thread, calls `begin`, then `execute_next` for a rank whose messages have arrived (`missing`), and `finish`.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from pipeloom.schedule.channels import Edge, Message
 
 @dataclass(frozen=True)
 class StepHooks:
-    """Callbacks of a step while it runs.
+    """Objects and callbacks that a step reports to while it runs.
 
     Attributes:
-        status: what the rank does and waits for, for the watchdog.
-        faults: those to make on purpose.
-        before_last_backward: called with a stage before its last B, where that is one call of autograd's.
-        stage_done: called with a stage once its gradients are complete, after what completed them has been sent.
-        before_layer: called with a layer's name before its weights are read: they may be on their way.
+        status: the action that the rank is in and what it waits for, for the watchdog.
+        faults: the faults to inject.
+        before_last_backward: called with a stage before its last B, if that is a single call of autograd.
+        stage_done: called with a stage once its gradients are complete and the messages of the completing action are sent.
+        before_layer: called with a layer's name before its weights are read: they may still be in transit.
     """
 
     status: Status
@@ -57,16 +56,15 @@ class StepResult:
     """Result of one run of a rank's program.
 
     Attributes:
-        loss: the sums of its shares of the loss and of layers' terms.
-        outputs: micro-batch -> output of the route's last stage, where asked for.
+        loss: sums of this rank's shares of the loss and of layers' terms.
+        outputs: micro-batch -> output of the route's last stage, if requested.
         starts, ends: seconds (time.perf_counter) of each program entry.
-        turns: entry of a pair -> when it went from its forward to its backward; where the two were interleaved: when it
-            would have, one after the other.
+        turns: entry of a pair -> time at which its forward ended and its backward began; for an interleaved pair, the time at
+            which that would have been had the two run one after the other.
         peak_alive: the most micro-batches alive on its stages at once.
-        exposed: kind of communication -> seconds for which computation stood still for it inside actions; None: not
-            measured.
-        after: kind of communication -> seconds that it took after the last action.
-        end: when the gradients were complete (time.perf_counter); 0: the last action's end.
+        exposed: kind of communication -> seconds for which computation waited for it inside actions; None: not measured.
+        after: kind of communication -> its seconds after the last action.
+        end: time at which the gradients were complete (time.perf_counter); 0: the end of the last action.
     """
 
     loss: LossSum = field(default_factory=LossSum)
@@ -88,15 +86,15 @@ class Executor:
     """One rank's run of one program.
 
     Args:
-        program: what to run; with gradients enabled a training step's, else forwards only.
-        stages: this rank's, by their numbers.
+        program: the program to run: of a training step if gradients are enabled, else forwards only.
+        stages: stage number -> stage, of this rank.
         transport: carries this run's messages.
-        hooks: told of the step while it runs.
-        loss: `loss(output, targets)` of a micro-batch.
-        specs: the shapes of messages, known from earlier steps.
-        communications: the rank's communications inside stages.
+        hooks: called while the step runs.
+        loss: `loss(output, targets)` for one micro-batch.
+        specs: shapes of messages, remembered from earlier steps.
+        communications: stream of the rank's communications inside stages.
         clock: times the actions.
-        checksums: whether messages are sent with a checksum, and verified.
+        checksums: whether messages carry a checksum that the receiver verifies.
     """
 
     def __init__(
@@ -128,7 +126,7 @@ class Executor:
         """Run the program on `batch`, waiting in the transport for the other ranks' messages.
 
         Args:
-            keep_outputs: return the outputs of the last stages, without a loss.
+            keep_outputs: return the outputs of the last stages, and compute no loss.
         """
         self.begin(batch, keep_outputs)
         while self.unfinished:
@@ -136,7 +134,7 @@ class Executor:
         return self.finish()
 
     def begin(self, batch: Microbatches, keep_outputs: bool = False) -> None:
-        """Start a run: nothing is alive, and the first receives are open."""
+        """Start a run: discard what an earlier one left, and open the first receives."""
         self.batch = batch
         self.keep_outputs = keep_outputs
         self.training = torch.is_grad_enabled()
@@ -145,11 +143,11 @@ class Executor:
         self.unfinished = bool(self.program.instructions)
         self._alive = 0
         self._has_loss, self._unreached = False, self.training  # whether no loss so far carries a gradient
-        # Between stages of this rank: (kind of message, what it crosses, micro-batch) -> what the other end will take.
+        # Between stages of this rank: (kind of message, edge, micro-batch) -> values for the other stage.
         self._local: dict[tuple[str, Edge, int], Delivery] = {}
-        # (stage, micro-batch) -> what a forward has received, whose buffers are given back after its backward.
+        # (stage, micro-batch) -> messages received by a forward; their buffers are returned to the transport after its backward.
         self._inputs: dict[tuple[int, int], Deliveries] = {}
-        self.communications.exposed()  # what an evaluation or a failed step left
+        self.communications.exposed()  # left by an evaluation or a failed step
         self.specs.begin([(self.training, *each) for each in batch.signatures])
         self.clock.begin()
         # Of program entries: marks of the clock, and for an interleaved pair the forward's share of its time.
@@ -161,7 +159,7 @@ class Executor:
             self.transport.exchange((), self.program.instructions[0].post_receives)
 
     def missing(self) -> Message | None:
-        """The first message that the next instruction waits for and that has not arrived; None: it can run."""
+        """Return the first message that the next instruction needs and that has not arrived; None: it can run."""
         for messages in self.program.instructions[self._next].receives:
             for message in messages:
                 if not self.transport.arrived(message):
@@ -169,7 +167,7 @@ class Executor:
         return None
 
     def execute_next(self) -> None:
-        """Run the next instruction: receive, compute, send what it made, and open the receives of the one behind it."""
+        """Run the next instruction: receive, compute, send the results, and open the receives of the following instruction."""
         instruction = self.program.instructions[self._next]
         received = [
             self._received(action, messages) if messages else {}
@@ -207,7 +205,7 @@ class Executor:
                 self.hooks.stage_done(stage)
 
     def finish(self) -> StepResult:
-        """End the run: every send has left. Return what it leaves."""
+        """End the run once every send has completed, and return its result."""
         self.transport.finish()
         self.hooks.status.leave()
         report_standstills_to(None)
@@ -217,14 +215,14 @@ class Executor:
                 "train; compute it from them without detach(), .item() or torch.no_grad()"
             )
         with self.hooks.status.during("device"):
-            self.hooks.status.wait_between("its GPU")  # a clock of the host is read at once
+            self.hooks.status.wait_between("its GPU")  # the host's clock needs no conversion
             self.result.exposed = self.communications.exposed()
             self._read_clock()
             self.hooks.status.leave()
         return self.result
 
     def _read_clock(self) -> None:
-        """The times of the actions, from the marks that were made."""
+        """Set the times of the actions in the result, from their marks."""
         seconds, result = self.clock.seconds, self.result
         result.starts, result.ends = seconds(self._starts), seconds(self._ends)
         result.turns = dict(zip(self._turns, seconds(self._turns.values()), strict=True))
@@ -234,7 +232,7 @@ class Executor:
     # -- the kinds of actions --------------------------------------------------------------------------------------------
 
     def _forward(self, action: Action, received: Deliveries) -> Deliveries:
-        """F. On a route's last stage the loss comes with it."""
+        """Run F; on a route's last stage, with the loss."""
         _, index, mb = action
         stage, program = self.stages[index], self.program.stages[index]
         values, specs = self._forward_inputs(action, received)
@@ -274,16 +272,16 @@ class Executor:
         return {}
 
     def _registered_kind(self, action: Action, received: Deliveries) -> Deliveries:
-        """An action of a kind that the user has registered."""
+        """Run an action of a registered kind."""
         execute = kind_of(action.kind).execute
         if execute is not None:
             execute(self.stages[action.stage].modules, action.microbatch)
         return {}
 
     def _overlapped_pair(self, instruction: Instruction, received: Sequence[Deliveries]) -> list[Outgoing]:
-        """A forward and a backward, interleaved; sends the forward's output at once and returns the backward's.
+        """Run a forward and a backward interleaved. Send the forward's output at once; return the backward's.
 
-        The backward begins, unless it has no communication for the forward to hide.
+        The backward begins, unless it has no communication that the forward could hide.
         """
         first, second = instruction.actions
         self._await_weights(first)
@@ -305,7 +303,7 @@ class Executor:
                 self.hooks.before_layer(layer)
 
     def _forward_in_segments(self, action: Action, received: Deliveries) -> Coroutine[Deliveries]:
-        """As `_forward` in a training step, stopping where it would wait for a communication."""
+        """As `_forward` in a training step, yielding where it would wait for a communication."""
         values, specs = self._forward_inputs(action, received)
         keywords, program = self.batch.keywords[action.microbatch], self.program.stages[action.stage]
         outputs = yield from self.stages[action.stage].forward_in_segments(
@@ -320,7 +318,7 @@ class Executor:
         return self._forward_done(action, outputs, received)
 
     def _backward_in_segments(self, action: Action, received: Deliveries) -> Coroutine[Deliveries]:
-        """As `_backward` or `_input_grad`, stopping where it would wait for a communication."""
+        """As `_backward` or `_input_grad`, yielding where it would wait for a communication."""
         keeps_weights = action.kind == "I"
         gradients = self._output_gradients(action, received)
         inputs = yield from self.stages[action.stage].backward_in_segments(action.microbatch, gradients, keeps_weights)
@@ -328,7 +326,7 @@ class Executor:
         return self._backward_done(action, inputs, received)
 
     def _watched(self, action: Action, coroutine: Coroutine[Deliveries]) -> Coroutine[Deliveries]:
-        """`coroutine`; the status names its action whenever it is resumed, and so does its error."""
+        """Run `coroutine`; the status names its action whenever it is resumed, and an error in it is given that action."""
         try:
             self.hooks.faults.before(action)
             while True:
@@ -345,7 +343,7 @@ class Executor:
     # -- inputs and outputs of actions -----------------------------------------------------------------------------------
 
     def _forward_inputs(self, action: Action, received: Deliveries) -> tuple[BoundaryValues, TensorSpecs | None]:
-        """A forward's inputs, those by name last; their specs, None for those of the user."""
+        """Return a forward's inputs, named ones last, and their specs (None for inputs of the user)."""
         _, stage, mb = action
         program = self.program.stages[stage]
         if self.training:
@@ -368,13 +366,13 @@ class Executor:
         return values, specs
 
     def _gradients_of(self, edge: Edge, microbatch: int, received: Deliveries) -> BoundaryValues:
-        """Return the gradients of what has crossed an edge, from another rank or from another stage here."""
+        """Return the gradients of the values sent along an edge, from another rank or from another stage here."""
         delivery = received[edge] if edge in received else self._local.pop(("gradient", edge, microbatch))
         return delivery.values
 
     def _share_of_loss(self, action: Action) -> ShareOfLoss | None:
-        """Return the micro-batch's share of the loss, from the output of a route's last stage. The loss is scaled here and
-        in `_share_of_term`, nowhere else.
+        """Return the function from a last stage's output to the micro-batch's share of the loss; None for other stages. Losses
+        are scaled only here and in `_share_of_term`.
         """
         if self.program.stages[action.stage].gives is not None:
             return None
@@ -382,14 +380,14 @@ class Executor:
         return partial(share_of_loss, self.loss, targets=targets, share=share)
 
     def _share_of_term(self, action: Action) -> GiveToTerm | None:
-        """Return what becomes of the values that a stage's layers give to losses of their own; None: nothing."""
+        """Return the function from a loss term of a layer and its value to its share; None: terms are not computed."""
         if self.keep_outputs or self.stages[action.stage].silent:
             return None
         targets, share = self.batch.targets[action.microbatch], self.batch.shares[action.microbatch]
         return lambda term, value: share_of_loss(term.loss, value, targets, share)
 
     def _forward_done(self, action: Action, outputs: StageOutputs, received: Deliveries) -> Deliveries:
-        """A forward's outputs for other stages; its losses are added up."""
+        """Distribute a forward's outputs to other stages, and add its losses to the sums."""
         if not self.training:
             for delivery in received.values():
                 self.transport.recycle(delivery.values)
@@ -409,7 +407,7 @@ class Executor:
         return deliveries
 
     def _give(self, edge: Edge, microbatch: int, values: BoundaryValues, deliveries: dict[Edge, Delivery]) -> None:
-        """A forward's `values` to the stage that `edge` leads to: here, or by way of `deliveries`."""
+        """Pass a forward's `values` to the consumer of `edge`: to a stage here, or into `deliveries`."""
         specs = boundary_of(values)
         self.specs.remember(edge, microbatch, specs)
         if edge.consumer in self.stages:
@@ -418,13 +416,13 @@ class Executor:
             deliveries[edge] = Delivery(values, specs)
 
     def _output_gradients(self, action: Action, received: Deliveries) -> BoundaryValues:
-        """Return the gradients that a backward starts from, beside losses: the gradients of the outputs, then those of what
-        others read by name.
+        """Return the gradients from which a backward starts, besides losses: those of the outputs, then those of tensors that
+        other stages read by name.
         """
         program, mb = self.program.stages[action.stage], action.microbatch
         gradients = () if program.gives is None else self._gradients_of(program.gives, mb, received)
         for edges in program.writes.values():
-            # One gradient each, None where the reader has none; none at all of a tensor that carries no gradient.
+            # One gradient per reader, None where the reader has none; no entry for a tensor that carries no gradient.
             parts = [value for edge in edges for value in self._gradients_of(edge, mb, received)]
             reached = [value for value in parts if value is not None]
             if parts:
@@ -432,7 +430,7 @@ class Executor:
         return gradients
 
     def _backward_done(self, action: Action, gradients: Sequence[BoundaryValues], received: Deliveries) -> Deliveries:
-        """A backward's input gradients for the stages that made the inputs; receive buffers go back to the transport."""
+        """Distribute a backward's input gradients to the stages before; return receive buffers to the transport."""
         _, stage, mb = action
         program = self.program.stages[stage]
         for arrived in (self._inputs.pop((stage, mb), None), received):
@@ -450,7 +448,7 @@ class Executor:
     # -- messages --------------------------------------------------------------------------------------------------------
 
     def _received(self, action: Action, messages: Sequence[Message]) -> Deliveries:
-        """The deliveries of the messages that an action waits for, once all have arrived."""
+        """Return the deliveries of the messages that an action needs, once all have arrived."""
         deliveries = {}
         for message in messages:
             self.hooks.status.wait_for(action, message)
@@ -460,7 +458,7 @@ class Executor:
         return deliveries
 
     def _outgoing(self, messages: Sequence[Message], outputs: Deliveries) -> list[Outgoing]:
-        """`outputs` as the messages that carry them."""
+        """Return `outputs` as outgoing messages."""
         outgoing = []
         for message in messages:
             delivery = outputs[message.edge]
@@ -471,7 +469,7 @@ class Executor:
         return outgoing
 
     def _turn(self, outgoing: list[Outgoing]) -> None:
-        """Between the two actions of a pair: what the first one made leaves at once."""
+        """Between the two actions of a pair: send the results of the first one at once."""
         if self._next not in self._forward_shares:
             self._turns.setdefault(self._next, self.clock.now())
         if outgoing:
@@ -484,7 +482,7 @@ class Executor:
                     self.hooks.before_last_backward(stage)
 
     def _verify(self, message: Message, delivery: Delivery) -> None:
-        """Raise DistributedError where a message is not what its sender made."""
+        """Raise DistributedError if a message differs from what its sender computed."""
         if not any(value is not None for value in delivery.values):
             return
         checksum = message_checksum(delivery.values)
@@ -498,12 +496,12 @@ class Executor:
 
 
 def _handed_over(edge: Edge, values: BoundaryValues) -> BoundaryValues:
-    """`values` for a stage of the same rank.
+    """Return `values` for a stage of the same rank.
 
     The next stage may change its input in place, and a tensor with a name may be that: its readers get a copy.
     """
     if edge.name == OUTPUT:
-        # What requires a gradient becomes a leaf of the next stage's own graph.
+        # A tensor that requires a gradient becomes a leaf of the next stage's own graph.
         return tuple([value if value is None or value.requires_grad else value.detach() for value in values])
     return tuple([None if value is None else value.detach().clone() for value in values])
 

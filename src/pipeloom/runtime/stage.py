@@ -1,6 +1,6 @@
-"""A stage: its layers, the forward and backward of one micro-batch through them, and what stays alive in between.
+"""A stage: its layers, the forward and backward of one micro-batch through them, and the state kept in between.
 
-A stage whose layers declare no segments runs them one after the other, and its backward is one call of autograd's. A
+A stage whose layers declare no segments runs them one after the other, and its backward is a single call of autograd. A
 segmented stage is cut at its communications (runtime/overlap.py); its forward and backward are coroutines, which
 `forward`, `backward` and `input_grad` run to their end and an overlapped pair interleaves.
 """
@@ -44,11 +44,11 @@ class StageOutputs(NamedTuple):
     """Results of a forward.
 
     Attributes:
-        values: for the next stage, attached to the graph; of a route's last stage none.
-        tensors: what later stages read by name, attached too.
-        loss: the share of the step's loss, detached; of a route's last stage only.
+        values: outputs for the next stage, attached to the graph; empty for a route's last stage.
+        tensors: the tensors that later stages read by name, attached too.
+        loss: the share of the step's loss, detached; only for a route's last stage.
         terms: (key, share of its mean, weight) of each of the layers' losses, detached.
-        unreached: whether the loss carries no gradient, and every number of the output that it is computed from does.
+        unreached: whether the loss carries no gradient although all of the output from which it is computed does.
     """
 
     values: BoundaryValues
@@ -69,11 +69,11 @@ class SavedGroup:
     """State that the forward of one group of computations saves for its backward.
 
     Attributes:
-        inputs: of the group; those that carry a gradient are leaves.
-        roots: where its backward starts: its outputs' places in the graph (their storage may be gone).
-        losses: where it starts, too: shares of the step's loss.
-        after: the communication behind it.
-        saved: what the backward of that is given.
+        inputs: inputs of the group; those that carry a gradient are leaves.
+        roots: gradient edges of its outputs, at which its backward starts (their storage may be freed).
+        losses: shares of the step's loss, at which it starts too.
+        after: the communication that follows the group.
+        saved: the saved state of that communication, for its backward.
     """
 
     inputs: tuple[Any, ...]
@@ -88,13 +88,13 @@ class InFlight:
     """State of one micro-batch on a stage between F and the end of its backward.
 
     Attributes:
-        queue: the weight gradients that wait for W, or for a communication that they hide; None: autograd computes them.
-        groups: those whose backward is to come, in order; one, where the stage is not segmented.
-        outputs: kept where the options do not deallocate them.
-        specs: of the stage's inputs, which say for which of them a gradient goes back (a layer may call `requires_grad_` on
-            another one); None: they are the user's, and none does.
-        read: how many of the inputs, the last ones, the stage reads by name.
-        backward_checks: makes the checks of the backward, where it needs any.
+        queue: weight gradients that wait for W, or for a communication that they hide; None: autograd computes them.
+        groups: the groups whose backward has not run, in order; a single one if the stage is not segmented.
+        outputs: the outputs, if the options keep them.
+        specs: specs of the stage's inputs, which tell the inputs whose gradient is sent back (a layer may call
+            `requires_grad_` on others); None: inputs of the user, without gradients.
+        read: number of inputs, the last ones, that the stage reads by name.
+        backward_checks: constructor of the checks of the backward; None: it needs none.
     """
 
     queue: WeightGradQueue | None
@@ -106,19 +106,18 @@ class InFlight:
 
 
 class Stage:
-    """One stage on its rank: its layers, and the micro-batches that are alive on it.
+    """One stage on its rank: its layers, and the state of the micro-batches that are alive on it.
 
     Args:
-        layers: built.
-        deallocate: drop an output's storage once it is sent; its graph stays.
-        grad_context: where linear layers find the queue for their weight gradients; shared by the stages of a thread.
-        writes_weight_gradients: whether linear layers write their weight gradients past autograd: because a backward is split,
-            a main gradient receives them, or their products do not go through torch.
-        communications: the rank's.
-        replicated: what holds copies of these layers' parameters, in words; None: nothing does.
-        elsewhere: parameters that this process can reach and layers of other ranks hold -> their names; complete at the first
-            forward.
-        shared: the state that layers of several stages share.
+        layers: the modules of the stage.
+        deallocate: free an output's storage once it is sent; its graph is kept.
+        grad_context: context in which linear layers find the weight-gradient queue; shared by the stages of a thread.
+        writes_weight_gradients: whether linear layers write their weight gradients without autograd: because a backward is
+            split, a main gradient receives them, or torch does not compute their products.
+        communications: the rank's communication stream.
+        replicated: the holders of copies of these layers' parameters, in words; None: there are none.
+        elsewhere: parameter in this process that a layer of another rank holds -> its name; complete at the first forward.
+        shared: state that layers of several stages share.
     """
 
     def __init__(
@@ -136,7 +135,7 @@ class Stage:
         self.index = index
         self.words = f"stage {index}"
         self.layers = layers
-        # A segment computes on the values of its layer's inputs alone, so a stage that names tensors or losses runs whole.
+        # Segments pass positional values only, so a stage whose layers declare named tensors or losses runs unsegmented.
         self.silent = all(each.silent for each in layers.declared)
         self.segmented = any(map(is_segmented, layers.modules)) and self.silent
         self.writes_weight_gradients = writes_weight_gradients
@@ -153,7 +152,7 @@ class Stage:
             elsewhere=elsewhere,
             shared=shared,
         )
-        if writes_weight_gradients or self.segmented:  # else plain layers stay as they are
+        if writes_weight_gradients or self.segmented:  # otherwise plain layers are left unchanged
             for module in layers.modules:
                 defer_weight_gradients(module, grad_context)
 
@@ -174,16 +173,16 @@ class Stage:
         term: GiveToTerm | None = None,
         before_layer: Callable[[str], None] | None = None,
     ) -> StageOutputs:
-        """F: the outputs, attached to the graph; of a route's last stage the loss alone, detached.
+        """F: return the outputs, attached to the graph; for a route's last stage only the loss, detached.
 
         Args:
-            values: the inputs, those that `program.reads` names last; fresh tensors that nothing else writes to.
-            specs: of the inputs, which say which of them carry a gradient; None: they are the user's, none does.
-            keywords: the micro-batch's keyword arguments; each layer gets those that it takes.
-            program: what the schedule says about this stage.
-            loss: given for a route's last stage.
-            term: what becomes of layers' losses; None: they are not computed.
-            before_layer: called with each layer's name before the layer; of a segmented stage its caller does.
+            values: the inputs, those named by `program.reads` last; tensors to which no other code writes.
+            specs: specs of the inputs, which tell those that carry a gradient; None: inputs of the user, without gradients.
+            keywords: the micro-batch's keyword arguments; each layer gets those that its forward takes.
+            program: the stage's part of the schedule.
+            loss: the loss function, for a route's last stage.
+            term: function that computes shares of layers' losses; None: they are not computed.
+            before_layer: called with each layer's name before the layer; for a segmented stage, the caller calls it.
         """
         if self._checks.written_in_backward and self._alive and torch.is_grad_enabled():
             return self._watched_forward(microbatch, values, specs, keywords, program, loss, term, before_layer)
@@ -212,7 +211,7 @@ class Stage:
                     )
                 else:
                     result = module(*arguments, **accepted, **read)
-                del arguments, read  # a layer's output lives no longer than autograd needs it
+                del arguments, read  # a layer's output is freed as soon as autograd does not need it
                 if names is not None:
                     result = names.written(at, result)
         except RuntimeError as error:
@@ -224,13 +223,13 @@ class Stage:
         return self._finish_forward(microbatch, flight, inputs, result, loss, names, checks)
 
     def _arguments(self, at: int, result: Any) -> BoundaryValues:
-        """Return what layer `at` is called with, from the result of the one before it, or from the stage's inputs."""
+        """Return the arguments of layer `at`, from the result of the layer before it or from the stage's inputs."""
         if isinstance(result, Tensor):
             return (result,)
         return as_values(result, f"layer {self.layers.names[at - 1]!r}") if at else result
 
     def _watched_forward(self, *arguments: Any) -> StageOutputs:
-        """`forward`, where backwards write state that it may not read while some of earlier micro-batches are to come."""
+        """As `forward`, and refuse reads of state that backwards write while backwards of earlier micro-batches have not run."""
         with self._checks.watched_forward():
             return self.forward(*arguments)
 
@@ -244,11 +243,11 @@ class Stage:
         loss: ShareOfLoss | None = None,
         term: GiveToTerm | None = None,
     ) -> Coroutine[StageOutputs]:
-        """As `forward`, stopping where it would wait for a communication."""
+        """As `forward`, yielding where it would wait for a communication."""
         if not self.segmented:
             return self.forward(microbatch, values, specs, keywords, program, loss, term)
         groups = split_at_communications(self.layers, keywords)
-        # A backward that has communications computes weight gradients behind them even where it is one B.
+        # A backward with communications computes weight gradients during them, also in a B.
         queues = len(groups) > 1 or microbatch in program.split
         flight, inputs, checks = self._begin_forward(values, specs, program, queues)
         for group in groups[:-1]:
@@ -265,7 +264,7 @@ class Stage:
         program: StageProgram,
         before_layer: Callable[[str], None] | None = None,
     ) -> Any:
-        """The layers one after the other; the last one's result as it is. No gradient, nothing stays alive."""
+        """Run the layers one after the other without gradients; return the last one's result. No state is kept."""
         self._grad_context.queue = None
         read = len(program.reads)
         names = NamedInForward(self.layers, program, values[len(values) - read :], None)
@@ -285,11 +284,11 @@ class Stage:
         queues: bool,
         arriving: bool = False,
     ) -> tuple[InFlight, tuple[Any, ...], CheckedForward | None]:
-        """Return what the forward will leave, its inputs as leaves, and its checks, if it needs any.
+        """Return the micro-batch's state, its inputs as leaves, and the checks of the forward, if it needs any.
 
         Args:
             queues: whether weight gradients wait for W.
-            arriving: whether weights are written to during the forward, by the pipeline.
+            arriving: whether the pipeline writes to weights during the forward.
         """
         read = len(program.reads)
         if not torch.is_grad_enabled():
@@ -301,7 +300,7 @@ class Stage:
     def _compute_and_communicate(
         self, group: ComputeGroup, inputs: tuple[Any, ...], flight: InFlight, checks: CheckedForward | None
     ) -> Coroutine[tuple[Any, ...]]:
-        """A group and the communication behind it; the next group's inputs."""
+        """Run a group and the communication after it; return the next group's inputs."""
         assert group.after is not None
         training = torch.is_grad_enabled()
         outputs = self._compute(group, inputs, flight, checks)
@@ -310,7 +309,7 @@ class Stage:
             flight.groups.append(SavedGroup(inputs, _roots(outputs), (), group.after, saved_of(outputs)))
         given = tuple(value.detach() if isinstance(value, Tensor) else value for value in outputs)
         pending = self._communications.start(partial(group.after.start, given), given)
-        del inputs, outputs, given  # while it is under way, only the graph and the communication itself hold tensors
+        del inputs, outputs, given  # while it is in progress, only the graph and the communication itself hold tensors
         if not group.after.quick:
             yield
         results = self._communications.wait(pending, group.after.name)
@@ -319,7 +318,7 @@ class Stage:
     def _compute(
         self, group: ComputeGroup, inputs: tuple[Any, ...], flight: InFlight, checks: CheckedForward | None
     ) -> Any:
-        """The group's computations. Another micro-batch may have run since the last ones, so the queue is set anew."""
+        """Run the group's computations. Another micro-batch may have run since the last group, so the queue is set again."""
         self._grad_context.queue = flight.queue
         try:
             result = group.compute(inputs if checks is None else checks.changeable(inputs))
@@ -340,7 +339,7 @@ class Stage:
         names: NamedInForward | None,
         checks: CheckedForward | None,
     ) -> StageOutputs:
-        """The forward's outputs, with what the backward needs kept for it."""
+        """Return the forward's outputs, and save what the backward needs."""
         outputs: BoundaryValues = ()
         share: Tensor | None = None
         if loss is None:
@@ -374,13 +373,13 @@ class Stage:
     # -- buffers that a forward changes ----------------------------------------------------------------------------------
 
     def statistics(self) -> Iterator[tuple[str, str]]:
-        """(layer, class) of each layer that gathers running statistics."""
+        """Yield (layer, class) of each layer that gathers running statistics."""
         for layer, module in zip(self.layers.names, self.layers.modules, strict=True):
             if (norm := batch_statistics(module)) is not None:
                 yield layer, norm
 
     def require_order(self, schedule_name: str, program: StageProgram) -> None:
-        """Raise ConfigError where micro-batches do not all come through in order, and a layer's statistics depend on that."""
+        """Raise ConfigError if a layer's statistics depend on the order of micro-batches, and not all pass the stage in order."""
         for layer, norm in () if program.in_order else self.statistics():
             raise ConfigError(
                 f"layer {layer!r} has running statistics ({norm}), and under schedule {schedule_name!r} stage "
@@ -392,18 +391,18 @@ class Stage:
     # -- backward --------------------------------------------------------------------------------------------------------
 
     def backward(self, microbatch: int, gradients: BoundaryValues) -> InputGradients:
-        """B: the input gradients; weight gradients are in place afterwards.
+        """B: return the input gradients; the weight gradients are accumulated too.
 
         Args:
-            gradients: one for each output that carries one, None where the next stage has none; empty for the last stage,
-                whose root is the loss itself.
+            gradients: one for each output that carries one, None if the next stage has none; empty for the last stage, whose
+                root is the loss.
         """
         if self.segmented:
             return run_to_end(self.backward_in_segments(microbatch, gradients, keeps_weights=False))
         return self._backward(self._alive.pop(microbatch), gradients)
 
     def input_grad(self, microbatch: int, gradients: BoundaryValues) -> InputGradients:
-        """I: as B, but the queued weight gradients wait for W. Everything else of the micro-batch is freed."""
+        """I: as B, but the queued weight gradients wait for W. All other state of the micro-batch is freed."""
         if self.segmented:
             return run_to_end(self.backward_in_segments(microbatch, gradients, keeps_weights=True))
         flight = self._alive.pop(microbatch)
@@ -411,7 +410,7 @@ class Stage:
         return self._backward(flight, gradients)
 
     def weight_grad(self, microbatch: int) -> None:
-        """W: the weight gradients that I left."""
+        """W: compute the weight gradients that I has queued."""
         queue = self._awaiting_w.pop(microbatch, None)
         if queue is not None:
             queue.flush()
@@ -423,10 +422,10 @@ class Stage:
     def backward_in_segments(
         self, microbatch: int, gradients: BoundaryValues, keeps_weights: bool
     ) -> Coroutine[InputGradients]:
-        """As `backward`, or as `input_grad` (`keeps_weights`), stopping where it would wait for a communication.
+        """As `backward`, or as `input_grad` (`keeps_weights`), yielding where it would wait for a communication.
 
-        The groups run from the last to the first. In a B a group's weight gradients are computed as soon as the
-        communication that waited for it is under way.
+        The groups run from the last to the first. In a B, a group's weight gradients are computed once the communication
+        that depends on the group has started.
         """
         flight = self._alive.pop(microbatch)
         if keeps_weights:
@@ -436,7 +435,7 @@ class Stage:
             group, before = flight.groups.pop(), flight.groups[-1].after
             assert before is not None
             self._run_autograd(flight, group, seeds)
-            # A communication moves whole tensors, so zeros stand for a gradient that nothing has computed.
+            # A communication moves whole tensors, so zeros replace a gradient that does not exist.
             results = tuple(_gradient(value) if carries(value) else None for value in group.inputs)
             which = [at for at, value in enumerate(group.inputs) if carries(value)]
             saved, pending, seeds = flight.groups[-1].saved, None, []
@@ -456,7 +455,7 @@ class Stage:
         return input_gradients
 
     def _backward(self, flight: InFlight, gradients: Sequence[Tensor | None]) -> InputGradients:
-        """The backward of the first group: of an unsegmented stage the only one."""
+        """Run the backward of the first group, which is the only one of an unsegmented stage."""
         group = flight.groups.pop()
         self._run_autograd(flight, group, gradients)
         if flight.specs is None:
@@ -471,8 +470,8 @@ class Stage:
             self._awaiting_w[microbatch] = flight.queue
 
     def _run_autograd(self, flight: InFlight, group: SavedGroup, seeds: Sequence[Tensor | None]) -> None:
-        """Autograd's backward of a group, from its outputs and losses. A root whose seed is None has no gradient."""
-        self._grad_context.queue = flight.queue  # for layers that are recomputed now
+        """Run autograd's backward of a group, from its outputs and losses. A root with the gradient None is left out."""
+        self._grad_context.queue = flight.queue  # for the layers that are recomputed in this backward
         roots: list[GradientEdge | Tensor] = []
         given: list[Tensor | None] = []
         for root, seed in zip(group.roots, seeds, strict=True):
@@ -485,7 +484,7 @@ class Stage:
         if not roots:
             return
         context = self._grad_context
-        trusted = not self.segmented  # in a segmented stage, communications make some of the gradients
+        trusted = not self.segmented  # in a segmented stage, communications compute some of the gradients
         before = None if flight.backward_checks is None else flight.backward_checks()
         try:
             with nullcontext() if before is None else before.reads:
@@ -505,11 +504,11 @@ class Stage:
 
 
 class NamedInForward:
-    """Tensors by name on their way through the layers of one stage, and what its layers' losses come to.
+    """Named tensors that pass through the layers of one stage, and the losses of its layers.
 
     Args:
-        received: those that the stage reads, as `program.reads` names them.
-        term: what becomes of losses; None: they are not computed.
+        received: the tensors that the stage reads, in the order of `program.reads`.
+        term: function that computes shares of the losses; None: they are not computed.
 
     Attributes:
         terms: (key, share, weight) of each loss so far, attached to the graph.
@@ -521,16 +520,16 @@ class NamedInForward:
         self._layers = layers
         self._program = program
         self._tensors = {edge.name: value for edge, value in zip(program.reads, received, strict=True)}
-        self._versions: dict[str, tuple[str, int]] = {}  # name -> its layer, and its version as that wrote it
+        self._versions: dict[str, tuple[str, int]] = {}  # name -> the layer that wrote it, and its version then
         self._term = term
         self.terms: list[tuple[str, Tensor, float]] = []
 
     def read(self, at: int) -> dict[str, Tensor | None]:
-        """Return what layer `at` reads, by keyword."""
+        """Return the tensors that layer `at` reads, by keyword."""
         return self._layers.read(at, self._tensors)
 
     def written(self, at: int, result: Any) -> Any:
-        """Return what layer `at` hands on by position, of its result; what it writes is kept, and its losses are computed."""
+        """Return the positional outputs in the result of layer `at`; keep the tensors that it writes, and compute its losses."""
         declared = self._layers.declared[at]
         if declared.silent:
             return result
@@ -546,8 +545,8 @@ class NamedInForward:
         return handed
 
     def sent(self) -> dict[str, Tensor | None]:
-        """Return the values that later stages read, as they must get them. Raises UsageError for what a layer has changed
-        since it was written.
+        """Return the tensors that later stages read, in the order in which they are sent. Raises UsageError for one that was
+        changed in place after it was written.
         """
         for name in self._program.writes:
             value = self._tensors[name]
@@ -560,13 +559,13 @@ class NamedInForward:
 
 
 def _by_name(module: nn.Module, accepted: Mapping[str, Any], keywords: Sequence[str], *values: Any) -> Any:
-    """`module` on values of which the first are its arguments called `keywords`."""
+    """Call `module` on values of which the first are the keyword arguments `keywords`."""
     count = len(keywords)
     return module(*values[count:], **accepted, **dict(zip(keywords, values[:count], strict=True)))
 
 
 def _all_carry(output: Any) -> bool:
-    """Return whether the tensors of an output that can carry a gradient, at least one, all do."""
+    """Return whether an output has tensors that can carry a gradient, and all of them do."""
     able = [value for value in tensors_in(output) if value.is_floating_point() or value.is_complex()]
     return bool(able) and all(value.requires_grad for value in able)
 
@@ -576,7 +575,7 @@ def _roots(outputs: tuple[Any, ...]) -> tuple[GradientEdge, ...]:
 
 
 def _leaves(values: BoundaryValues, specs: TensorSpecs) -> BoundaryValues:
-    """Inputs that carry a gradient as leaves of the stage's own graph."""
+    """Return the inputs, those that carry a gradient as leaves of the stage's own graph."""
     pairs = zip(values, specs, strict=True)
     return tuple(
         [v.detach().requires_grad_() if v is not None and s is not None and s.carries else v for v, s in pairs]
@@ -584,6 +583,6 @@ def _leaves(values: BoundaryValues, specs: TensorSpecs) -> BoundaryValues:
 
 
 def _gradient(leaf: Tensor) -> Tensor:
-    """The leaf's gradient, taken from it; zeros where nothing used it."""
+    """Take the leaf's gradient from it; zeros if the leaf was not used."""
     gradient, leaf.grad = leaf.grad, None
     return torch.zeros_like(leaf) if gradient is None else gradient
