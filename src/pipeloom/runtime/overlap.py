@@ -1,13 +1,13 @@
-"""Overlap: a stage cut at its communications, so that another action computes while one is under way.
+"""Overlap: a stage split at its communications, so that another action computes while one is in progress.
 
-A segmented stage's forward and backward are coroutines: generators that yield once a communication is under way, and wait
-for it when they are resumed. An action alone runs to its end; the two of an overlapped pair are interleaved, the backward
-first. With blocks of attention, dispatch, experts and combine that gives, for each pair of layers,
+A segmented stage's forward and backward are coroutines: generators that yield once a communication has started, and wait
+for it when they are resumed. A single action runs to its end; the two of an overlapped pair are interleaved, the backward
+first. For blocks of attention, dispatch, experts and combine, the order for each pair of layers is
 
     computation      F.attention, B.experts, W.experts, F.experts, B.attention, W.attention
     communication    B.combine, F.dispatch, B.dispatch, F.combine
 
-where every computation stands behind the communication that it needs and in front of one that it hides.
+where every computation follows the communication that it needs and hides the next one.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Computation(NamedTuple):
 
 @dataclass(frozen=True)
 class ComputeGroup:
-    """Computations without a communication in between, across layers too, and the communication that follows."""
+    """Consecutive computations, possibly of several layers, without a communication in between, and the communication after."""
 
     computations: tuple[Computation, ...]
     after: Communication | None
 
     def compute(self, values: Values) -> Any:
-        """The values after the last computation; what a layer returns stays as it is if the group ends with it."""
+        """Return the values after the last computation; if that ends a layer, the layer's result as it is."""
         result: Any = values
         for at, computation in enumerate(self.computations):
             before = self.computations[at - 1].layer if at else None
@@ -60,9 +60,9 @@ class ComputeGroup:
 
 
 def split_at_communications(layers: StageModules, keywords: Mapping[str, Any]) -> list[ComputeGroup]:
-    """The stage for one micro-batch: at least one group, the last one without a communication behind it.
+    """Return the groups of the stage for one micro-batch: at least one, the last of them without a communication.
 
-    A segmented layer that has hooks of its own runs as a whole: they belong to its call, which its segments are not.
+    A segmented layer with hooks runs as a whole: hooks belong to a call of the layer, which its segments do not make.
     """
     groups: list[ComputeGroup] = []
     computations: list[Computation] = []
@@ -100,7 +100,7 @@ def _recomputed(run: Callable[[Values], Any], module: Any, values: Values) -> An
 
 
 def _unwrapped(values: Values) -> Any:
-    """Return what a layer of these outputs returns: one value as it is, several as a tuple."""
+    """Return a layer's outputs as the layer returns them: a single value as it is, several as a tuple."""
     return values[0] if len(values) == 1 else values
 
 
@@ -117,7 +117,7 @@ def run_to_end(coroutine: Coroutine[CoroutineResult]) -> CoroutineResult:
 
 
 def interleave(coroutines: Sequence[Coroutine[Any]]) -> tuple[list[Any], list[float]]:
-    """Run coroutines in turns, each to its next stop, the first one first; return their results, and the seconds of each."""
+    """Resume coroutines in turns, the first one first, until all end; return their results, and the seconds of each."""
     results: list[Any] = [None] * len(coroutines)
     seconds = [0.0] * len(coroutines)
     running = list(range(len(coroutines)))
@@ -138,11 +138,11 @@ def interleave(coroutines: Sequence[Coroutine[Any]]) -> tuple[list[Any], list[fl
 
 
 class CommStream:
-    """The resource on which one rank's communications run beside its computation.
+    """The stream on which one rank's communications run concurrently with its computation.
 
-    On a CPU a communication is asynchronous by itself, and `wait` blocks. On a GPU it is issued on a stream of its own behind an
-    event of the compute stream, whole (what is computed between two exchanges runs there too), and `wait` makes the
-    compute stream wait for an event of that stream; the host goes on.
+    On a CPU a communication is asynchronous by itself, and `wait` blocks. On a GPU all of it, including computation between two
+    exchanges, is issued on a separate stream after an event of the compute stream, and `wait` makes the compute stream wait
+    for an event of that stream; the host continues.
 
     All communications of a rank are issued in program order. The ranks of one expert group have the same place in their
     pipelines and run the same program, so the order is the same on all of them.
@@ -152,7 +152,7 @@ class CommStream:
         """
         Args:
             timed: measure the exposed time on a GPU too, which waits for the device when it is read.
-            status: where it says what the rank waits for.
+            status: receives the name of what the rank waits for.
 
         `timed` can be set between steps.
         """
@@ -164,19 +164,19 @@ class CommStream:
         self._still = False
 
     def start(self, begin: Callable[[], Pending], reads: Values) -> Pending:
-        """Begins a communication that reads `reads`."""
+        """Start a communication that reads `reads`."""
         with torch.no_grad():
             return begin() if self._stream is None else _OnStream(self._stream, begin, reads)
 
     def wait(self, pending: Pending, name: str) -> Values:
-        """The results of the communication called `name`; the time that computation stands still for it is counted."""
+        """Return the results of the communication called `name`; the time for which computation waits for it is counted."""
         with torch.no_grad(), self.standing_still(name):
             return pending.wait()
 
     @contextlib.contextmanager
     def standing_still(self, name: str, kind: CommunicationKind = "all-to-all") -> Iterator[None]:
-        """Counts the time inside as exposed: computation waits for the communication called `name`; nested calls do not
-        count.
+        """Count the time inside as exposed: computation waits for the communication called `name`. Nested calls are not
+        counted.
         """
         if self._still or (self._stream is not None and not self.timed):
             yield
@@ -203,7 +203,7 @@ class CommStream:
             self._still = False
 
     def exposed(self) -> dict[str, float] | None:
-        """kind -> seconds for which computation stood still for communications since the last call; None: not measured."""
+        """Return kind -> seconds for which computation waited for communications since the last call; None: not measured."""
         if self._stream is not None and not self.timed:
             return None
         seconds, self._seconds = self._seconds, {}
@@ -215,17 +215,19 @@ class CommStream:
 
 
 class _OnStream:
-    """A communication on a stream of its own. Waiting for its parts there holds up that stream alone, not the host."""
+    """A communication on a separate stream. Waiting for its parts there blocks only that stream, not the host."""
 
     def __init__(self, stream: Any, begin: Callable[[], Pending], reads: Values) -> None:
         self._stream = stream
-        # What is inside these is not freed before the compute stream waits, so that it needs no protection of its own.
+        # References that are kept until the compute stream waits, so that their memory needs no other protection.
         self._kept = tuple(value for value in reads if not isinstance(value, Tensor))
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
             self._values = begin().wait()
             self._done = stream.record_event()
-        for value in reads:  # computed on the other stream: their storage may not be used anew before this one is past
+        for (
+            value
+        ) in reads:  # computed on the other stream: their storage must not be reused before this stream has read it
             if isinstance(value, Tensor) and value.is_cuda:
                 value.record_stream(stream)
 
@@ -241,7 +243,7 @@ class _OnStream:
 
 
 def _device_tensors(value: Any) -> Iterator[Tensor]:
-    """Every CUDA tensor in `value`: itself, or inside tuples, lists, dicts and dataclasses."""
+    """Yield every CUDA tensor in `value`: itself, or inside tuples, lists, dicts and dataclasses."""
     if isinstance(value, Tensor):
         if value.is_cuda:
             yield value

@@ -1,4 +1,4 @@
-"""Lowering: a checked schedule and a rank in, that rank's program of instructions out."""
+"""Lowering: from a checked schedule to the program of instructions of one rank."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Instruction:
         cell: the action or pair, as the schedule has it.
         actions: its parts, in order.
         post_receives: the receives to open before it.
-        receives: for each of its actions the messages that it waits for; what is not among them is on this rank.
-        sends: for each of its actions the messages with what it computes; what is not among them stays on this rank.
+        receives: for each of its actions, the messages that it waits for; all other inputs are on this rank.
+        sends: for each of its actions, the messages with its results; all other results stay on this rank.
         completes_stages: the stages whose gradients are complete after it.
     """
 
@@ -52,13 +52,12 @@ class StageProgram:
     """One stage of the schedule.
 
     Attributes:
-        takes, gives: what it gets from the stage before it in its route, and hands to the one after; None: it is the first,
-            the last.
+        takes, gives: edges from the previous stage of its route and to the next one; None for the first and the last stage.
         split: the micro-batches whose backward is I and W.
-        in_order: whether every micro-batch comes through it, in order, and through no replica of it: one that gets no micro-batch
-            would keep the state from before.
-        reads: the tensors that it gets by name, from stages further before.
-        writes: name of a tensor -> the later stages that get it.
+        in_order: whether every micro-batch passes through it, in order, and it has no replica: a replica without
+            micro-batches would keep old state.
+        reads: edges of the tensors that it reads by name, from earlier stages.
+        writes: name of a tensor -> edges to the later stages that read it.
     """
 
     takes: Edge | None
@@ -70,22 +69,22 @@ class StageProgram:
 
     @cached_property
     def inputs(self) -> tuple[Edge, ...]:
-        """Edges that bring its inputs: of the stage before it, if there is one, then those by name."""
+        """Edges of its inputs: from the previous stage, if there is one, then named tensors."""
         return self.reads if self.takes is None else (self.takes, *self.reads)
 
 
 @dataclass(frozen=True)
 class RankProgram:
-    """Program of one rank for a step.
+    """The program of one rank for a step.
 
     Attributes:
-        instructions: in order.
-        stages: this rank's stages -> what the schedule says about them.
-        channels: those that the rank takes part in, sorted.
-        all_channels: the whole pipeline's, sorted: every rank creates their process groups in this one order.
-        releases_sends: a message received -> the rank's own sends that must have arrived by then, because the peer's program
-            uses them before it makes that message. So send buffers are released without asking the network.
-        batches: this rank's sends and receives as the batched transport calls them, in order; None with another transport.
+        instructions: the instructions, in order.
+        stages: stage of this rank -> its part of the schedule.
+        channels: the channels of this rank, sorted.
+        all_channels: the channels of the whole pipeline, sorted: every rank creates their process groups in this order.
+        releases_sends: received message -> sends of this rank that must have arrived by then, since the peer's program uses
+            them before it sends that message. Their buffers are released without a query of the network.
+        batches: this rank's calls of the batched transport, in order; None with another transport.
     """
 
     instructions: tuple[Instruction, ...]
@@ -97,7 +96,7 @@ class RankProgram:
 
 
 class RankPrograms:
-    """One rank's programs of a schedule: a training step's, and those of evaluations; each is lowered once."""
+    """One rank's programs for a schedule: for training steps, and for evaluations. Each is lowered once."""
 
     def __init__(self, schedule: Schedule, rank: int, options: RuntimeOptions) -> None:
         self.schedule = schedule
@@ -107,11 +106,11 @@ class RankPrograms:
 
     @property
     def step(self) -> RankProgram:
-        """A training step's program."""
+        """The program of a training step."""
         return self._program(None)
 
     def forwards(self, microbatches: int) -> RankProgram:
-        """The program that runs the forwards of the first so many micro-batches."""
+        """Return the program with the forwards of the first `count` micro-batches only."""
         return self._program(microbatches)
 
     def _program(self, forwards: int | None) -> RankProgram:
@@ -122,21 +121,21 @@ class RankPrograms:
 
 
 def as_executed(schedule: Schedule, segmented: Collection[int], options: RuntimeOptions) -> Schedule:
-    """Return `schedule` as all ranks run it: the pairs in which nothing overlaps are taken apart.
+    """Return `schedule` as all ranks run it: pairs in which nothing overlaps are split.
 
     Such a pair would start when both its inputs have arrived; its parts do not wait for each other's.
 
     Args:
-        segmented: the stages that have segments, on any rank.
+        segmented: stages with segments, of all ranks.
     """
     return unpair(schedule, [stage for stage in range(schedule.stages) if stage not in segmented])
 
 
 def require_same_stages(schedule: Schedule, current: Schedule, splits_backward: bool) -> None:
-    """Raise ConfigError where a pipeline that runs `current` cannot run `schedule` on its stages.
+    """Raise ConfigError if a pipeline that runs `current` cannot run `schedule` on its stages.
 
     Args:
-        splits_backward: whether the pipeline's layers were made to put off weight gradients.
+        splits_backward: whether the pipeline's layers were prepared to defer weight gradients.
     """
     for words, value, now in (
         ("placement", schedule.placement, current.placement),
@@ -158,7 +157,7 @@ def lower(schedule: Schedule, rank: int, options: RuntimeOptions) -> RankProgram
     entries = programs[rank]
     batches, ahead = None, options.overlap_p2p is not False
     if options.transport == "batched":
-        # Where each message brings its shape, a receive ahead would wait for that before the present action computes.
+        # If each message brings its shape, posting a receive early would wait for the shape before the present action computes.
         calls = batches_of(programs, rank, ahead and options.shapes == "once")
         batches = tuple(batch for gap in calls for batch in gap)
         plan = tuple(tuple(m for batch in gap for m in batch if m.channel.source != rank) for gap in calls[:-1])
@@ -174,7 +173,7 @@ def lower(schedule: Schedule, rank: int, options: RuntimeOptions) -> RankProgram
         instructions.append(Instruction(entry.cell, actions, posts, receives, sends, completes))
     channels = sorted({m.channel for entry in entries for m in (*entry.receives, *entry.sends)})
     every = sorted({m.channel for program in programs for entry in program for m in entry.sends})
-    # A peer may run the two parts of a pair one after the other.
+    # A peer may run the two actions of a pair one after the other.
     apart = traffic(unpair(schedule)) if schedule.has_pairs else programs
     return RankProgram(
         tuple(instructions),
@@ -207,7 +206,7 @@ def _stage_programs(schedule: Schedule, rank: int) -> dict[int, StageProgram]:
 
 
 def _neighbour_edges(schedule: Schedule) -> tuple[list[Edge | None], list[Edge | None]]:
-    """stage -> what it takes from the stage before it in its route, and what it gives to the one after."""
+    """Return stage -> the edges from the previous stage of its route and to the next one."""
     before, after = neighbours(schedule)
     takes = [None if other is None else Edge(other, stage, OUTPUT) for stage, other in enumerate(before)]
     gives = [None if other is None else Edge(stage, other, OUTPUT) for stage, other in enumerate(after)]
@@ -215,19 +214,19 @@ def _neighbour_edges(schedule: Schedule) -> tuple[list[Edge | None], list[Edge |
 
 
 def _messages_to(action: Action, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """The messages that `action` waits for."""
+    """Return the messages that `action` waits for."""
     wanted = message_kind(action), action.stage, action.microbatch
     return tuple(m for m in messages if (m.channel.kind, m.consumer, m.microbatch) == wanted)
 
 
 def _messages_from(action: Action, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """The messages that carry what `action` computes."""
+    """Return the messages with the results of `action`."""
     wanted = message_kind(action), action.stage, action.microbatch
     return tuple(m for m in messages if (m.channel.kind, m.producer, m.microbatch) == wanted)
 
 
 def _released_sends(programs: tuple[tuple[EntryTraffic, ...], ...], rank: int) -> dict[Message, tuple[Message, ...]]:
-    """`RankProgram.releases_sends`, from programs without pairs."""
+    """Return `RankProgram.releases_sends`, from programs without pairs."""
     peers = {m.channel.destination for entry in programs[rank] for m in entry.sends}
     used_at: dict[int, list[tuple[int, Message]]] = {}
     made_at: dict[Message, int] = {}

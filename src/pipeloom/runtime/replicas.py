@@ -1,7 +1,8 @@
 """Replicated weights and buffers: compared by checksum before the first step, and made equal or refused.
 
-What several processes hold in full must start equal: data-parallel replicas, what tensor-parallel ranks do not cut, the copies
-of an expert, tied weights, and the replicas of two routes. Gradients are the same on all of them, so a difference stays for ever.
+Tensors that several processes hold in full must start equal: on data-parallel replicas, on tensor-parallel ranks if not
+sharded, copies of an expert, tied weights, and the replicas of two routes. Gradients are the same on all of them, so a
+difference would never disappear.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ _LOG = logging.getLogger("pipeloom")
 
 
 class Replicated(NamedTuple):
-    """A tensor that other processes hold too.
+    """A tensor that other processes may hold too.
 
     Attributes:
-        name: the first name of the weight, the same on all that hold it.
-        tensor: this process's.
-        sharding: how it is laid over the mesh.
+        name: the first name of the weight, the same on all holders.
+        tensor: the tensor of this process.
+        sharding: its layout over the mesh.
         holders: the pipeline ranks that hold it.
     """
 
@@ -49,8 +50,8 @@ class Difference:
     """A tensor that does not have the same values everywhere.
 
     Attributes:
-        key: the tensor, and which part of it.
-        first, other: numbers of two processes that hold different values.
+        key: name of the tensor, and its part.
+        first, other: two processes with different values.
     """
 
     key: str
@@ -59,7 +60,7 @@ class Difference:
 
 
 def replicated(assembly: Assembly, mesh: Mesh) -> dict[str, Replicated]:
-    """Key -> tensor of this process, for each parameter and buffer that another process may hold too, sorted by key.
+    """Return key -> tensor of this process, for each parameter and buffer that another process may hold too, sorted by key.
 
     A key names the tensor and the part of it that this process holds: equal keys mean equal values.
     """
@@ -86,7 +87,7 @@ def replicated(assembly: Assembly, mesh: Mesh) -> dict[str, Replicated]:
 
 
 def compare(mine: Mapping[str, Replicated], mesh: Mesh) -> list[Difference]:
-    """Return what is not equal, the same list on every rank. Collective over the mesh.
+    """Return the tensors that are not equal, the same list on every rank. Collective over the mesh.
 
     Raises DistributedError for tensors of different shapes or types.
     """
@@ -109,7 +110,7 @@ def compare(mine: Mapping[str, Replicated], mesh: Mesh) -> list[Difference]:
 
 
 def words(differences: Sequence[Difference], mesh: Mesh) -> str:
-    """The differences in a sentence's beginning: `"'a.weight' and 2 more differ between rank 0 and rank 2"`."""
+    """Return the differences as the beginning of a sentence: `"'a.weight' and 2 more differ between rank 0 and rank 2"`."""
     first = differences[0]
     more = f" and {len(differences) - 1} more" if len(differences) > 1 else ""
     verb = "differ" if more else "differs"
@@ -121,7 +122,7 @@ def words(differences: Sequence[Difference], mesh: Mesh) -> str:
 def make_equal(
     mine: Mapping[str, Replicated], differences: Sequence[Difference], mesh: Mesh, rank: int, group: Any
 ) -> None:
-    """Gives every copy the values of the one at the lowest place of the mesh. Collective over the mesh.
+    """Give every copy the values of the one at the lowest place of the mesh. Collective over the mesh.
 
     Args:
         rank: this process's place in its pipeline.
@@ -143,7 +144,7 @@ def make_equal(
 
 
 def say(differences: Sequence[Difference], mesh: Mesh) -> None:
-    """One line, on the first process, about weights that were made equal."""
+    """Print one line, on the first process, about weights that were made equal."""
     if mesh.everyone.index == 0:
         _LOG.warning(
             "replicas did not start equal: %s; all have the first one's values now (RuntimeOptions.init)",
@@ -152,7 +153,7 @@ def say(differences: Sequence[Difference], mesh: Mesh) -> None:
 
 
 def _like_neighbours(owner: nn.Module, layouts: Mapping[nn.Parameter, ParameterSharding]) -> ParameterSharding:
-    """A buffer has no layout of its own: it is cut where the parameters beside it are."""
+    """Return the layout of a buffer, which declares none: it is sharded like the parameters of its module."""
     beside = [layouts[parameter] for parameter in owner.parameters(recurse=False) if parameter in layouts]
     return next((sharding for sharding in beside if sharding.shards), WHOLE)
 

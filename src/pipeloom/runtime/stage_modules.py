@@ -1,4 +1,4 @@
-"""Layers into stages: which layers a stage holds, building only those, and their parameters' global names."""
+"""Division of layers into stages: the layers of a stage, their construction, and the global names of their parameters."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class StageModules:
     """The layers of one stage, built.
 
     Attributes:
-        modules: in order.
-        names: their global names.
+        modules: the layers, in order.
+        names: global names of the layers.
         keywords: for each, the keyword arguments of a step that its forward takes (None: any).
-        declared: for each, what it reads and writes by name, and its losses.
-        recomputed: the names of those whose forward runs again in the backward.
+        declared: for each, its named tensors and its losses.
+        recomputed: names of the layers whose forward runs again in the backward.
     """
 
     modules: tuple[nn.Module, ...]
@@ -42,23 +42,23 @@ class StageModules:
     recomputed: frozenset[str] = frozenset()
 
     def accepted(self, at: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return those of `arguments` that layer `at` takes; the micro-batch's context only where the layer names it."""
+        """Return the `arguments` that layer `at` takes; the micro-batch's context only if the layer names it."""
         known = self.keywords[at]
         if known is not None and not known:
             return {}
         return {key: value for key, value in arguments.items() if (key != KEYWORD if known is None else key in known)}
 
     def read(self, at: int, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """Return those of `tensors` that layer `at` reads, by the keywords of its forward."""
+        """Return the `tensors` that layer `at` reads, by keyword of its forward."""
         return {keyword: tensors[name] for keyword, name in self.declared[at].reads.items()}
 
 
 @dataclass(frozen=True)
 class KnownKeywords:
-    """The keyword arguments that the layers of a whole model take, whichever rank holds them.
+    """The keyword arguments that the layers of a whole model take, on all ranks.
 
     Attributes:
-        names: those that a forward names, except for its first argument, which is the layer's input.
+        names: arguments that a forward names, except for the first, which is the layer's input.
         others: whether a layer takes any name (`**keywords`).
     """
 
@@ -67,7 +67,7 @@ class KnownKeywords:
 
     @classmethod
     def of(cls, stages: Iterable[StageModules]) -> KnownKeywords:
-        """Return the keywords of these stages' layers, less what they read from other layers."""
+        """Return the keywords of these stages' layers, without named tensors of other layers."""
         accepted = [keywords for stage in stages for keywords in stage.keywords]
         names = frozenset().union(*(each for each in accepted if each is not None))
         return cls(names, any(each is None for each in accepted))
@@ -93,7 +93,7 @@ class KnownKeywords:
 
 
 def require_arguments(layers: object, schedule: object, loss: object) -> None:
-    """Raise UsageError for arguments of a pipeline that are no layers, no schedule or no loss."""
+    """Raise UsageError for arguments of a pipeline that are not layers, a schedule and a loss."""
     if isinstance(schedule, str):
         raise UsageError(
             f"schedule is {schedule!r}, a name; make the schedule of it, such as "
@@ -118,9 +118,9 @@ def require_arguments(layers: object, schedule: object, loss: object) -> None:
 
 
 def split_layers(count: int, positions: int, stages: Sequence[int] | None) -> list[range]:
-    """position -> its layers; `stages` gives the number of layers of each, None spreads them evenly, larger first.
+    """Return position -> its layers; `stages`: number of layers of each; None: as even as possible, larger ones first.
 
-    Raises ConfigError when the numbers do not add up, or a stage would be empty without being asked to.
+    Raises ConfigError if the numbers do not add up, or if a stage would be empty that `stages` does not make empty.
     """
     if stages is None:
         if count < positions:
@@ -138,8 +138,8 @@ def split_layers(count: int, positions: int, stages: Sequence[int] | None) -> li
 
 
 def model_names(layers: Sequence[LayerSource], positions: int, stages: Sequence[int] | None) -> ModelNames:
-    """Return the layers' declarations by name, on stages as `split_layers` makes them. Raises ConfigError for what does not
-    fit.
+    """Return the layers' declarations by name, with stages divided as in `split_layers`. Raises ConfigError for declarations
+    that do not fit.
     """
     declared = [LayerNames.of(layer, layer_name(layer, at)) for at, layer in enumerate(layers)]
     if all(each.silent for each in declared):
@@ -157,7 +157,7 @@ def build_stage(
     seed: int,
     learn: Callable[[str, nn.Module], None],
 ) -> StageModules:
-    """Builds the layers `which` on `device`, unless they are in `built`; one on the meta device is materialized and reset.
+    """Build the layers `which` on `device`, unless they are in `built`; materialize and reset modules on the meta device.
 
     Each is built with random state derived from `seed` and its name alone, so that no layout changes its first weights.
 
@@ -189,7 +189,7 @@ def build_stage(
 
 
 def layer_name(source: LayerSource, index: int) -> str:
-    """The layer's global name: its own, or its index."""
+    """Return the layer's global name: its own, or its index."""
     return str(getattr(source, "name", index))
 
 
@@ -229,9 +229,9 @@ def _refuse_lazy(name: str, module: nn.Module) -> None:
 
 
 def keywords_of(module: nn.Module) -> frozenset[str] | None:
-    """Return what `forward` takes by name; None: anything. Its first positional argument is the layer's input."""
+    """Return the arguments that `forward` takes by name, without its first, the layer's input; None: it takes any."""
     while isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):
-        module = inner  # of torch.compile, whose own forward takes anything
+        module = inner  # of torch.compile, whose forward takes any arguments
     parameters = list(inspect.signature(module.forward).parameters.values())
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None

@@ -1,4 +1,4 @@
-"""State of layers that a forward or a backward changes, and that would then not be what it is in one process."""
+"""Changes of layers' state by a forward or a backward that would have another result than in one process."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pipeloom.runtime.stage_modules import StageModules
 
 
 class LayerStates:
-    """The buffers, attributes and parameters of a stage's layers at one moment, as (name of the layer, its state).
+    """The buffers, attributes and parameters of a stage's layers at one moment, as (name of the layer, state).
 
     Args:
-        by_value: compare the values of parameters, too.
+        by_value: compare the values of parameters too.
     """
 
     def __init__(
@@ -28,14 +28,14 @@ class LayerStates:
         self.parameters = [(name, ParameterState(m, by_value)) for name, m in named if parameters]
 
     def changed(self) -> Iterator[tuple[str, str, Attribute]]:
-        """(layer, what it is, it) of whatever a layer would find with another value."""
+        """Yield (layer, kind of state, attribute) of all state whose value has changed."""
         kinds = ("buffer", self.buffers), ("attribute", self.attributes), ("parameter", self.parameters)
         for kind, states in kinds:
             for layer, state in states:
                 yield from ((layer, kind, change) for change in state.changed())
 
     def written(self) -> Iterator[Attribute]:
-        """The buffers and attributes that have been written to, with paths that begin with the layer."""
+        """Yield the buffers and attributes that have been written to, with paths that begin with the layer."""
         for layer, buffers in self.buffers:
             yield from (each._replace(path=f"{layer}.{each.path}") for each in buffers.changed())
         for layer, attributes in self.attributes:
@@ -45,16 +45,16 @@ class LayerStates:
 class StateChanges:
     """The state of a stage's layers before a forward.
 
-    Where micro-batches do not come in order, buffers, attributes and parameters that a forward changes would depend on their
-    order. Where they do, a parameter that is changed behind autograd's back matters, because backwards of earlier micro-batches
-    still need its value, and so does an attribute that a backward reads.
+    If micro-batches do not arrive in order, buffers, attributes and parameters that a forward changes depend on the order. If
+    they do, two changes still matter: of a parameter without autograd's knowledge, because backwards of earlier micro-batches
+    need its old value, and of an attribute that a backward reads.
 
     Args:
         where: the stage, in words.
         in_order: whether every micro-batch comes through the stage, in order.
-        attributes: look at attributes, too.
-        parameters: look at parameters, too.
-        closely: compare the values of parameters, and note what the forward writes.
+        attributes: check attributes too.
+        parameters: check parameters too.
+        closely: compare the values of parameters, and record the attributes that the forward writes.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class StateChanges:
         )
 
     def refuse(self) -> None:
-        """Raise UsageError for what a forward has changed since."""
+        """Raise UsageError for state that a forward has changed since."""
         if not self._in_order:
             for layer, kind, change in self._states.changed():
                 refuse_out_of_order("forward", layer, f"its {kind} {change.path!r}", self._where)
@@ -92,7 +92,7 @@ class StateChanges:
                 )
 
     def written(self) -> WrittenAttributes:
-        """Return what the forward has written, with its values now."""
+        """Return the state that the forward has written, with its present values."""
         return WrittenAttributes(self._states.written())
 
 
@@ -101,7 +101,7 @@ class BackwardChanges:
 
     Args:
         where: the stage, in words.
-        written: what the micro-batch's forward has written: the backward may read it while it is still there.
+        written: state that the micro-batch's forward has written: the backward may read it while it is unchanged.
         in_order: whether every micro-batch comes through the stage, in order.
     """
 
@@ -112,10 +112,12 @@ class BackwardChanges:
         self.reads = AttributeReads(written.stale(), recomputed=False)
 
     def refuse(self, others: bool) -> list[Attribute]:
-        """Return what the backward has written, but records. Raise UsageError for what would have other values in one process.
+        """Return the state that the backward has written, without records.
+
+        Raises UsageError for state that would have other values in one process.
 
         Args:
-            others: whether other micro-batches wait for their backwards.
+            others: whether backwards of other micro-batches have not run.
         """
         if self.reads.found is not None:
             raise UsageError(
@@ -138,7 +140,7 @@ class BackwardChanges:
 
 
 def require_unread(reads: AttributeReads, where: str) -> None:
-    """Raise UsageError where a forward has read what backwards write, and those of earlier micro-batches still come."""
+    """Raise UsageError if a forward has read state that backwards write, and those of earlier micro-batches have not run."""
     if reads.found is not None:
         raise UsageError(
             f"the forward of a layer of {where} reads {reads.found.path!r}, which its backward writes: in one process the "

@@ -1,4 +1,4 @@
-"""Values that cross a boundary between two stages: tensors and None, their shapes, and the header that carries the shapes."""
+"""Values sent between two stages: tensors and None, their shapes, and the header that carries the shapes."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ BoundaryValues = tuple[Tensor | None, ...]
 
 
 class TensorSpec(NamedTuple):
-    """A tensor at a boundary.
+    """Spec of a tensor that is sent between stages.
 
     Attributes:
-        carries: a gradient comes back for it (it is floating and requires one).
-        shares: its memory is that of another tensor there, too, until they have crossed.
+        carries: whether a gradient is sent back for it (it is floating and requires one).
+        shares: whether it shares memory with another tensor of the message, before they are sent.
     """
 
     dtype: torch.dtype
@@ -54,7 +54,7 @@ TensorSpecs = tuple[TensorSpec | None, ...]
 
 
 def as_values(result: Any, where: str) -> BoundaryValues:
-    """A layer's result as a tuple of tensors and None; raises UsageError that names `where` for anything else."""
+    """Return a layer's result as a tuple of tensors and None. Raises UsageError that names `where` for anything else."""
     values = tuple(result) if isinstance(result, (tuple, list)) else (result,)
     for value in values:
         if value is not None and not isinstance(value, Tensor):
@@ -65,10 +65,10 @@ def as_values(result: Any, where: str) -> BoundaryValues:
 
 
 def require_plain(values: Iterable[Tensor | None], where: str) -> None:
-    """Raise UsageError that names `where` for a tensor that its numbers alone do not make again on another rank.
+    """Raise UsageError that names `where` for a tensor that cannot be rebuilt on another rank from its elements alone.
 
-    Nested and sparse tensors have no one block of memory. A tensor of a subclass would arrive as a plain one, or not, depending
-    on where the model is cut. torch's own result of an unfinished collective is a plain one to come.
+    Nested and sparse tensors are not one block of memory. A tensor of a subclass would arrive as a plain one, or not, depending
+    on where the model is divided. torch's result of an unfinished collective is allowed: it becomes a plain tensor.
     """
     for value in values:
         if value is None:
@@ -86,8 +86,8 @@ def require_plain(values: Iterable[Tensor | None], where: str) -> None:
 
 
 def boundary_of(values: BoundaryValues) -> TensorSpecs:
-    """The specs of these values."""
-    specs = [  # a generator would cost as much again as these specs
+    """Return the specs of these values."""
+    specs = [  # a generator would double the cost
         None
         if v is None
         else TensorSpec(v.dtype, tuple(v.shape), v.requires_grad and (v.is_floating_point() or v.is_complex()))
@@ -106,12 +106,12 @@ def _memory(value: Tensor) -> int:
 
 
 def gradients_of(boundary: TensorSpecs) -> TensorSpecs:
-    """The specs of the gradient message that answers a message of `boundary`: one for each tensor that carries one."""
+    """Return the specs of the gradients of a message with specs `boundary`: one for each tensor that carries a gradient."""
     return tuple(spec for spec in boundary if spec is not None and spec.carries)
 
 
 def encode(boundary: TensorSpecs) -> Tensor:
-    """The boundary as HEADER_LENGTH int64 numbers; raises UsageError when it does not fit."""
+    """Return the specs as HEADER_LENGTH int64 numbers. Raises UsageError if they do not fit."""
     numbers = to_numbers(boundary)
     if len(numbers) > HEADER_LENGTH:
         raise UsageError(
@@ -121,7 +121,7 @@ def encode(boundary: TensorSpecs) -> Tensor:
 
 
 def to_numbers(boundary: TensorSpecs) -> list[int]:
-    """Return the boundary as integers: the number of values, then -1 for None, or dtype, marks, dimensions and sizes."""
+    """Return the specs as integers: the number of values, then -1 for None, or dtype, marks, dimensions and sizes."""
     numbers = [len(boundary)]
     for spec in boundary:
         if spec is None:
@@ -155,19 +155,19 @@ def from_numbers(flat: Iterable[int]) -> TensorSpecs:
 
 
 def input_of(edge: Edge) -> str:
-    """The input that an edge brings to a stage, for a message to a person."""
+    """Return the name of the input that an edge brings to a stage, for error messages."""
     what = "the input" if edge.name == OUTPUT else f"tensor {edge.name!r} as an input"
     return f"{what} of stage {edge.consumer}"
 
 
 def describe(boundary: TensorSpecs) -> str:
-    """The boundary for a message to a person."""
+    """Return the specs for error messages."""
     specs = ["None" if s is None else f"{str(s.dtype).removeprefix('torch.')}{list(s.shape)}" for s in boundary]
     return f"({', '.join(specs)})"
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of a value, in tuples, lists and dicts, in their order."""
+    """Return the tensors of a value, inside tuples, lists and dicts too, in order."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):
@@ -178,7 +178,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def signature(values: Sequence[Any]) -> tuple[Any, ...]:
-    """Shapes and dtypes of a micro-batch's inputs: equal signatures make equal boundaries, unless the data decides."""
+    """Return the shapes and dtypes of a micro-batch's inputs: equal ones give equal specs, unless those depend on the data."""
     return tuple(_signature_of(value) for value in values)
 
 
@@ -193,10 +193,10 @@ def _signature_of(value: Any) -> Any:
 
 
 class ShapeCache:
-    """Boundaries by (what crosses, shape of the step's inputs), or by (that, micro-batch) where shapes are sent each time.
+    """Specs by (edge, shape of the step's inputs), or by (edge, micro-batch) if shapes are sent with every message.
 
-    A gradient message has the shapes of the activations that it answers. The header of its first one says which of them have
-    no gradient: the next stage may have detached them, and then the layers before keep no gradient, as in one process.
+    A gradient message has the shapes of the activations. The header of the first one tells which of them have no gradient: the
+    next stage may have detached them, and then the layers before get no gradient, as in one process.
     """
 
     def __init__(self, policy: Literal["once", "each"]) -> None:
@@ -204,7 +204,7 @@ class ShapeCache:
         self._known: dict[tuple[Edge, int], TensorSpecs] = {}
         self._without: dict[tuple[Edge, int], tuple[int, ...]] = {}
         self._introduced: set[tuple[str, Edge, int]] = set()
-        self._numbers: dict[Hashable, int] = {}  # of input signatures, which are slow to hash
+        self._numbers: dict[Hashable, int] = {}  # numbers of input signatures, which are slow to hash
         self._signatures: Sequence[int] = ()
 
     def begin(self, signatures: Sequence[Hashable]) -> None:
@@ -220,35 +220,35 @@ class ShapeCache:
         return edge, (microbatch if self.policy == "each" else self._signatures[microbatch])
 
     def needs_header(self, message: Message) -> bool:
-        """Return whether `message` is the first of its key on its channel, so that it has a header. Call it once per message."""
+        """Return whether `message` is the first of its key on its channel and so has a header. Call it once per message."""
         key = (message.channel.kind, *self._key(message.edge, message.microbatch))
         first = key not in self._introduced
         self._introduced.add(key)
         return first
 
     def of(self, message: Message) -> TensorSpecs | None:
-        """The specs of the tensors of `message`, or None when they are not known yet."""
+        """Return the specs of the tensors of `message`, or None if they are not known yet."""
         boundary = self._known.get(self._key(message.edge, message.microbatch))
         if boundary is None or message.channel.kind == "activation":
             return boundary
         return gradients_of(boundary)
 
     def answering(self, message: Message) -> TensorSpecs:
-        """The specs of a gradient message; the activations that it answers must be known."""
+        """Return the specs of a gradient message; those of its activations must be known."""
         specs = self.of(message)
         assert specs is not None
         return specs
 
     def without(self, message: Message) -> tuple[int, ...] | None:
-        """The places in a gradient message that have no gradient; None when its first header has not been read yet."""
+        """Return the positions in a gradient message without a gradient; None if its first header has not been read yet."""
         return self._without.get(self._key(message.edge, message.microbatch))
 
     def expect(self, message: Message, without: tuple[int, ...]) -> None:
-        """Gradient messages like `message` have no gradient in these places."""
+        """Remember that gradient messages like `message` have no gradient at these positions."""
         self._without[self._key(message.edge, message.microbatch)] = without
 
     def keep_promise(self, message: Message, without: tuple[int, ...]) -> None:
-        """Raises UsageError for a gradient where the first such message had none: its reader would drop it."""
+        """Raise UsageError for a gradient where the first such message had none: its reader would drop it."""
         promised = self.without(message)
         if promised and not set(promised) <= set(without):
             raise UsageError(
@@ -257,7 +257,7 @@ class ShapeCache:
             )
 
     def remember(self, edge: Edge, microbatch: int, boundary: TensorSpecs) -> None:
-        """Keep the specs of what crosses `edge` for `microbatch`. Raises UsageError when they were others before."""
+        """Remember the specs of the values on `edge` for `microbatch`. Raises UsageError if they differ from earlier ones."""
         key = self._key(edge, microbatch)
         known = self._known.setdefault(key, boundary)
         if known != boundary:
@@ -269,7 +269,7 @@ class ShapeCache:
 
 
 def _reason(known: TensorSpecs, boundary: TensorSpecs) -> str:
-    """Return what differs between two boundaries, why it may, and what to do."""
+    """Return the difference between two lists of specs, its likely reason, and the remedy."""
     advice = 'set shapes = "each" in RuntimeOptions'
     pairs = [(a, b) for a, b in zip(known, boundary, strict=False) if a is not None and b is not None]
     if [a is None for a in known] != [b is None for b in boundary]:
