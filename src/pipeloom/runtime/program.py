@@ -110,7 +110,7 @@ class RankPrograms:
         return self._program(None)
 
     def forwards(self, microbatches: int) -> RankProgram:
-        """Return the program with the forwards of the first `count` micro-batches only."""
+        """Return the program of only the forwards of the first `microbatches`."""
         return self._program(microbatches)
 
     def _program(self, forwards: int | None) -> RankProgram:

@@ -1,1 +1,1 @@
-"""Messages between the ranks of a pipeline: the transport protocol, its implementations, and which one a run uses."""
+"""Messages between the ranks of a pipeline: the transport protocol, its implementations, and the choice between them."""

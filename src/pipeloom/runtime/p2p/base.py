@@ -1,4 +1,4 @@
-"""The transport protocol, and the two transports that stay inside a process."""
+"""The transport protocol, and the two transports within one process."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pipeloom.schedule.channels import Channel, Message
 
 
 class Outgoing(NamedTuple):
-    """A message on its way: its values (for a gradient: one tensor for each that carries) and their specs.
+    """A message to be sent: its values (of gradients: one tensor for each that carries a gradient) and their specs.
 
-    `checksum` is that of the values as they were made, where the options ask for one.
+    `checksum`: that of the values when they were computed, if the options request one.
     """
 
     message: Message
@@ -29,8 +29,8 @@ class Outgoing(NamedTuple):
 
 
 class Delivery(NamedTuple):
-    """Values that have crossed an edge for one micro-batch, or their gradients: in tensors that are the receiver's, their specs,
-    and the checksum that was sent along.
+    """Values received along an edge for one micro-batch, or their gradients, in tensors owned by the receiver; their specs, and
+    the checksum sent with them.
     """
 
     values: BoundaryValues
@@ -42,26 +42,26 @@ class Transport(Protocol):
     """Protocol for moving messages. One object per rank."""
 
     def exchange(self, sends: Sequence[Outgoing], posts: Sequence[Message]) -> None:
-        """Starts these sends and opens these receives; returns at once."""
+        """Start these sends and open these receives; return at once."""
 
     def arrived(self, message: Message) -> bool:
-        """False: `take` would block, and the engine lets another rank of this thread run instead."""
+        """Return whether `take` would not block; if it would, the executor runs another rank of this thread instead."""
 
     def take(self, message: Message) -> Delivery:
-        """The message's values, in buffers that are the caller's, waiting for them if need be."""
+        """Return the message's values, in buffers owned by the caller; wait for them if necessary."""
 
     def recycle(self, values: BoundaryValues) -> None:
-        """These received values are no longer used."""
+        """Return the buffers of received values that are no longer used."""
 
     def finish(self) -> None:
-        """Waits until every send of the step has left."""
+        """Wait until every send of the step has completed."""
 
 
 class BatchQueue:
-    """The batches of one run, each due once its sends are made and its receives posted.
+    """The batches of one run; each is due once its sends are computed and its receives posted.
 
     Args:
-        batches: in order; a message is a send where the program has made it, else a receive.
+        batches: the batches, in order; a message that the program has computed is a send, any other a receive.
     """
 
     def __init__(self, batches: Sequence[MessageBatch]) -> None:
@@ -70,7 +70,7 @@ class BatchQueue:
         self._posted: set[Message] = set()
 
     def due(self, sends: Sequence[Outgoing], posts: Sequence[Message]) -> list[list[Outgoing | Message]]:
-        """The batches to start now, with the sends in place of their messages."""
+        """Return the batches to start now, with the sends in place of their messages."""
         self._made |= {outgoing.message: outgoing for outgoing in sends}
         self._posted.update(posts)
         batches: list[list[Outgoing | Message]] = []
@@ -92,7 +92,7 @@ class Mailroom:
 
 
 class InProcessTransport:
-    """All ranks in one thread: notebooks, debuggers, tests. Honours the channels' order and the open receives."""
+    """Transport for all ranks in one thread: notebooks, debuggers, tests. It keeps the channels' order and open receives."""
 
     def __init__(self, mailroom: Mailroom) -> None:
         self._boxes = mailroom.boxes
@@ -123,7 +123,7 @@ class InProcessTransport:
 
 
 def _off_graph(outgoing: Outgoing) -> BoundaryValues:
-    """The values for a stage of this process; a tensor with a name is copied, as the next stage may change it in place."""
+    """Return the values for a stage of this process; a named tensor is copied, since the next stage may change it in place."""
     values = tuple([None if value is None else value.detach() for value in outgoing.values])
     if outgoing.message.edge.name == OUTPUT or outgoing.message.channel.kind == "gradient":
         return values
@@ -131,11 +131,11 @@ def _off_graph(outgoing: Outgoing) -> BoundaryValues:
 
 
 class Communicator:
-    """All ranks' batches on one communicator of one process, under NCCL's rule.
+    """Batches of all ranks on one communicator within one process, under NCCL's rule.
 
-    The batches of a rank run in the order in which they were issued. A message moves when its send and its receive are both
-    in a batch that has its turn; between two ranks sends and receives match in order, whatever they are. A batch ends when
-    all in it have moved.
+    The batches of a rank run in the order in which they were issued. A message is transferred when its send and its receive are
+    both in the current batch of their ranks; sends and receives between two ranks match in order. A batch ends when all its
+    messages have been transferred.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -144,7 +144,7 @@ class Communicator:
         self.arrived: list[dict[Message, Outgoing]] = [{} for _ in range(ranks)]
 
     def issue(self, rank: int, batch: list[Outgoing | Message]) -> None:
-        """Put `batch` behind the others of `rank`, and move what can move now."""
+        """Append `batch` to those of `rank`, and transfer the messages that can be transferred now."""
         self._queues[rank].append(batch)
         ranks = range(len(self._queues))
         while any(
@@ -161,7 +161,7 @@ class Communicator:
         return bool(self._queues[rank])
 
     def _match(self, source: int, destination: int) -> bool:
-        """Move one message, if both heads have one; what is sent first meets what is received first."""
+        """Transfer one message if both current batches have one; the first send matches the first receive."""
         sending, receiving = self._queues[source][0], self._queues[destination][0]
         sends = [
             at
@@ -209,8 +209,8 @@ class InProcessBatches:
 
 
 def tensors(values: BoundaryValues) -> list[Tensor]:
-    """The tensors among the values, detached and in one piece each, ready to be sent.
+    """Return the tensors among the values, detached and contiguous, ready to be sent.
 
-    A conjugate or a negative that is only a mark on other numbers is computed: a message carries memory, and no marks.
+    A lazy conjugate or negative is computed: a message carries memory, not those bits.
     """
     return [value.detach().resolve_conj().resolve_neg().contiguous() for value in values if value is not None]

@@ -1,4 +1,4 @@
-"""Receive buffers: a pool whose size follows from the schedule, instead of one buffer a micro-batch."""
+"""Receive buffers: a pool whose size follows from the schedule, instead of one buffer per micro-batch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pipeloom.runtime.tensor_spec import TensorSpec
 
 
 class BufferPool:
-    """Buffers by shape and dtype. A buffer comes back when its micro-batch's backward is done.
+    """Buffers by shape and dtype. A buffer is returned after its micro-batch's backward.
 
-    It is used again only if nothing else holds its storage: a module that keeps its input keeps it intact.
+    It is reused only if no other tensor shares its storage: a module that keeps its input keeps it intact.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -22,7 +22,7 @@ class BufferPool:
         self._free: dict[tuple[torch.dtype, tuple[int, ...]], list[Tensor]] = defaultdict(list)
 
     def take(self, spec: TensorSpec) -> Tensor:
-        """An uninitialized tensor of this shape and dtype."""
+        """Return an uninitialized tensor of this shape and dtype."""
         free = self._free[spec.dtype, spec.shape]
         for at, buffer in enumerate(free):
             if _holders(buffer) == 1:
@@ -31,13 +31,13 @@ class BufferPool:
         return spec.empty(self.device)
 
     def give(self, buffer: Tensor) -> None:
-        """Hands a buffer back."""
-        # A new tensor on the same storage: a weight gradient that waits, say, may still hold the old one itself, and only
-        # tensors are counted.
+        """Return a buffer to the pool."""
+        # A new tensor on the same storage: a queued weight gradient, for instance, may still hold the old tensor object, and
+        # only tensors are counted.
         self._free[buffer.dtype, tuple(buffer.shape)].append(buffer.detach())
 
 
 def _holders(buffer: Tensor) -> int:
-    """Return how many tensors share the storage of `buffer`, itself counted."""
+    """Return the number of tensors that share the storage of `buffer`, including itself."""
     storage = buffer.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # less the storage object asked through

@@ -1,4 +1,4 @@
-"""One rank's ways to the other ranks of its pipeline."""
+"""Connections of one rank to the other ranks of its pipeline."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from pipeloom.schedule.channels import Channel
 
 
 class P2PConnections:
-    """Made on every rank of the mesh at once; `open` is collective over the pipeline.
+    """Connections of one rank. Every rank of the mesh constructs one at the same time; `open` is collective over the pipeline.
 
     Attributes:
         pool: receive buffers.
-        shared: connections through shared memory, where all ranks of the pipeline have them.
+        shared: connections through shared memory, if all ranks of the pipeline have them.
     """
 
     def __init__(self, mesh: Mesh, specs: ShapeCache, device: torch.device, options: RuntimeOptions) -> None:
@@ -44,11 +44,11 @@ class P2PConnections:
         self._run_control: Any = None
 
     def open(self, prefix: str, program: RankProgram) -> None:
-        """Connects this rank with the others.
+        """Connect this rank with the others.
 
         Args:
-            prefix: of the run's keys in the store.
-            program: of a training step; it says which channels there are.
+            prefix: prefix of the run's keys in the store.
+            program: the program of a training step, which determines the channels.
         """
         if self._mesh.pipeline.group is not None:
             batched = self._options.transport == "batched"
@@ -69,7 +69,7 @@ class P2PConnections:
 
     @property
     def run_control(self) -> Any:
-        """The same between all ranks of the run."""
+        """A gloo group of all ranks of the run; None for one process."""
         return self._run_control
 
     @property
@@ -78,7 +78,7 @@ class P2PConnections:
         return self.control if self._device.type == "cpu" else self._mesh.pipeline.group
 
     def transport(self, program: RankProgram) -> Transport:
-        """Return what carries one run of `program`."""
+        """Return the transport for one run of `program`."""
         if self._links is None:
             return InProcessTransport(Mailroom())
         if self.shared is not None:
@@ -93,22 +93,23 @@ class P2PConnections:
 
 
 def memory_here() -> str | None:
-    """Return what two processes must have in common to share memory here; None where the system cannot."""
+    """Return an identifier that is equal for processes that can share memory; None if the system cannot."""
     if not hasattr(os, "memfd_create") or not hasattr(socket, "SOCK_SEQPACKET"):
         return None
-    here = machine("mnt", "user")  # a socket is a file, and its peer's user is checked
+    here = machine("mnt", "user")  # sockets are files, and the peer's user is checked
     return f"{here} {os.getuid()}" if here else None
 
 
 def share_memory(
     mesh: Mesh, device: torch.device, options: RuntimeOptions, channels: Sequence[Channel], prefix: str
 ) -> SharedLinks | None:
-    """Connections through shared memory, where the options want them and all ranks of this pipeline can.
+    """Return connections through shared memory, if the options allow them and all ranks of this pipeline can use them.
 
-    They all decide alike; another pipeline of the mesh may be on another machine. A rank spins a moment before it sleeps
-    only where every rank of the mesh has a core of its own.
-    Raises ConfigError when the transport is "shared" and some rank is on another machine or not on a CPU, and when
-    messages would go through shared memory and the options turn `overlap_p2p` off.
+    All ranks decide alike; another pipeline of the mesh may be on another machine. A rank spins briefly before it sleeps only
+    if every rank of the mesh has its own core.
+
+    Raises ConfigError if the transport is "shared" and some rank is on another machine or not on a CPU, and if messages
+    would go through shared memory while the options turn `overlap_p2p` off.
     """
     if options.transport not in ("auto", "shared"):
         return None

@@ -1,9 +1,9 @@
 """Connections between ranks of one machine, through sockets that no other user can reach or disturb.
 
-Each rank listens on a socket in a folder of its own that only its user may enter, beside a token that only its user may
-read. The folder's path goes through the store, the token does not. Who connects is checked on both ends: the folder and the
-socket's process belong to this user, and the first message holds the token. Anyone else is disconnected, and waited for by
-nobody. The folder is removed as soon as the ranks are connected.
+Each rank listens on a socket in a private folder that only its user may enter, beside a token that only its user may read.
+The folder's path goes through the store, the token does not. Both ends check the peer: the folder and the socket's process
+must belong to this user, and the first message must contain the token. Other connections are closed, and no rank waits for
+them. The folder is removed as soon as the ranks are connected.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HELLO_TOKEN_BYTES = 32
 _HELLO = struct.Struct(f"<8sI{_HELLO_TOKEN_BYTES}s")
 _MAGIC = b"pipeloom"
 _CREDENTIALS = struct.Struct("3i")  # process, user, group: unix(7), SO_PEERCRED
-_MOST_PENDING = 32  # connections that have not said who they are; the oldest makes room for the next
+_MOST_PENDING = 32  # connections that have not identified themselves; the oldest is closed for the next
 _RETRY_SECONDS = 0.01
 
 SocketOfPeer = dict[int, socket.socket]
@@ -39,12 +39,12 @@ SocketOfPeer = dict[int, socket.socket]
 def meet(
     store: Any, prefix: str, rank: int, senders: Sequence[int], receivers: Sequence[int], timeout: float
 ) -> tuple[SocketOfPeer, SocketOfPeer]:
-    """Connect with the ranks that send to this one and with those that receive from it; all call it at once.
+    """Connect with the ranks that send to this one and with those that receive from it. Collective over the ranks.
 
     Returns:
         (sender -> connection, receiver -> connection), all non-blocking.
     Raises:
-        DistributedError: a rank that is not there within `timeout` seconds, or a folder of another user.
+        DistributedError: a rank did not connect within `timeout` seconds, or a folder belongs to another user.
     """
     deadline = time.monotonic() + timeout
     with contextlib.ExitStack() as cleanup:
@@ -74,9 +74,9 @@ class _Door:
     """The listening end of one rank.
 
     Attributes:
-        folder: where its socket is.
-        missing: ranks that have still to connect.
-        known: rank -> connection of those that have.
+        folder: the folder of its socket.
+        missing: ranks that have not connected yet.
+        known: rank -> connection, of those that have connected.
     """
 
     def __init__(self, rank: int, senders: Sequence[int]) -> None:
@@ -97,7 +97,7 @@ class _Door:
         self._poll.register(self._listener, select.POLLIN)
 
     def wait(self, seconds: float) -> None:
-        """Look at those who connect and at what they say, for up to `seconds`; return at the first of them."""
+        """Handle connections and their first messages, for up to `seconds`; return after the first."""
         for descriptor, _ in self._poll.poll(seconds * 1000):
             if descriptor == self._listener.fileno():
                 self._accept()
@@ -107,7 +107,7 @@ class _Door:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # gone again, or no descriptor is free for it
+        except OSError:  # closed again, or no descriptor is free for it
             return
         if _user(connection) != os.getuid():
             connection.close()
@@ -142,7 +142,7 @@ class _Door:
 
 
 def _knock(folder: Path, rank: int, peer: int) -> socket.socket | None:
-    """Connect to the rank that listens in `folder`; None while its queue is full."""
+    """Connect to the rank that listens in `folder`; return None while its queue is full."""
     where = f"rank {peer} is said to listen in {str(folder)!r}"
     try:
         status = os.lstat(folder)
@@ -167,14 +167,14 @@ def _knock(folder: Path, rank: int, peer: int) -> socket.socket | None:
 
 
 def _user(connection: socket.socket) -> int:
-    """The user whose process is at the other end."""
+    """Return the user of the process at the other end."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(data)[1])
 
 
 @contextlib.contextmanager
 def _short(folder: Path) -> Any:
-    """A path of the folder's socket that fits into an address, which takes 107 bytes."""
+    """Yield a path of the folder's socket that fits into an address, which takes 107 bytes."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{descriptor}/socket"

@@ -1,12 +1,12 @@
 """Messages between CPU ranks of one machine: tensors through shared memory, notices through a socket.
 
-gloo sends a small message in about 70 microseconds and wakes two threads for it; this takes a copy into memory that both
-ranks map, a notice of some bytes, and a copy out. A rank never blocks while it sends: while a peer's socket is full it reads
-what others sent to it, and it always reads from everyone while it waits.
+gloo sends a small message in about 70 microseconds and wakes two threads for it; this transport copies it into memory that
+both ranks map, sends a notice of a few bytes, and copies it out. A rank never blocks while it sends: while a peer's socket is
+full it reads from all peers, as it does whenever it waits.
 
-Memory comes from `memfd_create`, and its descriptors travel over the sockets, so nothing is left behind by a killed rank.
+Memory comes from `memfd_create`, and its descriptors are sent over the sockets, so a killed rank leaves nothing behind.
 
-A notice is a `struct`: nothing that arrives is executed. How ranks connect, and why no other user can, is in `meeting`.
+A notice is a `struct`: received data is never executed. `local_sockets` connects the ranks, and keeps other users out.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from pipeloom.runtime.p2p.local_sockets import meet
 from pipeloom.runtime.tensor_spec import BoundaryValues, TensorSpecs, boundary_of, from_numbers, to_numbers
 from pipeloom.schedule.channels import Channel, Message, MessageKind
 
-_START = 64  # the data begins here; byte 0 says whether the receiver has still to read it
+_START = 64  # offset of the data; byte 0 tells whether the receiver has still to read it
 _SPIN_SECONDS = 100e-6
 _NOTICE_BYTES = 65536
-_DESCRIPTORS_NEXT = b"+"  # the notice after this one brings descriptors of new memory
+_DESCRIPTORS_NEXT = b"+"  # the next notice carries descriptors of new memory
 _MOST_TENSORS = 128
 # flags, number of tensors, number of new segments, message, boundary, checksum (or 0); then each tensor's segment
 _NOTICES = [struct.Struct(f"<BBHIIq{count}I") for count in range(_MOST_TENSORS + 1)]
@@ -44,7 +44,7 @@ _MESSAGE_KINDS: tuple[MessageKind, MessageKind] = ("activation", "gradient")
 
 
 class _SharedSegment:
-    """Memory for one tensor on its way, mapped by its sender and its receiver."""
+    """Memory for one tensor in transit, mapped by its sender and its receiver."""
 
     def __init__(self, descriptor: int, size: int) -> None:
         self.size = size
@@ -67,7 +67,7 @@ class _SharedSegment:
 
 
 class _Outbox:
-    """Messages sent to one peer: segments by size, oldest first, and the boundaries that the peer knows."""
+    """Messages sent to one peer: segments by size, oldest first, and the specs that the peer has received."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -76,7 +76,7 @@ class _Outbox:
         self.boundaries: dict[TensorSpecs, int] = {}
 
     def segment(self, size: int) -> tuple[int, _SharedSegment, int | None]:
-        """(number, segment, descriptor to send along if it is new) with room for so many bytes."""
+        """Return (number, segment, descriptor to send if it is new) of a segment with enough bytes."""
         size = 1 << max(size - 1, 4095).bit_length()
         waiting = self.free.setdefault(size, deque())
         if waiting and self.segments[waiting[0]].map[0] == 0:
@@ -90,18 +90,18 @@ class _Outbox:
 
 
 class _SharedInbox:
-    """Messages from one peer: its segments and boundaries by number."""
+    """Messages from one peer: its segments and specs by number."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.segments: list[_SharedSegment] = []
         self.boundaries: list[TensorSpecs] = []
         self.descriptors_next = False
-        self.gone: object = None  # why nothing more can come
+        self.gone: object = None  # the reason why no more messages can arrive
 
 
 class SharedLinks:
-    """Connections to the peers; collective over the pipeline's ranks, which meet through the store."""
+    """Connections to the peers; constructing them is collective over the pipeline's ranks."""
 
     def __init__(
         self, store: Any, prefix: str, rank: int, channels: Sequence[Channel], timeout: float, spin: bool
@@ -122,7 +122,7 @@ class SharedLinks:
             self._by_descriptor[inbox.connection.fileno()] = peer
 
     def notify(self, peer: int, notice: bytes, descriptors: list[int]) -> None:
-        """Sends a notice; reads from everyone while the peer's socket is full."""
+        """Send a notice; read from all peers while this peer's socket is full."""
         connection = self.outboxes[peer].connection
         if not descriptors:
             self._push(peer, partial(connection.send, notice))
@@ -143,9 +143,9 @@ class SharedLinks:
                 raise PeerGone(peer, error) from None
 
     def read(self, peer: int) -> bool:
-        """Reads one notice of `peer`, if there is one.
+        """Read one notice of `peer`, if there is one.
 
-        A peer that has ended is no failure here: it may have sent all that is asked of it, and be done with its part.
+        A peer that has exited is not an error here: it may have sent all its messages and finished its part.
         """
         inbox = self.inboxes[peer]
         if inbox.gone is not None:
@@ -153,7 +153,7 @@ class SharedLinks:
         try:
             descriptors: list[int] = []
             data = self._notice
-            if inbox.descriptors_next:  # asked for only then: it takes longer than all the rest of a small message
+            if inbox.descriptors_next:  # only on this occasion: it takes longer than all the rest of a small message
                 notice, descriptors, _, _ = socket.recv_fds(inbox.connection, _NOTICE_BYTES, _MOST_TENSORS)
                 length = len(notice)
                 data[:length] = notice
@@ -194,16 +194,16 @@ class SharedLinks:
         return False
 
     def read_all(self, timeout: float | None) -> None:
-        """Reads what is there, waiting for something up to `timeout` seconds."""
+        """Read all notices that have arrived; wait up to `timeout` seconds for a first one."""
         for descriptor, _ in self._poll.poll(None if timeout is None else timeout * 1000):
             while self.read(self._by_descriptor[descriptor]):
                 pass
 
     def wait(self, message: Message) -> tuple[list[int], int, int]:
-        """The numbers of `message`'s segments and of its boundary, and its checksum.
+        """Wait for `message`; return the numbers of its segments and of its specs, and its checksum.
 
-        By its index, because a rank may use messages in another order than they come in; a queue for each, because a sender
-        may be in the next step already.
+        Notices are kept by message, since a rank may use messages in another order than that of arrival, and in queues, since
+        a sender may be in the next step already.
         """
         source = message.channel.source
         key = (source, message.channel.kind, message.number)
@@ -226,7 +226,7 @@ class SharedLinks:
 
 
 class SharedMemoryTransport:
-    """One rank's messages over `SharedLinks`. A message brings its own shapes, so none is agreed on beforehand."""
+    """Transport of one rank over `SharedLinks`. Each message contains its shapes, so they need no agreement beforehand."""
 
     def __init__(self, links: SharedLinks, pool: BufferPool) -> None:
         self._links = links
@@ -296,4 +296,4 @@ class SharedMemoryTransport:
                 self._pool.give(value)
 
     def finish(self) -> None:
-        """Nothing to wait for: what was sent lies in memory of its own."""
+        """Do nothing: sent values have been copied."""

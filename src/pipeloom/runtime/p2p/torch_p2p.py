@@ -38,7 +38,7 @@ _HEADER_TAGS: dict[str, Tag] = {"activation": Tag.ACTIVATION_HEADER, "gradient":
 
 
 class _TorchTransfer(NamedTuple):
-    """The tensors of a message, about to be sent or received, and the list that their works go to."""
+    """The tensors of a message, about to be sent or received, and the list that collects their works."""
 
     message: Message
     tensors: list[Tensor]
@@ -46,18 +46,20 @@ class _TorchTransfer(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """A receive that is under way."""
+    """A receive in progress."""
 
     works: list[Any]
     values: BoundaryValues
     boundary: TensorSpecs
     checksum: Tensor | None
-    host: list[tuple[Tensor, Tensor]]  # (buffer, where its values arrive), for messages through host memory
+    host: list[
+        tuple[Tensor, Tensor]
+    ]  # (buffer, host tensor in which its values arrive), for messages through host memory
 
 
 @dataclass
 class _TorchInbox:
-    """A channel's receives: those not opened yet, in channel order; the first may have to wait for its header."""
+    """The receives of one channel: those not opened yet, in channel order; the first may have to wait for its header."""
 
     queue: deque[Message] = field(default_factory=deque)
     introduced: bool | None = None
@@ -76,11 +78,11 @@ class Links:
         self.through_host = goes_through_host(device, mesh.group)
         if device.type == "cpu" or self.through_host:
             return
-        if batched:  # a batch may leave ranks out, which a communicator's first call may not
+        if batched:  # a communicator's first call must include all its ranks, and a batch may leave some out
             dist.all_reduce(torch.zeros(1, device=device), group=self.group)
             return
         whole = len(mesh.ranks) == dist.get_world_size()
-        # In one order on all ranks: torch names a group after those that the process has already.
+        # In the same order on all ranks: torch derives a group's name from the number of groups of the process.
         for channel in channels:
             pair = sorted((mesh.ranks[channel.source], mesh.ranks[channel.destination]))
             make = dist.new_group if whole else group_of_members
@@ -96,7 +98,7 @@ class Links:
             call([torch.zeros(1, device=device)], numbers[other], _TAGS[channel.kind]).wait()
 
     def peer(self, channel: Channel, rank: int) -> tuple[Any, int]:
-        """The channel's group, and `rank`'s number in it."""
+        """Return the channel's group, and `rank`'s number in it."""
         if channel in self._of:
             group, numbers = self._of[channel]
             return group, numbers[rank]
@@ -104,7 +106,7 @@ class Links:
 
 
 class TorchTransport:
-    """One rank's messages, each in a call of its own, or in `batches`."""
+    """Transport of one rank: each message in a separate call, or in `batches`."""
 
     def __init__(
         self,
@@ -124,11 +126,11 @@ class TorchTransport:
         self._inboxes: dict[Channel, _TorchInbox] = {}
         self._opened: dict[Message, Opened] = {}
         self._sending: dict[Message, tuple[list[Any], list[Tensor]]] = {}
-        self._headers: dict[Message, tuple[Any, Tensor]] = {}  # of gradients, on their way
+        self._headers: dict[Message, tuple[Any, Tensor]] = {}  # headers of gradients, in transit
         self._filled_in: dict[
             tuple[Edge, int], int
-        ] = {}  # place in an edge's gradients -> messages sent with zeros there
-        self._answered: Counter[Edge] = Counter()  # edge -> gradient messages sent
+        ] = {}  # position in an edge's gradients -> number of messages sent with zeros there
+        self._answered: Counter[Edge] = Counter()  # edge -> number of gradient messages sent
 
     def exchange(self, sends: Sequence[Outgoing], posts: Sequence[Message]) -> None:
         if self._batches is not None:
@@ -164,7 +166,7 @@ class TorchTransport:
         return Delivery(values, boundary, None if checksum is None else int(checksum))
 
     def _without_zeros(self, message: Message, values: BoundaryValues) -> BoundaryValues:
-        """A gradient message's values, with None in place of the zeros that stand for a missing gradient."""
+        """Return a gradient message's values, with None in place of the zeros of a missing gradient."""
         without = self._book.without(message)
         while without is None:  # headers arrive in the channel's order
             first = next(other for other in self._headers if other.channel == message.channel)
@@ -194,7 +196,7 @@ class TorchTransport:
         if self._opened or any(inbox.queue for inbox in self._inboxes.values()):
             raise DistributedError(
                 "receives were left open at the end of the step"
-            )  # a bug of ours: the plan posts what is used
+            )  # a bug in Pipeloom: the plan posts exactly the receives that are used
 
     def _release(self, message: Message) -> None:
         works, _ = self._sending.pop(message, ((), ()))
@@ -202,7 +204,7 @@ class TorchTransport:
             work.wait()
 
     def _send(self, outgoing: Outgoing) -> _TorchTransfer:
-        """Return what to send of a message; its header is on its way."""
+        """Send a message's header; return the transfer of its values."""
         message = outgoing.message
         works: list[Any] = []
         values, kind = outgoing.values, message.channel.kind
@@ -222,7 +224,7 @@ class TorchTransport:
         return _TorchTransfer(message, sent, works)
 
     def _filled(self, message: Message, values: BoundaryValues, needs_header: bool) -> BoundaryValues:
-        """The gradients to send, zeros for one that is None: receives are posted before anybody knows which are."""
+        """Return the gradients to send, zeros for one that is None: receives are posted before it is known which are."""
         without = tuple(at for at, value in enumerate(values) if value is None)
         if needs_header:
             self._book.expect(message, without)
@@ -240,7 +242,7 @@ class TorchTransport:
         )
 
     def _open(self, inbox: _TorchInbox) -> None:
-        """Opens receives while their shapes are known."""
+        """Open receives as long as their shapes are known."""
         while inbox.queue:
             message = inbox.queue[0]
             if inbox.introduced is None:
@@ -253,13 +255,13 @@ class TorchTransport:
             self._start(self._receive(message, boundary, introduced), message.channel.source)
 
     def _introduce(self, message: Message) -> None:
-        """Waits for the header of `message`, the next of its channel that has one."""
+        """Wait for the header of `message`, the next one of its channel with a header."""
         header = torch.empty(HEADER_LENGTH, dtype=torch.int64)
         self._links.control.recv([header], message.channel.source, _HEADER_TAGS["activation"]).wait()
         self._book.remember(message.edge, message.microbatch, decode(header))
 
     def _receive(self, message: Message, boundary: TensorSpecs, introduced: bool) -> _TorchTransfer:
-        """Buffers for a message; where a gradient's header comes with it, its receive is posted."""
+        """Return the transfer into buffers for a message; if a gradient's header comes with it, post the header's receive."""
         if introduced and boundary and message.channel.kind == "gradient":
             header = torch.empty(HEADER_LENGTH, dtype=torch.int64)
             tag = _HEADER_TAGS["gradient"]
@@ -279,7 +281,7 @@ class TorchTransport:
         return _TorchTransfer(message, buffers, works)
 
     def _start(self, transfer: _TorchTransfer, other: int) -> None:
-        """Starts a message to or from rank `other` by itself."""
+        """Start a single message to or from rank `other`."""
         message = transfer.message
         group, peer = self._links.peer(message.channel, other)
         start = group.send if other == message.channel.destination else group.recv
@@ -287,9 +289,9 @@ class TorchTransport:
             transfer.works.append(start([as_sent(tensor)], peer, _TAGS[message.channel.kind]))
 
     def _start_batch(self, batch: Sequence[Outgoing | Message]) -> None:
-        """Starts the messages of `batch` in one call, or in more where it must wait for the header of a receive.
+        """Start the messages of `batch` in one call, or in several if it must wait for the header of a receive.
 
-        The call is cut there: what makes that message may need one that stands before it in the batch.
+        The call is split there: the sender may need an earlier message of the batch to compute that one.
         """
         sends = {item.message: self._send(item) for item in batch if isinstance(item, Outgoing)}
         transfers: list[tuple[_TorchTransfer, bool]] = []
@@ -303,12 +305,12 @@ class TorchTransport:
                 transfers = []
                 self._introduce(item)
             boundary = self._book.of(item)
-            assert boundary is not None  # of a gradient: this rank made the activations that it answers
+            assert boundary is not None  # of a gradient: this rank has sent the activations
             transfers.append((self._receive(item, boundary, introduced), False))
         self._start_together(transfers)
 
     def _start_together(self, transfers: Sequence[tuple[_TorchTransfer, bool]]) -> None:
-        """Starts messages, each sent (True) or received, in one call."""
+        """Start messages, each sent (True) or received (False), in one call."""
         operations: list[dist.P2POp] = []
         works_of: list[list[Any]] = []
         for (message, buffers, works), sent in transfers:
@@ -320,4 +322,6 @@ class TorchTransport:
         if operations:
             started = dist.batch_isend_irecv(operations)
             for at, works in enumerate(works_of):
-                works.append(started[at] if len(started) == len(operations) else started[0])  # NCCL: one work for all
+                works.append(
+                    started[at] if len(started) == len(operations) else started[0]
+                )  # NCCL returns one work for all
