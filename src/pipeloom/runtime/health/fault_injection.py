@@ -1,4 +1,4 @@
-"""Faults made on purpose, so that what happens then can be tested and shown."""
+"""Injected faults, to test and show what happens then."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pipeloom.schedule.actions import Action
 
 
 class InjectedFault(RuntimeError):
-    """Raised where a fault asked for it."""
+    """Raised by an injected fault."""
 
 
 class Faults:
-    """Reads a fault (an object with `kind`, and the values of that kind) for one rank; without one, does nothing.
+    """One rank's part of a fault (an object with `kind`, and the values of that kind); without a fault, no effect.
 
     Kinds: swap-microbatches (a, b): the first stage gets their inputs exchanged. drop-send (rank, number): that rank's send
     of this number, from 0, is lost. flip-bit (rank, number): of that send one bit arrives flipped. raise (rank, action): an
@@ -32,14 +32,14 @@ class Faults:
         self._sent = 0
 
     def input_of(self, microbatch: int) -> int:
-        """The micro-batch whose inputs this one really gets."""
+        """Return the micro-batch whose inputs this one gets."""
         if self._kind != "swap-microbatches":
             return microbatch
         swapped: dict[int, int] = {self._fault.a: self._fault.b, self._fault.b: self._fault.a}
         return swapped.get(microbatch, microbatch)
 
     def sent(self, values: BoundaryValues) -> BoundaryValues | None:
-        """The values of the next send as they leave: with one bit flipped where that is the fault, None where they are lost."""
+        """Return the values of the next send, with a flipped bit if that is the fault; None if the send is lost."""
         number, self._sent = self._sent, self._sent + 1
         if self._kind not in ("drop-send", "flip-bit") or not self._mine or number != self._fault.number:
             return values
@@ -53,7 +53,7 @@ class Faults:
         assert value is not None
         copy = value.detach().clone(memory_format=torch.contiguous_format)
         data = copy.view(-1).view(torch.uint8)
-        data[data.numel() // 2 // copy.element_size() * copy.element_size()] ^= 1  # of a number's lowest byte
+        data[data.numel() // 2 // copy.element_size() * copy.element_size()] ^= 1  # in a number's lowest byte
         return (*values[:at], copy, *values[at + 1 :])
 
     def before(self, action: Action) -> None:

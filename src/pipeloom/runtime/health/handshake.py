@@ -21,7 +21,7 @@ from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.runtime.stage_modules import KnownKeywords
 from pipeloom.schedule.model import Schedule
 
-# What a rank does for itself, and the sizes of micro-batches, which are those of a replica and compared as such.
+# Options that concern a single rank, and the sizes of micro-batches, which are compared per replica.
 _MAY_DIFFER = frozenset({"device", "timeout", "watchdog", "fault", "trace", "microbatch_sizes"})
 
 

@@ -31,28 +31,28 @@ from pipeloom.runtime.health.process_identity import machine
 LINKS = "PIPELOOM_LINKS"  # rank:descriptor,… of the sockets that the launcher made
 _MAC_BYTES = 16
 _LONGEST_FRAME = 1 << 18
-_LARGEST_BACKLOG = 1 << 20  # bytes kept for a neighbour that does not read: a frozen one
+_LARGEST_BACKLOG = 1 << 20  # bytes queued for a neighbour that does not read, because it is frozen
 _NONCE_BYTES = 16
-_MOST_STRANGERS = 64  # connections whose handshake is under way at once
+_MOST_STRANGERS = 64  # handshakes of connections that run at once
 _HANDSHAKE_SECONDS = 10.0
 _LONGEST_SECRET = 4096  # bytes
 
 
 class LinkClosed(Exception):
-    """The neighbour's end is closed, or what came did not come from it."""
+    """The neighbour has closed its end, or received data is not from it."""
 
 
 def neighbours(rank: int, world: int) -> list[int]:
-    """The ranks at a distance of 1, 2 and about the root of `world` on a ring: all of them where there are few.
+    """Return the ranks at a distance of 1, 2 and about √world on a ring; for small runs, all ranks.
 
-    A message that everyone forwards then reaches all ranks in O(√world) hops, around several ranks that are frozen.
+    A message that every rank forwards then reaches all ranks in O(√world) hops, also around several frozen ones.
     """
     distances = (1, 2, max(3, round(world**0.5)))
     return sorted({(rank + sign * d) % world for d in distances for sign in (1, -1)} - {rank})
 
 
 class Link:
-    """Messages to and from one neighbour. No call blocks: a neighbour that does not read gets no more after 1 MiB."""
+    """Messages to and from one neighbour. No call blocks: for a neighbour that does not read, at most 1 MiB is queued."""
 
     def __init__(self, rank: int, peer: int, connection: socket.socket, key: bytes) -> None:
         self.peer = peer
@@ -71,7 +71,7 @@ class Link:
         return self._connection.fileno()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Queues a message and sends what the socket takes."""
+        """Queue a message, and send as much as the socket accepts."""
         if len(self._outgoing) < _LARGEST_BACKLOG:
             body = json.dumps(message).encode()
             self._outgoing += self._mac(self._names[0], self._sent, body) + b" " + body + b"\n"
@@ -79,20 +79,20 @@ class Link:
         self.flush()
 
     def flush(self) -> bool:
-        """Sends what the socket takes; True when nothing is left."""
+        """Send as much as the socket accepts; return whether the queue is empty."""
         while self._outgoing:
             try:
                 count = self._connection.send(self._outgoing)
             except (BlockingIOError, InterruptedError):
                 return False
-            except OSError:  # the end of the link is told by `receive`
+            except OSError:  # `receive` reports the end of the link
                 self._outgoing.clear()
                 return True
             del self._outgoing[:count]
         return True
 
     def receive(self) -> list[dict[str, Any]]:
-        """The messages that have come. Raises LinkClosed after the last one when the neighbour has closed its end."""
+        """Return the messages received. Raises LinkClosed after the last one if the neighbour has closed its end."""
         if self._closed is not None:
             raise LinkClosed(self._closed)
         try:
@@ -139,7 +139,7 @@ class Link:
 
 
 def inherited(rank: int) -> list[Link] | None:
-    """The links whose sockets the launcher left in the environment, once; None without a launcher."""
+    """Return the links whose sockets the launcher passed in the environment, at the first call; None without a launcher."""
     text = os.environ.pop(LINKS, None)
     if text is None:
         return None
@@ -148,7 +148,7 @@ def inherited(rank: int) -> list[Link] | None:
 
 
 def meet(store: Any, prefix: str, rank: int, world: int, secret: bytes, seconds: float) -> list[Link]:
-    """Links to this rank's neighbours; collective. `store`: with `set` and `get` of text, both with deadlines.
+    """Return links to this rank's neighbours; collective. `store`: has `set` and `get` of text, both with deadlines.
 
     Raises DistributedError that names a rank that did not join within `seconds`.
     """
@@ -178,7 +178,7 @@ def meet(store: Any, prefix: str, rank: int, world: int, secret: bytes, seconds:
 
 
 class _Meeting:
-    """Connects to the neighbours with lower numbers, and accepts those with higher ones, each in a thread of its own."""
+    """Connections to the neighbours: threads connect to those with lower numbers and accept those with higher ones."""
 
     def __init__(self, store: Any, prefix: str, rank: int, world: int, secret: bytes, deadline: float) -> None:
         self._store, self._prefix, self._rank, self._secret, self._deadline = store, prefix, rank, secret, deadline
@@ -188,7 +188,7 @@ class _Meeting:
         self._errors: list[str] = []
 
     def links(self, listener: socket.socket) -> list[Link]:
-        """All of them; closes `listener`."""
+        """Return all links, and close `listener`."""
         lower = [peer for peer in self._wanted if peer < self._rank]
         addresses = {peer: json.loads(self._store.get(f"{self._prefix}/control/{peer}")) for peer in lower}
         for peer, address in addresses.items():
@@ -200,7 +200,7 @@ class _Meeting:
             )
             missing = sorted(self._wanted - self._found.keys())
         with contextlib.suppress(OSError):
-            listener.shutdown(socket.SHUT_RDWR)  # ends the thread that accepts
+            listener.shutdown(socket.SHUT_RDWR)  # ends the accepting thread
         listener.close()
         if missing:
             why = f" ({self._errors[-1]})" if self._errors else ""
@@ -289,7 +289,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 
 def _uid_of(connection: socket.socket) -> int | None:
-    """The user at the other end of a unix socket; None where the system does not tell."""
+    """Return the user at the other end of a unix socket; None if the system does not provide it."""
     if not hasattr(socket, "SO_PEERCRED"):
         return None
     _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
@@ -297,14 +297,17 @@ def _uid_of(connection: socket.socket) -> int | None:
 
 
 def _own_address() -> str:
-    """The address of this machine on the way to MASTER_ADDR; where that is this machine itself, the one that others use.
+    """Return this machine's address on the route to MASTER_ADDR; if that is this machine itself, the address that others use.
 
-    PIPELOOM_ADDRESS chooses another.
+    PIPELOOM_ADDRESS overrides it.
     """
     configured = os.environ.get("PIPELOOM_ADDRESS")
     if configured:
         return configured
-    for target in (os.environ.get("MASTER_ADDR", ""), "192.0.2.1"):  # the second is nobody's; no packet is sent
+    for target in (
+        os.environ.get("MASTER_ADDR", ""),
+        "192.0.2.1",
+    ):  # the second address is unassigned; no packet is sent
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
             probe.connect((target, 9))
             address = str(probe.getsockname()[0])
@@ -314,7 +317,7 @@ def _own_address() -> str:
 
 
 def read_secret() -> bytes | None:
-    """The secret of the user's runs: PIPELOOM_SECRET, or the file PIPELOOM_SECRET_FILE, or ~/.config/pipeloom/secret.
+    """Return the secret of the user's runs: PIPELOOM_SECRET, or the file PIPELOOM_SECRET_FILE, or ~/.config/pipeloom/secret.
 
     Raises DistributedError for a file that others can read, or that is not a regular file of at most 4 KiB.
     """

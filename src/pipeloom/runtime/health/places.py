@@ -1,4 +1,4 @@
-"""Places in the code that communicate with other ranks, and in which nothing runs that a user wrote."""
+"""Places in the code that communicate with other ranks, and that run no code of the user."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PACKAGE = Path(__file__).parents[2]
 
 
 def communicates(file: str) -> bool:
-    """Return whether code of this file communicates with other ranks, so that an error there says that one is gone."""
+    """Return whether code of this file communicates with other ranks, so that an error there means the loss of one."""
     path = Path(file)
     if "torch/distributed/" in path.as_posix():
         return True
@@ -35,6 +35,6 @@ def communicates(file: str) -> bool:
 
 
 def main_thread_communicates() -> bool:
-    """Return whether this process's main thread is inside a communication now, as its innermost Python frame says."""
+    """Return whether this process's main thread is inside a communication now, by its innermost Python frame."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return frame is not None and communicates(frame.f_code.co_filename)

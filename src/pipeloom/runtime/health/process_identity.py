@@ -1,4 +1,4 @@
-"""Is another rank's process still there? On this machine the system knows; from elsewhere only its signs of life tell."""
+"""Identity and state of processes on this machine, from the system (proc(5))."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def identity() -> str:
-    """This process among all those that were ever here: machine, process namespace, number, start; "" where unknown."""
+    """Return an identity of this process that is never reused: machine, process namespace, number, start; "" if unknown."""
     return f"{_here()} {os.getpid()} {_stat(os.getpid())[1]}" if _here() else ""
 
 
@@ -26,7 +26,7 @@ def is_stopped(who: str) -> bool:
 
 
 def seconds_running() -> float | None:
-    """Return how long this process has been there; None where the system does not tell."""
+    """Return the seconds since the start of this process; None if the system does not provide it."""
     try:
         ticks = float(_stat(os.getpid())[1])
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
@@ -35,7 +35,7 @@ def seconds_running() -> float | None:
 
 
 def machine(*namespaces: str) -> str:
-    """This machine since its start, and these namespaces of this process in it; "" where the system does not tell."""
+    """Return an identity of this machine since its boot and of these namespaces of this process; "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return "/".join([boot, *(str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in namespaces)])
@@ -48,7 +48,7 @@ def _here() -> str:
 
 
 def _stat(number: int) -> tuple[str, str]:
-    """(state, start in clock ticks since boot) of a process; OSError when there is none (proc(5), /proc/PID/stat)."""
+    """Return (state, start in clock ticks since boot) of a process (proc(5), /proc/PID/stat). Raises OSError if there is none."""
     text = Path(f"/proc/{number}/stat").read_text()
-    fields = text[text.rindex(")") + 2 :].split()  # the name before may hold anything
+    fields = text[text.rindex(")") + 2 :].split()  # the name before it may contain any characters
     return fields[0], fields[19]

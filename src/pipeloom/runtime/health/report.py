@@ -1,4 +1,4 @@
-"""Report of an exception to all other ranks, in words that name the action, before the process exits."""
+"""Report of an exception to all other ranks, with the name of the action, before the process exits."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 _PATIENCE_SECONDS = 1.5
-_TOLD = (
-    "__pipeloom_told__"  # key in an error's __dict__, which takes it whatever the error's class does with attributes
-)
+_TOLD = "__pipeloom_told__"  # key in an error's __dict__, which works for every class of errors
 _TIMED_OUT = re.compile(r"timed out|time-?out", re.IGNORECASE)
 _CPP_PLACE = re.compile(r"\[[^\]\s]+\.(?:cc|cpp|h|hpp):\d+\]\s*")
 _ADVICE = re.compile(r"\.?\s*This is typically caused by a remote worker crashing\..*", re.DOTALL)
@@ -32,7 +30,7 @@ class PeerGone(RuntimeError):
     """The connection to a rank is closed.
 
     Attributes:
-        rank: of this process's pipeline.
+        rank: the rank in this process's pipeline.
     """
 
     def __init__(self, rank: int, reason: object) -> None:
@@ -41,14 +39,14 @@ class PeerGone(RuntimeError):
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Return whether `error` comes from a communication with another rank: told by its type and by where it was raised, never by
-    its text. An error of a user's own code is none, whatever it says.
+    """Return whether `error` is from a communication with another rank, by its type and by where it was raised, not by its text:
+    an error in the user's code never is.
     """
     if isinstance(error, PeerGone):
         return True
     if not isinstance(error, RuntimeError) or isinstance(error, (NotImplementedError, RecursionError)):
         return False
-    # Communications make room for what arrives, and read the device, which says there what failed in an earlier kernel.
+    # Communications allocate buffers, and read the device, which reports failures of earlier kernels there.
     if from_machine(error) is not None or type(error).__name__ == "AcceleratorError":
         return False
     trace = error.__traceback__
@@ -60,9 +58,9 @@ def lost_peer(error: BaseException) -> bool:
 
 
 def timed_out(error: BaseException) -> bool:
-    """Return whether a communication failed because nothing came in time, so that the other rank may well be there.
+    """Return whether a communication timed out, so that the other rank may be alive.
 
-    torch's backends have no type for it: the text is read only of an error that `lost_peer` says is a communication's.
+    torch's backends have no type for it, so the text decides; only errors for which `lost_peer` is true are read.
     """
     return _TIMED_OUT.search(str(error)) is not None
 
@@ -73,16 +71,16 @@ def plain_words(error: BaseException) -> str:
 
 
 class FailureReporter:
-    """One rank's failures, told through its watchdog."""
+    """Reporter of one rank's failures, through its watchdog."""
 
     def __init__(self, status: Status) -> None:
         self.status = status
         self.watchdog: Watchdog | None = None
 
     def reporting(self) -> AbstractContextManager[None]:
-        """An exception inside is told to the other ranks.
+        """Report an exception inside to the other ranks.
 
-        Raises DistributedError in place of an error that only says that another rank has gone.
+        Raises DistributedError in place of an error that only reports the loss of another rank.
         """
         return _Reporting(self.tell)
 
@@ -95,14 +93,14 @@ class FailureReporter:
             self.status.leave()
 
     def waiting_for_device(self, device: torch.device) -> AbstractContextManager[None]:
-        """As `waiting`, for a value of `device` that the host reads: a GPU has it when other ranks' messages have come, too.
+        """As `waiting`, for a value of `device` that the host reads: a GPU may compute it only after messages of other ranks.
 
-        Under NCCL a wait for a message holds up a stream and not the host, so a lost one is seen here.
+        Under NCCL a wait for a message blocks a stream, not the host, so a lost message is noticed here.
         """
         return contextlib.nullcontext() if device.type == "cpu" else self.waiting("its GPU", "device")
 
     def tell(self, error: BaseException) -> None:
-        """Tell the other ranks of an error, once; raises DistributedError as `reporting` does."""
+        """Report an error to the other ranks, once; raises DistributedError as `reporting` does."""
         if error.__dict__.get(_TOLD):
             return
         status, watchdog = self.status, self.watchdog
@@ -113,19 +111,19 @@ class FailureReporter:
             error.__dict__[_TOLD] = True
             return
         late = timed_out(error)
-        # A connection may be closed because its other end has given up, and waits for a cause itself before it says so.
+        # A connection may be closed because its other end has failed, and itself waits for the cause before it reports that.
         patience = _PATIENCE_SECONDS if late else 2 * _PATIENCE_SECONDS
         known = watchdog.cause(patience) if watchdog is not None else None
         if known is None:
             peer, why = _peer(error, status), plain_words(error)
             if late:
-                peer = None  # alive or not, it is not known to be gone, and a lost message is nobody's
+                peer = None  # it may be alive, and a lost message is not a fault of any rank
                 text = f"the {status.kind} stalls: {status.name}, {status.words}: {why}"
             elif peer is None:
                 text = f"{status.name} has lost a peer: {status.words}: {why}"
             else:
                 name = f"rank {peer}" if status.names is None else status.names.of(peer)
-                # not "is gone": its watchdog has not said so, or there is none, and it may have closed its connections alive
+                # not "is gone": no watchdog has reported that, and it may have closed its connections while alive
                 text = f"the connection to {name} is closed: {status.name}, {status.words}: {why}"
             blames: tuple[int, ...] = () if peer is None else (peer,)
             if watchdog is not None:
@@ -141,7 +139,7 @@ class FailureReporter:
 
 
 class _Reporting(AbstractContextManager[None]):
-    """A generator with @contextmanager would set an attribute of the error, which a frozen dataclass refuses."""
+    """Context of `reporting`. @contextmanager would set an attribute of the error, which a frozen dataclass refuses."""
 
     def __init__(self, tell: Callable[[BaseException], None]) -> None:
         self._tell = tell
@@ -154,7 +152,7 @@ class _Reporting(AbstractContextManager[None]):
 
 
 def _texts(error: BaseException) -> tuple[str, str]:
-    """The error with its traceback, and its own words in one line; its type alone where its class fails to be printed."""
+    """Return the error with its traceback, and its text in one line; only its type if it cannot be printed."""
     try:
         trace = "".join(traceback.format_exception(error)).rstrip()
         return trace, " ".join("".join(traceback.format_exception_only(error)).split())
@@ -164,7 +162,7 @@ def _texts(error: BaseException) -> tuple[str, str]:
 
 
 def _peer(error: BaseException, status: Status) -> int | None:
-    """The number in the run of the rank that is gone, if that is what the error says."""
+    """Return the number in the run of the lost rank, if the error names one."""
     if isinstance(error, PeerGone):
         return error.rank if status.names is None else status.names.number(error.rank)
     return status.source if isinstance(status.waiting, Message) else None

@@ -14,17 +14,17 @@ from pipeloom.schedule.channels import Message
 if TYPE_CHECKING:
     from pipeloom.runtime.health.names import Names
 
-_SLOWEST_STEPS = 20.0  # of the slowest step so far: the limit of a step, in these bounds (seconds)
+_SLOWEST_STEPS = 20.0  # the limit of a step, as a multiple of the slowest one so far; within these bounds, in seconds
 _SHORTEST_LIMIT = 30.0
 _LONGEST_LIMIT = 300.0
-_PHASES = {  # seconds; longer than any of them takes where nothing is wrong, on a machine that others use too
+_PHASES = {  # seconds; longer than any of them takes without a fault, also on a busy machine
     "start-up": 300.0,
     "first step": 300.0,
     "evaluation": 300.0,
     "search": 330.0,
     "save": 900.0,
     "load": 900.0,
-    "device": 300.0,  # a GPU may be behind its host by much of a step
+    "device": 300.0,  # a GPU may lag behind its host by most of a step
 }
 
 
@@ -33,15 +33,17 @@ class Limits:
     """Longest time that a rank may go without progress.
 
     Attributes:
-        timeout: seconds, in every phase ("device": that phase's constant at least); None: 20 times the slowest measured step, at
-            least 30 and at most 300 seconds, in steps, and a constant of their own in the other phases.
+        timeout: seconds, in every phase ("device": at least that phase's constant); None: in steps 20 times the slowest measured
+            one, at least 30 and at most 300 seconds, and in other phases a constant per phase.
     """
 
     timeout: float | None = None
 
     def of(self, phase: str, slowest: float) -> float:
-        """Seconds for a phase; `slowest`: seconds of the slowest step so far."""
-        if self.timeout is not None:  # which is about an action; a wait for the device may be about the whole step
+        """Return the limit of a phase in seconds; `slowest`: seconds of the slowest step so far."""
+        if (
+            self.timeout is not None
+        ):  # a limit for one action, while a wait for the device may take the time of a whole step
             return max(self.timeout, _PHASES[phase]) if phase == "device" else self.timeout
         return _PHASES.get(phase, min(_LONGEST_LIMIT, max(_SHORTEST_LIMIT, _SLOWEST_STEPS * slowest)))
 
@@ -50,10 +52,10 @@ class Status:
     """The action that a rank is in and what it waits for; plain attributes, so that writing costs nothing.
 
     Attributes:
-        number: the rank's, in the whole run.
-        phase: "step", or one with a limit of its own: see `Limits`.
+        number: number of the rank in the whole run.
+        phase: "step", or a phase with its own limit (`Limits`).
         slowest: seconds of the slowest step so far, without the first.
-        waiting: a message of the schedule, or words for anything else.
+        waiting: a message of the schedule, or the name of anything else.
         since: when the present wait, action or pause began (time.monotonic).
     """
 
@@ -76,20 +78,20 @@ class Status:
         self.action, self.waiting, self.since = action, None, time.monotonic()
 
     def wait_inside(self, what: str | None) -> None:
-        """Inside the action that is under way: waits for `what`; None: no longer."""
+        """Note, inside the present action, that the rank waits for `what`; None: it does not any more."""
         self.waiting, self.since = what, time.monotonic()
 
     def wait_between(self, what: str) -> None:
-        """Outside the schedule's actions: waits for `what` ("the loss")."""
+        """Note, outside the schedule's actions, that the rank waits for `what` ("the loss")."""
         self.action, self.waiting, self.since = None, what, time.monotonic()
 
     def leave(self) -> None:
-        """Between steps."""
+        """Note that the rank is between steps."""
         self.action, self.waiting, self.since = None, None, time.monotonic()
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Inside, the limit is that of `phase`."""
+        """Apply the limit of `phase` inside."""
         before, self.phase = self.phase, phase
         try:
             yield
@@ -98,7 +100,7 @@ class Status:
 
     @property
     def source(self) -> int | None:
-        """The number in the run of the rank whose message this one waits for."""
+        """The number in the run of the rank from which this one awaits a message."""
         if not isinstance(self.waiting, Message):
             return None
         source = self.waiting.channel.source
@@ -106,22 +108,22 @@ class Status:
 
     @property
     def kind(self) -> str:
-        """Return what stalls when this rank does: "evaluation", or "step"."""
+        """Return "evaluation" or "step", for the message about a stall."""
         return "evaluation" if self.phase == "evaluation" else "step"
 
     @property
     def doing(self) -> str:
-        """`"step 3"`, or the name of what the rank does outside of steps."""
+        """Return `"step 3"`, or the name of the rank's phase outside of steps."""
         if self.phase not in ("step", "first step", "device"):
             return self.phase
         return f"step {self.step}" if self.step >= 0 else "start-up"
 
     @property
     def words(self) -> str:
-        """One clause: what the rank is in, what it waits for and from whom, and for how long."""
+        """Return a clause: the present action, what the rank waits for and from which rank, and for how long."""
         for_seconds = f"for {time.monotonic() - self.since:.1f} s"
         step = self.doing
-        waiting, action = self.waiting, self.action  # the engine goes on while this is read
+        waiting, action = self.waiting, self.action  # the executor continues while this is read
         if isinstance(waiting, str):
             where = f"{action.words}: " if action is not None else ""
             return f"{step}, {where}waits for {waiting} ({for_seconds})"
@@ -134,6 +136,6 @@ class Status:
         return f"{step}, in {action.words} ({for_seconds})"
 
     def signed(self, text: str) -> str:
-        """`text` with this rank's number in front: how every line of a report begins."""
+        """Return `text` after this rank's name, as every line of a report begins."""
         where = "" if self.names is None else self.names.place(self.number)
         return f"[rank {self.number}] {f'({where}) ' if where else ''}{text}"

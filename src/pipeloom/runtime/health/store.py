@@ -1,7 +1,7 @@
-"""torch's store, for text that the ranks of a run leave for each other at start-up.
+"""torch's store, for text that the ranks of a run exchange at start-up.
 
-A call of torch's store has no deadline when the process that serves it is frozen: each one here runs on a thread that can be
-given up. Values carry a MAC with the run's secret, which is in no key and no value, so that what someone else writes is
+A call of torch's store has no deadline if the process that serves it is frozen, so each call here runs on a thread that can
+be abandoned. Values carry a MAC with the run's secret, which is in no key and no value, so that values of other writers are
 refused.
 """
 
@@ -21,8 +21,8 @@ _LOOKS_SECONDS = 0.05
 
 
 def within(seconds: float, call: Callable[[], T], words: str) -> T:
-    """Return or raise what `call` returns or raises. Raises DistributedError with `words` after `seconds`; the call is left
-    behind.
+    """Return the result of `call`, or raise its error. Raises DistributedError with `words` after `seconds`; the call is then
+    abandoned.
     """
     box: list[Any] = []
     done = threading.Event()
@@ -47,8 +47,8 @@ class RunStore:
     """Text under keys, each call within `seconds`.
 
     Args:
-        store: torch's.
-        secret: of the run; b"" where there is none.
+        store: torch's store.
+        secret: secret of the run; b"" if there is none.
     """
 
     def __init__(self, store: Any, secret: bytes, seconds: float) -> None:
@@ -61,9 +61,9 @@ class RunStore:
         within(self._seconds, lambda: self._store.set(key, value), "the store took no value")
 
     def get(self, key: str, seconds: float | None = None) -> str:
-        """The text under `key`, as soon as it is there.
+        """Return the text under `key` as soon as it is set.
 
-        Raises DistributedError when it is not there in time, or was not written by a rank of this run.
+        Raises DistributedError if it is not set in time, or was not written by a rank of this run.
         """
         patience = self._seconds if seconds is None else seconds
         give_up = time.monotonic() + patience
@@ -87,7 +87,7 @@ class RunStore:
 
 
 def run_store(seconds: float) -> RunStore:
-    """The store of torch's default process group."""
+    """Return the store of torch's default process group."""
     import torch.distributed as dist
 
     from pipeloom.runtime.health.links import read_secret

@@ -1,7 +1,7 @@
 """The watchdog: a thread of every rank that ends the rank, even inside a wait, when any rank fails, dies or stalls.
 
-What it holds about the others comes over the links (see the package); it needs nothing from the main thread but the GIL.
-A rank whose main thread holds the GIL for ever, or whose process is frozen, does not answer a call, and is named for that.
+It learns about the others over the links (see the package), and needs nothing from the main thread but the GIL. A rank whose
+main thread never releases the GIL, or whose process is frozen, does not answer a call, and is blamed for that.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from pipeloom.runtime.health.status import Limits, Status
 from pipeloom.runtime.health.store import RunStore
 
 POLL_SECONDS = 0.25
-SUSPENDED_SECONDS = 3.0  # a pause of this thread from which on the process counts as having been suspended
+SUSPENDED_SECONDS = 3.0  # seconds; after a longer pause of this thread the process counts as suspended
 ROLL_CALL_SECONDS = 2.0
 NOTICE_SECONDS = 10.0
 LAST_WORDS_SECONDS = 0.5
 OWN_WORDS_SECONDS = 0.75
 EXIT_CODE = 6
-# characters of a failure's: 12 bytes each in a message at most, and a link reads 256 KiB
+# characters of a failure: at most 12 bytes each in a message, and a link reads 256 KiB
 _LONGEST_TEXT, _LONGEST_TRACE = 4096, 16384
-_TOLD = {signal.SIGTERM: 75, signal.SIGINT: 130}  # to end -> with which exit code
-NOTICE = "pipeloom: "  # how a line begins that the launcher shows at once, whichever rank wrote it
+_TOLD = {signal.SIGTERM: 75, signal.SIGINT: 130}  # signal -> exit code
+NOTICE = "pipeloom: "  # prefix of a line that the launcher prints at once, whichever rank wrote it
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class Failure:
 
     Attributes:
         origin: the rank that announced it.
-        text: for people.
-        blames: the ranks whose fault it is, as far as it is known.
+        text: message for the user.
+        blames: the ranks at fault, as far as known.
         trace: the traceback of the origin's exception; "" without one.
-        output: what shows the origin's standard error, where its program prints that traceback.
+        output: identity of the origin's standard error, if its program prints the traceback there.
     """
 
     origin: int
@@ -60,7 +60,7 @@ class Failure:
     output: str = ""
 
     def shown_on(self, output: str) -> str:
-        """The text, with the traceback for readers who do not see the origin's."""
+        """Return the text, with the traceback if `output` is not that of the origin."""
         return f"{self.text}\n{self.trace}" if self.trace and output != self.output else self.text
 
 
@@ -69,9 +69,9 @@ class RankState:
     """A rank's answer to a call.
 
     Attributes:
-        words: where it is.
+        words: its present action.
         waits: whether it waits for another rank.
-        seconds: since its last progress.
+        seconds: seconds since its last progress.
         between: whether it is between steps.
     """
 
@@ -83,7 +83,7 @@ class RankState:
 
 @dataclass
 class _WatchedCall:
-    """A call of this rank's whose answers still come in; `limit` None: for a line only."""
+    """A call by this rank that awaits answers; `limit` None: only to print a line."""
 
     number: int
     limit: float | None
@@ -92,8 +92,8 @@ class _WatchedCall:
 
 
 def judge(ranks: Sequence[int], states: Mapping[int, RankState], left: Sequence[int]) -> tuple[int, ...]:
-    """The ranks that hold up a run: those that do not answer; else those that have left it; else the one that waits for
-    nobody, and has made no progress for the longest time; else nobody: a message is lost, or ranks wait for each other.
+    """Return the ranks that stall a run: those that do not answer; else those that have left it; else the one that waits for no
+    other and has made no progress for the longest time; else none: a message is lost, or ranks wait for each other.
     """
     silent = tuple(rank for rank in ranks if rank not in states and rank not in left)
     if silent:
@@ -114,7 +114,7 @@ def _cut(text: str, most: int) -> str:
 
 
 def output_identity() -> str:
-    """The file, pipe or terminal behind this process's standard error: equal for processes that write to the same one."""
+    """Return an identity of the file, pipe or terminal behind this process's standard error: equal if it is the same one."""
     try:
         target = os.fstat(sys.stderr.fileno())
     except (OSError, ValueError, AttributeError):  # closed, or replaced by an object without a file
@@ -123,7 +123,7 @@ def output_identity() -> str:
 
 
 def end_process(report: str, code: int = EXIT_CODE) -> None:
-    """Prints the report and ends the process at once: the main thread may be inside a wait that nothing can interrupt."""
+    """Print the report and end the process at once: the main thread may be inside a wait that cannot be interrupted."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"{printable(report)}\n" if report else "")
         sys.stderr.flush()
@@ -142,17 +142,16 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class Watchdog:
-    """Watches for one rank. `failed` tells the others; the thread ends this process when another has told.
+    """The watchdog of one rank. `failed` reports to the others; the thread ends this process after a report of another rank.
 
     Args:
         links: connections to the neighbours.
-        status: of this rank; a pipeline puts its own in its place.
-        ranks: how many ranks the run has.
-        limits: for stalls.
-        record: called with the failure, the exit code and this rank's words before the thread ends the process.
+        status: status of this rank; a pipeline replaces it by its own.
+        ranks: number of ranks of the run.
+        limits: the limits for stalls.
+        record: called with the failure, the exit code and this rank's message before the thread ends the process.
         end: ends the process: `end(report, code)`.
-        output: what shows this process's standard error to people, if others write to the same by other ways; default:
-            the file behind it.
+        output: identity of the destination of this process's standard error; default: the file behind it.
     """
 
     def __init__(
@@ -188,12 +187,12 @@ class Watchdog:
         self._floor = time.monotonic()
         self._call: _WatchedCall | None = None
         self._next_call = 0.0  # the earliest moment for one
-        self._noticed = 0.0  # the `since` of the stall that a line was printed about
+        self._noticed = 0.0  # the `since` of the stall about which a line was printed
         self._heard_notice = -1e9
         self._reporting = False
         self._leaving = False
         self._waited = 0.0
-        self._asked: float | None = None  # when SIGTERM or SIGINT came
+        self._asked: float | None = None  # time at which SIGTERM or SIGINT was received
         self._asked_by = signal.SIGTERM
         self._selector = selectors.DefaultSelector()
         self._wake, self._waker = socket.socketpair()
@@ -223,7 +222,7 @@ class Watchdog:
         self._wake_up()
 
     def close(self) -> None:
-        """Ends the thread; the other ranks do not take it for a death."""
+        """End the thread; the other ranks do not report this rank as lost."""
         if self._stop.is_set():
             return
         self._post({"kind": "bye", "rank": self.number})
@@ -236,7 +235,7 @@ class Watchdog:
             link.close()
 
     def failed(self, text: str, blames: Sequence[int] = (), trace: str = "") -> Failure:
-        """Tells all ranks that the run has failed, unless another did so before; returns the failure that stands.
+        """Report to all ranks that the run has failed, unless another rank did so before; return the first failure.
 
         The thread ends this process no longer: the caller does.
         """
@@ -244,7 +243,7 @@ class Watchdog:
         return self._fail(text, tuple(blames), trace, wait=True)
 
     def cause(self, seconds: float) -> Failure | None:
-        """The failure of the run, or a rank that is gone, as soon as it is known; None when nothing is in `seconds`.
+        """Return the failure of the run, or the loss of a rank, as soon as it is known; None after `seconds` without one.
 
         The thread ends this process no longer: the caller does.
         """
@@ -271,7 +270,7 @@ class Watchdog:
         return self._leaving
 
     def share_folder(self, folder: str) -> None:
-        """Tells all ranks where the run keeps its files."""
+        """Send the folder of the run's files to all ranks."""
         self.folder = folder
         self._post({"kind": "folder", "folder": folder})
 
@@ -318,7 +317,7 @@ class Watchdog:
             self._send_posted()
             ready = self._selector.select(POLL_SECONDS)
             now = time.monotonic()
-            if now - last > SUSPENDED_SECONDS:  # nobody is blamed for time in which this process did not run
+            if now - last > SUSPENDED_SECONDS:  # no rank is blamed for time in which this process did not run
                 self._floor = now
                 if self._call is not None:
                     self._call.until = now + ROLL_CALL_SECONDS
@@ -397,7 +396,7 @@ class Watchdog:
     # -- stalls ------------------------------------------------------------------------------------------------------------
 
     def state(self) -> RankState:
-        """Return what this rank answers to a roll call."""
+        """Return this rank's answer to a call."""
         status = self.status
         waits = status.waiting is not None or main_thread_communicates()
         return RankState(status.words, waits, self._elapsed(), not waits and status.action is None)
@@ -434,13 +433,13 @@ class Watchdog:
             return
         self._call = None
         if self._elapsed() < (NOTICE_SECONDS if call.limit is None else call.limit):
-            return  # what this rank waited for has come
+            return  # the awaited message has arrived
         blames = judge(range(self.ranks), call.states, sorted(self._left))
         if call.limit is not None:
             awaited = [call.states[rank].seconds for rank in blames or call.states if rank in call.states]
             if awaited and min(awaited) < min(call.limit - 1.0, 0.9 * call.limit):
                 self._next_call = now + ROLL_CALL_SECONDS
-                return  # whoever this rank waits for has made progress since
+                return  # the awaited rank has made progress since
             this_rank = f"{self.status.name}, {self.status.words} (timeout {call.limit:g} s)"
             self._fail(f"the {self.status.kind} stalls: {self._blame(blames, call.states)}{this_rank}", blames)
             return
@@ -455,12 +454,12 @@ class Watchdog:
             sys.stderr.flush()
 
     def _complete(self, call: _WatchedCall) -> bool:
-        """Return whether no more answers can come: a process of this machine that is stopped gives none."""
+        """Return whether no more answers can arrive: a stopped process of this machine gives none."""
         missing = set(range(self.ranks)) - call.states.keys() - self._left
         return all(is_stopped(self._identities.get(rank, ("",))[0]) for rank in missing)
 
     def _blame(self, blames: Sequence[int], states: Mapping[int, RankState]) -> str:
-        """Words for the ranks that hold up the run, with a semicolon; "" for none."""
+        """Return a clause about the ranks that stall the run, with a semicolon; "" for none."""
         words = []
         for rank in blames:
             if rank in states:
@@ -475,12 +474,12 @@ class Watchdog:
         return "".join(words)
 
     def _look_at_sigterm(self, now: float) -> None:
-        """Ends a process that was told to stop and cannot, because what it waits for does not come."""
+        """End a process that was told to stop and cannot, because what it waits for does not arrive."""
         if self._asked is None or self.status.waiting is None:
             return
         phase = self.status.phase
         patience = 2.0 if phase == "start-up" else NOTICE_SECONDS
-        if phase in ("save", "load"):  # others may be writing for long, and a checkpoint is worth the wait
+        if phase in ("save", "load"):  # other ranks may write for long, and a checkpoint is worth the wait
             patience = self.limits.of(phase, 0.0)
         if now - self._asked > patience and self._elapsed() > patience:
             words = self.status.signed(f"stopped by {self._asked_by.name}: {self.status.words}")
@@ -492,8 +491,8 @@ class Watchdog:
             self._end(words, _TOLD[self._asked_by])
 
     def _fails_too(self) -> bool:
-        """Tell if the main thread, before the first step or about a checkpoint, meets the same failure by itself: it has the
-        words for it."""
+        """Return whether the main thread, before the first step or in a checkpoint, will report the same failure by itself, with
+        a better message."""
         phase, idle = self.status.phase, self.status.waiting is None
         if (phase in ("save", "load") or (phase == "start-up" and idle)) and self._waited < OWN_WORDS_SECONDS:
             self._waited += POLL_SECONDS
@@ -513,7 +512,7 @@ class Watchdog:
         self._end(words, EXIT_CODE)
 
     def forget(self) -> None:
-        """In a forked child: its copies of the sockets would hide the parent's death."""
+        """Close the sockets in a forked child, whose copies would hide the parent's death."""
         atexit.unregister(self.close)
         for link in self._links.values():
             with contextlib.suppress(OSError):
@@ -535,11 +534,11 @@ class Watchdog:
 def start_watchdog(
     store: RunStore, prefix: str, index: int, size: int, status: Status, limits: Limits, timeout: float
 ) -> Watchdog:
-    """Return the watchdog of a process that has none yet, started. Every process of the run calls it.
+    """Start and return the watchdog of a process that has none yet. Every process of the run calls it.
 
     Args:
-        prefix: of the run's keys in the store.
-        index, size: this process's number in the run, and how many there are.
+        prefix: prefix of the run's keys in the store.
+        index, size: this process's number in the run, and the number of processes.
         timeout: seconds to wait for the others.
     """
     links = meet(store, prefix, index, size, read_secret() or b"", timeout)
