@@ -1,4 +1,4 @@
-"""State that a forward leaves in attributes, and the reads of it in a backward."""
+"""State that a forward writes to attributes, and reads of it in a backward."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from pipeloom.ops.recompute import RECOMPUTATION
 
 
 class WrittenAttributes:
-    """Attributes with the values that they have now, which another micro-batch may replace. Records do not count."""
+    """Attributes with their present values, which another micro-batch may replace. Records are left out."""
 
     def __init__(self, attributes: Iterable[Attribute]) -> None:
         self._marks = [(attribute, _mark(attribute)) for attribute in attributes if not is_record(attribute)]
 
     def stale(self) -> list[Attribute]:
-        """Return those that have other values by now."""
+        """Return the attributes whose values have changed since."""
         return [attribute for attribute, mark in self._marks if not _same(mark, _mark(attribute))]
 
 
 class AttributeReads:
-    """A context that watches for reads of some attributes.
+    """Context that watches for reads of some attributes.
 
-    Objects of classes that do something when they get a subclass are not watched. To count (`self.calls += 1`) is not to read.
+    Objects whose classes react to a change of their class are not watched. Counting (`self.calls += 1`) is not a read.
 
     Args:
-        recomputed: whether reads in layers that are recomputed count: not in a backward, where these get their own values.
+        recomputed: whether reads in recomputed layers count: not in a backward, where these get their own values.
 
     Attributes:
         found: the first attribute that was read before it was written.
@@ -65,7 +65,7 @@ class AttributeReads:
             self.found = next(iter(self._counts_read.values()), None)
 
     def _watching(self, kind: Any, names: dict[str, Attribute]) -> Any:
-        """Return a subclass of `kind` whose objects note reads of `names`."""
+        """Return a subclass of `kind` whose objects record reads of `names`."""
 
         def read(owner: Any, name: str) -> Any:
             if name in names and self.found is None and self._counts():
@@ -101,13 +101,13 @@ class AttributeReads:
 
 
 def is_record(attribute: Attribute) -> bool:
-    """Return whether the attribute is a list, set or dict of notes for people: without numbers that a layer computes with."""
+    """Return whether the attribute is a list, set or dict that only keeps a record: a layer does not compute with it."""
     value = _value(attribute)
     return type(value) in CONTAINERS and not _holds_numbers(value)
 
 
 def _holds_numbers(value: Any, depth: int = 4) -> bool:
-    """Return whether there are tensors or arrays in a container, or floats in a dict, which are more than a record of them."""
+    """Return whether a container holds tensors or arrays, or a dict holds floats, with which a layer may compute."""
     if isinstance(value, dict):
         return any(isinstance(each, float) or _holds_numbers(each, depth - 1) for each in value.values())
     if isinstance(value, (list, tuple, set, frozenset, deque)):
@@ -121,7 +121,7 @@ def _value(attribute: Attribute) -> Any:
 
 
 def _mark(attribute: Attribute) -> tuple[Any, Any]:
-    """Return the value, which stays alive, and what says whether it is changed in place."""
+    """Return the value, to keep it alive, and a mark that differs after a change in place."""
     value = _value(attribute)
     if isinstance(value, Tensor):
         return value, 0 if value.is_inference() else value._version

@@ -1,4 +1,4 @@
-"""The attributes of a module at one moment, for the same forward once more from the same values."""
+"""The attributes of a module at one moment, to run the same forward again from the same values."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from pipeloom.errors import UsageError
 
-_MOST_ENTRIES = 10_000  # a longer list or dict is data, such as a vocabulary, and looking at it would take too long
-_ALIKE = ("layout", "device", "dtype")  # what tensors with the same values have in common
+_MOST_ENTRIES = 10_000  # a longer list or dict is data, such as a vocabulary, and comparing it would take too long
+_ALIKE = ("layout", "device", "dtype")  # properties that tensors with the same values share
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict)
-# Classes of these packages keep no state of a forward in their attributes, or keep it where no attribute shows.
+# Classes of these packages keep no state of a forward in their attributes, or keep it outside of them.
 _OPAQUE = {"torch", "numpy", "builtins", "random", "threading", "logging", "multiprocessing", "pipeloom", "collections"}
 
 
@@ -27,7 +27,7 @@ class Attribute(NamedTuple):
     """An attribute, a buffer or a parameter of a module, or an attribute of an object that the module holds.
 
     Attributes:
-        path: its name for a message to a person.
+        path: its name in messages.
     """
 
     owner: Any
@@ -36,21 +36,21 @@ class Attribute(NamedTuple):
 
 
 class AttributeState:
-    """The attributes of a module and of those inside it before a forward.
+    """The attributes of a module and its submodules before a forward.
 
-    Lists, dicts, sets and objects of the user's classes are looked into; tuples and closures are not. Random generators among
-    them are covered, and those that every module draws from, of Python's `random` and NumPy; torch's own are not.
+    Lists, dicts, sets and objects of the user's classes are searched; tuples and closures are not. Random generators among them
+    are included, and the global ones of Python's `random` and NumPy; torch's are not.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._seen: dict[int, Any] = {}  # what was found stays alive, so that no id is used twice
-        self._holders: list[tuple[Any, Any]] = []  # a container, and what it held
+        self._seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused
+        self._holders: list[tuple[Any, Any]] = []  # a container, and its contents
         self._tensors: list[tuple[Tensor, int]] = []  # with their versions
         self._generators: list[tuple[_Generator, Any]] = [
             (generator, generator.get()) for generator in _shared_generators()
         ]
-        self._sources: list[tuple[Any, str]] = []  # random generators as the module holds them, with their names
+        self._sources: list[tuple[Any, str]] = []  # random generators in the module's attributes, with their names
         self._names: dict[int, str] = {}  # id of a container, a tensor or a generator -> its name
         self._owned: dict[int, Attribute] = {}  # id of a container or a tensor -> the attribute that leads to it
         for path, part in module.named_modules():
@@ -81,16 +81,16 @@ class AttributeState:
                 self._look_into(value)
 
     def of(self, kind: type) -> bool:
-        """Return whether a module or an object of this class is among those whose attributes these are."""
+        """Return whether a module or an object of this class is among the owners of these attributes."""
         return any(isinstance(holder, kind) for holder, _ in self._holders)
 
     def changed(self) -> Iterator[Attribute]:
-        """The attributes that were changed or replaced since, and the generators that have drawn.
+        """Yield the attributes that were changed or replaced since, and the generators that were used.
 
-        Those that were None, empty or not there have been made only now, and integers in a dict are counts. Lists and dicts that
-        have grown keep a record, unless they held tensors or floats, which a layer may compute with. A tensor that replaces
-        another and is part of a graph, or has the same values, is computed anew by each forward, as a normed weight is.
-        Generators that all modules share are not among them.
+        Left out are attributes that were None, empty or absent (they are only created now), and integers in a dict, which are
+        counts. So are lists and dicts that have grown, which keep a record, unless they held tensors or floats, with which a
+        layer may compute; tensors that replace others and are part of a graph or have the same values, since each forward
+        computes them anew, like a normed weight; and generators that all modules share.
         """
         for holder, before in self._holders:
             now, name = held_by(holder), self._names[id(holder)]
@@ -122,7 +122,7 @@ class AttributeState:
         yield from self._sources
 
     def written(self) -> Iterator[Attribute]:
-        """Return the attributes that were replaced, made or taken away since, or whose values were changed in place."""
+        """Return the attributes that were replaced, created or deleted since, or whose values were changed in place."""
         for holder, before in self._holders:
             now = held_by(holder)
             if not _differ(before, now):
@@ -136,7 +136,7 @@ class AttributeState:
         yield from (self._owned[id(tensor)] for tensor, version in self._tensors if tensor._version != version)
 
     def keep_what_changed(self) -> None:
-        """Drops what the forward has left alone. Call it once, behind the forward.
+        """Drop the attributes that the forward has not changed. Call it once, after the forward.
 
         Raises UsageError for a tensor that the forward has changed in place: only a buffer's values are kept.
         """
@@ -156,7 +156,7 @@ class AttributeState:
         ]
 
     def swap_in(self) -> None:
-        """Puts what was there at that moment in place, until `swap_out`."""
+        """Restore the attributes of that moment, until `swap_out`."""
         holders = (*(holder for holder, _ in self._holders), *self._unchanged)
         outside = (
             [(holder, _everything_in(holder)) for holder in holders],
@@ -169,7 +169,7 @@ class AttributeState:
             generator.set(state)
 
     def swap_out(self) -> None:
-        """Puts back what stood there, also where the forward ends early and leaves what it takes away at its end."""
+        """Undo `swap_in`, also if the forward has ended early, before it deletes an attribute at its end."""
         contents, states = self._outside.pop()
         for holder, held in contents:
             if _differ(held, _everything_in(holder)):
@@ -184,14 +184,14 @@ _IMMUTABLE = frozenset(
 
 
 def is_object(value: Any) -> bool:
-    """Return whether this is an object of a class of the user's, whose attributes say what it is."""
+    """Return whether this is an object of a user's class, with its state in attributes."""
     if isinstance(value, type) or callable(value) or not hasattr(value, "__dict__"):
         return False
     return type(value).__module__.partition(".")[0] not in _OPAQUE
 
 
 def held_by(holder: Any) -> Any:
-    """A copy of what a container or an object refers to: a dict, or a list."""
+    """Return a copy of the contents of a container or an object: a dict, or a list."""
     if isinstance(holder, nn.Module):
         return {name: value for name, value in holder.__dict__.items() if name not in _OF_EVERY_MODULE}
     if isinstance(holder, dict):
@@ -200,7 +200,7 @@ def held_by(holder: Any) -> Any:
 
 
 def _fill(holder: Any, held: Any) -> None:
-    """Makes a container or an object refer to `held`, and to nothing else."""
+    """Replace the contents of a container or an object by `held`."""
     if isinstance(holder, list):
         holder[:] = held
     elif isinstance(holder, (set, collections.deque)):
@@ -218,14 +218,14 @@ def _joined(path: str, key: Any) -> str:
 
 
 def _depends(before: Any, now: Any) -> bool:
-    """Return whether an attribute has another value, which may depend on the one before."""
+    """Return whether an attribute has a new value that may depend on the old one."""
     if isinstance(now, Tensor):
         return not now.requires_grad and not _same_tensor(before, now)
     return not equal_values(before, now)
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a layer may compute with it: a tensor, an array or a float, or a tuple of such."""
+    """Return whether a layer may compute with the value: a tensor, an array or a float, or a tuple of such."""
     return (
         any(map(_is_number, value)) if isinstance(value, tuple) else isinstance(value, float) or hasattr(value, "dtype")
     )
@@ -236,12 +236,12 @@ def _values(held: Any) -> Any:
 
 
 def _is_empty(value: Any) -> bool:
-    """Return whether it holds no values yet, as a table that the first forward makes."""
+    """Return whether the value is empty, like a table that the first forward fills."""
     return isinstance(value, Tensor) and value.numel() == 0
 
 
 def _same_tensor(before: Any, now: Tensor) -> bool:
-    """Return whether a tensor is the one before, or has the same values: as a frozen weight that each forward masks anew."""
+    """Return whether a tensor is the old one or has its values, like a frozen weight that each forward masks anew."""
     if now is before:
         return True
     if not isinstance(before, Tensor) or any(getattr(before, each) != getattr(now, each) for each in _ALIKE):
@@ -250,30 +250,30 @@ def _same_tensor(before: Any, now: Tensor) -> bool:
 
 
 def equal_values(before: Any, now: Any) -> bool:
-    """Return whether two values are one object, or equal ones of a type that cannot be changed."""
+    """Return whether two values are one object, or equal and of an immutable type."""
     if now is before:
         return True
     if type(before) is not type(now) or type(before) not in _IMMUTABLE:
         return False
-    if isinstance(before, tuple):  # of tensors, too, whose equality is no truth value
+    if isinstance(before, tuple):  # of tensors too, whose equality has no truth value
         return len(before) == len(now) and all(map(equal_values, before, now))
     return bool(before == now)
 
 
 def _differ(before: Any, now: Any) -> bool:
-    """Return whether two copies of what a container refers to hold other objects, or in another order."""
+    """Return whether two copies of a container's contents have different objects, or another order."""
     if isinstance(before, dict):
         return list(before) != list(now) or not all(map(operator.is_, before.values(), now.values()))
     return len(before) != len(now) or not all(map(operator.is_, before, now))
 
 
 def _everything_in(holder: Any) -> Any:
-    """The same as `held_by`, with what torch keeps in every module: quicker."""
+    """Return the same as `held_by`, with the attributes that torch keeps in every module, which is faster."""
     return dict(holder.__dict__) if isinstance(holder, nn.Module) else held_by(holder)
 
 
 class _Generator:
-    """A random generator: how its state is read and set."""
+    """A random generator, with functions to read and set its state."""
 
     def __init__(self, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
         self.get, self.set = get, put

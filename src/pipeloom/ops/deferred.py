@@ -1,4 +1,4 @@
-"""Linear layers whose weight gradient does not go through autograd: it waits for W, or is added to a main gradient.
+"""Linear layers whose weight gradient autograd does not compute: it waits for W, or is added to a main gradient.
 
 I computes the input gradient now, W the weight's later. Works for a plain `nn.Linear`. Only the matrix weight waits; the
 bias, and every parameter of any other layer, gets its gradient in I (zero-bubble pipelines, arXiv 2401.10241, section 2: B
@@ -20,40 +20,40 @@ from pipeloom.ops.backward_pass import run_backward
 from pipeloom.ops.main_gradient import MainGradients
 from pipeloom.ops.products import addmm, adjoint, as_rows, linear, matmul, plain_operations_only
 
-_LOOKS = 2  # steps before which hooks on the accumulation of gradients are looked for
-_MARK = 12345  # autograd's own number of such a node is the largest there is
-_NO_TASK = -2  # autograd's number outside a backward is -1
+_LOOKS = 2  # number of first steps in which hooks on the accumulation of gradients are searched for
+_MARK = 12345  # autograd's sequence number of such a node is the largest possible
+_NO_TASK = -2  # autograd's graph task outside a backward is -1
 
 
 class Fetched(Protocol):
-    """A tensor on its way: an asynchronous collective."""
+    """A tensor in transit: the result of an asynchronous collective."""
 
     def wait(self) -> Tensor: ...
 
 
 class WeightGradQueue:
-    """The weight gradients of one micro-batch that are still to be computed."""
+    """The weight gradients of one micro-batch that have not been computed yet."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[Callable[..., None], Callable[[], Fetched] | None]] = []
-        self._read: list[tuple[Tensor, int]] = []  # with their versions
+        self._read: list[tuple[Tensor, int]] = []  # the tensors read, with their versions
 
     def put(
         self, work: Callable[..., None], fetch: Callable[[], Fetched] | None = None, *, reads: Sequence[Tensor] = ()
     ) -> None:
-        """`work()` adds a gradient to its weight's `.grad`; it runs in W.
+        """Queue `work()`, which adds a gradient to its weight's `.grad`; it runs in W.
 
         Args:
-            fetch: starts to bring a tensor that `work` is then called with. W starts it while earlier work is done.
-            reads: what `work` reads, which nobody may change in place until then.
+            fetch: starts the transfer of a tensor, with which `work` is then called. W starts it during earlier work.
+            reads: tensors that `work` reads; they must not be changed in place until then.
         """
         self._entries.append((work, fetch))
         self._read += [(tensor, tensor._version) for tensor in reads]
 
     def flush(self) -> None:
-        """Do all queued work and let go of what it held, the latest first: its tensors are in the cache still.
+        """Do all queued work and release its tensors, the latest first, since those are still in the cache.
 
-        One fetch at most runs ahead. Raises UsageError where a tensor that the work reads has been changed meanwhile.
+        At most one fetch runs ahead. Raises UsageError if a tensor that the work reads has been changed meanwhile.
         """
         read, self._read = self._read, []
         if any(tensor._version != version for tensor, version in read):
@@ -85,7 +85,7 @@ def add_weight_gradient(weight: nn.Parameter, x: Tensor, gradient: Tensor, main:
     """weight.grad += gradient^T conj(x), over all leading dimensions; in place where the types allow.
 
     Args:
-        main: where the weight's gradient goes instead, if it is among them.
+        main: main gradients, to which the gradient is added instead if the weight has one.
     """
     rows, columns = as_rows(gradient), adjoint(as_rows(x))
     if main is not None and weight in main:
@@ -99,7 +99,7 @@ def add_weight_gradient(weight: nn.Parameter, x: Tensor, gradient: Tensor, main:
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """`x` in the type that autocast would compute a product of it in; itself where autocast is off or leaves it alone."""
+    """Return `x` in the dtype in which autocast would compute a product of it; `x` itself if autocast does not apply."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
@@ -107,7 +107,7 @@ def as_autocast(x: Tensor) -> Tensor:
 
 
 class StageBackward:
-    """The backward pass that a stage has started itself, as opposed to passes that a layer starts.
+    """The backward pass started by a stage itself, as opposed to passes started by layers.
 
     A layer may call `torch.autograd.grad` in its forward, in a recomputed forward or in the backward of its own function
     (gradient penalties, forces). Autograd numbers its passes (graph tasks), so a node can tell which pass runs it. Only
@@ -120,14 +120,14 @@ class StageBackward:
 
     @property
     def running(self) -> bool:
-        """Return whether the node that asks is run by the stage's own pass."""
+        """Return whether the calling node is run by the stage's own pass."""
         return bool(torch._C._current_graph_task_id() == self._task)
 
     def run(
         self, roots: Sequence[GradientEdge | Tensor], gradients: Sequence[Tensor | None], trusted: bool = False
     ) -> None:
         """Run a backward pass, as `run_backward` does, as the stage's own."""
-        # A pass begins with a node on which no other depends, which is one of its roots: the first that runs knows the number.
+        # A pass begins with one of its roots, on which no other node depends; the first root that runs records the number.
         nodes: list[Any] = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
         hooks = [node.register_prehook(self._enter) for node in nodes]
         self._task = None
@@ -147,13 +147,13 @@ class WeightGradContext:
     """The weight-gradient queue that a stage's linear layers write to at the moment.
 
     Attributes:
-        queue: where they put their weight gradients; None: they compute them in the backward.
-        main: where weight gradients are added; None: to `.grad`.
-        in_place: whether a layer adds its weight gradient itself where there is no queue, too: one product that adds, in the
-            place of a product, its memory and a sum.
-        stage_backward: the pass in which they do so; in any other, autograd gets the weight gradients. None: in every pass, for
-            layers without a stage whose caller starts no other.
-        accumulated: weights whose gradients autograd accumulates because someone holds the node that does, as hooks on it need.
+        queue: the queue for weight gradients; None: layers compute them in the backward.
+        main: main gradients to which weight gradients are added; None: to `.grad`.
+        in_place: whether a layer adds its weight gradient itself also without a queue: a single product that accumulates
+            replaces a product with its own memory and a sum.
+        stage_backward: the pass in which layers do so; in any other, autograd gets the weight gradients. None: in every pass,
+            for layers without a stage whose caller starts no other pass.
+        accumulated: weights whose gradients autograd must accumulate, since the accumulating node is referenced, as for hooks.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class WeightGradContext:
         self._looks = _LOOKS
 
     def look_for_accumulation(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Fill `accumulated`. Call it before a step, when no graph is alive; the first calls look."""
+        """Fill `accumulated`. Call it before a step, when no graph is alive; only the first calls search."""
         self._looks -= 1
         for parameter in parameters if self._looks >= 0 else ():
             if parameter.requires_grad and _accumulation_is_held(parameter):
@@ -185,13 +185,12 @@ class WeightGradContext:
         return self.in_place or self.queue is not None or self.main is not None
 
     def writes_now(self, weight: Tensor, queue: WeightGradQueue | None) -> bool:
-        """Tell if a layer's node, run now, writes the gradient of `weight` itself instead of returning it to autograd.
+        """Return whether a layer's node, run now, writes the gradient of `weight` itself instead of returning it to autograd.
 
-        Only in the stage's own pass, and only where nobody waits for autograd to accumulate the gradient: not with a hook on
-        the weight.
+        Only in the stage's own pass, and only if no hook waits for autograd to accumulate the weight's gradient.
 
         Args:
-            queue: the one of the layer's forward.
+            queue: the queue at the time of the layer's forward.
         """
         if weight._backward_hooks or (self.accumulated and weight in self.accumulated):
             return False
@@ -206,7 +205,7 @@ class WeightGradContext:
 def _accumulation_is_held(parameter: nn.Parameter) -> bool:
     """Return whether the node that accumulates the parameter's gradient outlives its graphs.
 
-    Its hooks cannot be seen, but a node that nobody holds is made anew for each graph, without hooks.
+    Its hooks cannot be read, but a node without references is created anew for each graph, without hooks.
     """
     node = _accumulation(parameter)
     number = node._sequence_nr()
@@ -225,9 +224,9 @@ def _accumulation(parameter: nn.Parameter) -> Any:
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer whose weight gradient goes past autograd where the context says so: to a queue, or at once to its sum.
+    """A linear layer that writes its weight gradient without autograd if the context allows: to a queue, or at once to its sum.
 
-    Its backward can be differentiated: what it saves are its inputs, and autograd records the products.
+    Its backward can be differentiated: it saves its inputs, and autograd records the products.
     """
 
     @staticmethod
@@ -252,7 +251,7 @@ class _Linear(torch.autograd.Function):
         if not ctx.grad_context.writes_now(ctx.weight, ctx.queue):
             dw = matmul(as_rows(gradient).t(), adjoint(as_rows(x)))
         elif ctx.queue is not None:
-            x = x.detach()  # of the same version, and without the graph
+            x = x.detach()  # a tensor of the same version, without the graph
             work = partial(add_weight_gradient, ctx.weight, x, gradient, ctx.grad_context.main)
             ctx.queue.put(work, reads=(x, gradient))
         else:
@@ -262,16 +261,16 @@ class _Linear(torch.autograd.Function):
 
 @runtime_checkable
 class DefersWeightGrads(Protocol):
-    """A layer that can put off its own weight gradients: it reads `grad_context.queue` in its forward, None meaning not now."""
+    """A layer that can defer its weight gradients: it reads `grad_context.queue` in its forward (None: it must not defer)."""
 
     def set_weight_grad_context(self, grad_context: WeightGradContext) -> None: ...
 
 
 def defer_weight_gradients(module: nn.Module, grad_context: WeightGradContext) -> None:
-    """From now on the plain linear layers inside `module`, and those that are `DefersWeightGrads`, do as the context says.
+    """Make the plain linear layers inside `module`, and those that are `DefersWeightGrads`, follow the context.
 
-    A subclass of `nn.Linear`, or one that someone gave another forward, keeps that and its gradient in I. So does a weight
-    with a hook on it (`register_hook`, `register_post_accumulate_grad_hook`).
+    A subclass of `nn.Linear`, or an instance with another forward, keeps its forward, and its weight gradient stays in I. So
+    does that of a weight with a hook (`register_hook`, `register_post_accumulate_grad_hook`).
     """
     for part in module.modules():
         if isinstance(part, DefersWeightGrads):
@@ -281,7 +280,7 @@ def defer_weight_gradients(module: nn.Module, grad_context: WeightGradContext) -
 
 
 def _is_plain(forward: Any) -> bool:
-    """Return whether an instance's own forward is none, or this module's."""
+    """Return whether an instance has no forward of its own, or this module's."""
     return forward is None or (isinstance(forward, partial) and forward.func is _forward)
 
 
@@ -291,10 +290,10 @@ def _forward(layer: nn.Linear, grad_context: WeightGradContext, /, input: Tensor
 
 
 def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None, grad_context: WeightGradContext | None) -> Tensor:
-    """x weight^T + bias, whose weight gradient goes where the context says; through autograd where that says nothing.
+    """Return x weight^T + bias, with the weight gradient handled as the context says, or by autograd without a context.
 
-    A weight that is computed from others (pruned, normed), or that a transform of `torch.func` has replaced, has its gradient
-    by autograd too.
+    A weight that is computed from others (pruned, normed), or replaced by a transform of `torch.func`, gets its gradient from
+    autograd too.
     """
     if (
         grad_context is None
@@ -312,5 +311,5 @@ def _is_plain_operand(x: Tensor) -> bool:
 
 
 def _is_trained(weight: Tensor) -> bool:
-    """Return whether the optimizer trains this very weight, and autograd records what is done with it."""
+    """Return whether the optimizer trains this very weight, and autograd records its uses."""
     return type(weight) is nn.Parameter and weight.requires_grad and torch.is_grad_enabled()

@@ -1,6 +1,6 @@
-"""Grouped matrix products: consecutive groups of rows, each times a matrix of its own.
+"""Grouped matrix products: consecutive groups of rows, each multiplied by its own matrix.
 
-`torch._grouped_mm` where it exists and takes these operands, else a product a group. Groups may be empty.
+`torch._grouped_mm` if it exists and supports the operands, else one product per group. Groups may be empty.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def grouped_products(rows: Tensor, columns: Tensor, counts: Sequence[int], how: 
 def add_group_gradients(
     weight: nn.Parameter, x: Tensor, gradient: Tensor, counts: Sequence[int], main: MainGradients | None
 ) -> None:
-    """Adds each group's gradient^T conj(x) to the weight's gradient [groups, outputs, inputs], or to its main gradient."""
+    """Add each group's gradient^T conj(x) to the weight's gradient [groups, outputs, inputs], or to its main gradient."""
     x = adjoint(x)
     if main is not None and weight in main:
         main.add_products(weight, gradient, x, counts)
@@ -118,17 +118,17 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _recorded(*operands: Tensor) -> bool:
-    """Return whether autograd is to record a product of these."""
+    """Return whether autograd must record a product of these."""
     return torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
 
 
 def _by_group(x: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:
-    """`grouped_multiply` in operations that autograd records and transforms know."""
+    """Return `grouped_multiply`, computed with operations that autograd and transforms support."""
     return torch.cat([rows @ matrices[at] for at, rows in enumerate(torch.split(x, list(counts)))])
 
 
 def _way(x: Tensor, *widths: int) -> str:
-    """Return whether torch's grouped product takes this: its dtypes, and rows of whole 16 bytes."""
+    """Return whether torch's grouped product supports the operands: its dtypes, and rows of a multiple of 16 bytes."""
     if _GROUPED_MM is None or any(width * x.itemsize % 16 for width in widths):
         return "loop"
     if x.is_cuda:
@@ -140,11 +140,11 @@ def _way(x: Tensor, *widths: int) -> str:
 
 def _offsets(counts: Sequence[int], device: torch.device) -> Tensor:
     ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32)
-    # From pageable memory the copy would hold up the host until the device has come to it.
+    # From pageable memory the copy would block the host until the device reaches it.
     return ends.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ends
 
 
 def _runs(counts: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(group, start, end) of the groups that have rows."""
+    """Yield (group, start, end) of the groups with rows."""
     ends = list(accumulate(counts))
     return [(at, end - count, end) for at, (count, end) in enumerate(zip(counts, ends, strict=True)) if count]

@@ -1,12 +1,12 @@
-"""Segments: how a layer says where its computation may be cut, so that a communication runs beside other computation.
+"""Segments: a layer's declaration of where its computation may be split, so that communications overlap other computation.
 
-A layer that is `Segmented` is a row of segments. A `Compute` runs under autograd between two cuts. A `Communication`
-(dispatch, combine) starts now and is waited for later, and so does its backward; autograd sees nothing of it. The engine
+A `Segmented` layer is a sequence of segments. A `Compute` runs under autograd between two communications. A `Communication`
+(dispatch, combine) is started first and waited for later, as is its backward; autograd does not record it. The executor
 interleaves the segments of one micro-batch's forward with those of another's backward (overlapped pair); `in_order` runs
 them one after the other as one differentiable function, so that a layer's plain forward is the same code.
 
-Between two segments travel values: tensors, None, and any other object (splits, a permutation). All that a later segment
-needs travels there, the residual stream too. A floating tensor that requires a gradient *carries* one.
+Segments pass values to the next one: tensors, None, and any other objects (splits, a permutation). They must include all
+that later segments need, the residual stream too. A floating tensor that requires a gradient *carries* one.
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ Watch = Callable[[str, CommunicationKind], AbstractContextManager[None]]
 
 
 class _Meter:
-    """Counter of waiting inside a compute segment; `watch` is None while no engine runs."""
+    """Counter of waits inside a compute segment; `watch` is None while no executor runs."""
 
     watch: Watch | None = None
 
 
-_METER = _Meter()  # of the process, not of the thread: on a GPU, autograd runs a layer's backward in threads of its own
+_METER = _Meter()  # per process, not per thread: on a GPU, autograd runs a layer's backward in other threads
 
 
 def report_standstills_to(watch: Watch | None) -> None:
-    """From now on `standstill` enters `watch(name, kind)`: set by the engine of the rank that runs. None: nowhere."""
+    """Make `standstill` enter `watch(name, kind)` from now on; set by the executor of the running rank. None: it does nothing."""
     _METER.watch = watch
 
 
 def standstill(name: str, kind: CommunicationKind = "all-to-all") -> AbstractContextManager[None]:
-    """Count the time inside as time for which computation stands still for the communication called `name`.
+    """Count the time inside as time for which computation waits for the communication called `name`.
 
-    For code of a layer that waits inside a compute segment, where the engine cannot see it. Of two, one inside the other, the
-    outer one counts.
+    For code of a layer that waits inside a compute segment, where the executor cannot see it. If calls are nested, the outer
+    one counts.
     """
     return nullcontext() if _METER.watch is None else _METER.watch(name, kind)
 
 
 class Pending(Protocol):
-    """A communication under way. It keeps alive whatever the communication reads and writes."""
+    """A communication in progress. It keeps the tensors alive that the communication reads and writes."""
 
     def wait(self) -> Values:
-        """Its results. Called once. On a GPU only the current stream waits, on a CPU the caller."""
+        """Return the results; call it once. On a GPU only the current stream waits, on a CPU the caller."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """A communication that had nothing to wait for."""
+    """A communication that is complete from the start."""
 
     values: Values
 
@@ -75,8 +75,8 @@ class Compute:
     """A compute segment.
 
     Attributes:
-        name: what it is called in messages ("attention", "experts").
-        run: values -> values; what flows in from other segments are leaves of its own small graph.
+        name: its name in messages ("attention", "experts").
+        run: values -> values; its inputs from other segments are leaves of a separate graph.
     """
 
     name: str
@@ -85,29 +85,29 @@ class Compute:
 
 @runtime_checkable
 class Communication(Protocol):
-    """A communication segment: as many values come out as go in, and a place carries a gradient after it if it did before.
+    """A communication segment: it returns as many values as it takes, and each carries a gradient if the one before did.
 
-    All ranks of its group call `start` and `start_backward` in one order, those without tokens too: a gradient that nobody
-    computed arrives as zeros.
+    All ranks of its group call `start` and `start_backward` in the same order, those without tokens too: a gradient that does
+    not exist arrives as zeros.
     """
 
     @property
     def name(self) -> str:
-        """Return what it is called in messages ("dispatch", "combine")."""
+        """Return its name in messages ("dispatch", "combine")."""
 
     @property
     def quick(self) -> bool:
-        """Return whether it is over so soon (inside a machine) that an overlapped pair does not take turns at it."""
+        """Return whether it is so fast (within a machine) that an overlapped pair does not switch actions for it."""
 
     def start(self, values: Values) -> Pending:
-        """Starts it; returns at once. The tensors know no graph. Values that do not move are handed on as they are."""
+        """Start it; return at once. The tensors have no graph. Values that are not transferred are passed on unchanged."""
 
     def start_backward(self, gradients: Values, saved: Values) -> Pending:
-        """Starts its backward: gradients of its results in, of its inputs out (for an all-to-all: with swapped splits).
+        """Start its backward, from gradients of its results to those of its inputs (for an all-to-all: with swapped splits).
 
         Args:
-            gradients: one for each place; None where nothing carries.
-            saved: what `start` was given, with None in place of the tensors that carry.
+            gradients: one per value; None for those that carry none.
+            saved: the values given to `start`, with None in place of tensors that carry.
         """
 
 
@@ -119,25 +119,25 @@ class Segmented(Protocol):
     """A layer that declares segments. Its forward is `in_order(self.segments(**keywords), inputs)`."""
 
     def segments(self, **keywords: Any) -> Sequence[Segment]:
-        """In order, for one micro-batch; takes the keyword arguments that its forward takes.
+        """Return the segments in order, for one micro-batch; it takes the keyword arguments of the layer's forward.
 
         The first gets the layer's positional inputs as its values, and the values of the last are the layer's outputs.
         """
 
 
 def beside(communication: Communication, moved: Sequence[int], compute: Compute) -> list[Segment]:
-    """Return three segments: start the communication, compute while it is under way, wait for it; its backward mirrors that.
+    """Return three segments: start the communication, compute during it, wait for it; the backward mirrors that.
 
     Args:
-        moved: the places that the communication fills with other tensors. `compute` finds empty tensors there and hands
-            them on, as it hands on whatever the communication's backward needs of its `saved`.
+        moved: positions of the values that the communication replaces. `compute` gets empty tensors there and passes them on,
+            like all values that the communication's backward needs in `saved`.
     """
     transfer = _Transfer()
     return [_Start(communication, tuple(moved), transfer), compute, _Finish(communication, tuple(moved), transfer)]
 
 
 class _Transfer:
-    """One communication that two segments share while it is under way."""
+    """One communication that two segments share while it is in progress."""
 
     def __init__(self) -> None:
         self._pending: Pending | None = None
@@ -164,7 +164,7 @@ class _Half:
         return self.communication.name
 
     def _begun(self, pending: Pending, values: Values) -> Pending:
-        """Keep `pending`; in the places that it fills, empty tensors of the same dtype hold the graph together."""
+        """Keep `pending`; at the positions that it fills, empty tensors of the same dtype connect the graph."""
         self.transfer.put(pending)
         return Done(
             tuple(v.new_empty(0) if at in self.moved and isinstance(v, Tensor) else v for at, v in enumerate(values))
@@ -189,7 +189,7 @@ class _Start(_Half):
 class _Finish(_Half):
     @property
     def quick(self) -> bool:
-        return True  # the pair takes turns once, at the start
+        return True  # the pair switches actions once, at the start
 
     def start(self, values: Values) -> Pending:
         return self._ended(values)
@@ -200,7 +200,7 @@ class _Finish(_Half):
 
 @dataclass(frozen=True)
 class _Ending:
-    """The end of a communication among values that have changed since its start."""
+    """The end of a communication, with values that have changed since its start."""
 
     pending: Pending
     moved: tuple[int, ...]
@@ -217,28 +217,28 @@ def is_segmented(layer: object) -> bool:
 
 
 def carries(value: Any) -> bool:
-    """Return whether a gradient comes back for this value."""
+    """Return whether a gradient is sent back for this value."""
     return isinstance(value, Tensor) and value.requires_grad and (value.is_floating_point() or value.is_complex())
 
 
 def saved_of(values: Values) -> Values:
-    """Return what a communication's backward is told of its inputs: all but the tensors that carry."""
+    """Return the inputs that a communication's backward gets: all but the tensors that carry."""
     return tuple(None if carries(value) else value for value in values)
 
 
 def in_order(segments: Sequence[Segment], values: Values) -> Values:
-    """The values after all segments, one after the other, differentiable as a whole."""
+    """Return the values after all segments, run one after the other, differentiable as a whole."""
     for segment in segments:
         values = segment.run(values) if isinstance(segment, Compute) else begin(segment, values)()
     return values
 
 
 def begin(communication: Communication, values: Values) -> Callable[[], Values]:
-    """Starts it; returns what waits for it and gives its results, differentiable, to be called once.
+    """Start it; return a function that waits for it and returns its results, differentiable. Call that once.
 
     Autograd sees two nodes. In the backward the end's node starts the communication of the gradients, and the start's node waits
     for it. Nodes that are ready run in reverse order of their making, so what was computed between start and end in the forward
-    is mirrored between start and end of the backward: nobody has to write that overlap down.
+    is mirrored between start and end of the backward, without code for that overlap.
     """
     moving = [at for at, value in enumerate(values) if carries(value)] if torch.is_grad_enabled() else []
     if not moving:
@@ -262,7 +262,7 @@ def _arrive(name: str, pending: Pending) -> Values:
 
 
 class _CommunicationCall:
-    """One communication under way, there and (its gradients) back: what its two nodes of autograd share."""
+    """State shared by the two autograd nodes of one communication, for its values and their gradients."""
 
     def __init__(self, communication: Communication, values: Values, moving: Sequence[int]) -> None:
         self.communication = communication
@@ -272,7 +272,7 @@ class _CommunicationCall:
         self.pending: Pending | None = None
 
     def placed(self, tensors: Sequence[Any], among: Values) -> Values:
-        """`among` with these tensors in the places that carry."""
+        """Return `among` with these tensors at the positions that carry."""
         filled = list(among)
         for at, tensor in zip(self.moving, tensors, strict=True):
             filled[at] = tensor
@@ -290,7 +290,7 @@ class _Begin(torch.autograd.Function):
     def forward(ctx: Any, call: _CommunicationCall, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         call.pending = call.communication.start(call.placed([t.detach() for t in tensors], call.saved))
-        # nothing has arrived yet: these only hold the two nodes together
+        # no data has arrived yet: these only connect the two nodes
         return tuple(tensor.new_empty(0) for tensor in tensors)
 
     @staticmethod

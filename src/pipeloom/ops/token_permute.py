@@ -1,6 +1,6 @@
-"""Rows of tokens: one row for each expert that a token goes to, and the weighted sum of what comes back.
+"""Rows of tokens: one row for each expert of a token, and the weighted sum of the returned rows.
 
-Forward and backward only gather, so that results do not depend on the order in which anything is added.
+Forward and backward only gather, so results do not depend on an order of additions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class TokenPermutation:
         slot: token, choice -> row, -1 for a choice that was dropped: [tokens, k] int64.
         sums: the choices' part of the sum, [tokens, k] int64, or None: all are one part. A sum over a token's rows is made
             part by part, each in order of the choices and rounded to the rows' dtype, and then over the parts.
-        parts: how many parts there are.
+        parts: number of parts.
     """
 
     order: Tensor
@@ -51,13 +51,13 @@ def assign(
     *,
     rows: int | None = None,
 ) -> tuple[TokenPermutation, Tensor]:
-    """Rows in order of their key, those of one key in order of tokens, and the number of rows of each key.
+    """Assign rows in order of their keys, rows of one key in order of tokens; count the rows of each key.
 
     Args:
         keys: [tokens, k] int64, 0..count-1, such as each choice's expert.
         mask: [tokens, k] bool; choices that are not kept get no row. None: all are kept.
         sums, parts: see TokenPermutation.
-        rows: how many choices are kept, where the caller knows it (finding out waits for a GPU).
+        rows: number of choices that are kept, if known to the caller (counting waits for a GPU).
 
     Returns:
         the assignment, and [count] int64 on the device of `keys`.
@@ -75,7 +75,7 @@ def assign(
 
 
 def gather_rows(x: Tensor, permutation: TokenPermutation) -> Tensor:
-    """The rows [rows, width] of the tokens x [tokens, width]."""
+    """Return the rows [rows, width] of the tokens x [tokens, width]."""
     return _Take.apply(x, permutation)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -90,7 +90,7 @@ def permute(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums of this dtype are made: fp32, or fp64."""
+    """Return the dtype in which values of this dtype are summed: fp32, or fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -175,7 +175,7 @@ def _factors(weights: Tensor | None, permutation: TokenPermutation, dtype: torch
 
 
 def _weighted(gathered: Sequence[Tensor], factors: Sequence[Tensor | None]) -> Tensor:
-    """The sum of the products, added in order."""
+    """Return the sum of the products, added in order."""
     total: Tensor | None = None
     for rows, factor in zip(gathered, factors, strict=True):
         term = rows.to(accumulation_dtype(rows.dtype)) if factor is None else rows * factor
