@@ -17,6 +17,7 @@ import pipeloom as pl
 from models import Block, batch, blocks, mse
 from pipeloom.errors import ConfigError, UsageError
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
+from pipeloom.runtime.stage_modules import split_layers
 from processes import run_ranks
 
 S = pl.schedules
@@ -262,3 +263,8 @@ def test_overlap_cannot_be_turned_off_over_shared_memory() -> None:
     for auto, individual, batched in run_ranks(without_overlap, 2):
         assert auto.startswith("ConfigError: overlap_p2p is False, and the shared-memory transport posts no receives")
         assert individual == batched == "no error"
+
+
+def test_stages_of_a_negative_size_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"stages \[5, -1\] has the negative size -1; a stage holds 0 layers or more"):
+        split_layers(4, 2, [5, -1])

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from pipeloom.errors import UsageError
-from pipeloom.ops.attribute_state import Attribute
+from pipeloom.ops.attribute_state import Attribute, same_values
 
 
 class BufferState:
@@ -27,7 +26,7 @@ class BufferState:
                 if buffer is None or now is None or not buffer.numel():  # a table without values yet is made only now
                     continue
                 copy, version = part.copies[name]
-                if now is not buffer or buffer._version != version or not torch.equal(buffer, copy):
+                if now is not buffer or buffer._version != version or not same_values(buffer, copy):
                     yield Attribute(part.module, name, name)
 
     def keep_what_changed(self) -> None:
@@ -115,4 +114,4 @@ def _may_have_changed(buffer: Tensor, copy: Tensor) -> bool:
 
     Vectors are not compared: their copies are small, and on a GPU a comparison would wait for the device.
     """
-    return buffer.is_floating_point() and (buffer.ndim < 2 or not torch.equal(buffer, copy))
+    return buffer.is_floating_point() and (buffer.ndim < 2 or not same_values(buffer, copy))

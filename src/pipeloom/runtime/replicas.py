@@ -144,7 +144,7 @@ def make_equal(
 
 
 def say(differences: Sequence[Difference], mesh: Mesh) -> None:
-    """Print one line, on the first process, about weights that were made equal."""
+    """Log one warning, on the first process, about weights that were made equal."""
     if mesh.everyone.index == 0:
         _LOG.warning(
             "replicas did not start equal: %s; all have the first one's values now (RuntimeOptions.init)",

@@ -28,6 +28,7 @@ from pipeloom.ops.attribute_state import (
     held_by,
     is_object,
     same_state,
+    same_values,
 )
 from pipeloom.runtime.tied_weights import referred_to
 
@@ -55,7 +56,8 @@ class SharedState:
 
     Args:
         position_of: layer -> its position.
-        found: what layers and factories refer to before any is built, in an order that every process finds alike.
+        values: objects to which layers and factories refer before any is built, in an order that is the same in every
+            process.
     """
 
     def __init__(self, position_of: Mapping[str, int], values: Iterable[Any]) -> None:
@@ -365,7 +367,7 @@ def _same(old: _Mark, new: _Mark) -> bool:
     if not isinstance(old.value, Tensor) or not isinstance(new.value, Tensor):
         return equal_values(old.value, new.value)
     if old.value is new.value:
-        return old.version == new.version and (old.copy is None or new.copy is None or torch.equal(old.copy, new.copy))
+        return old.version == new.version and (old.copy is None or new.copy is None or same_values(old.copy, new.copy))
     return (
-        old.value.shape == new.value.shape and old.value.dtype == new.value.dtype and torch.equal(old.value, new.value)
+        old.value.shape == new.value.shape and old.value.dtype == new.value.dtype and same_values(old.value, new.value)
     )

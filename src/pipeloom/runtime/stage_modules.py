@@ -131,7 +131,9 @@ def split_layers(count: int, positions: int, stages: Sequence[int] | None) -> li
         sizes = list(stages)
         if len(sizes) != positions:
             raise ConfigError(f"stages gives {len(sizes)} stages, and the schedule has {positions}")
-        if sum(sizes) != count or min(sizes) < 0:
+        if min(sizes) < 0:
+            raise ConfigError(f"stages {sizes} has the negative size {min(sizes)}; a stage holds 0 layers or more")
+        if sum(sizes) != count:
             raise ConfigError(f"stages {sizes} hold {sum(sizes)} layers, and the model has {count}")
     starts = accumulate(sizes[:-1], initial=0)
     return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]

@@ -37,7 +37,7 @@ class TensorSpec(NamedTuple):
     """Spec of a tensor that is sent between stages.
 
     Attributes:
-        carries: whether a gradient is sent back for it (it is floating and requires one).
+        carries: whether a gradient is sent back for it (it is floating or complex and requires one).
         shares: whether it shares memory with another tensor of the message, before they are sent.
     """
 
@@ -111,7 +111,7 @@ def gradients_of(boundary: TensorSpecs) -> TensorSpecs:
 
 
 def encode(boundary: TensorSpecs) -> Tensor:
-    """Return the specs as HEADER_LENGTH int64 numbers. Raises UsageError if they do not fit."""
+    """Return the specs as HEADER_LENGTH int64 numbers. Raises UsageError if they do not fit, or for an unsupported dtype."""
     numbers = to_numbers(boundary)
     if len(numbers) > HEADER_LENGTH:
         raise UsageError(

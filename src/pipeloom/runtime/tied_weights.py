@@ -29,9 +29,9 @@ class Tie:
 
 
 def make_ties(groups: Sequence[Sequence[str]], owners: Owners) -> tuple[Tie, ...]:
-    """The ties that a user asks for; `owners` says which ranks hold each layer.
+    """Return the ties for the user's groups of names; `owners`: layer -> the ranks that hold it.
 
-    Raises ConfigError for a name that no layer has.
+    Raises ConfigError for an entry that is not a group of names, and for a name that begins with no layer's.
     """
     ties = []
     for names in groups:
@@ -195,7 +195,7 @@ def _as(value: Tensor, dtype: torch.dtype) -> Tensor:
     return (value.real if value.is_complex() and not dtype.is_complex else value).to(dtype)
 
 
-_MOST_OBJECTS = 100_000  # a factory that refers to more is no longer looked through
+_MOST_OBJECTS = 100_000  # searched in all layers together, without modules and parameters: more would take seconds
 _OPAQUE = {
     "torch",
     "numpy",
