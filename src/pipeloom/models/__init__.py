@@ -1,4 +1,4 @@
-"""Models as lists of layers, which know nothing of how they are spread over ranks."""
+"""Models as lists of layers, independent of their distribution over ranks."""
 
 from pipeloom.decoder_shape import DecoderShape
 from pipeloom.models.layers import layers, tied

@@ -22,7 +22,7 @@ from pipeloom.parallel.sharding import shardings_of
 from pipeloom.parallel.tensor import ColumnLinear, RowLinear
 
 ALL_LINEAR = "all-linear"
-_ENDS = ("first.", "last.")  # what names of a Hugging Face model's ends begin with here
+_ENDS = ("first.", "last.")  # prefixes here of the names at the ends of a Hugging Face model
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class LoraOptions:
             and, one of these; any other text: a regular expression that whole names match. Names are those of
             `transformers`, such as model.layers.0.self_attn.q_proj.
 
-    Raises ArgumentError for a value that cannot be.
+    Raises ArgumentError for an invalid value.
     """
 
     r: int
@@ -64,7 +64,7 @@ class LoraOptions:
         return self.lora_alpha / self.r
 
     def chooses(self, name: str) -> bool:
-        """Return whether the linear layer that is called `name` in `transformers` gets an adapter."""
+        """Return whether the linear layer called `name` in `transformers` gets an adapter."""
         if self.target_modules == ALL_LINEAR:
             return name.rpartition(".")[2] not in ("lm_head", "embed_out")
         if isinstance(self.target_modules, str):
@@ -73,17 +73,17 @@ class LoraOptions:
 
 
 def with_adapters(layers: Sequence[Layer], options: LoraOptions, seed: int) -> list[Layer]:
-    """The same layers with adapters in place of the linear layers that `options` chooses, and all else frozen.
+    """Return the layers with adapters in place of the linear layers selected by `options`, and all other weights frozen.
 
-    B starts at 0, so that the model computes what it did; A's first values are uniform within 1 / sqrt(inputs), and follow
-    from `seed` and the layer's name alone. Parameters are called as before, and the adapters' LINEAR.lora_A.weight and
-    LINEAR.lora_B.weight.
+    B starts at 0, so that the model's outputs are unchanged; the first values of A are uniform within 1 / sqrt(inputs), and
+    depend only on `seed` and the layer's name. Parameters keep their names, and those of adapters are LINEAR.lora_A.weight
+    and LINEAR.lora_B.weight.
     """
     return [replace(layer, build=partial(_adapted, layer.name, layer.build, options, seed)) for layer in layers]
 
 
 def adapter_name(name: str) -> str:
-    """The name in `transformers` of a module or parameter that has this name in a pipeline."""
+    """Return the name in `transformers` of a module or parameter with this name in a pipeline."""
     for end in _ENDS:
         name = name.removeprefix(end)
     for decoder_name, hub in ((f"{names.HEAD}.lm_head", "lm_head"), (f"{names.HEAD}.norm", "model.norm")):
@@ -93,12 +93,12 @@ def adapter_name(name: str) -> str:
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter of this name is one of an adapter's two."""
+    """Return whether the name is that of an adapter's parameter."""
     return name.endswith((".lora_A.weight", ".lora_B.weight"))
 
 
 def linear_layers(module: nn.Module, layer: str) -> Iterator[tuple[str, nn.Module]]:
-    """(name in `transformers`, module) of the linear layers inside `module`, which is called `layer`."""
+    """Yield (name in `transformers`, module) of the linear layers inside `module`, the layer called `layer`."""
     for path, part in module.named_modules():
         if _is_linear(part):
             yield adapter_name(f"{layer}.{path}" if path else layer), part
@@ -137,10 +137,10 @@ def _adapt(base: nn.Module, name: str, options: LoraOptions, seed: int) -> Adapt
 def merged(
     weights: Mapping[str, Tensor], adapters: Mapping[str, Tensor], scale: float, transposed: bool = False
 ) -> dict[str, Tensor]:
-    """Weights with their adapters' products added; both by parameters' names in `transformers`, computed in fp32.
+    """Return weights with their adapters' products added, computed in fp32; both by parameters' names in `transformers`.
 
     Args:
-        transposed: the weights of these layers are [inputs, outputs].
+        transposed: names of layers with weights of shape [inputs, outputs].
     """
     result = dict(weights)
     for name, down in adapters.items():

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from pipeloom.errors import ConfigError, UsageError
 from pipeloom.ops.layer import Layer
 
-_TRUNK_SHARE = 0.5  # of the parameters; a trunk with less would leave the rest to one or two stages
+_TRUNK_SHARE = 0.5  # share of the parameters; with a smaller trunk, the rest would burden one or two stages
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def auto_layers(model: nn.Module, example_batch: Any) -> AutoLayers:
 
 
 class _CopyOf:
-    """Makes a layer's module as a copy, so that the model stays as it is."""
+    """Factory of a layer's module, which copies the model's, so that the model is not changed."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -100,7 +100,7 @@ class _CopyOf:
 
 @dataclass(frozen=True)
 class _CutPart:
-    """One part: its module, the paths of the model's modules in it, and the names that it reads and writes."""
+    """One part: its module, the paths of the model's modules in it, and the named tensors that it reads and writes."""
 
     name: str
     module: nn.Module
@@ -110,7 +110,7 @@ class _CutPart:
 
 
 def _trunk(model: nn.Module) -> list[str]:
-    """The paths of the entries of the trunk. Raises ConfigError where no containers hold enough of the model."""
+    """Return the paths of the entries of the trunk. Raises ConfigError if no containers hold enough of the model."""
     total = sum(p.numel() for p in model.parameters())
     lists = {
         path: module
@@ -138,7 +138,7 @@ def _inside(path: str, container: str) -> bool:
 
 
 class _Tracer(fx.Tracer):
-    """Keeps whole what holds no entry of the trunk, and the entries."""
+    """Tracer that keeps modules without an entry of the trunk, and the entries themselves, as single calls."""
 
     def __init__(self, trunk: Sequence[str]) -> None:
         super().__init__()
@@ -149,19 +149,19 @@ class _Tracer(fx.Tracer):
 
 
 def _traced(model: nn.Module, trunk: Sequence[str], given: int) -> fx.Graph:
-    """The model's forward as a graph. Raises ConfigError with the reason where there is none."""
+    """Return the model's forward as a graph. Raises ConfigError with the reason if it cannot be traced."""
     name = type(model).__name__
     parameters = list(inspect.signature(model.forward).parameters.values())
     left_out = {p.name: p.default for p in parameters[given:] if p.default is not p.empty}
     try:
         graph = _Tracer(trunk).trace(model, concrete_args=left_out)
-    except Exception as error:  # whatever the forward does with a stand-in for a tensor
+    except Exception as error:  # any error that the forward raises for a placeholder of a tensor
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
             f"{name} cannot be cut: its forward decides by the values of tensors, or does with them what torch.fx cannot follow "
             f"({type(error).__name__}: {reason[:200]}); move that into a module, or give a list of layers yourself"
         ) from error
-    for node in list(graph.nodes):  # fx checks an argument that is left out, where its default is None
+    for node in list(graph.nodes):  # fx inserts a check of an omitted argument whose default is None
         if not node.users and getattr(node.target, "__name__", "") == "_assert_is_none":
             graph.erase_node(node)
     for node in list(graph.nodes):
@@ -176,7 +176,7 @@ def _traced(model: nn.Module, trunk: Sequence[str], given: int) -> fx.Graph:
 
 
 def _cuts(name: str, graph: fx.Graph, trunk: Sequence[str]) -> list[fx.Node]:
-    """The nodes that begin a part: each entry of the trunk, and what comes behind the last. In order."""
+    """Return the nodes that begin a part, in order: each entry of the trunk, and the node after the last."""
     calls = [node for node in graph.nodes if node.op == "call_module" and node.target in trunk]
     names = [str(node.target) for node in calls]
     twice = next((target for target in names if names.count(target) > 1), None)
@@ -191,7 +191,7 @@ def _cuts(name: str, graph: fx.Graph, trunk: Sequence[str]) -> list[fx.Node]:
 
 
 def _parts(model: nn.Module, graph: fx.Graph, cuts: Sequence[fx.Node], inputs: Sequence[Tensor]) -> list[_CutPart]:
-    """The parts between the cuts. Raises ConfigError for a value other than a tensor that crosses from one to another."""
+    """Return the parts between the cuts. Raises ConfigError for values other than tensors that pass from one to another."""
     segments: list[list[fx.Node]] = [[]]
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     for node in graph.nodes:
@@ -203,7 +203,7 @@ def _parts(model: nn.Module, graph: fx.Graph, cuts: Sequence[fx.Node], inputs: S
     values = _Values(model, graph)
     values.run(*inputs)
     used_in = {node: sorted({part_of[user] for user in node.users} - {part_of[node]}) for node in part_of}
-    handed: list[list[fx.Node]] = [[] for _ in segments]  # by position to the next part
+    handed: list[list[fx.Node]] = [[] for _ in segments]  # positional outputs to the next part
     for node, at in part_of.items():
         if not used_in[node]:
             continue
@@ -225,7 +225,7 @@ def _parts(model: nn.Module, graph: fx.Graph, cuts: Sequence[fx.Node], inputs: S
 
 
 def _sink_attributes(segments: list[list[fx.Node]]) -> None:
-    """A parameter or buffer of the model itself is looked up in the part that uses it: a node for each such part."""
+    """Give each part that uses a parameter or buffer of the model itself its own node for it."""
     for at, segment in enumerate(segments):
         for node in [node for node in segment if node.op == "get_attr"]:
             for other, later in enumerate(segments):
@@ -243,7 +243,7 @@ def _sink_attributes(segments: list[list[fx.Node]]) -> None:
 
 
 class _Values(fx.Interpreter):
-    """Runs the graph and keeps what every node came to."""
+    """Interpreter that runs the graph and keeps the value of every node."""
 
     def __init__(self, model: nn.Module, graph: fx.Graph) -> None:
         super().__init__(model, garbage_collect_values=False, graph=graph)
@@ -264,7 +264,7 @@ def _part(
     handed: Sequence[fx.Node],
     last: bool,
 ) -> _CutPart:
-    """A part as a module of its own: what arrives by position, what it reads by name; what it hands on and writes."""
+    """Return a part as a module, from its positional and named inputs to its positional and named outputs."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     by_name = {node: f"{node.name}_" if node.name == "output" else node.name for node in [*reads, *writes]}
@@ -289,7 +289,7 @@ def _part(
 
 
 def _run(parts: Sequence[_CutPart], inputs: Sequence[Tensor]) -> Any:
-    """The parts one after the other."""
+    """Run the parts one after the other."""
     x: Any = tuple(inputs)
     tensors: dict[str, Any] = {}
     for part in parts:
@@ -303,7 +303,7 @@ def _run(parts: Sequence[_CutPart], inputs: Sequence[Tensor]) -> Any:
 
 
 def _difference(got: Any, want: Any) -> float:
-    """The largest |a - b| / max |b| over the tensors of two outputs; infinite where they are not alike."""
+    """Return the largest |a - b| / max |b| over the tensors of two outputs; infinite if their structures differ."""
     if isinstance(want, Mapping):
         same = isinstance(got, Mapping) and got.keys() == want.keys()
         return max((_difference(got[key], want[key]) for key in want), default=0.0) if same else float("inf")
@@ -321,7 +321,7 @@ def _difference(got: Any, want: Any) -> float:
 
 
 def _tied(parts: Sequence[_CutPart]) -> list[list[str]]:
-    """The names of each weight that several parts hold, or one part twice."""
+    """Return the names of each weight that appears more than once, in several parts or in one."""
     names: dict[int, list[str]] = {}
     for part in parts:
         for inner, parameter in part.module.named_parameters(remove_duplicate=False):

@@ -21,7 +21,7 @@ from pipeloom.parallel.vocabulary import VocabularyHead
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + ε) · weight over the last dimension, in fp32 at least (arXiv 1910.07467).
 
-    With `part_of_tokens` it sees this rank's tokens (or heads) only, and so does its weight's gradient.
+    With `part_of_tokens` its input, and so its weight's gradient, covers only this rank's tokens (or heads).
     """
 
     def __init__(self, width: int, part_of_tokens: bool = False, epsilon: float = 1e-6) -> None:
@@ -41,7 +41,7 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention; each key and value head serves a group of query heads (arXiv 2305.13245).
 
-    Under tensor parallelism each rank has its part of the heads.
+    Under tensor parallelism each rank computes a part of the heads.
     """
 
     def __init__(self, shape: DecoderShape, tensor: TensorParallel | None = None) -> None:
@@ -62,12 +62,14 @@ class Attention(nn.Module):
         self.o_proj = row_linear(queries, hidden, tensor, bias=shape.attention_bias)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
-        if shape.qk_norm:  # of one head's width; under tensor parallelism each rank's gradient is that of its own heads
+        if (
+            shape.qk_norm
+        ):  # weights of one head's width; under tensor parallelism each rank's gradient covers its own heads
             self.q_norm = RMSNorm(width, tensor is not None, shape.rms_norm_eps)
             self.k_norm = RMSNorm(width, tensor is not None, shape.rms_norm_eps)
 
     def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """With `position_ids` [batch, length], which restart with each document of a row, documents do not see each other."""
+        """With `position_ids` [batch, length], which restart with each document of a row, attention stays inside documents."""
         query, key, value = self.split_heads(x, position_ids)
         if position_ids is not None:
             return self.merge_heads(attend(query, key, value, position_ids))
@@ -76,7 +78,7 @@ class Attention(nn.Module):
         return self.merge_heads(mixed)
 
     def split_heads(self, x: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """x [batch, length, hidden] -> queries and keys, turned to their positions, and values: [batch, heads, length, width]."""
+        """x [batch, length, hidden] -> rotated queries and keys, and values: [batch, heads, length, width]."""
         queries, keys, values = project(x, self.q_proj, self.k_proj, self.v_proj)
         query, key = self._split(queries, self.heads), self._split(keys, self.key_value_heads)
         if self.q_norm is not None and self.k_norm is not None:
@@ -130,7 +132,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, microbatch: MicrobatchContext | None = None, position_ids: Tensor | None = None
     ) -> Tensor:
-        """`microbatch` is needed for dropout in training only, `position_ids` where rows hold several documents."""
+        """`microbatch` is needed only for dropout in training, `position_ids` only for rows with several documents."""
         mixed = self.self_attn(self.input_layernorm(x), position_ids)
         attended: Tensor = x + self.attention_dropout(mixed, microbatch)
         inner = self.mlp(self.post_attention_layernorm(attended))
@@ -141,7 +143,7 @@ class Block(nn.Module):
 class Head(nn.Module):
     """Final norm and output layer: [batch, length, hidden] -> logits [batch, length, vocabulary].
 
-    Under tensor parallelism the logits of this rank's part of the vocabulary: see `token_loss`.
+    Under tensor parallelism it returns the logits of this rank's part of the vocabulary (see `token_loss`).
     """
 
     def __init__(self, shape: DecoderShape, tensor: TensorParallel | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Several documents in one row: which positions see each other, from position numbers that restart with each document."""
+"""Several documents in one row: attention masks from position numbers that restart with each document."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Tokens of a document, on average over a batch, from which attention runs document by document on a CPU: a call for each costs
-# less there than the masked scores of tokens that do not see each other. Shorter ones share a call and a mask.
+# Mean tokens per document in a batch from which attention runs document by document on a CPU: one call per document then costs
+# less than the masked scores of tokens of different documents. Shorter documents share a call and a mask.
 OWN_CALL_TOKENS = 64
 
 
 def document_numbers(position_ids: Tensor) -> Tensor:
-    """Return which document of its row each token belongs to, from 0: [batch, length] int64.
+    """Return the number of each token's document in its row, from 0: [batch, length] int64.
 
     A document begins wherever a position is not the one before it plus 1, as `transformers` reads packed rows.
 
@@ -28,7 +28,7 @@ def visible(position_ids: Tensor, start: int = 0, end: int | None = None) -> Ten
     """Return whether a query may attend to a key: one of its own document, and not after it: bool [batch, 1, queries, keys].
 
     Args:
-        start, end: the queries, a run of positions; the keys are those before `end`. Default: all.
+        start, end: range of the queries' positions; the keys are those before `end`. Default: all.
     """
     documents = document_numbers(position_ids)
     end = documents.shape[1] if end is None else end
@@ -37,9 +37,9 @@ def visible(position_ids: Tensor, start: int = 0, end: int | None = None) -> Ten
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, position_ids: Tensor) -> Tensor:
-    """Causal attention inside each document: [batch, heads, length, width], with as many key heads or fewer.
+    """Return causal attention inside each document: [batch, heads, length, width], with as many key heads or fewer.
 
-    A GPU would wait for the documents' lengths, so there it is always one call with a mask.
+    On a GPU it is always one call with a mask, since reading the documents' lengths would wait for the device.
     """
     grouped = key.shape[1] < query.shape[1]
     if query.device.type == "cpu":

@@ -1,4 +1,4 @@
-"""The router of a block: the gate's weights, what it draws, what it carries to the loss, and the loads that it has seen."""
+"""The router of a block: the gate's weights, its random numbers, its auxiliary losses, and the recorded loads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Load:
 
     Attributes:
         counts: choices of each expert: [experts] int64.
-        dropped: choices for which their expert had no place (not those that chance refused): 0-dim int64; 0 where all fit.
+        dropped: choices beyond their expert's capacity (not those dropped at random): 0-dim int64; 0 if all fit.
     """
 
     counts: Tensor
@@ -45,14 +45,14 @@ class Load:
 
 
 class TopKGate(nn.Module):
-    """Scores tokens, chooses their experts, and carries the auxiliary losses of a micro-batch.
+    """Router that scores tokens, chooses their experts, and attaches the auxiliary losses of a micro-batch.
 
-    All tokens of the micro-batch come in on every tensor-parallel rank, so all of them choose alike. Each sees the
-    gradient of its own terms of the experts only.
+    Every tensor-parallel rank gets all tokens of the micro-batch, so all of them choose alike. Each gets only the gradient of
+    its own terms of the experts.
 
     Attributes:
-        source: where random numbers come from; whoever builds the layer sets it.
-        loads: micro-batch -> what it asked for, of the last step. A recomputed forward writes the same again.
+        source: source of random numbers; set by the code that builds the layer.
+        loads: micro-batch -> its load, of the last step. A recomputed forward writes the same value again.
     """
 
     e_score_correction_bias: Tensor
@@ -80,13 +80,13 @@ class TopKGate(nn.Module):
         self.grad_context = grad_context
 
     def reset_bias(self) -> None:
-        """The bias of the choice, in fp32 and 0."""
+        """Set the bias of the choice to 0, in fp32."""
         if self.gate.router == "sigmoid":
             weight = self.weight
             self.e_score_correction_bias = torch.zeros(self.gate.experts, dtype=torch.float32, device=weight.device)
 
     def draw(self, tokens: Tensor, microbatch: MicrobatchContext | None) -> RouterNoise:
-        """The random numbers for tokens [tokens, width], all of the micro-batch's."""
+        """Return the random numbers for tokens [tokens, width], which are all of the micro-batch."""
         if not self.training or self.gate.router not in RANDOM_ROUTERS:
             return NO_DRAWS
         if self.source is None or microbatch is None:
@@ -100,7 +100,7 @@ class TopKGate(nn.Module):
         return sample_noise(self.gate, count // samples, width, tokens.dtype, generators)
 
     def choose(self, tokens: Tensor, draws: RouterNoise) -> Routing:
-        """The experts of tokens [tokens, width]; nothing is dropped for its place, no loss is carried yet."""
+        """Return the experts of tokens [tokens, width], before capacity limits and auxiliary losses."""
         jittered = tokens if draws.inputs is None else tokens * draws.inputs
         logits = apply_linear(jittered, self.weight, None, self.grad_context)
         scale = None
@@ -110,40 +110,40 @@ class TopKGate(nn.Module):
         return route(self.gate, logits, draws, scale=scale, bias=bias)
 
     def limit(self, routing: Routing) -> Routing:
-        """`routing`, of all tokens of a micro-batch, without what the experts have no place for."""
+        """Return `routing`, of all tokens of a micro-batch, without choices beyond the experts' capacity."""
         if self.capacity_factor == 0:
             return routing
         return limit(routing, capacity_of(routing.tally.tokens, self.gate, self.capacity_factor))
 
     def attach_aux_loss(self, weights: Tensor, tally: RoutingStats, microbatch: MicrobatchContext | None) -> Tensor:
-        """`weights`, whose backward adds the gradient of the micro-batch's auxiliary losses.
+        """Return `weights`, with a backward that adds the gradient of the micro-batch's auxiliary losses.
 
-        These are of this replica's tokens of the micro-batch, and count by its share of the step, as its loss does.
+        The losses cover this replica's tokens of the micro-batch, and are weighted by its share of the step, like its loss.
         """
         if not self.training or not (self.balance or self.z):
             return weights
         if self.tensor is not None and self.tensor.index != 0:
-            return weights  # the gradients of the ranks are summed
+            return weights  # because the gradients of the ranks are summed
         share = 1.0 if microbatch is None else microbatch.share
         return attach_loss(weights, share * (self.balance * tally.balance_loss() + self.z * tally.z_loss()))
 
     def record_load(self, counts: Tensor, dropped: Tensor | None, microbatch: MicrobatchContext | None) -> None:
-        """Remembers what a micro-batch asked for, in training."""
+        """Record a micro-batch's load, in training."""
         if self.training and torch.is_grad_enabled():
             load = Load(counts.detach(), counts.new_zeros(()) if dropped is None else dropped)
             self.loads[0 if microbatch is None else microbatch.index] = load
 
 
 def gates_of(modules: Iterable[nn.Module]) -> list[TopKGate]:
-    """The gates inside these modules, in order."""
+    """Return the gates inside these modules, in order."""
     return [part for module in modules for part in module.modules() if isinstance(part, TopKGate)]
 
 
 def take_loads(gate: TopKGate) -> Tensor:
-    """Return and clear the demand of the last step's micro-batches on the gate's experts.
+    """Return and clear the loads of the last step's micro-batches.
 
     Returns: [experts + 1] int64: choices of each expert, then choices that were dropped. Under tensor parallelism every rank
-    has seen all of them.
+    has recorded all of them.
     """
     loads, gate.loads = list(gate.loads.values()), {}
     total = torch.zeros(gate.gate.experts + 1, dtype=torch.int64, device=gate.weight.device)
@@ -154,6 +154,6 @@ def take_loads(gate: TopKGate) -> Tensor:
 
 
 def balance(gate: TopKGate, counts: Tensor) -> None:
-    """Moves the bias of a sigmoid gate towards even loads; `counts` [experts] are of the whole step, over all replicas."""
+    """Move the bias of a sigmoid gate towards even loads; `counts` [experts] are those of the whole step, over all replicas."""
     if gate.gate.router == "sigmoid":
         update_bias(gate.e_score_correction_bias, counts, gate.gate.bias_rate)

@@ -1,4 +1,4 @@
-"""GPT-2's `Conv1D`, a linear layer that keeps its weight transposed, with a weight gradient that can wait for W."""
+"""GPT-2's `Conv1D`, a linear layer with a transposed weight, with a weight gradient that can wait for W."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeloom.ops.products import as_rows
 
 
 class TransposedLinear(nn.Module):
-    """x [..., inputs] -> x weight + bias, with weight [inputs, outputs]; its parameters are those of the given layer."""
+    """x [..., inputs] -> x weight + bias, with weight [inputs, outputs]; it has the parameters of the given layer."""
 
     weight: nn.Parameter
     bias: nn.Parameter
@@ -69,7 +69,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def separate_share(model: nn.Module) -> float:
-    """The share of a model's parameters, by elements, that are weights of plain linear layers, `Conv1D` among them."""
+    """Return the share of a model's parameters, by elements, in weights of plain linear layers, `Conv1D` included."""
     matrices = {
         id(part.weight): part.get_parameter("weight").numel()
         for part in model.modules()
@@ -79,7 +79,7 @@ def separate_share(model: nn.Module) -> float:
 
 
 def with_separate_weight_gradients(module: nn.Module) -> None:
-    """Put a `TransposedLinear` in the place of every plain `Conv1D` inside `module`."""
+    """Replace every plain `Conv1D` inside `module` by a `TransposedLinear`."""
     for part in list(module.modules()):
         for name, child in part.named_children():
             if is_conv1d(child):

@@ -1,4 +1,4 @@
-"""A model of `transformers` cut into the part before its decoder layers, the layers, and the part after them."""
+"""Cut of a `transformers` model into the part before its decoder layers, the layers, and the part after them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from pipeloom.models.hf.stubs import Stubs, set_tensor
 from pipeloom.models.hf.weights import PretrainedWeights
 
 FIRST, LAST = "first", "last"
-_MOST_EXTRA = 4  # values that a decoder layer returns after the hidden states
-_PROBE_ROWS, _LENGTH = 1, 4  # of the run that finds out how a model is cut
+_MOST_EXTRA = 4  # numbers of values that a decoder layer may return after the hidden states
+_PROBE_ROWS, _LENGTH = 1, 4  # sizes of the trial run that determines the cut of a model
 
 
 def cut(model: nn.Module, folder: Path | None = None) -> Cut:
-    """Cut `model`, on the meta device or with weights. Raises ConfigError with the reason where it cannot be cut."""
+    """Cut `model`, on the meta device or with weights. Raises ConfigError with the reason if it cannot be cut."""
     name = type(model).__name__
     try:
         return Cut(model, folder)
@@ -65,17 +65,17 @@ class Cut:
 
     @property
     def layer_names(self) -> list[str]:
-        """Of all layers, in order."""
+        """The names of all layers, in order."""
         return [FIRST, *(f"{self.path_dot}{index}" for index in range(len(self.trunk))), LAST]
 
     def global_name(self, name: str) -> str:
-        """The name in a pipeline of the parameter or buffer that is called `name` in the model."""
+        """Return the name in a pipeline of the parameter or buffer called `name` in the model."""
         if name.startswith(self.path_dot):
             return name
         return f"{FIRST if name in self.before else LAST}.{name}"
 
     def tied(self) -> tuple[tuple[str, ...], ...]:
-        """Groups of names in a pipeline of parameters that are one weight."""
+        """Groups of names, in a pipeline, of parameters that share one weight."""
         names: dict[int, list[str]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(self.global_name(name))
@@ -84,7 +84,7 @@ class Cut:
     # -- building ------------------------------------------------------------------------------------------------------------
 
     def builder(self, name: str) -> Callable[[], nn.Module]:
-        """The factory of the layer called `name`."""
+        """Return the factory of the layer called `name`."""
         return partial(self._build, name)
 
     def _build(self, name: str) -> nn.Module:
@@ -103,7 +103,7 @@ class Cut:
         return TrunkLayer(layer, index, self.replay)
 
     def _fill(self, module: nn.Module, prefix: str) -> None:
-        """First weights and buffers for what is on the meta device."""
+        """Fill parameters and buffers on the meta device with their first values."""
         if not self.meta:
             return
         initialize(module, prefix, self.model, draw=self.folder is None)
@@ -114,12 +114,12 @@ class Cut:
 
     @property
     def bytes_read(self) -> int:
-        """Of weights, from the directory, by this process."""
+        """Bytes of weights that this process has read from the directory."""
         return 0 if self._weights is None else self._weights.folder.bytes_read
 
     @property
     def replay(self) -> Replay:
-        """Return the replay that hands all decoder layers of this process their arguments."""
+        """Return the replay that gives all decoder layers of this process their arguments."""
         if self._replay is None:
             self._replay = self._new_replay()
         return self._replay
@@ -134,7 +134,7 @@ class Cut:
     def keeps_documents_apart(self) -> bool:
         """Return whether every layer attends inside a document only, where the positions in `position_ids` restart with each.
 
-        No layer with a convolution over the tokens does, whatever its masks: those of state-space and recurrent layers.
+        Layers with a convolution over the tokens (state-space and recurrent layers) never do, whatever their masks.
         """
         if any(isinstance(part, nn.Conv1d) for part in self.trunk.modules()):
             return False
@@ -146,14 +146,14 @@ class Cut:
         return all(each.keeps_documents_apart for each in handed)
 
     def _shared(self) -> dict[int, Any]:
-        """A memo for deepcopy, under which a copy shares the configuration, and the weights where they are real."""
+        """Return a memo for deepcopy under which a copy shares the configuration, and the weights if they have values."""
         memo: dict[int, Any] = {id(self.config): self.config}
         if not self.meta:
             memo.update((id(parameter), parameter) for parameter in self.model.parameters())
         return memo
 
     def _shell(self) -> tuple[Any, Tape]:
-        """A copy of the model with recorders in the place of its decoder layers."""
+        """Return a copy of the model with recorders in place of its decoder layers."""
         tape, count = Tape(self.extra), len(self.trunk)
         recorders = nn.ModuleList(Recorder(layer, index, count, tape) for index, layer in enumerate(self.trunk))
         config = copy.deepcopy(self.config)
@@ -191,7 +191,7 @@ class Cut:
             raise ConfigError("it has an encoder and a decoder; one row of decoder layers can be cut")
 
     def _before(self) -> frozenset[str]:
-        """The names of the parameters that the hidden states of the first decoder layer depend on."""
+        """Return the names of the parameters on which the hidden states of the first decoder layer depend."""
         shell, tape = self._shell()
         stubs = Stubs(shell, self._shell_parameters(), requires_grad=True)
         if self.meta:
@@ -207,7 +207,7 @@ class Cut:
         return frozenset(stubs.used_by(tape.entered))
 
     def _extra(self) -> int | None:
-        """Return how many values a layer returns after the hidden states: what the model's forward reads of it correctly."""
+        """Return the number of values that a layer must return after the hidden states for the model's forward to accept it."""
         reason: Exception | None = None
         choices: list[int | None] = [None, *range(_MOST_EXTRA)]
         for extra in choices:
@@ -226,7 +226,7 @@ class Cut:
         raise reason
 
     def _tried_last(self) -> tuple[int, ...]:
-        """Rows and length of the logits of a run of the part after the layers, on the meta device."""
+        """Return rows and length of the logits in a trial run of the part after the layers, on the meta device."""
         shell, tape = self._shell()
         names = self._shell_parameters()
         Stubs(shell, names)
@@ -254,7 +254,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _trunk(model: Any) -> tuple[str, nn.ModuleList]:
-    """The name in `model` of the shallowest list of as many modules as the configuration has layers, and the list."""
+    """Return the shallowest list in `model` with as many modules as the configuration has layers, and its name."""
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     if not count:
         raise ConfigError("its configuration has no num_hidden_layers")
