@@ -5,9 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 
 from pipeloom.config import load_layout
 from pipeloom.errors import ConfigError, DistributedError, Preempted, ScheduleError
@@ -169,3 +171,17 @@ def test_an_environment_without_numbers_is_refused(text: str, monkeypatch: pytes
     monkeypatch.setenv("WORLD_SIZE", text)
     with pytest.raises(ConfigError, match=r"WORLD_SIZE is .* in the environment; it must be a whole number"):
         worker.world_size_given()
+
+
+def test_a_restarted_worker_finds_nothing_of_the_attempt_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun may serve one store for all restarts: the address of a dead worker's socket would still be in it."""
+    server = torch.distributed.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(server.port))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        first, second = (worker.workers_store(rank, 2, timedelta(seconds=20)) for rank in (0, 1))
+        assert not second.check(["address of rank 0"])
+        first.set("address of rank 0", f"of attempt {attempt}")
+        assert second.get("address of rank 0") == f"of attempt {attempt}".encode()

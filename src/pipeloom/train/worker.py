@@ -178,7 +178,7 @@ def start(layout: Layout, requests: Requests | None = None, watching: list[Watch
     if watchdog is not None:
         watchdog.status.wait_between("the other workers at start-up")
         _obey_signals(requests, watchdog)
-    store = _meet(rank, world, timedelta(seconds=seconds))
+    store = workers_store(rank, world, timedelta(seconds=seconds))
     if watchdog is None and world > 1:
         watchdog = _meeting_watchdog(layout, store, rank, world, seconds)
         watching.append(watchdog)
@@ -337,13 +337,13 @@ def shared_devices(workers: int, devices: int) -> str:
     )
 
 
-def _meet(rank: int, world: int, timeout: timedelta) -> Store:
+def workers_store(rank: int, world: int, timeout: timedelta) -> Store:
     """Return the workers' store: a file of Pipeloom's launcher, or the TCP store at MASTER_ADDR and MASTER_PORT.
 
     Raises DistributedError if the workers cannot reach it within `timeout`.
     """
     import torch.distributed as dist
-    from torch._C._distributed_c10d import FileStore, HashStore
+    from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
     path = os.environ.get(STORE)
@@ -357,7 +357,8 @@ def _meet(rank: int, world: int, timeout: timedelta) -> Store:
     def join() -> Store:
         store: Store = next(iter(rendezvous("env://", rank, world, timeout=timeout)))[0]
         store.set_timeout(timeout)
-        return store
+        # torchrun may keep one store for all its restarts, in which an address of an ended worker must not be found
+        return PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
     try:
         return within(timeout.total_seconds() + 5.0, join, f"rank {rank} did not reach port {port} of {host}")
