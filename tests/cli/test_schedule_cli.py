@@ -148,6 +148,8 @@ def test_a_function_of_ones_own(pipeloom: Run, tmp_path: Path, monkeypatch: pyte
         ("schedule 1f1b --ranks two --microbatches 2", "Invalid value for '--ranks'"),
         ("schedule 1f1b --rank 2 --microbatches 2", "(possible options: --ranks"),
         ("schedule none.csv", "cannot read none.csv: No such file or directory"),
+        ("schedule v-half --ranks 3 --microbatches 1 --forward 1e308", "forward is 1e+308; the largest cost is 1e+100"),
+        ("schedule 1f1b --ranks 3 --microbatches 6 --weight-grad 1e200", "--weight-grad is 1e+200; the largest cost"),
         ("schedule 1f1b --ranks 2 --microbatches 2 --csv --json", "choose one"),
         ("schedule 1f1b --ranks 2 --microbatches 2 --svg /nowhere/x.svg", "cannot write /nowhere/x.svg"),
     ],

@@ -12,6 +12,9 @@ from pipeloom.errors import ArgumentError
 from pipeloom.schedule.actions import OUTPUT, kinds
 from pipeloom.schedule.model import Schedule
 
+LARGEST_COST = (
+    1e100  # the sums and products of larger numbers would overflow, and every schedule would seem to deadlock
+)
 TIME_TOLERANCE = 1e-9
 """Times and amounts of memory that differ by less count as equal: rounding makes sums depend on their order."""
 
@@ -78,6 +81,8 @@ class Costs:
                 finite = math.isfinite(number) or (spec.name == "bandwidth" and number == math.inf)
                 if not finite or number < 0:
                     raise ArgumentError(spec.name, f" is {number}; a cost is a finite number of at least 0")
+                if number > LARGEST_COST and spec.name != "bandwidth":
+                    raise ArgumentError(spec.name, f" is {number:g}; the largest cost is {LARGEST_COST:g}")
         if self.bandwidth == 0:
             raise ArgumentError("bandwidth", " is 0; it must be above 0")
         for name in ("held", "all_to_all"):
