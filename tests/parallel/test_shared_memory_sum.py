@@ -66,7 +66,7 @@ def late(rank: int, shared: SharedBuffers) -> None:
         shared.start(0)
         begin = time.monotonic()
         with pytest.raises(
-            DistributedError, match=r"timed out after 0.2 s waiting for rank 2 in a shared-memory all-reduce"
+            DistributedError, match=r"timed out after 0.2 s waiting for rank 2 in a sum through shared memory"
         ):
             shared.wait(0, 0.2)
         assert time.monotonic() - begin < 5
@@ -83,13 +83,32 @@ def elsewhere(rank: int, axis: Axis) -> None:
     assert SharedBuffers.connect(axis, [4], [torch.float32]) is not None
 
 
+def many(rank: int) -> None:
+    """More buffers than one page has flags for: the flags of the last ones lie outside the tensors."""
+    count = 700
+    shared = SharedBuffers.connect(dp_axis(2), [8] * count, [torch.float32] * count)
+    assert shared is not None
+    for at in range(count):
+        shared.own[at].fill_(at + rank)
+    for at in range(count):
+        shared.start(at)
+    for at in range(count):
+        shared.wait(at, 30)
+        assert shared.own[at].eq(2 * at + 1).all(), at
+
+
+@pytest.mark.dist
+def test_many_buffers() -> None:
+    run_ranks(many, 2)
+
+
 @pytest.mark.dist
 def test_three_ranks() -> None:
     run_ranks(three, 3)
 
 
 def test_memory_of_another_process_is_known_by_its_token() -> None:
-    memory = shared_memory_sum.OfferedMemory.create(2, 3 * 4096)
+    memory = shared_memory_sum.OfferedMemory.create(3 * 4096)
     process, descriptor, size, token = memory.offer
     found = shared_memory_sum.map_offered((process, descriptor, size, token))
     assert found is not None

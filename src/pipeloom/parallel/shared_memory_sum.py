@@ -73,7 +73,7 @@ class SharedBuffers:
 
         The memory is anonymous and is freed when the processes exit.
         """
-        mine = OfferedMemory.create(2 * len(sizes), _starts(sizes, dtypes)[-1]) if hasattr(os, "memfd_create") else None
+        mine = OfferedMemory.create(_starts(sizes, dtypes)[-1]) if hasattr(os, "memfd_create") else None
         offers = all_gather_json(mine.offer if mine is not None else None, axis.group)
         maps = [map_offered(offer) for offer in offers]
         if mine is not None:
@@ -109,7 +109,7 @@ class SharedBuffers:
             if waited > timeout:
                 rank = self._axis.ranks[late[0]]
                 raise DistributedError(
-                    f"timed out after {timeout:g} s waiting for rank {rank} in a shared-memory all-reduce"
+                    f"timed out after {timeout:g} s waiting for rank {rank} in a sum through shared memory"
                 )
             time.sleep(min(max(waited / 8, _NAPS[0]), _NAPS[1]))
         with self._fence:
@@ -212,8 +212,7 @@ class OfferedMemory:
         self.offer = offer
 
     @classmethod
-    def create(cls, flags: int, size: int) -> OfferedMemory:
-        assert flags * 8 <= _PAGE
+    def create(cls, size: int) -> OfferedMemory:
         descriptor = os.memfd_create("pipeloom")
         os.ftruncate(descriptor, size)
         mapped = mmap.mmap(descriptor, size)
@@ -238,8 +237,11 @@ def map_offered(offer: Sequence[Any] | None) -> mmap.mmap | None:
 
 
 def _starts(sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[int]:
-    """Return the byte offset of each buffer, and the end. Page 0 has the token, page 1 the flags; buffers are page-aligned."""
-    starts = [2 * _PAGE]
+    """Return the byte offset of each buffer, and the end.
+
+    Page 0 has the token; the flags, two of 8 bytes for each buffer, begin at page 1; buffers are page-aligned.
+    """
+    starts = [_PAGE + math.ceil(2 * 8 * len(sizes) / _PAGE) * _PAGE]
     for size, dtype in zip(sizes, dtypes, strict=True):
         starts.append(starts[-1] + math.ceil(size * dtype.itemsize / _PAGE) * _PAGE)
     return starts

@@ -253,7 +253,7 @@ class ShapeCache:
         if promised and not set(promised) <= set(without):
             raise UsageError(
                 f"{input_of(message.edge)} has a gradient for micro-batch {message.microbatch}; for inputs of the "
-                f'same shape it had none before: it depends on the data, so set shapes = "each"'
+                f'same shape it had none before: it depends on the data, so set shapes = "each" in RuntimeOptions'
             )
 
     def remember(self, edge: Edge, microbatch: int, boundary: TensorSpecs) -> None:

@@ -191,7 +191,7 @@ class TorchTransport:
             if count == self._answered[edge]:
                 raise UsageError(
                     f"{input_of(edge)} has no gradient for any micro-batch of this step; for inputs of the same shape it had one "
-                    'before: the layers before it would get zeros in place of None, so set shapes = "each"'
+                    'before: the layers before it would get zeros in place of None, so set shapes = "each" in RuntimeOptions'
                 )
         if self._opened or any(inbox.queue for inbox in self._inboxes.values()):
             raise DistributedError(
