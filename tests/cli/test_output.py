@@ -272,7 +272,15 @@ def test_files_that_cannot_be_written_are_refused_before_the_work(
 
 @pytest.mark.parametrize("rest", ["--microbatches 8", "--sweep microbatches=4..8"])
 @pytest.mark.parametrize(
-    ("name", "reason"), [("absent.csv", "cannot read absent.csv"), ("zbw", "there is no schedule 'zbw'")]
+    ("name", "reason"),
+    [
+        ("absent.csv", "cannot read absent.csv"),
+        ("zbw", "there is no schedule 'zbw'"),
+        (":b", "schedule ':b' is not of the form module:function"),
+        ("absent:make", "schedule 'absent:make': No module named 'absent'"),
+        ("interleaved:chnks=2", "schedule interleaved has no option 'chnks'; did you mean 'chunks'?"),
+        ("1f1b:ranks=2", "schedule 1f1b has no option 'ranks'; known: cooldown"),
+    ],
 )
 def test_schedules_that_do_not_exist_are_refused_before_others_are_simulated(
     pipeloom: Callable[[str], Any], rest: str, name: str, reason: str, monkeypatch: pytest.MonkeyPatch

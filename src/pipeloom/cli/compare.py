@@ -109,7 +109,7 @@ def command(
         raise UsageError("name the schedules to compare, or give all")
     for spec in names if len(names) > 1 else ():  # before others are simulated
         if spec != "all":
-            schedule_arguments.require_schedule(parse_spec(spec)[0])
+            schedule_arguments.require_schedule(*parse_spec(spec))
     costs = schedule_arguments.costs_of(
         (forward, input_grad, weight_grad, p2p), held, (all_to_all, pair), microbatch_costs, message
     )

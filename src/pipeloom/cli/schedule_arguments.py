@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -194,7 +194,7 @@ def schedule_of(
         ScheduleError: a schedule that cannot run, with the reason.
     """
     from pipeloom.schedule import check
-    from pipeloom.schedule.families import build
+    from pipeloom.schedule.families import build, require
     from pipeloom.schedule.files import load, names_a_file
 
     ranks, microbatches, chunks = sizes
@@ -204,7 +204,7 @@ def schedule_of(
     else:
         missing = [flag for flag, size in (("--ranks", ranks), ("--microbatches", microbatches)) if size is None]
         if missing:
-            _require_name(name)
+            require(name, options or ())
             raise UsageError(f"schedule {name} needs {' and '.join(missing)}")
         schedule = build(name, ranks or 0, microbatches or 0, chunks, options, costs)
     check(schedule)
@@ -233,22 +233,15 @@ def takes_chunks(name: str) -> bool:
     return family is None or "chunks" in inspect.signature(family).parameters
 
 
-def require_schedule(name: str) -> None:
-    """Raise UsageError or ScheduleError for an unknown name, or a file that is not a schedule, without building others."""
+def require_schedule(name: str, options: Iterable[str]) -> None:
+    """Raise UsageError or ScheduleError for a name, a file or names of options that no sizes can make a schedule of."""
+    from pipeloom.schedule.families import require
     from pipeloom.schedule.files import load, names_a_file
 
     if names_a_file(name):
         load(name)
     else:
-        _require_name(name)
-
-
-def _require_name(name: str) -> None:
-    """Raise UsageError for an unknown name, which is more important than missing sizes."""
-    from pipeloom.schedule.families import FAMILIES, canonical_name, unknown_name
-
-    if canonical_name(name) not in FAMILIES and ":" not in name:
-        raise unknown_name(name)
+        require(name, options)
 
 
 def _agree(name: str, schedule: Schedule, sizes: tuple[int | None, int | None, int | None], options: object) -> None:

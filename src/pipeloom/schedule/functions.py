@@ -58,6 +58,8 @@ def user_object(name: str, folder: Path, what: str) -> Any:
             file and line of the user's code.
     """
     module_name, _, attribute = name.partition(":")
+    if not (attribute.isidentifier() and all(part.isidentifier() for part in module_name.split("."))):
+        raise UsageError(f"{what} {name!r:.200} is not of the form module:function")
     try:
         module = run_user_code(name, what, lambda: importlib.import_module(module_name))
     except UsageError as error:

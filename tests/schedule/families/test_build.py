@@ -37,10 +37,14 @@ def test_impossible_sizes(name: str, p: object, m: object) -> None:
         ("interleaved", None, {"round": "tail"}, "schedule interleaved has no option 'round'; did you mean 'rounds'"),
         ("1f1b", None, {"rounds": "tail"}, "schedule 1f1b has no option 'rounds'; known: cooldown"),
         ("zbv", None, {"costs": 1}, "schedule zbv has no option 'costs'"),
+        ("zbv", None, {"ranks": 2}, "schedule zbv has no option 'ranks'"),
+        (f"{__name__}:mine", None, {"microbatches": 2}, "mine has no option 'microbatches'; known: cooldown, letters"),
         ("zbv", 3, {}, "schedule zbv holds 2 chunks per rank, not 3; .*interleaved"),
         ("1f1b", 2, {}, "schedule 1f1b holds 1 chunk per rank, not 2"),
         ("no.such.module:make", None, {}, "schedule 'no.such.module:make'"),
         ("builtins:dict", None, {}, "schedule 'builtins:dict'"),
+        (":make", None, {}, "schedule ':make' is not of the form module:function"),
+        ("1f1b:", None, {}, "schedule '1f1b:' is not of the form module:function"),
     ],
 )
 def test_refusals(name: str, chunks: int | None, options: dict[str, object], words: str) -> None:

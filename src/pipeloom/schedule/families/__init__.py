@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ from pipeloom.schedule.transforms import split_cooldown
 Family = Callable[..., Schedule]
 
 COOLDOWNS = ("whole", "split")
+
+_ARGUMENTS = ("ranks", "microbatches", "costs")  # parameters of families that are not options
 
 FAMILIES: dict[str, Family] = {
     "gpipe": gpipe,
@@ -95,7 +97,7 @@ __all__ = [
     "Family",
     "build",
     "canonical_name",
-    "unknown_name",
+    "require",
 ]
 
 
@@ -116,13 +118,20 @@ def canonical_name(name: str) -> str:
     return _CANONICAL.get(plain) or _CANONICAL.get(plain.removeprefix("schedule"), name)
 
 
-def unknown_name(name: str) -> UsageError:
+def _unknown_name(name: str) -> UsageError:
     """Return the error for a `name` that no family has, with the nearest names."""
     plain = _plain(name).removeprefix("schedule")
     near = (_CANONICAL[word] for word in difflib.get_close_matches(plain, _CANONICAL, n=6, cutoff=0.55))
     nearest = " or ".join(map(repr, list(dict.fromkeys(near))[:3]))
     hint = f"; did you mean {nearest}?" if nearest else did_you_mean(name, FAMILIES)
     return UsageError(f"there is no schedule {name!r:.200}{hint}")
+
+
+def require(name: str, options: Iterable[str] = (), folder: str | Path | None = None) -> None:
+    """Raise the errors of `build` that need no sizes: for an unknown name, a user's module, and names of options."""
+    name = canonical_name(name)
+    with contextlib.nullcontext() if name in FAMILIES else importable_from(folder):
+        _check_options(name, _parameters(name, _find(name, Path(folder or "."))), options)
 
 
 def build(
@@ -157,21 +166,15 @@ def _build(
     folder: Path,
 ) -> Schedule:
     family = _find(name, folder)
-    try:
-        parameters = inspect.signature(family).parameters
-    except ValueError as error:
-        raise UsageError(f"schedule {name!r:.200}: {error}") from None
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    parameters = _parameters(name, family)
+    _check_options(name, parameters, options or ())
+    open_ended = _open_ended(parameters)
     arguments: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches, **(options or {})}
     cooldown = "whole" if "cooldown" in parameters else arguments.pop("cooldown", "whole")
     if cooldown not in COOLDOWNS:
         raise UsageError(f"cooldown is {cooldown!r:.200}{did_you_mean(str(cooldown), COOLDOWNS)}")
     if chunks is not None and ("chunks" in parameters or open_ended):
         arguments["chunks"] = chunks
-    for key in arguments:
-        if (key not in parameters and not open_ended) or key == "costs":
-            known = [p for p in (*parameters, "cooldown") if p not in ("ranks", "microbatches", "chunks", "costs")]
-            raise UsageError(f"schedule {name} has no option {key!r:.200}{did_you_mean(key, known)}")
     if costs is not None and "costs" in parameters:
         arguments["costs"] = costs
     schedule = family(**arguments) if name in FAMILIES else run_user_code(name, "schedule", lambda: family(**arguments))
@@ -184,9 +187,28 @@ def _build(
     return split_cooldown(schedule, costs) if cooldown == "split" else schedule
 
 
+def _parameters(name: str, family: Family) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(family).parameters
+    except ValueError as error:
+        raise UsageError(f"schedule {name!r:.200}: {error}") from None
+
+
+def _open_ended(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _check_options(name: str, parameters: Mapping[str, inspect.Parameter], options: Iterable[str]) -> None:
+    """Raise UsageError for an option that the family does not take."""
+    for key in options:
+        if key in _ARGUMENTS or not (key in parameters or key == "cooldown" or _open_ended(parameters)):
+            known = [p for p in (*parameters, "cooldown") if p not in _ARGUMENTS]
+            raise UsageError(f"schedule {name} has no option {key!r:.200}{did_you_mean(key, known)}")
+
+
 def _find(name: str, folder: Path) -> Family:
     if name in FAMILIES:
         return FAMILIES[name]
     if ":" in name:
         return user_object(name, folder, "schedule")  # type: ignore[no-any-return]
-    raise unknown_name(name)
+    raise _unknown_name(name)
