@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 
 import torch
 from gpu_setup import Row, Setup, at_least, at_most, gradients, worst
@@ -58,56 +60,86 @@ def large(setup: Setup) -> tuple[DecoderShape, int]:
     return DecoderShape(4, 32, 4, 4, 64, 101), 16
 
 
-def engine(setup: Setup) -> list[Row]:
-    """Tokens per second of 4 chunks on one device against the same blocks in a loop that accumulates gradients.
+PIPELINE, PLAIN, CUT = "pipeline of 4 chunks", "plain loop", "loop cut behind each chunk"
 
-    With micro-batches of 4 sequences; those of a single one keep an H100 waiting for the host's launches, in both.
+
+def engine(setup: Setup) -> list[Row]:
+    """Tokens per second of 4 chunks on one device against the same blocks in loops that accumulate gradients.
+
+    With micro-batches of 4 sequences; those of a single one keep an H100 waiting for the host's launches, in all three.
     """
     rows = []
     shape, length = large(setup)
     for sequences in (4, 1):
         speeds, peaks, parameters = engine_speeds(setup, sequences)
         of = f"micro-batches of {sequences * length:,} tokens"
-        for name, speed, peak in zip(("pipeline of 4 chunks", "plain loop"), speeds, peaks, strict=True):
-            rows.append(Row(f"{name}, {of}", f"{speed:,.0f} tokens/s, peak {peak:.1f} GiB"))
-        ratio = speeds[0] / speeds[1]
-        name = f"pipeline ÷ plain loop, tokens/s, {of}"
-        rows.append(at_least(name, ratio, 0.98) if setup.cuda and sequences == 4 else Row(name, f"{ratio:.3f}"))
+        for name, speed in speeds.items():
+            rows.append(Row(f"{name}, {of}", f"{speed:,.0f} tokens/s, peak {peaks[name]:.1f} GiB"))
+        for other in (PLAIN, CUT):
+            ratio, name = speeds[PIPELINE] / speeds[other], f"pipeline ÷ {other}, tokens/s, {of}"
+            has_bar = setup.cuda and sequences == 4 and other == PLAIN
+            rows.append(at_least(name, ratio, 0.98) if has_bar else Row(name, f"{ratio:.3f}"))
         device = torch.cuda.get_device_name(setup.device) if setup.cuda else ""
         flops = next((flops for key, flops in PEAK_FLOPS.items() if key in device), None)
         if flops:
             # 6 operations per parameter and token, and the attention's 12 * layers * hidden * length / 2 (causal)
             work = 6 * parameters + 6 * shape.num_hidden_layers * shape.hidden_size * length
-            rows.append(
-                Row(f"MFU of the pipeline, {of}", f"{speeds[0] * work / flops:.1%} of {flops / 1e12:.0f} TFLOP/s")
-            )
+            rate = speeds[PIPELINE] * work
+            rows.append(Row(f"MFU of the pipeline, {of}", f"{rate / flops:.1%} of {flops / 1e12:.0f} TFLOP/s"))
     return rows
 
 
-def engine_speeds(setup: Setup, sequences: int) -> tuple[list[float], list[float], int]:
-    """Tokens per second of the pipeline and of the plain loop, their peaks in GiB, and the number of parameters."""
+def engine_speeds(setup: Setup, sequences: int) -> tuple[dict[str, float], dict[str, float], int]:
+    """Tokens per second of the pipeline and of two loops, their peaks in GiB, and the number of parameters.
+
+    The three take their steps in turn, since a machine's speed changes from second to second. A peak leaves out what the other
+    two hold between steps: their weights and gradients.
+    """
     shape, length = large(setup)
     x, y = setup.tokens(MICROBATCHES * sequences, length, shape.vocab_size)
-    dtype = torch.bfloat16 if setup.cuda else torch.float32
     loss_of = token_loss(shape)
-    speeds, peaks = [], []
-    built = layers(shape, 1, dtype, setup.device)
+    built = layers(shape, 1, torch.bfloat16 if setup.cuda else torch.float32, setup.device)
     schedule = pl.schedules.interleaved(1, MICROBATCHES, 4, group_size=1)
-    pipeline: LocalPipeline | None = LocalPipeline(
-        built, schedule, loss=loss_of, options=RuntimeOptions(device=setup.device, seed=1)
-    )
-    assert pipeline is not None
-    parameters = sum(p.numel() for p in pipeline.parameters())
-    step: Callable[[], object] = partial(pipeline.step, x, y)
-    for _ in range(2):
-        if setup.cuda:
-            torch.cuda.reset_peak_memory_stats(setup.device)
-        speeds.append(x.numel() / seconds(setup, step))
-        peaks.append(torch.cuda.max_memory_allocated(setup.device) / 2**30 if setup.cuda else 0.0)
-        pipeline = None
+    parameters = 0
+
+    def build(name: str) -> Callable[[], object]:
+        nonlocal parameters
+        if name == PIPELINE:
+            pipeline = LocalPipeline(built, schedule, loss=loss_of, options=RuntimeOptions(device=setup.device, seed=1))
+            parameters = sum(p.numel() for p in pipeline.parameters())
+            return partial(pipeline.step, x, y)
         modules = nn.ModuleList([layer() for layer in built])
-        step = partial(plain_step, modules, loss_of, x, y, sequences)
+        if name == PLAIN:
+            return partial(plain_step, modules, loss_of, x, y, sequences)
+        bounds = [len(modules) * chunk // 4 for chunk in range(5)]
+        chunks = nn.ModuleList([nn.Sequential(*modules[first:last]) for first, last in pairwise(bounds)])
+        return partial(cut_step, chunks, loss_of, x, y, sequences)
+
+    gc.collect()  # what an earlier call has left in cycles
+    steps, resident = {}, {}
+    for name in (PIPELINE, PLAIN, CUT):
+        before = allocated(setup)
+        steps[name] = build(name)
+        steps[name]()
+        resident[name] = allocated(setup) - before
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    peaks = dict.fromkeys(steps, 0.0)
+    for _ in range(1 + (7 if setup.cuda else 2)):
+        for name, step in steps.items():
+            if setup.cuda:
+                torch.cuda.reset_peak_memory_stats(setup.device)
+            times[name].append(seconds(setup, step, repeats=1, warmup=0))
+            if setup.cuda:
+                others = sum(resident.values()) - resident[name]
+                peaks[name] = (torch.cuda.max_memory_allocated(setup.device) - others) / 2**30
+    speeds = {name: x.numel() / statistics.median(taken[1:]) for name, taken in times.items()}
     return speeds, peaks, parameters
+
+
+def allocated(setup: Setup) -> int:
+    """Bytes of tensors on the device."""
+    setup.wait()
+    return torch.cuda.memory_allocated(setup.device) if setup.cuda else 0
 
 
 def plain_step(
@@ -120,15 +152,17 @@ def plain_step(
         (loss_of(out, target) * sequences / len(x)).backward()  # type: ignore[no-untyped-call]
 
 
-def cut_step(modules: nn.ModuleList, loss_of: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> None:
+def cut_step(
+    modules: nn.ModuleList, loss_of: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor, sequences: int = 1
+) -> None:
     """As `plain_step`, cut behind every module: the calls of layers and of autograd that a pipeline must make."""
-    for one, target in zip(torch.split(x, 1), torch.split(y, 1), strict=True):
+    for one, target in zip(torch.split(x, sequences), torch.split(y, sequences), strict=True):
         inputs, outputs, out = [], [], one
         for module in modules:
-            inputs.append(out.detach().requires_grad_())
+            inputs.append(out.detach().requires_grad_(out.is_floating_point()))
             out = module(inputs[-1])
             outputs.append(out)
-        root, gradient = loss_of(out, target) / len(x), None
+        root, gradient = loss_of(out, target) * sequences / len(x), None
         for each, output in zip(reversed(inputs), [root, *reversed(outputs[:-1])], strict=True):
             torch.autograd.backward([output], [gradient])
             gradient = each.grad
