@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import UsageError
+from pipeloom.ops.layouts import is_strided, strided_parts
 
 _MOST_ENTRIES = 10_000  # a longer list or dict is data, such as a vocabulary, and comparing it would take too long
-_ALIKE = ("layout", "device", "dtype")  # properties that tensors with the same values share
+_ALIKE = ("layout", "dtype", "is_nested", "is_meta")  # properties that tensors with the same values share
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 CONTAINERS = (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict)
 # Classes of these packages keep no state of a forward in their attributes, or keep it outside of them.
@@ -220,7 +221,7 @@ def _joined(path: str, key: Any) -> str:
 def _depends(before: Any, now: Any) -> bool:
     """Return whether an attribute has a new value that may depend on the old one."""
     if isinstance(now, Tensor):
-        return not now.requires_grad and not _same_tensor(before, now)
+        return not now.requires_grad and not same_tensor(before, now)
     return not equal_values(before, now)
 
 
@@ -240,20 +241,30 @@ def _is_empty(value: Any) -> bool:
     return isinstance(value, Tensor) and value.numel() == 0
 
 
-def _same_tensor(before: Any, now: Tensor) -> bool:
-    """Return whether a tensor is the old one or has its values, like a frozen weight that each forward masks anew."""
+def same_tensor(before: Any, now: Tensor) -> bool:
+    """Return whether a tensor is the old one or has its values, like a frozen weight that each forward masks anew.
+
+    A table that the first forward moves to the device of its input has its old values.
+    """
     if now is before:
         return True
     if not isinstance(before, Tensor) or any(getattr(before, each) != getattr(now, each) for each in _ALIKE):
         return False
-    return now.layout is torch.strided and same_values(before, now)
+    return same_values(before, now.to(before.device))
 
 
 def same_values(a: Tensor, b: Tensor) -> bool:
-    """Return whether two strided tensors of one shape and dtype have the same values, NaNs included."""
-    return torch.equal(a, b) or (
-        a.shape == b.shape and (a.is_floating_point() or a.is_complex()) and torch.equal(_bits(a), _bits(b))
-    )
+    """Return whether two tensors of one layout and dtype, on one device, have the same values, NaNs included.
+
+    Tensors without values, on the meta device, have if they have one shape.
+    """
+    if not is_strided(a):
+        parts, others = strided_parts(a), strided_parts(b)
+        shapes_agree = a.is_nested or a.shape == b.shape
+        return shapes_agree and len(parts) == len(others) and all(map(same_values, parts, others))
+    if a.shape != b.shape or a.is_meta:
+        return a.shape == b.shape
+    return torch.equal(a, b) or ((a.is_floating_point() or a.is_complex()) and torch.equal(_bits(a), _bits(b)))
 
 
 def _bits(value: Tensor) -> Tensor:

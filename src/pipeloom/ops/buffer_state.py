@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from pipeloom.errors import UsageError
 from pipeloom.ops.attribute_state import Attribute, same_values
+from pipeloom.ops.layouts import is_strided
 
 
 class BufferState:
@@ -38,7 +39,9 @@ class BufferState:
     def share_memory(self) -> bool:
         """Return whether two of the buffers whose copies are kept are views of one memory, which their copies are not."""
         copied = {id(b): b for part in self._parts for name, b in part.before.items() if name in part.copies}
-        memory = [b.untyped_storage().data_ptr() for b in copied.values() if b is not None and b.numel()]
+        memory = [
+            b.untyped_storage().data_ptr() for b in copied.values() if b is not None and is_strided(b) and b.numel()
+        ]
         return len(set(memory)) < len(memory)
 
     def swap_in(self) -> None:

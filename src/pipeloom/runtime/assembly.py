@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pipeloom.errors import ConfigError, DistributedError, UsageError, did_you_mean
 from pipeloom.ops import products
 from pipeloom.ops.deferred import StageBackward, WeightGradContext
+from pipeloom.ops.layouts import is_strided, layout_name
 from pipeloom.ops.main_gradient import MainGradients
 from pipeloom.parallel.buckets import BucketParameter
 from pipeloom.parallel.data import AFTER_TIES
@@ -259,7 +260,7 @@ def _facts(
     """Return the facts about this rank's layers that are sent to the others, as JSON values."""
     return {
         "failure": None if failure is None else f"{type(failure).__name__}: {failure}",
-        "problems": unknown_names(ties, modules),
+        "problems": [*unknown_names(ties, modules), *_not_strided(modules)],
         "sparse": _sparse(modules),
         "layers": list(modules),
         "frozen": frozen_names(modules),
@@ -303,6 +304,17 @@ def _refuse(facts: Sequence[Mapping[str, Any]]) -> None:
     problems = dict.fromkeys(problem for rank_facts in facts for problem in rank_facts["problems"])
     if problems:
         raise ConfigError(list(problems))
+
+
+def _not_strided(modules: Mapping[str, nn.Module]) -> list[str]:
+    """Return a sentence for each parameter here that is sparse or nested."""
+    return [
+        f"{layer}.{name} is a {layout_name(parameter)} parameter, and Pipeloom reduces and saves strided ones: make it from "
+        "a strided parameter in the forward, or register it as a buffer if it does not train"
+        for layer, module in modules.items()
+        for name, parameter in module.named_parameters()
+        if not is_strided(parameter)
+    ]
 
 
 def _sparse(modules: Mapping[str, nn.Module]) -> list[str]:

@@ -28,6 +28,7 @@ from pipeloom.ops.attribute_state import (
     held_by,
     is_object,
     same_state,
+    same_tensor,
     same_values,
 )
 from pipeloom.runtime.tied_weights import referred_to
@@ -368,6 +369,4 @@ def _same(old: _Mark, new: _Mark) -> bool:
         return equal_values(old.value, new.value)
     if old.value is new.value:
         return old.version == new.version and (old.copy is None or new.copy is None or same_values(old.copy, new.copy))
-    return (
-        old.value.shape == new.value.shape and old.value.dtype == new.value.dtype and same_values(old.value, new.value)
-    )
+    return same_tensor(old.value, new.value)

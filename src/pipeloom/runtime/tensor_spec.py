@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from pipeloom.errors import UsageError
+from pipeloom.ops.layouts import is_strided, layout_name
 from pipeloom.schedule.actions import OUTPUT
 from pipeloom.schedule.channels import Edge, Message
 
@@ -73,10 +74,9 @@ def require_plain(values: Iterable[Tensor | None], where: str) -> None:
     for value in values:
         if value is None:
             continue
-        if value.is_nested or value.layout is not torch.strided:
-            kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+        if not is_strided(value):
             raise UsageError(
-                f"{where} returned a {kind} tensor; between stages only dense tensors can be sent: return its parts"
+                f"{where} returned a {layout_name(value)} tensor; between stages only dense tensors can be sent: return its parts"
             )
         if type(value) is not Tensor and not isinstance(value, (nn.Parameter, nn.Buffer, AsyncCollectiveTensor)):
             raise UsageError(

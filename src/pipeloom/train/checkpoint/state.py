@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import CheckpointError, UsageError
 from pipeloom.mesh_shape import Place
+from pipeloom.ops.layouts import is_strided, layout_name
 from pipeloom.parallel.sharding import ParameterSharding
 from pipeloom.runtime import Pipeline
 from pipeloom.train.checkpoint.boxes import Box, boxes_of_run
@@ -98,6 +99,13 @@ class Holder:
     pieces: tuple[HeldBox, ...]
     parameter: bool
     frozen: bool = False
+
+    def __post_init__(self) -> None:
+        if not is_strided(self.tensor):
+            raise UsageError(
+                f"{self.name}: a checkpoint cannot hold a {layout_name(self.tensor)} tensor; register the buffer with "
+                "persistent=False, or keep its parts in buffers"
+            )
 
     def parts(self, values: Tensor) -> list[tuple[Box, Tensor]]:
         """Split `values`, of this tensor's shape, into (box in the whole tensor, view of its values)."""

@@ -1,0 +1,159 @@
+"""Sparse, nested and meta tensors among what layers hold: compared with their values, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from one_process import Plain, built, differences, in_a_pipeline
+from torch import Tensor, nn
+
+import pipeloom as pl
+from models import WIDTH, batch, mse
+from pipeloom.checkpoint import save
+from pipeloom.errors import ConfigError, UsageError
+from pipeloom.ops.attribute_state import same_tensor, same_values
+from pipeloom.runtime import LocalPipeline, Pipeline
+
+
+def matrix(seed: int = 0) -> Tensor:
+    values = torch.rand(WIDTH, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return torch.where(values > 0.5, values, 0.0)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "strided": lambda dense: dense,
+    "coo": lambda dense: dense.to_sparse(),
+    "csr": lambda dense: dense.to_sparse_csr(),
+    "csc": lambda dense: dense.to_sparse_csc(),
+    "bsr": lambda dense: dense.to_sparse_bsr((1, 1)),
+    "bsc": lambda dense: dense.to_sparse_bsc((1, 1)),
+    "nested": lambda dense: torch.nested.nested_tensor(list(dense)),
+    "jagged": lambda dense: torch.nested.nested_tensor(list(dense), layout=torch.jagged),
+    "quantized": lambda dense: torch.quantize_per_tensor(dense, 0.01, 0, torch.qint8),
+}
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, about layouts that may change
+every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+
+
+@every_layout
+def test_values_are_compared_in_every_layout(layout: Callable[[Tensor], Tensor]) -> None:
+    changed = matrix()
+    changed[changed.nonzero()[-1].unbind()] += 0.25  # the same places
+    assert same_values(layout(matrix()), layout(matrix()))
+    assert not same_values(layout(matrix()), layout(changed))
+    assert not same_values(layout(matrix()), layout(matrix(1)))
+
+
+def test_shapes_are_compared_where_there_are_no_values() -> None:
+    assert same_values(torch.empty(2, device="meta"), torch.empty(2, device="meta"))
+    assert not same_values(torch.empty(2, device="meta"), torch.empty(3, device="meta"))
+    assert not same_values(torch.zeros(2, 3).to_sparse(), torch.zeros(3, 2).to_sparse())
+
+
+@every_layout
+def test_a_tensor_of_another_layout_is_another(layout: Callable[[Tensor], Tensor]) -> None:
+    assert same_tensor(layout(matrix()), layout(matrix()))
+    for other in LAYOUTS.values():
+        assert same_tensor(layout(matrix()), other(matrix())) == (other is layout)
+    assert not same_tensor(matrix().to("meta"), matrix())
+
+
+class OnGPU(Tensor):
+    """A tensor of a device that this machine lacks, until it is moved."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda", 0)
+
+    def to(self, device: Any) -> Tensor:  # type: ignore[override]
+        assert device == torch.device("cpu")
+        return self.as_subclass(Tensor)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.equal:
+            raise RuntimeError("Expected all tensors to be on the same device")
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_a_table_that_moves_to_another_device_keeps_its_values() -> None:
+    assert same_tensor(matrix(), matrix().as_subclass(OnGPU))
+    assert not same_tensor(matrix(), matrix(1).as_subclass(OnGPU))
+
+
+class Neighbours(Plain):
+    """Sums over the neighbours in a graph; the adjacency matrix is a buffer, an attribute, or shared by all layers."""
+
+    def __init__(self, layout: Callable[[Tensor], Tensor], shared: Tensor | None, changes: bool = False) -> None:
+        super().__init__()
+        if shared is None:
+            self.register_buffer("buffer", layout(matrix()))
+        self.adjacency = [layout(matrix(1)) if shared is None else shared]
+        self.changes = changes
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.changes:
+            with torch.no_grad():
+                self.buffer.mul_(1.1)
+        total = self.linear(x)
+        for adjacency in (*self.buffers(), *self.adjacency):
+            total = total + torch.mm(adjacency.clone(), x.flatten(0, -2).t()).t().view_as(x)
+        return torch.tanh(total)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe"])
+def test_sparse_tensors_that_no_forward_changes(name: str, layout: str, shared: bool, recompute: Any) -> None:
+    convert = LAYOUTS[layout]
+    adjacency = convert(matrix()) if shared else None
+    layers = [lambda: Neighbours(convert, adjacency)] * 4
+    assert differences(layers, pl.schedules.build(name, 2, 4), recompute) == []
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_sparse_buffer_that_forwards_change_is_state_like_another(recompute: Any) -> None:
+    layers = [lambda: Neighbours(LAYOUTS["coo"], None, changes=True)] * 4
+    assert differences(layers, pl.schedules.build("zbv", 2, 4), recompute) == []
+    with pytest.raises(UsageError, match="changes its buffer 'buffer', and under this schedule"):
+        differences(layers, pl.schedules.build("dualpipe", 2, 4), recompute)
+
+
+def test_a_table_that_is_shared_and_made_anew_is_refused() -> None:
+    """Before, it had no values, so that there was nothing to compare with."""
+    table = [torch.empty(WIDTH, device="meta")]
+
+    class Late(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            if table[0].is_meta:
+                table[0] = torch.ones(WIDTH)
+            return super().forward(x) * table[0]
+
+    with pytest.raises(UsageError, match="which a layer of another stage shares"):
+        in_a_pipeline(built([Late] * 4), pl.schedules.build("1f1b", 2, 4))
+
+
+class SparseWeight(Plain):
+    def __init__(self, trains: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(matrix().to_sparse(), requires_grad=trains)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_sparse_parameters_are_refused_by_name(trains: bool) -> None:
+    layers = built([Plain, lambda: SparseWeight(trains)])
+    with pytest.raises(ConfigError, match=r"1.weight is a sparse_coo parameter, .* or register it as a buffer"):
+        LocalPipeline(layers, pl.schedules.build("1f1b", 2, 2), loss=mse)
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+def test_a_checkpoint_says_which_buffer_it_cannot_hold(layout: str, tmp_path: Path) -> None:
+    pipeline = Pipeline(built([lambda: Neighbours(LAYOUTS[layout], None)]), pl.schedules.build("1f1b", 1, 2), loss=mse)
+    pipeline.step(*batch(2))
+    with pytest.raises(UsageError, match=f"0.buffer: a checkpoint cannot hold a sparse_{layout} tensor; register"):
+        save(tmp_path, 1, pipeline)
