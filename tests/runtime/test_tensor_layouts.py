@@ -138,6 +138,25 @@ def test_a_table_that_is_shared_and_made_anew_is_refused() -> None:
         in_a_pipeline(built([Late] * 4), pl.schedules.build("1f1b", 2, 4))
 
 
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "bsc", "nested", "jagged"])
+@pytest.mark.parametrize("what", ["the input", "the targets", "keyword 'edges'"])
+def test_batches_that_cannot_be_cut_are_refused(layout: str, what: str) -> None:
+    """Every one that has a row for each sample; one that all micro-batches share may be sparse."""
+
+    class Reads(Plain):
+        def forward(self, x: Tensor, edges: Any = None) -> Tensor:  # type: ignore[override]
+            return super().forward(x)
+
+    pipeline = LocalPipeline(built([Reads, Plain]), pl.schedules.build("1f1b", 2, 2), loss=mse)
+    x, y = (matrix(seed)[:4] for seed in (0, 1))
+    whole = LAYOUTS[layout](matrix()[:4])
+    given = {"the input": (whole, y, None), "the targets": (x, whole, None), "keyword 'edges'": (x, y, whole)}[what]
+    with pytest.raises(UsageError, match=rf"{what} holds a \w+ tensor with a row for each sample, which cannot be cut"):
+        pipeline.step(*given[:2], edges=given[2])
+    if not whole.is_nested:
+        pipeline.step(x, y, edges=LAYOUTS[layout](matrix()[:5]))
+
+
 class SparseWeight(Plain):
     def __init__(self, trains: bool) -> None:
         super().__init__()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import UsageError
+from pipeloom.ops.layouts import is_strided, layout_name
 from pipeloom.ops.microbatch import KEYWORD, ContextWithoutShare, MicrobatchContext
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime.health.report import FailureReporter
@@ -131,8 +132,9 @@ def split_batch(
     """Cut every tensor along its first dimension, also in tuples, lists and dicts. Other values, and tensors with another
     first dimension, are passed to all micro-batches.
 
-    Raises UsageError if a micro-batch would be empty, for targets in a dict, for a weight that is negative or not finite,
-    if all weights are 0, and, in training, for a tensor that requires a gradient.
+    Raises UsageError if a micro-batch would be empty, for targets in a dict, for a sparse or nested tensor with a row for each
+    sample, for a weight that is negative or not finite, if all weights are 0, and, in training, for a tensor that requires a
+    gradient.
     """
     if isinstance(targets, Mapping):
         raise UsageError(
@@ -140,11 +142,11 @@ def split_batch(
             "micro-batch"
         )
     positional = as_inputs(inputs)
+    arguments = {"the input": positional, "the targets": targets, **{f"keyword {k!r}": v for k, v in keywords.items()}}
     if torch.is_grad_enabled():
-        _refuse_graphs(
-            {"the input": positional, "the targets": targets, **{f"keyword {k!r}": v for k, v in keywords.items()}}
-        )
+        _refuse_graphs(arguments)
     rows = batch_rows(positional)
+    _refuse_layouts(arguments, rows)
     if sum(sizes) != rows:
         raise UsageError(f"the micro-batches hold {sum(sizes)} rows, and the batch {rows}")
     if min(sizes) < 1:
@@ -240,6 +242,17 @@ def _refuse_graphs(arguments: Mapping[str, Any]) -> None:
             )
 
 
+def _refuse_layouts(arguments: Mapping[str, Any], rows: int) -> None:
+    """Raise UsageError for a sparse or nested tensor with a row for each sample."""
+    for name, value in arguments.items():
+        for tensor in tensors_in(value):
+            if not is_strided(tensor) and tensor.size(0) == rows:
+                raise UsageError(
+                    f"{name} holds a {layout_name(tensor)} tensor with a row for each sample, which cannot be cut into "
+                    "micro-batches: give a strided one (to_dense(), to_padded_tensor()), and convert it in the first layer"
+                )
+
+
 def as_inputs(inputs: Any) -> tuple[Any, ...]:
     """Return the positional inputs of the first stage as a tuple. Raises UsageError for a dict."""
     if isinstance(inputs, Mapping):
@@ -273,7 +286,7 @@ def batch_rows(inputs: Sequence[Any]) -> int:
     """Return the first dimension of the first tensor, which may be inside tuples, lists and dicts."""
     for value in tensors_in(inputs):
         if value.ndim:
-            return value.shape[0]
+            return value.size(0)
     raise UsageError("the inputs hold no tensor with a batch dimension")
 
 

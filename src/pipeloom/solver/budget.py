@@ -60,7 +60,7 @@ class Budget:
     def over(self) -> bool:
         return self.used >= self.allowed or time.monotonic() >= self.deadline
 
-    def slice(self, starts: int) -> int:
+    def slice(self) -> int:
         """Return the number of moves in the next turn of one start; with a time limit only, set the end of the turn instead."""
         if self.timed:
             self.slice_end = time.monotonic() + max(

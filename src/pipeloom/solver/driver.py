@@ -294,7 +294,7 @@ class SearchDriver:
         while pool and not budget.over and not self.incumbent.proved:
             for start in pool:
                 if not budget.over and self.incumbent.can_improve(start.instance):
-                    self._improve_one(start, budget.slice(len(pool)))
+                    self._improve_one(start, budget.slice())
             pool.sort(key=lambda start: start.value)
             del pool[max(1, len(pool) - 1) :]
             pool = [start for start in pool if self.incumbent.can_improve(start.instance)]
