@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import deque
 from collections.abc import Callable
@@ -12,11 +13,14 @@ import pytest
 import torch
 from one_process import Plain, built, differences, in_a_pipeline, one_process
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 import pipeloom as pl
 from fuzz._layers import Straight
 from models import WIDTH, batch, gradients, mse
 from pipeloom.errors import UsageError
+from pipeloom.ops.products import plain_operations_only
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
 from pipeloom.schedule.model import Schedule
 from processes import run_ranks
@@ -567,3 +571,58 @@ def test_state_with_a_nan_that_is_not_changed_is_no_change(name: str, recompute:
     layers = [lambda: WithNaN(shared)] * 4
     differing = differences(layers, pl.schedules.build(name, 2, 4), recompute)
     assert [name for name in differing if "mask" not in name] == []  # which differs from itself
+
+
+# -- another linear function in the place of torch's -------------------------------------------------------------------
+
+
+class Doubling(TorchFunctionMode):
+    """Quantization-aware training, say: linear layers get other inputs than they are called with."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            args = (2 * args[0], *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+class InFunctionMode(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        with Doubling():
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@schedules
+def test_a_function_mode_changes_what_linear_layers_compute(schedule: Schedule, recompute: str) -> None:
+    assert differences([InFunctionMode] * 4, schedule, recompute) == []
+
+
+@pytest.mark.parametrize("where", [F, nn.Linear], ids=["functional.linear", "Linear.forward"])
+@schedules
+def test_another_function_in_the_place_of_torchs(
+    schedule: Schedule, where: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "linear" if where is F else "forward"
+    original = getattr(where, name)
+    calls = []
+
+    @functools.wraps(original)
+    def doubled(*args: Any) -> Any:
+        calls.append(args)
+        at = 0 if where is F else 1
+        return original(*args[:at], 2 * args[at], *args[at + 1 :])
+
+    want = one_process(built([Plain] * 4), 4)
+    monkeypatch.setattr(where, name, doubled)
+    assert differences([Plain] * 4, schedule) == []
+    assert len(calls) == 2 * 5 * 4 * 4  # in one process and in the pipeline: 5 steps of 4 micro-batches, 4 layers
+    assert not torch.equal(want[0][1], one_process(built([Plain] * 4), 4)[0][1])
+
+
+def test_a_default_device_leaves_weight_gradients_to_the_pipeline() -> None:
+    """torch.set_default_device is a function mode, too."""
+    assert not plain_operations_only()
+    with torch.device("cpu"):
+        assert not plain_operations_only()
+        with Doubling():
+            assert plain_operations_only()

@@ -269,14 +269,22 @@ class DefersWeightGrads(Protocol):
 def defer_weight_gradients(module: nn.Module, grad_context: WeightGradContext) -> None:
     """Make the plain linear layers inside `module`, and those that are `DefersWeightGrads`, follow the context.
 
-    A subclass of `nn.Linear`, or an instance with another forward, keeps its forward, and its weight gradient stays in I. So
-    does that of a weight with a hook (`register_hook`, `register_post_accumulate_grad_hook`).
+    A subclass of `nn.Linear`, an instance with another forward, and all instances where someone has replaced the forward of the
+    class keep their forward, and their weight gradients stay in I. So does that of a weight with a hook (`register_hook`,
+    `register_post_accumulate_grad_hook`).
     """
+    replaced = _forward_is_replaced(nn.Linear)
     for part in module.modules():
         if isinstance(part, DefersWeightGrads):
             part.set_weight_grad_context(grad_context)
-        elif type(part) is nn.Linear and _is_plain(part.__dict__.get("forward")):
+        elif type(part) is nn.Linear and not replaced and _is_plain(part.__dict__.get("forward")):
             part.forward = partial(_forward, part, grad_context)  # type: ignore[method-assign]
+
+
+def _forward_is_replaced(kind: type[nn.Module]) -> bool:
+    """Return whether the forward of a class of torch's comes from another file than its constructor."""
+    code = getattr(kind.forward, "__code__", None)
+    return code is None or code.co_filename != kind.__init__.__code__.co_filename
 
 
 def _is_plain(forward: Any) -> bool:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 _LEAST_WORK = 2**20  # multiplications; below this size oneDNN's call overhead of about 10 microseconds is not recovered
 _TYPES = (Tensor, nn.Parameter)
@@ -46,12 +48,24 @@ def adjoint(factor: Tensor) -> Tensor:
 
 
 def plain_operations_only() -> bool:
-    """Tell if a compiler or a transform (`torch.func`, forward-mode AD) is active, which supports PyTorch's own operations
-    only.
+    """Tell if a linear layer must call PyTorch's own operation.
+
+    A compiler or a transform (`torch.func`, forward-mode AD) supports no other. A function mode, or a function that someone has
+    put in the place of `torch.nn.functional.linear`, may compute something else, whose gradients only autograd knows.
     """
     return (
-        torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or F.linear is not torch._C._nn.linear
+        or (torch._C._len_torch_function_stack() > 0 and _in_function_mode())
     )
+
+
+def _in_function_mode() -> bool:
+    """Return whether a function mode is active that is not the default device's."""
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(not isinstance(mode, DeviceContext) for mode in modes)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

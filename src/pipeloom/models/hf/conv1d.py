@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.ops.deferred import WeightGradContext, add_weight_gradient
-from pipeloom.ops.products import as_rows
+from pipeloom.ops.products import as_rows, plain_operations_only
 
 
 class TransposedLinear(nn.Module):
@@ -30,7 +30,8 @@ class TransposedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         plain = type(self.weight) is nn.Parameter and self.weight.requires_grad and torch.is_grad_enabled()
         autocast = torch.is_autocast_enabled(x.device.type)
-        if self.grad_context is None or not self.grad_context.writes or not plain or autocast:
+        plain = plain and not autocast and not plain_operations_only()
+        if self.grad_context is None or not self.grad_context.writes or not plain:
             rows = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight)
             return rows.view(*x.shape[:-1], -1)
         return _Transposed.apply(x, self.weight, self.bias, self.grad_context)  # type: ignore[no-any-return, no-untyped-call]
