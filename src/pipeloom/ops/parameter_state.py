@@ -8,6 +8,7 @@ from torch import nn
 
 from pipeloom.ops.attribute_state import Attribute
 from pipeloom.ops.checksum import checksums
+from pipeloom.ops.layouts import memory_of
 
 
 class ParameterState:
@@ -45,8 +46,13 @@ class ParameterState:
             ):
                 yield parameter, False
 
-    def _marks(self) -> list[tuple[int, int]]:
-        return [(0 if p.is_inference() else p._version, p.data_ptr()) for p in self._named.values()]
+    def _marks(self) -> list[tuple[int, int | None]]:
+        return [(0 if p.is_inference() else p._version, _address(p)) for p in self._named.values()]
 
-    def _sums(self) -> list[int]:
-        return checksums(list(self._named.values()))
+    def _sums(self) -> list[int | None]:
+        sums = iter(checksums([p for p in self._named.values() if memory_of(p) is not None]))
+        return [None if memory_of(p) is None else next(sums) for p in self._named.values()]
+
+
+def _address(parameter: nn.Parameter) -> int | None:
+    return None if memory_of(parameter) is None else parameter.data_ptr()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipeloom.errors import ConfigError, DistributedError, UsageError, did_you_mean
 from pipeloom.ops import products
 from pipeloom.ops.deferred import StageBackward, WeightGradContext
-from pipeloom.ops.layouts import is_strided, layout_name
+from pipeloom.ops.layouts import is_strided, layout_name, memory_of
 from pipeloom.ops.main_gradient import MainGradients
 from pipeloom.parallel.buckets import BucketParameter
 from pipeloom.parallel.data import AFTER_TIES
@@ -307,13 +307,13 @@ def _refuse(facts: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _not_strided(modules: Mapping[str, nn.Module]) -> list[str]:
-    """Return a sentence for each parameter here that is sparse or nested."""
+    """Return a sentence for each parameter here that is sparse or nested, or a wrapper of other tensors that trains."""
     return [
         f"{layer}.{name} is a {layout_name(parameter)} parameter, and Pipeloom reduces and saves strided ones: make it from "
         "a strided parameter in the forward, or register it as a buffer if it does not train"
         for layer, module in modules.items()
         for name, parameter in module.named_parameters()
-        if not is_strided(parameter)
+        if not is_strided(parameter) or (parameter.requires_grad and memory_of(parameter) is None)
     ]
 
 

@@ -15,7 +15,6 @@ from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -31,6 +30,7 @@ from pipeloom.ops.attribute_state import (
     same_tensor,
     same_values,
 )
+from pipeloom.ops.layouts import memory_of
 from pipeloom.runtime.tied_weights import referred_to
 
 _LEAVES = (bool, int, str, bytes, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
@@ -204,7 +204,7 @@ class _Overlaps:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_meta and not is_lazy(tensor) and tensor.numel() > 0
+    return not is_lazy(tensor) and tensor.numel() > 0 and memory_of(tensor) is not None
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import CheckpointError, UsageError
 from pipeloom.mesh_shape import Place
-from pipeloom.ops.layouts import is_strided, layout_name
+from pipeloom.ops.layouts import layout_name, memory_of
 from pipeloom.parallel.sharding import ParameterSharding
 from pipeloom.runtime import Pipeline
 from pipeloom.train.checkpoint.boxes import Box, boxes_of_run
@@ -100,15 +100,16 @@ class Holder:
     parameter: bool
     frozen: bool = False
 
-    def __post_init__(self) -> None:
-        if not is_strided(self.tensor):
+    def parts(self, values: Tensor) -> list[tuple[Box, Tensor]]:
+        """Split `values`, of this tensor's shape, into (box in the whole tensor, view of its values).
+
+        Raises UsageError for a sparse or nested tensor, and for a subclass that wraps other tensors.
+        """
+        if not self.tensor.is_meta and memory_of(self.tensor) is None:
             raise UsageError(
-                f"{self.name}: a checkpoint cannot hold a {layout_name(self.tensor)} tensor; register the buffer with "
+                f"{self.name}: a checkpoint cannot hold a {layout_name(self.tensor)} tensor; register it as a buffer with "
                 "persistent=False, or keep its parts in buffers"
             )
-
-    def parts(self, values: Tensor) -> list[tuple[Box, Tensor]]:
-        """Split `values`, of this tensor's shape, into (box in the whole tensor, view of its values)."""
         return [(piece.box, values[piece.local.slices_in(_all_of(values))]) for piece in self.pieces]
 
     def read(self, region: Callable[[Box], Tensor]) -> Tensor:
