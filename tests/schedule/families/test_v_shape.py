@@ -39,6 +39,14 @@ def test_zbv_has_zero_span_bubble(p: int) -> None:
         assert timeline.span_bubble_rate == 0
 
 
+@pytest.mark.parametrize(("p", "idle"), [(2, 0), (3, 1), (4, 1)])
+@pytest.mark.parametrize("rounds", [2, 3])
+def test_zbv_fills_waits_with_weight_gradients_that_take_longest(p: int, idle: int, rounds: int) -> None:
+    """Repeated building blocks leave 1 more idle: a W must go where it delays others least."""
+    costs, m = Costs(2, 2, 3), rounds * p
+    assert max(simulate(schedules.zbv(p, m, costs, "span"), costs).spans) <= 2 * m * (2 + 2 + 3) + idle
+
+
 @pytest.mark.parametrize("case", CASES, ids=["zbv", "v-half", "v-min"])
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 7])
 def test_any_size_and_costs(case: Case, p: int) -> None:
