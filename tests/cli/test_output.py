@@ -251,9 +251,11 @@ def test_a_trainer_keeps_the_traces_that_it_can_print(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("file", "reason"), [("absent/x.svg", "there is no directory absent"), ("folder", "it is a directory")]
 )
+@pytest.mark.parametrize("option", ["--svg", "--html"])
 def test_files_that_cannot_be_written_are_refused_before_the_work(
     pipeloom: Callable[[str], Any],
     line: str,
+    option: str,
     file: str,
     reason: str,
     tmp_path: Path,
@@ -266,7 +268,7 @@ def test_files_that_cannot_be_written_are_refused_before_the_work(
     (tmp_path / "folder").mkdir()
     for target in ("pipeloom.solver.search", "pipeloom.schedule.simulate", "pipeloom.cli.rehearse._run"):
         monkeypatch.setattr(target, work)
-    ended = pipeloom(f"{line} --svg {file}")
+    ended = pipeloom(f"{line} {option} {file}")
     assert (ended.code, ended.out, ended.err) == (2, "", f"pipeloom: cannot write {file}: {reason}\n")
 
 
