@@ -13,14 +13,16 @@ import torch.distributed as dist
 
 import pipeloom as pl
 from models import batch, blocks, mse
+from pipeloom.config import MeshShape
 from pipeloom.draw import svg, terminal
 from pipeloom.draw.trace import trace
 from pipeloom.errors import UsageError
+from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import LocalPipeline, Pipeline
 from pipeloom.schedule.csv_form import from_csv, to_csv
 from pipeloom.schedule.json_form import from_json, to_json
 from pipeloom.schedule.measured import hops
-from processes import free_port
+from processes import free_port, run_ranks
 
 
 def work(rank: int, port: int, results: Any) -> None:
@@ -31,6 +33,47 @@ def work(rank: int, port: int, results: Any) -> None:
     results.put((rank, loss, list(note_kind.SEEN)))
     pipeline.close()
     dist.destroy_process_group()
+
+
+STEPPED: dict[int, Any] = {}
+
+
+def step_weights(modules: tuple[Any, ...], microbatch: int) -> None:
+    """Step and drop the gradients of a stage, in a bubble behind its last backward."""
+    torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.1).step()
+    for module in modules:
+        STEPPED[id(module)] = all(p.grad is not None for p in module.parameters())
+        module.zero_grad()
+
+
+def stepped(rank: int, kind: bool) -> list[Any]:
+    """Two steps of two replicas; the weights of a stage are stepped by an action, or afterwards."""
+    mesh = Mesh.of(MeshShape(dp=2))
+    cells = ["0F0", "1F0", "0F1", "1F1", "1B0", "1B1", *["1STEP1"] * kind, "0B0", "0B1", *["0STEP1"] * kind]
+    schedule = pl.Schedule.of([cells], placement=(0, 0), microbatches=2)
+    pipeline = Pipeline(blocks(4), schedule, loss=mse, mesh=mesh)
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+    losses = []
+    for step in range(2):
+        losses.append(pipeline.step(*batch(4, seed=2 * step + rank)).item())
+        if not kind:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(STEPPED.values())
+    assert len(STEPPED) == 4 * kind
+    weights = [p.tolist() for p in pipeline.parameters()]
+    pipeline.close()
+    return [losses, weights]
+
+
+def gradients_are_there() -> None:
+    """The gradients that an action reads are the sums over the replicas."""
+    pl.register_kind(pl.Kind("STEP", "step", duration=0.1), execute=step_weights)
+    (losses, weights), *others = run_ranks(stepped, 2, True)
+    want_losses, want_weights = run_ranks(stepped, 2, False)[0]
+    assert losses == want_losses
+    assert weights == want_weights
+    assert others[0][1] == weights
 
 
 def main() -> None:
@@ -79,6 +122,7 @@ def main() -> None:
         worker.join(30)
     assert [loss for _, loss, _ in seen] == [local, local]
     assert all(notes == [("Block", mb) for mb in range(3) for _ in range(2)] for _, _, notes in seen)
+    gradients_are_there()
     print("a registered kind works everywhere")
 
 

@@ -39,8 +39,8 @@ class GradientSync:
 
     A step calls `begin`, then runs forwards and backwards and calls `stage_done` after the last backward of each stage, which
     starts the reductions of that stage, and ends with `finish`. After that, `.grad` of each parameter is a view of its bucket.
-    The gradient of a bf16 parameter is fp32 and available only from `gradient(name)`. The same holds for every gradient if
-    gradients are sharded, and then only this rank's slice of a bucket holds the sum (ZeRO stage 1, arXiv 1910.02054).
+    The gradient of a bf16 parameter is accumulated and summed in fp32 (`gradient(name)`), and `.grad` is that sum in bf16. If
+    gradients are sharded, only this rank's slice of a bucket holds the sum (ZeRO stage 1, arXiv 1910.02054), and `.grad` is None.
 
     Under `no_sync` nothing is reduced: `.grad` holds what this rank has accumulated since the last reduction. The next
     synchronized step reduces all of that once and adds it to the gradients that were reduced before. `zero_grad`, or setting a
@@ -64,6 +64,7 @@ class GradientSync:
         changed: callbacks for when parameters were written by something other than the optimizer, so that fp32 copies of them
             are refreshed.
         absent: after a step, the parameters without a gradient: no micro-batch of any replica used them.
+        fills_grad: whether `.grad` of bf16 parameters is filled; an optimizer that reads the buckets turns it off.
         weights: pending gathers of sharded parameters; wait for them before reading parameters.
     """
 
@@ -93,12 +94,14 @@ class GradientSync:
         )  # buckets that a pass inside a layer adds to, so that the stage's own may not fill them
         self._first = stage_backward is not None
         self.absent: set[nn.Parameter] = set()
+        self.fills_grad = True
         self.changed: list[Callable[[], None]] = []
         self._views: dict[str, Tensor] = {}
         self._parameters: dict[str, nn.Parameter] = {}
         self._pending: dict[int, Reduction] = {}
         self._open: dict[int, set[int]] = {}  # bucket -> stages that are not done
         self._awaited: dict[int, set[nn.Parameter]] = {}  # bucket -> parameters that the last backward has not reached
+        self._complete: set[int] = set()  # buckets whose gradients of this step are complete
         self._lock = threading.Lock()
         self._stream = StepStream(self.buckets[0].flat.device if self.buckets else torch.device("cpu"))
         self._hooks: list[Any] = []  # autograd's nodes live only as long as something holds them
@@ -115,7 +118,7 @@ class GradientSync:
     def begin(self) -> None:
         """Prepare the buckets for a step; call it before the first forward."""
         self._stream.begin()
-        self._pending, self._awaited = {}, {}
+        self._pending, self._awaited, self._complete = {}, {}, set()
         self._open = {at: set(bucket.stages) for at, bucket in enumerate(self.buckets)}
         for bucket in self.buckets:
             self._open_bucket(bucket)
@@ -146,21 +149,38 @@ class GradientSync:
                     if not stages:
                         self._start(at)
 
+    def complete(self, stage: int) -> None:
+        """Wait for the reductions of a stage whose last backward is done, so that an action after it can read `.grad`.
+
+        Nothing happens before the stage's last backward, or where gradients are sharded.
+        """
+        if not self.sharded:
+            self._finish([at for at, bucket in enumerate(self.buckets) if stage in bucket.stages and not self._open[at]])
+
     def finish(self) -> None:
         """Start the remaining reductions of the step and wait for all of them."""
+        self._finish(range(len(self.buckets)))
+        self.main.accepting = False
+        self._first = False
+
+    def _finish(self, numbers: Iterable[int]) -> None:
+        """Complete the gradients of these buckets, unless they are complete."""
+        numbers = [at for at in numbers if at not in self._complete]
+        self._complete.update(numbers)
+        buckets = [self.buckets[at] for at in numbers]
         if self.syncing:
-            for at in range(len(self.buckets)):
+            for at in numbers:
                 self._start(at)
             marks = self._start_marks()
-            for at, bucket in enumerate(self.buckets):
+            for at, bucket in zip(numbers, buckets, strict=True):
                 bucket.part = self._pending[at].wait().view(-1)
             sums: dict[Bucket, Tensor] = {}
-            for buckets, pending in marks:
-                sums |= zip(buckets, torch.split(pending.wait(), [len(each.slots) for each in buckets]), strict=True)
-            self._sum_partial()
-            for bucket in self.buckets:
+            for marked, pending in marks:
+                sums |= zip(marked, torch.split(pending.wait(), [len(each.slots) for each in marked]), strict=True)
+            self._sum_partial(buckets)
+            for bucket in buckets:
                 self.absent |= self._absent_everywhere(bucket, sums.get(bucket))
-        for bucket in self.buckets:
+        for bucket in buckets:
             if not self.syncing:
                 self.main.finalize(bucket.parameters)
                 self.absent |= self.main.absent.intersection(bucket.parameters)
@@ -171,8 +191,6 @@ class GradientSync:
                 bucket.before = None
             bucket.content = "reduced" if self.syncing else "local"
             self._show(bucket)
-        self.main.accepting = False
-        self._first = False
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -231,7 +249,7 @@ class GradientSync:
 
     def _open_bucket(self, bucket: Bucket) -> None:
         """Prepare a bucket for a step: save gradients that are already reduced, and keep local ones to accumulate into."""
-        if bucket.visible and not self.sharded:
+        if self.in_grad(bucket):
             self._read_grads(bucket)
         for parameter in bucket.parameters:
             parameter.grad = None
@@ -256,7 +274,8 @@ class GradientSync:
                 if bucket.before is not None:
                     bucket.before[slot.start : slot.stop].zero_()
             elif gradient is not self._views[slot.held.name]:
-                view.copy_(gradient)
+                if bucket.visible or not torch.equal(gradient, view.to(gradient.dtype)):
+                    view.copy_(gradient)  # else the fp32 sum is as filled, and more precise
                 self.absent.discard(parameter)
                 self.main.absent.discard(parameter)
         if bucket.content == "empty":
@@ -297,18 +316,24 @@ class GradientSync:
         ).tolist()  # synchronizes with a GPU, but only if a gradient is absent
         return {parameter for parameter, total in zip(bucket.parameters, totals, strict=True) if not total}
 
-    def _sum_partial(self) -> None:
+    def _sum_partial(self, buckets: Iterable[Bucket]) -> None:
         """Sum partial gradients over tp too: each tp rank computed them from its own tokens only."""
         if self.mesh.tp.size == 1:
             return
-        for pending in [start_all_reduce(bucket.part, self.mesh.tp) for bucket in self.buckets if bucket.partial]:
+        for pending in [start_all_reduce(bucket.part, self.mesh.tp) for bucket in buckets if bucket.partial]:
             pending.wait()
 
+    def in_grad(self, bucket: Bucket) -> bool:
+        """Return whether `.grad` of the bucket's parameters holds their gradients after a step."""
+        return (bucket.visible or self.fills_grad) and not self.sharded
+
     def _show(self, bucket: Bucket) -> None:
-        if bucket.visible and not self.sharded:
+        """Fill `.grad`: with views of the buffer, or of one copy of it in the parameters' dtype."""
+        if self.in_grad(bucket):
+            views = self._views if bucket.visible else _by_name(bucket, bucket.flat.to(bucket.parameters[0].dtype))
             for slot in bucket.slots:
                 absent = slot.held.parameter in self.absent
-                slot.held.parameter.grad = None if absent else self._views[slot.held.name]
+                slot.held.parameter.grad = None if absent else views[slot.held.name]
 
     def _reached(self, at: int, parameter: nn.Parameter, *_: Any) -> None:
         """Handle a complete gradient of a parameter in the current backward pass, and start reductions that can start."""
@@ -324,6 +349,10 @@ class GradientSync:
                     return  # buckets start in the same order on every rank
                 with self._stream.in_order():
                     self._start(waiting)
+
+
+def _by_name(bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
+    return {slot.held.name: view for slot, view in bucket.views(flat)}
 
 
 def allreduce_gradients(parameters: Iterable[nn.Parameter], group: Any = None) -> None:

@@ -42,6 +42,7 @@ class StepHooks:
         before_last_backward: called with a stage before its last B, if that is a single call of autograd.
         stage_done: called with a stage once its gradients are complete and the messages of the completing action are sent.
         before_layer: called with a layer's name before its weights are read: they may still be in transit.
+        before_kind: called with a stage before an action of a registered kind, which may read the stage's gradients.
     """
 
     status: Status
@@ -49,6 +50,7 @@ class StepHooks:
     before_last_backward: Callable[[int], None] | None = None
     stage_done: Callable[[int], None] | None = None
     before_layer: Callable[[str], None] | None = None
+    before_kind: Callable[[int], None] | None = None
 
 
 @dataclass
@@ -275,6 +277,8 @@ class Executor:
         """Run an action of a registered kind."""
         execute = kind_of(action.kind).execute
         if execute is not None:
+            if self.hooks.before_kind is not None:
+                self.hooks.before_kind(action.stage)
             execute(self.stages[action.stage].modules, action.microbatch)
         return {}
 

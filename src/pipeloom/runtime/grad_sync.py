@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,12 @@ from pipeloom.runtime.health.report import FailureReporter
 from pipeloom.runtime.options import RuntimeOptions
 
 _STEPPED = "the weights that other replicas have stepped"
+_SUMMED = "the sum of the gradients over the replicas"
+_NOT_IN_GRAD = (
+    "RuntimeOptions(shard_gradients=True) leaves each replica a slice of every gradient, so .grad stays None and an optimizer of "
+    "torch's over pipeline.parameters() changes nothing: build pipeloom.train.optimizer.Optimizer on pipeline.sync, or leave "
+    "shard_gradients out"
+)
 
 
 class StepGradients:
@@ -41,6 +48,7 @@ class StepGradients:
         self._tied = ties.by_holders({tie: weight for tie, weight in assembly.ties.items() if len(tie.names) > 1})
         self._parameters = assembly.parameters
         self._before: list[Tensor | None] = []
+        self._warned = False
         self.sync: GradientSync | None = None
         if summed_over(mesh, options) is None:
             return
@@ -83,9 +91,20 @@ class StepGradients:
             with self._alarm.waiting(_STEPPED):
                 self.sync.weights.wait()
 
+    def before_kind(self, stage: int) -> None:
+        """Complete the gradients of a stage after its last backward, for a registered kind that may read or step them."""
+        if self.sync is not None:
+            self._alarm.status.wait_inside(_SUMMED)
+            with standstill(_SUMMED, "dp"):
+                self.sync.complete(stage)
+            self._alarm.status.wait_inside(None)
+
     def begin(self) -> None:
         """Prepare the gradients before a step's first forward."""
         if self.sync is not None:
+            if self.sync.sharded and self.sync.fills_grad and not self._warned:
+                self._warned = True
+                warnings.warn(_NOT_IN_GRAD, stacklevel=4)
             self.sync.begin()
             return
         shared = self._shared_weights
@@ -113,7 +132,7 @@ class StepGradients:
             if self.sync.syncing:
                 self._sum_in_place(self.sync, group)
             tied = time.perf_counter()
-            self._alarm.status.wait_between("the sum of the gradients over the replicas")
+            self._alarm.status.wait_between(_SUMMED)
             self.sync.finish()
             self._alarm.status.leave()
         return {"p2p": tied - begun, "dp": time.perf_counter() - tied}
@@ -188,7 +207,7 @@ class StepGradients:
                 raise UsageError(
                     "the gradients are not summed over the replicas yet: they come from a step under no_sync()"
                 )
-            in_grad = bucket.visible and not self.sync.sharded
+            in_grad = self.sync.in_grad(bucket)
             mine = bucket.share if self.sync.sharded and bucket.axis.size > 1 else slice(0, bucket.size)
             for slot in bucket.slots:
                 held, first, last = slot.held, max(slot.start, mine.start), min(slot.stop, mine.stop)

@@ -45,9 +45,10 @@ class RuntimeOptions:
         microbatch_sizes: rows of each micro-batch; None: as even as possible, larger ones first.
         recompute: layers whose forward runs again in the backward instead of keeping its activations: `"none"`, `"full"`
             (all), or names of layers.
-        main_gradients: accumulate gradients of bf16 parameters in fp32 (`Pipeline.sync`); `.grad` stays None. This is always
-            done where gradients are summed over replicas.
-        shard_gradients: each replica gets only its slice of the sum over the replicas (ZeRO stage 1), and `.grad` stays None.
+        main_gradients: accumulate gradients of bf16 parameters in fp32 (`Pipeline.sync`); `.grad` is the sum rounded to bf16.
+            This is always done where gradients are summed over replicas.
+        shard_gradients: each replica gets only its slice of the sum over the replicas (ZeRO stage 1), and `.grad` stays None:
+            the optimizer must be one built on `Pipeline.sync`, as the trainer's.
         checksum: send a checksum of its values with each message, and verify it on arrival; for finding faults: it costs
             a pass over every message on both ends.
         fault: a fault to inject (any object with `kind` and its values, see runtime/health/fault_injection.py).

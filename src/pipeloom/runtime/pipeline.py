@@ -182,6 +182,7 @@ class Pipeline:
                 sync.last_backward,
                 sync.stage_done,
                 self._gradients.before_layer if sync.sharded else None,
+                self._gradients.before_kind,
             )
         )
         self._keywords = KnownKeywords.of(stage.layers for stage in assembled.stages.values())

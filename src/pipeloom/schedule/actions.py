@@ -56,7 +56,8 @@ class Kind:
         resource: the resource that it occupies. A rank that only communicates counts as idle.
         colour: (hue in degrees, chroma, lightness above or below the chunk's) in OKLCH.
         execute: `execute(modules, microbatch)` runs an action of a kind registered by a user: `modules` are the stage's
-            layers. None for the built-in kinds, which the executor knows.
+            layers, whose `.grad` is complete, and summed over the replicas, behind the stage's last backward (that of a
+            weight that other ranks hold too, only after the step). None for the built-in kinds, which the executor knows.
     """
 
     letter: str

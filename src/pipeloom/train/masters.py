@@ -149,6 +149,7 @@ class Buckets:
     def __init__(self, sync: GradientSync, settings: Settings) -> None:
         self._sync = sync
         sync.changed.append(self.read)
+        sync.fills_grad = False  # the masters take the fp32 sums from the buckets
         self._flats = [FlatParameters(bucket, sync.sharded) for bucket in sync.buckets]
         self._masters = [(flat, run, master) for flat in self._flats for run, master in flat.masters()]
         self._setting_of = settings
