@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from pipeloom import schedules
-from pipeloom.errors import PipeloomError, ScheduleError
+from pipeloom.errors import PipeloomError, ScheduleError, VerifyError
 from pipeloom.schedule import (
     Action,
     Costs,
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pipeloom import draw as draw
     from pipeloom.models import hf as hf
     from pipeloom.models.auto_layers import auto_layers as auto_layers
+    from pipeloom.runtime.verify import verify as verify
     from pipeloom.solver import search as search
 
 __version__ = "0.1.0"
@@ -48,6 +49,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Timeline",
+    "VerifyError",
     "auto_layers",
     "check",
     "draw",
@@ -58,17 +60,20 @@ __all__ = [
     "schedules",
     "search",
     "simulate",
+    "verify",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """`pl.auto_layers`, `pl.draw`, `pl.hf` and `pl.search`, imported on first access."""
+    """`pl.auto_layers`, `pl.draw`, `pl.hf`, `pl.search` and `pl.verify`, imported on first access."""
     if name == "draw":
         return importlib.import_module("pipeloom.draw")
     if name == "search":
         return importlib.import_module("pipeloom.solver").search
     if name == "auto_layers":
         return importlib.import_module("pipeloom.models.auto_layers").auto_layers
+    if name == "verify":
+        return importlib.import_module("pipeloom.runtime.verify").verify
     if name == "hf":
         return importlib.import_module("pipeloom.models.hf")
     raise AttributeError(f"module 'pipeloom' has no attribute {name!r}")

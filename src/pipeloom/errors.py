@@ -64,6 +64,10 @@ class ScheduleError(PipeloomError):
     exit_code = 3
 
 
+class VerifyError(PipeloomError):
+    """A model under a schedule differs from the same layers in one process."""
+
+
 class CapacityError(PipeloomError):
     """Too little memory, or no layout that fits."""
 

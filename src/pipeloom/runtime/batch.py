@@ -300,11 +300,11 @@ def _cut(value: Any, sizes: Sequence[int], rows: int) -> list[Any]:
         return [{key: column[at] for key, column in columns.items()} for at in range(len(sizes))]
     if isinstance(value, (tuple, list)) and value:
         parts = zip(*(_cut(item, sizes, rows) for item in value), strict=True)
-        return [_like(value, part) for part in parts]
+        return [like(value, part) for part in parts]
     return [value] * len(sizes)
 
 
-def _like(value: tuple[Any, ...] | list[Any], items: tuple[Any, ...]) -> Any:
+def like(value: tuple[Any, ...] | list[Any], items: tuple[Any, ...]) -> Any:
     """Return `items` as a list, a tuple or a named tuple, like `value`."""
     if isinstance(value, list):
         return list(items)

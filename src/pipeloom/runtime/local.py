@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -164,6 +166,15 @@ class LocalPipeline:
         self.schedule = schedule
         self._results = [StepResult() for _ in self._programs]
         self._pending = PendingLoss(lambda: torch.zeros(1 + len(self._terms)), self._terms)
+
+    def before_each_layer(self, call: Callable[[str, int], None]) -> None:
+        """Call `call(layer, microbatch)` before each layer's forward, except in segmented stages and recomputed forwards."""
+
+        def before(status: Status, layer: str) -> None:
+            if status.action is not None:
+                call(layer, status.action.microbatch)
+
+        self._hooks = [replace(hooks, before_layer=partial(before, hooks.status)) for hooks in self._hooks]
 
     # -- running ---------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,452 @@
+"""`pl.verify`: a model under a schedule against the same layers called one after the other in one process.
+
+The stage contract (docs/own_model.md) says what a layer may do. The runtime does not inspect whether layers keep it; this
+comparison shows it, whatever the reason.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.errors import UsageError, VerifyError
+from pipeloom.ops.microbatch import KEYWORD
+from pipeloom.ops.random_state import seeded, stable_seed
+from pipeloom.runtime.batch import (
+    IGNORE_INDEX,
+    Microbatches,
+    Weighing,
+    Weight,
+    as_inputs,
+    batch_rows,
+    join,
+    like,
+    split_batch,
+    split_sizes,
+)
+from pipeloom.runtime.layer_names import LayerNames
+from pipeloom.runtime.local import LocalPipeline
+from pipeloom.runtime.loss import Loss
+from pipeloom.runtime.options import RuntimeOptions
+from pipeloom.runtime.stage_modules import LayerSource, keywords_of, layer_name
+from pipeloom.runtime.tensor_spec import tensors_in
+from pipeloom.schedule.model import Schedule
+
+_RATE = 0.01  # of the optimizer's steps, along gradients of norm 1: large enough for a wrong step to show in the next loss
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # of rounding; what breaks the contract differs by more
+_COARSE = 0.05  # of dtypes of 16 bits and less
+
+Rule = Literal["results", "backwards", "parameters", "buffers", "recomputation", "evaluation"]
+_RULES: dict[Rule, str] = {
+    "results": "a layer's result depends only on its inputs, parameters, buffers, keyword arguments and random numbers",
+    "backwards": "a backward reads and writes only what belongs to its own micro-batch",
+    "parameters": "every parameter belongs to the layer that uses it, or is named in `tied`",
+    "buffers": "a buffer changes alike in every order of micro-batches that the schedule has",
+    "recomputation": "a second forward from the same inputs, buffers and random numbers has the same result",
+    "evaluation": "evaluation depends only on inputs, parameters and buffers",
+}
+
+
+@dataclass
+class Verified:
+    """Largest differences between the steps of a pipeline and those of one process, all within the tolerance.
+
+    Attributes:
+        steps: number of steps compared, with and without recomputation.
+        loss_error: |a - b| / |b| of the losses, b that of one process.
+        errors: global parameter name -> max |a - b| / max |b| of its gradients.
+    """
+
+    steps: int = 0
+    loss_error: float = 0.0
+    errors: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        """True: a difference raises VerifyError instead."""
+        return True
+
+    def __str__(self) -> str:
+        worst = max(self.errors.values(), default=0.0)
+        return f"{self.steps} steps equal one process: loss to {self.loss_error:.1e}, gradients to {worst:.1e}"
+
+
+def verify(
+    layers: Sequence[LayerSource],
+    schedule: Schedule,
+    inputs: Any,
+    targets: Any,
+    *,
+    loss: Loss,
+    steps: int = 3,
+    tied: Sequence[Sequence[str]] = (),
+    weight: Weight | None = None,
+    ignore_index: int | None = IGNORE_INDEX,
+    stages: Sequence[int] | None = None,
+    tolerance: float | None = None,
+    options: RuntimeOptions = RuntimeOptions(),
+    **keywords: Any,
+) -> Verified:
+    """Train the whole model under the schedule in this process, and the same layers in plain torch, and compare the two.
+
+    Each step's loss, outputs of layers, gradients (None included) and buffers are compared, then the optimizer changes the
+    weights, and the next step gets the same rows in other micro-batches; finally evaluation and predictions. This runs once as
+    is, and once with every layer recomputed. The layers given are not changed: modules are copied, factories called anew.
+    Layers draw the same random numbers on both sides.
+
+    Args:
+        layers, schedule, loss, tied, weight, ignore_index, stages, options: as of `Pipeline`.
+        inputs, targets, keywords: a batch, as of `Pipeline.step`; its rows should differ.
+        steps: number of optimizer steps of each run.
+        tolerance: the largest relative difference that counts as rounding. Default: 1e-9 for fp64, 1e-4 for fp32, 0.05 for
+            narrower types, by the narrowest type of a parameter.
+
+    Returns:
+        the largest differences.
+
+    Raises:
+        VerifyError: the first difference: its stage, layer and parameter, how large it is, and the rule of the stage contract.
+        UsageError: layers that cannot be copied; and what a pipeline refuses.
+    """
+    report = Verified()
+    with seeded(0):
+        for recompute in ("none", "full"):
+            sides = _Sides(
+                _copied(layers),
+                _copied(layers),
+                schedule,
+                loss,
+                replace(options, recompute=recompute),
+                _Batch(inputs, targets, keywords, Weighing(weight, ignore_index)),
+                tied=tied,
+                stages=stages,
+                tolerance=tolerance,
+            )
+            for step in range(steps):
+                sides.compare_step(step, report)
+                report.steps += 1
+            sides.compare_evaluation(steps)
+    return report
+
+
+class _Call(NamedTuple):
+    """A layer's forward of one micro-batch of one step."""
+
+    step: int
+    microbatch: int
+    layer: str
+
+
+Sums = tuple[complex, float]  # of a layer's outputs, weighted by place, and of their magnitudes: enough to see a difference
+
+
+class _Outputs:
+    """Sums of the outputs of each call of a layer, which gets random numbers that depend on the call alone."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self.sums: dict[_Call, Sums] = {}
+        self._call: _Call | None = None
+        for name, module in modules.items():
+            module.register_forward_hook(partial(self._after, name))
+
+    def before(self, call: _Call) -> None:
+        """Prepare for a call: seed the generators of torch, Python and NumPy."""
+        self._call = call
+        seed = stable_seed(*call)
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if "numpy.random" in sys.modules:
+            sys.modules["numpy.random"].seed(seed % 2**32)
+
+    def _after(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        if self._call is not None and self._call.layer == name and self._call not in self.sums:
+            with torch.no_grad():
+                values = [_wide(value).flatten() for value in _strided(output)]
+                weighted = [(v * torch.arange(len(v), device=v.device).cos()).sum().item() for v in values]
+                self.sums[self._call] = complex(sum(weighted)), sum(v.abs().sum().item() for v in values)
+
+
+@dataclass
+class _Batch:
+    """The rows of a batch, which each step cuts into other micro-batches."""
+
+    inputs: Any
+    targets: Any
+    keywords: Mapping[str, Any]
+    weighing: Weighing
+
+    def of(self, step: int) -> tuple[Any, Any, dict[str, Any]]:
+        """Return the inputs, targets and keyword arguments of a step: the rows in turn, each step beginning one row later."""
+        rows = batch_rows(as_inputs(self.inputs))
+        return _rolled(self.inputs, rows, step), _rolled(self.targets, rows, step), _rolled(self.keywords, rows, step)
+
+    def parts(self, step: int, count: int) -> Microbatches:
+        inputs, targets, keywords = self.of(step)
+        sizes = split_sizes(batch_rows(as_inputs(inputs)), count)
+        return split_batch(inputs, targets, keywords, sizes, replace(self.weighing, step=step))
+
+
+class _Sides:
+    """A model twice: as a pipeline, and as layers that are called one after the other."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerSource],
+        plain: Sequence[LayerSource],
+        schedule: Schedule,
+        loss: Loss,
+        options: RuntimeOptions,
+        batch: _Batch,
+        *,
+        tied: Sequence[Sequence[str]],
+        stages: Sequence[int] | None,
+        tolerance: float | None,
+    ) -> None:
+        names = [layer_name(layer, at) for at, layer in enumerate(layers)]
+        weighing = batch.weighing
+        self.pipeline = LocalPipeline(
+            layers,
+            schedule,
+            loss=loss,
+            tied=tied,
+            weight=weighing.weight,
+            ignore_index=weighing.ignore_index,
+            stages=stages,
+            options=options,
+        )
+        self.batch, self.loss = batch, loss
+        self.recomputes = options.recompute != "none"
+        self.declared = [LayerNames.of(layer, name) for layer, name in zip(plain, names, strict=True)]
+        seed = torch.initial_seed() if options.seed is None else options.seed
+        self.modules = dict(zip(names, _built(plain, names, seed), strict=True))
+        _tie(self.modules, tied)
+        self.parameters = _named(self.modules, "named_parameters")
+        self.stage_of = {name: at for at, which in enumerate(self.pipeline.layer_names) for name in which}
+        state = {**self.parameters, **_named(self.modules, "named_buffers")}
+        with torch.no_grad():
+            for name, value in self.pipeline.state_dict().items():
+                state[name].copy_(value)
+        dtypes = [p.dtype for p in self.parameters.values() if p.is_floating_point()]
+        widest = max((_TOLERANCE.get(dtype, _COARSE) for dtype in dtypes), default=_TOLERANCE[torch.float32])
+        self.tolerance = widest if tolerance is None else tolerance
+        self.expected, self.actual = _Outputs(self.modules), _Outputs(self.pipeline.modules)
+        self.pipeline.before_each_layer(self._before)
+
+    def _before(self, layer: str, microbatch: int) -> None:
+        self.actual.before(_Call(self._step, microbatch, layer))
+
+    # -- the two runs ----------------------------------------------------------------------------------------------------
+
+    def compare_step(self, step: int, report: Verified) -> None:
+        """Run a step on both sides, compare it, and let an optimizer change the weights of both."""
+        self._step = step
+        inputs, targets, keywords = self.batch.of(step)
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        expected = self._serial_step(self.batch.parts(step, self.pipeline.schedule.microbatches))
+        self.pipeline.zero_grad()
+        actual = self.pipeline.step(inputs, targets, **keywords).item()
+        self._compare_outputs("results")
+        error = self._compare("the loss", torch.tensor(actual), torch.tensor(expected), "results")
+        report.loss_error = max(report.loss_error, error)
+        for name, parameter in self.pipeline.named_parameters():
+            where = f"the gradient of {self._place(name)}"
+            serial = self.parameters[name].grad
+            rule: Rule = "parameters" if (parameter.grad is None) != (serial is None) else "backwards"
+            error = self._compare(where, parameter.grad, serial, rule)
+            report.errors[name] = max(report.errors.get(name, 0.0), error)
+        self._compare_buffers()
+        self._optimize()
+
+    def compare_evaluation(self, step: int) -> None:
+        """Compare the loss and the outputs of evaluation mode."""
+        self._step = step
+        self.pipeline.eval()
+        for module in self.modules.values():
+            module.eval()
+        inputs, targets, keywords = self.batch.of(step)
+        shares = [share for _, share in self._serial_forwards(step)]
+        loss = self.pipeline.evaluate(inputs, targets, **keywords)
+        self._compare_outputs("evaluation")
+        expected = torch.tensor(sum(float(share) for share in shares))
+        self._compare("the loss of evaluate", loss, expected, "evaluation")
+        inputs, targets, keywords = self.batch.of(step + 1)
+        outputs = join([output for output, _ in self._serial_forwards(step + 1)])
+        for got, want in zip(_strided(self.pipeline.predict(inputs, **keywords)), _strided(outputs), strict=True):
+            self._compare("the output of predict", got, want, "evaluation")
+        self._compare_buffers()
+
+    @torch.no_grad()
+    def _serial_forwards(self, step: int) -> list[tuple[Any, Tensor | float]]:
+        parts = self.batch.parts(step, self.pipeline.schedule.microbatches)
+        return [self._serial_forward(parts, at) for at in range(parts.count)]
+
+    def _serial_step(self, parts: Microbatches) -> float:
+        total = 0.0
+        for at in range(parts.count):
+            _, loss = self._serial_forward(parts, at)
+            if isinstance(loss, Tensor):
+                if loss.requires_grad:
+                    loss.backward()  # type: ignore[no-untyped-call]
+                total += loss.item()
+        return total
+
+    def _serial_forward(self, parts: Microbatches, at: int) -> tuple[Any, Tensor | float]:
+        """Return the last layer's output for a micro-batch, and the micro-batch's share of the loss."""
+        x: Any = parts.inputs[at]
+        target, given, share = parts.targets[at], parts.keywords[at], parts.shares[at]
+        tensors: dict[str, Tensor | None] = {}
+        terms: list[Any] = []
+        for (layer, module), declared in zip(self.modules.items(), self.declared, strict=True):
+            takes = keywords_of(module)
+            named = {k: v for k, v in given.items() if k in takes} if takes is not None else dict(given)
+            if takes is None:
+                named.pop(KEYWORD, None)
+            named = {k: v for k, v in named.items() if k not in declared.reads}
+            named |= {keyword: tensors[name] for keyword, name in declared.reads.items()}
+            self.expected.before(_Call(self._step, at, layer))
+            x = module(*x, **named) if isinstance(x, tuple) else module(x, **named)
+            x, lost = declared.taken_from(x, tensors)
+            terms += [term.weight * term.loss(lost[key], target) for key, term in declared.losses.items() if share]
+        return x, sum(terms, start=self.loss(x, target)) * share if share else 0.0
+
+    @torch.no_grad()
+    def _optimize(self) -> None:
+        """Step all weights along their gradients, by the same factor on both sides."""
+        gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        norm = sum(_wide(gradient).abs().square().sum().item() for gradient in gradients.values())
+        rate = _RATE / max(norm**0.5, 1e-30)
+        for name, parameter in self.pipeline.named_parameters():
+            if parameter.grad is not None and name in gradients:
+                parameter.sub_(_dense(parameter.grad) * rate)
+                self.parameters[name].sub_(_dense(gradients[name]) * rate)
+
+    # -- comparisons -----------------------------------------------------------------------------------------------------
+
+    def _compare_outputs(self, rule: Rule) -> None:
+        """Compare what the layers returned, in the order of the model."""
+        order = {name: at for at, name in enumerate(self.modules)}
+        for call in sorted(self.actual.sums, key=lambda call: (order[call.layer], call.microbatch)):
+            (a, _), (b, size) = self.actual.sums[call], self.expected.sums.get(call, (0.0, 0.0))
+            if not abs(a - b) <= self.tolerance * max(size, 1e-30):
+                difference = abs(a - b) / max(size, 1e-30)
+                self._refuse(f"the output of layer {self._layer(call.layer)}, micro-batch {call.microbatch},", difference, rule)
+        self.actual.sums.clear()
+        self.expected.sums.clear()
+
+    def _compare_buffers(self) -> None:
+        actual = _named(self.pipeline.modules, "named_buffers")
+        for name, want in _named(self.modules, "named_buffers").items():
+            if name in actual and want.layout is torch.strided and not torch.equal(actual[name], want):
+                self._compare(f"buffer {self._place(name)}", actual[name], want, "buffers")
+
+    def _compare(self, what: str, got: Tensor | None, want: Tensor | None, rule: Rule) -> float:
+        """Return the relative difference. Raises VerifyError above the tolerance."""
+        error = relative_error(got, want)
+        if not error <= self.tolerance:
+            self._refuse(what, error, rule)
+        return error
+
+    def _refuse(self, what: str, error: float, rule: Rule) -> None:
+        how = f"by {error:.1%} of its largest value" if error < float("inf") else "altogether (it is missing or not finite in one)"
+        recomputed = "" if not self.recomputes else ", with every layer recomputed"
+        rule = "recomputation" if self.recomputes else rule
+        name = self.pipeline.schedule.name or "the schedule"
+        raise VerifyError(
+            f"step {self._step} under {name}{recomputed}: {what} differs from one process {how}; the stage contract "
+            f"(docs/own_model.md, {rule!r}): {_RULES[rule]}"
+        )
+
+    def _place(self, name: str) -> str:
+        layer = max((layer for layer in self.modules if name.startswith(f"{layer}.")), key=len)
+        return f"{name!r} (layer {self._layer(layer)})"
+
+    def _layer(self, name: str) -> str:
+        return f"{name!r} of stage {self.stage_of[name]}"
+
+
+def relative_error(a: Tensor | None, b: Tensor | None) -> float:
+    """Return max |a - b| / max |b|; 0 if both are None or zero; infinite if only one is None, the shapes differ, a value is
+    not finite, or only b is zero."""
+    if a is None or b is None:
+        return 0.0 if a is b else float("inf")
+    if a.shape != b.shape or not bool(a.isfinite().all()) or not bool(b.isfinite().all()):
+        return float("inf")
+    if not a.numel():
+        return 0.0
+    a, b = _wide(a), _wide(b)
+    difference, size = float((a - b).abs().max()), float(b.abs().max())
+    if size == 0:
+        return 0.0 if difference == 0 else float("inf")
+    return difference / size
+
+
+def _copied(layers: Sequence[LayerSource]) -> list[LayerSource]:
+    """Return copies of the modules, made together so that what they share stays shared; factories stay as they are."""
+    memo: dict[int, Any] = {}
+    try:
+        return [copy.deepcopy(layer, memo) if isinstance(layer, nn.Module) else layer for layer in layers]
+    except (TypeError, RuntimeError, AttributeError) as error:
+        raise UsageError(f"verify copies the layers, and one cannot be copied ({error}): give factories, such as Layer(name, build)") from error
+
+
+def _built(layers: Sequence[LayerSource], names: Sequence[str], seed: int) -> list[nn.Module]:
+    """Return the layers' modules, with the random numbers that a pipeline gives them at first.
+
+    Those of factories are copied too, since a factory may return the same module again.
+    """
+    memo: dict[int, Any] = {}
+    modules = []
+    for layer, name in zip(layers, names, strict=True):
+        with seeded(stable_seed("first weights", seed, name)):
+            module = layer if isinstance(layer, nn.Module) else copy.deepcopy(layer(), memo)
+        on_meta = any(value.is_meta for value in (*module.parameters(), *module.buffers()))
+        modules.append(module.to_empty(device="cpu") if on_meta else module)
+    return modules
+
+
+def _named(modules: Mapping[str, nn.Module], method: str) -> dict[str, Any]:
+    return {f"{layer}.{name}": value for layer, m in modules.items() for name, value in getattr(m, method)(remove_duplicate=False)}
+
+
+def _tie(modules: Mapping[str, nn.Module], tied: Sequence[Sequence[str]]) -> None:
+    """Make the parameters of each group one."""
+    for names in tied:
+        first: nn.Parameter | None = None
+        for name in names:
+            layer = max((layer for layer in modules if name.startswith(f"{layer}.")), key=len)
+            path, _, leaf = name[len(layer) + 1 :].rpartition(".")
+            home = modules[layer].get_submodule(path)
+            first = home.get_parameter(leaf) if first is None else first
+            setattr(home, leaf, first)
+
+
+def _rolled(value: Any, rows: int, by: int) -> Any:
+    """Return a batch, or a part of it, with the rows of its tensors moved."""
+    if isinstance(value, Tensor):
+        return torch.roll(value, by, 0) if value.ndim and value.shape[0] == rows else value
+    if isinstance(value, Mapping):
+        return {key: _rolled(item, rows, by) for key, item in value.items()}
+    if isinstance(value, (tuple, list)) and value:
+        return like(value, tuple(_rolled(item, rows, by) for item in value))
+    return value
+
+
+def _strided(value: Any) -> Iterator[Tensor]:
+    return (tensor for tensor in tensors_in(value) if tensor.layout is torch.strided and not tensor.is_nested)
+
+
+def _dense(value: Tensor) -> Tensor:
+    return value.to_dense() if value.layout is not torch.strided else value
+
+
+def _wide(value: Tensor) -> Tensor:
+    return _dense(value).to(torch.complex128 if value.is_complex() else torch.float64)
