@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import pipeloom as pl
 from pipeloom.errors import ConfigError, UsageError
 from pipeloom.runtime import LocalPipeline
-from pipeloom.train.verify import verify_layers
 
 
 def block() -> nn.Module:
@@ -67,8 +66,7 @@ def test_a_small_gpt() -> None:
     assert cut.tied == [["part0.scale", "part7.scale"], ["part0.words.weight", "part7.head.weight"]]
     assert "8 parts, which give its output on the example (difference 0.0e+00)" in str(cut)
     assert "part3: blocks.2" in str(cut)
-    result = verify_layers(cut.layers, pl.schedules.zbv(2, 4), cross_entropy, tokens, targets, tied=cut.tied)
-    assert result.passed
+    pl.verify(cut.layers, pl.schedules.zbv(2, 4), tokens, targets, loss=cross_entropy, tied=cut.tied)
     cross_entropy(model(tokens), targets).backward()  # the pipeline's loss and gradients are the model's own
     pipeline = LocalPipeline(cut.layers, pl.schedules.zbv(2, 4), loss=cross_entropy, tied=cut.tied)
     pipeline.step(tokens, targets)
@@ -85,7 +83,7 @@ def test_a_u_net_and_a_sequential() -> None:
     assert (
         sum(len(layer.writes) for layer in cut.layers) == 1
     )  # the trunk is `ups`, which holds more: one skip passes a part
-    assert verify_layers(cut.layers, pl.schedules.build("interleaved", 2, 4, 2), F.mse_loss, x, y).passed
+    pl.verify(cut.layers, pl.schedules.build("interleaved", 2, 4, 2), x, y, loss=F.mse_loss)
     plain = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
     assert [layer.name for layer in pl.auto_layers(plain, x).layers] == ["part0", "part1", "part2", "part3"]
 

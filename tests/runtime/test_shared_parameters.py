@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
 import pipeloom as pl
-from models import WIDTH, Block, batch, mse
-from models import serial as serial_model
+from models import WIDTH, Block, mse
 from pipeloom.config import MeshShape
 from pipeloom.errors import ConfigError, DistributedError, UsageError
 from pipeloom.parallel.mesh import Mesh
@@ -139,7 +138,8 @@ def layers(way: str) -> list[Any]:
     return [Layer("embed", lambda: Embed(first)), *middle, Layer("head", lambda: Head(second))]
 
 
-WAYS = ["modules", "meta", "closure", "partial", "default", "global", "lazy", "lazy module", "model", "apart"]
+WAYS = ["modules", "meta", "closure", "partial", "default", "model", "apart"]
+UNSEEN = ["global", "lazy", "lazy module"]
 
 
 def data() -> tuple[Tensor, Tensor]:
@@ -185,6 +185,14 @@ def test_local(way: str) -> None:
             torch.testing.assert_close(found["head.weight"].grad, want, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("way", UNSEEN)
+def test_what_several_processes_would_not_see_must_be_tied(way: str) -> None:
+    with pytest.raises(ConfigError, match=r"'embed.weight' and 'head.weight' are one parameter, which factories share"):
+        LocalPipeline(layers(way), S.one_f_one_b(2, 4), loss=loss_of)
+    tied = [("embed.weight", "head.weight")]
+    LocalPipeline(layers(way), S.one_f_one_b(2, 4), loss=loss_of, tied=tied).step(*data())
+
+
 def across(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for way in WAYS:
@@ -216,68 +224,6 @@ def test_two_ranks() -> None:
                     )
         assert seen >= 1, case
         assert found[case][1] + both[0][case][1] == count, case  # a norm counts each weight once
-
-
-class Keeping:
-    """Factories that keep the layers that they build, each in its way. All layers look alike, and none shares a weight."""
-
-    def __init__(self, way: str) -> None:
-        self.way = way
-        self.in_list: list[Any] = []
-        self.in_dict: dict[str, Any] = {}
-        self.in_modules = nn.ModuleList()
-        self.last: nn.Module | None = None
-
-    def build(self, at: int) -> nn.Module:
-        block = Block(at)
-        if self.way == "list":
-            self.in_list.append(block)
-        elif self.way == "weights":
-            self.in_list.extend(block.parameters())
-        elif self.way == "new list":
-            self.in_list = [*self.in_list, block]
-        elif self.way == "dict":
-            self.in_dict[f"block{at}"] = block
-        elif self.way == "parts":
-            self.in_dict[f"linear{at}"] = block.linear
-        elif self.way == "modules":
-            self.in_modules.append(block)
-        elif self.way == "parts in modules":
-            self.in_modules.append(block.linear)
-        elif self.way == "attribute":
-            setattr(self, f"block{at}", block)
-        else:
-            assert self.way == "last"
-            self.last = block
-        return block
-
-    def layers(self) -> list[Layer]:
-        return [Layer(f"block{at}", lambda at=at: self.build(at)) for at in range(4)]
-
-
-KEEPING = ["list", "weights", "new list", "dict", "parts", "modules", "parts in modules", "attribute", "last"]
-
-
-def keeping(rank: int) -> dict[str, Any]:
-    found = {}
-    for way in KEEPING:
-        pipeline = Pipeline(Keeping(way).layers(), S.gpipe(2, 2), loss=mse, options=OPTIONS)
-        loss = pipeline.step(*batch(4)).item()
-        found[way] = loss, {n: p.grad.tolist() for n, p in pipeline.named_parameters() if p.grad is not None}
-        pipeline.close()
-    return found
-
-
-@pytest.mark.dist
-def test_layers_that_factories_keep_are_not_tied() -> None:
-    both = run_ranks(keeping, 2)
-    loss, want = serial_model(Keeping("list").layers(), *batch(4), [2, 2])
-    for way in KEEPING:
-        got = {**both[0][way][1], **both[1][way][1]}
-        assert got.keys() == want.keys(), way
-        for name, gradient in want.items():
-            torch.testing.assert_close(torch.tensor(got[name]), gradient, rtol=1e-4, atol=1e-6, msg=f"{way} {name}")
-        assert both[0][way][0] == both[1][way][0] == pytest.approx(loss.item(), rel=1e-5), way
 
 
 def test_a_frozen_object_stays_frozen_in_one_process() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from one_process import Plain, built, differences, in_a_pipeline
+from one_process import Plain, built, differences
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -16,7 +16,6 @@ import pipeloom as pl
 from models import WIDTH, batch, mse
 from pipeloom.checkpoint import save
 from pipeloom.errors import ConfigError, UsageError
-from pipeloom.ops.attribute_state import same_tensor, same_values
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
 
 
@@ -37,53 +36,6 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "quantized": lambda dense: torch.quantize_per_tensor(dense, 0.01, 0, torch.qint8),
 }
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, about layouts that may change
-every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-
-
-@every_layout
-def test_values_are_compared_in_every_layout(layout: Callable[[Tensor], Tensor]) -> None:
-    changed = matrix()
-    changed[changed.nonzero()[-1].unbind()] += 0.25  # the same places
-    assert same_values(layout(matrix()), layout(matrix()))
-    assert not same_values(layout(matrix()), layout(changed))
-    assert not same_values(layout(matrix()), layout(matrix(1)))
-
-
-def test_shapes_are_compared_where_there_are_no_values() -> None:
-    assert same_values(torch.empty(2, device="meta"), torch.empty(2, device="meta"))
-    assert not same_values(torch.empty(2, device="meta"), torch.empty(3, device="meta"))
-    assert not same_values(torch.zeros(2, 3).to_sparse(), torch.zeros(3, 2).to_sparse())
-
-
-@every_layout
-def test_a_tensor_of_another_layout_is_another(layout: Callable[[Tensor], Tensor]) -> None:
-    assert same_tensor(layout(matrix()), layout(matrix()))
-    for other in LAYOUTS.values():
-        assert same_tensor(layout(matrix()), other(matrix())) == (other is layout)
-    assert not same_tensor(matrix().to("meta"), matrix())
-
-
-class OnGPU(Tensor):
-    """A tensor of a device that this machine lacks, until it is moved."""
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return torch.device("cuda", 0)
-
-    def to(self, device: Any) -> Tensor:  # type: ignore[override]
-        assert device == torch.device("cpu")
-        return self.as_subclass(Tensor)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.equal:
-            raise RuntimeError("Expected all tensors to be on the same device")
-        return super().__torch_function__(func, types, args, kwargs)
-
-
-def test_a_table_that_moves_to_another_device_keeps_its_values() -> None:
-    assert same_tensor(matrix(), matrix().as_subclass(OnGPU))
-    assert not same_tensor(matrix(), matrix(1).as_subclass(OnGPU))
 
 
 class Neighbours(Plain):
@@ -121,22 +73,6 @@ def test_sparse_tensors_that_no_forward_changes(name: str, layout: str, shared: 
 def test_a_sparse_buffer_that_forwards_change_is_state_like_another(recompute: Any) -> None:
     layers = [lambda: Neighbours(LAYOUTS["coo"], None, changes=True)] * 4
     assert differences(layers, pl.schedules.build("zbv", 2, 4), recompute) == []
-    with pytest.raises(UsageError, match="changes its buffer 'buffer', and under this schedule"):
-        differences(layers, pl.schedules.build("dualpipe", 2, 4), recompute)
-
-
-def test_a_table_that_is_shared_and_made_anew_is_refused() -> None:
-    """Before, it had no values, so that there was nothing to compare with."""
-    table = [torch.empty(WIDTH, device="meta")]
-
-    class Late(Plain):
-        def forward(self, x: Tensor) -> Tensor:
-            if table[0].is_meta:
-                table[0] = torch.ones(WIDTH)
-            return super().forward(x) * table[0]
-
-    with pytest.raises(UsageError, match="which a layer of another stage shares"):
-        in_a_pipeline(built([Late] * 4), pl.schedules.build("1f1b", 2, 4))
 
 
 @pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "bsc", "nested", "jagged"])

@@ -7,7 +7,7 @@ and W).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,8 +20,6 @@ from pipeloom.ops.backward_pass import run_backward
 from pipeloom.ops.main_gradient import MainGradients
 from pipeloom.ops.products import addmm, adjoint, as_rows, linear, matmul, plain_operations_only
 
-_LOOKS = 2  # number of first steps in which hooks on the accumulation of gradients are searched for
-_MARK = 12345  # autograd's sequence number of such a node is the largest possible
 _NO_TASK = -2  # autograd's graph task outside a backward is -1
 
 
@@ -153,7 +151,6 @@ class WeightGradContext:
             replaces a product with its own memory and a sum.
         stage_backward: the pass in which layers do so; in any other, autograd gets the weight gradients. None: in every pass,
             for layers without a stage whose caller starts no other pass.
-        accumulated: weights whose gradients autograd must accumulate, since the accumulating node is referenced, as for hooks.
     """
 
     def __init__(
@@ -167,17 +164,6 @@ class WeightGradContext:
         self.main = main
         self.in_place = in_place
         self.stage_backward = stage_backward
-        self.accumulated: set[Tensor] = set()
-        self._looks = _LOOKS
-
-    def look_for_accumulation(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Fill `accumulated`. Call it before a step, when no graph is alive; only the first calls search."""
-        self._looks -= 1
-        for parameter in parameters if self._looks >= 0 else ():
-            if parameter.requires_grad and _accumulation_is_held(parameter):
-                self.accumulated.add(parameter)
-                if self.main is not None:
-                    self.main.watch(parameter)
 
     @property
     def writes(self) -> bool:
@@ -192,7 +178,7 @@ class WeightGradContext:
         Args:
             queue: the queue at the time of the layer's forward.
         """
-        if weight._backward_hooks or (self.accumulated and weight in self.accumulated):
+        if weight._backward_hooks:
             return False
         if self.stage_backward is not None and not self.stage_backward.running:
             return False
@@ -200,27 +186,6 @@ class WeightGradContext:
         if weight._post_accumulate_grad_hooks and (main is None or main.watched(weight)):
             return False
         return queue is not None or main is not None or self.in_place
-
-
-def _accumulation_is_held(parameter: nn.Parameter) -> bool:
-    """Return whether the node that accumulates the parameter's gradient outlives its graphs.
-
-    Its hooks cannot be read, but a node without references is created anew for each graph, without hooks.
-    """
-    node = _accumulation(parameter)
-    number = node._sequence_nr()
-    node._set_sequence_nr(_MARK)
-    del node
-    node = _accumulation(parameter)
-    held = bool(node._sequence_nr() == _MARK)
-    node._set_sequence_nr(number)
-    return held
-
-
-def _accumulation(parameter: nn.Parameter) -> Any:
-    with torch.enable_grad():
-        node: Any = parameter.view_as(parameter).grad_fn
-        return node.next_functions[0][0]
 
 
 class _Linear(torch.autograd.Function):

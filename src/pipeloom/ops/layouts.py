@@ -26,21 +26,3 @@ def layout_name(value: Tensor) -> str:
     if is_strided(value) and not value.is_meta and memory_of(value) is None:
         return type(value).__name__
     return "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
-
-
-def strided_parts(value: Tensor) -> list[Tensor]:
-    """Return the strided tensors that hold the values of `value`: itself, or those inside a sparse or nested one.
-
-    Empty for a layout that shows none (MKL-DNN).
-    """
-    if value.is_nested:
-        return list(value.unbind())
-    if value.layout is torch.strided:
-        return [value]
-    if value.layout is torch.sparse_coo:
-        return [value._indices(), value._values()]
-    if value.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [value.crow_indices(), value.col_indices(), value.values()]
-    if value.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [value.ccol_indices(), value.row_indices(), value.values()]
-    return []

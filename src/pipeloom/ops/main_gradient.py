@@ -31,7 +31,6 @@ class MainGradients:
         self._empty: set[nn.Parameter] = set()
         self.absent: set[nn.Parameter] = set()
         self._hooked: set[nn.Parameter] = set()
-        self._watched: set[Tensor] = set()
 
     def __contains__(self, parameter: Tensor) -> bool:
         """Return whether gradients of `parameter` go to a buffer now."""
@@ -67,18 +66,12 @@ class MainGradients:
                 self._buffers[parameter].zero_()
                 self._empty.discard(parameter)
 
-    def watch(self, parameter: Tensor) -> None:
-        """Mark a parameter whose gradient accumulation is observed by a hook on the node that accumulates it."""
-        self._watched.add(parameter)
-
     def watched(self, parameter: Tensor) -> bool:
         """Return whether a hook other than this object's own runs when the parameter's gradient is accumulated.
 
         Its gradients then add up in `.grad` until `finalize`, so that the hook sees them as it does in one process.
         """
-        return parameter in self._watched or len(parameter._post_accumulate_grad_hooks or ()) > (
-            parameter in self._hooked
-        )
+        return len(parameter._post_accumulate_grad_hooks or ()) > (parameter in self._hooked)
 
     def _arrived(self, parameter: Tensor) -> None:
         if self.accepting and not self.watched(parameter):

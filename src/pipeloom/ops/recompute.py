@@ -11,32 +11,29 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from pipeloom.errors import UsageError
-from pipeloom.ops.attribute_state import AttributeState
-from pipeloom.ops.buffer_state import BufferState
-from pipeloom.ops.parameter_state import ParameterState
+from pipeloom.ops.stage_state import StageState
 
 
-def recomputed(run: Callable[..., Any], values: tuple[Any, ...], module: nn.Module, by_value: bool = False) -> Any:
+def recomputed(run: Callable[..., Any], values: tuple[Any, ...], module: nn.Module) -> Any:
     """Return `run(*values)`, differentiable although no intermediate values are kept.
 
-    The second run draws the same random numbers as the first, starts from the buffers of `module` that the first one read,
-    and leaves no trace in them: what counts, averages or iterates in a forward does so once. The same holds for the
-    attributes of the module and those inside it (`AttributeState`), and for Python's and NumPy's generators. A hook that
-    `run` registers on an input is called once.
+    The second run draws the same random numbers as the first, starts from the state of `module` that the first one read
+    (`StageState`), and leaves no trace in it: what counts, averages or iterates in a forward does so once. A hook that `run`
+    registers on an input is called once.
 
-    Args:
-        by_value: compare parameters' values, too, to detect whether `run` changes them; this reads all of them.
-
-    Raises UsageError when `run` changes an input in place, or a parameter: the second run would start from other values. (If
-    other code changes an input, torch raises in the backward.)
+    Raises UsageError when `run` changes an input in place: the second run would start from other values. (If other code
+    changes an input, torch raises in the backward.)
     """
     if not torch.is_grad_enabled():
         return run(*values)
-    first = _First(values, module, by_value)
+    first = _First(values, module)
+    scripted = any(isinstance(part, torch.jit.ScriptModule) for part in module.modules())
     try:
         # The exception that ends a second run early does not pass through TorchScript.
-        with set_checkpoint_early_stop(False) if first.attributes.of(torch.jit.ScriptModule) else nullcontext():
-            return checkpoint(_on_aliases, run, *values, use_reentrant=False, context_fn=lambda: (first, _Again(first)))
+        with set_checkpoint_early_stop(False) if scripted else nullcontext():
+            return checkpoint(
+                _on_aliases, run, *values, use_reentrant=False, context_fn=lambda: (first, _Again(first.state))
+            )
     except RuntimeError as error:
         if "saved tensor hooks" in str(error) or "Inference tensors" in str(error):
             error.add_note(f"({type(module).__name__} is recomputed: leave the layer out of `recompute`)")
@@ -48,10 +45,6 @@ def _on_aliases(run: Callable[..., Any], *values: Any) -> Any:
     return run(*(v.view_as(v) if _takes_hooks(v) else v for v in values))
 
 
-RECOMPUTATION = _on_aliases.__code__
-"""The code object of the stack frame inside which every recomputed layer runs."""
-
-
 def _takes_hooks(value: Any) -> bool:
     return type(value) is Tensor and value.requires_grad and value.layout is torch.strided
 
@@ -59,12 +52,10 @@ def _takes_hooks(value: Any) -> bool:
 class _First:
     """The context of the first run: records the state before it."""
 
-    def __init__(self, values: tuple[Any, ...], module: nn.Module, by_value: bool) -> None:
+    def __init__(self, values: tuple[Any, ...], module: nn.Module) -> None:
         self._module = module
-        self._parameters = ParameterState(module, by_value)
         self._inputs = [(value, value._version) for value in values if _counts_changes(value)]
-        self.buffers, self.attributes = BufferState(module), AttributeState(module)
-        self.states: tuple[BufferState | AttributeState, ...] = self.buffers, self.attributes
+        self.state = StageState([module])
 
     def __enter__(self) -> None:
         pass
@@ -76,18 +67,7 @@ class _First:
                     f"{type(self._module).__name__} is recomputed, and its forward changes its input in place: work on a copy "
                     "there (inplace=False), or leave the layer out of `recompute`"
                 )
-            for parameter in self._parameters.changed():
-                raise UsageError(
-                    f"{type(self._module).__name__} is recomputed, and its forward changes its parameter {parameter.path!r}: "
-                    "make it a buffer, or leave the layer out of `recompute`"
-                )
-            for state in self.states:
-                state.keep_what_changed()
-            if self.buffers.share_memory:
-                raise UsageError(
-                    f"{type(self._module).__name__} is recomputed, and its forward changes buffers that share memory: keep one "
-                    "of them and make its views in the forward, or leave the layer out of `recompute`"
-                )
+            self.state.forget_unchanged()
 
 
 def _counts_changes(value: Any) -> bool:
@@ -97,13 +77,11 @@ def _counts_changes(value: Any) -> bool:
 class _Again:
     """The context of another run from the same state. A backward inside the first run may start one before it has ended."""
 
-    def __init__(self, first: _First) -> None:
-        self._first = first
+    def __init__(self, state: StageState) -> None:
+        self._state = state
 
     def __enter__(self) -> None:
-        for state in self._first.states:
-            state.swap_in()
+        self._state.swap_in()
 
     def __exit__(self, *_: Any) -> None:  # by an exception too: torch ends the run once it has all that is needed
-        for state in reversed(self._first.states):
-            state.swap_out()
+        self._state.swap_out()

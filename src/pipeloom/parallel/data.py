@@ -155,7 +155,9 @@ class GradientSync:
         Nothing happens before the stage's last backward, or where gradients are sharded.
         """
         if not self.sharded:
-            self._finish([at for at, bucket in enumerate(self.buckets) if stage in bucket.stages and not self._open[at]])
+            self._finish(
+                [at for at, bucket in enumerate(self.buckets) if stage in bucket.stages and not self._open[at]]
+            )
 
     def finish(self) -> None:
         """Start the remaining reductions of the step and wait for all of them."""

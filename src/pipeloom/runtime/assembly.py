@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,10 +18,10 @@ from pipeloom.ops.main_gradient import MainGradients
 from pipeloom.parallel.buckets import BucketParameter
 from pipeloom.parallel.data import AFTER_TIES
 from pipeloom.parallel.sharding import ParameterSharding, shardings_of
+from pipeloom.runtime.built_parameters import ForeignLeaves
 from pipeloom.runtime.health.status import Status
 from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.runtime.overlap import CommStream
-from pipeloom.runtime.shared_state import SharedState
 from pipeloom.runtime.stage import Stage
 from pipeloom.runtime.stage_modules import LayerSource, build_stage, layer_name, split_layers
 from pipeloom.runtime.tied_weights import (
@@ -93,19 +94,33 @@ class SharedBuild:
 
     Attributes:
         shared: which layers share a parameter.
-        built: position of a layer -> its module, the same for replicas of the layer on several ranks.
-        state: which layers of several stages share state.
+        built: position of a layer -> its module, the same for replicas of the layer on several ranks, unless they are `separate`.
         grad_context: where linear layers find the queue for their weight gradients.
     """
 
     def __init__(
-        self, shared: SharedParameters, state: SharedState, schedule: Schedule, summed: str | None = None
+        self, shared: SharedParameters, schedule: Schedule, summed: str | None = None, separate: bool = False
     ) -> None:
         self.shared = shared
-        self.state = state
+        self.separate = separate
         self.built: dict[int, nn.Module] = {}
         main = MainGradients() if summed is not None else None
         self.grad_context = WeightGradContext(StageBackward(), main=main, in_place=schedule.splits_backward)
+
+    def on_rank(self, which: range) -> dict[int, nn.Module]:
+        """Return the modules that a rank's stage of the layers `which` begins with.
+
+        A separate replica shares the parameters of the first one, and has buffers and attributes of its own.
+        """
+        if not self.separate:
+            return self.built
+        replicas = {}
+        for index in which:
+            if index in self.built:
+                module = self.built[index]
+                shared = (self.grad_context, *module.parameters())
+                replicas[index] = copy.deepcopy(module, {id(each): each for each in shared})
+        return replicas
 
 
 def assemble(
@@ -137,32 +152,29 @@ def assemble(
     names = [layer_name(layer, at) for at, layer in enumerate(layers)]
     _check_names(names, options.recompute)
     ranges = split_layers(len(layers), schedule.positions, sizes)
-    build = shared_build or SharedBuild(
-        SharedParameters(layers, names), SharedState.of_layers(layers, names, ranges), schedule, summed
-    )
+    build = shared_build or SharedBuild(SharedParameters(layers, names), schedule, summed)
     communications = CommStream(device, options.trace, status)
     copies_on = None if shared_build is not None else _replicated_over(schedule, tied, summed)
-    of_other_ranks: dict[nn.Parameter, str] = {}  # known once all ranks have built their layers
+    of_other_ranks: dict[Tensor, str] = {}  # known once this rank has built its layers
 
     def stage(number: int) -> Stage:
         which = ranges[schedule.position_of[number]]
+        built = build.on_rank(which)
+        modules = build_stage(layers, which, device, built, options.recompute, seed, build.shared.add_layer)
+        build.built.update(built)
         return Stage(
             number,
-            build_stage(layers, which, device, build.built, options.recompute, seed, build.shared.add_layer),
+            modules,
             options.deallocate,
             build.grad_context,
             schedule.splits_backward or summed is not None or products.uses_onednn(),
             communications,
-            copies_on,
-            of_other_ranks,
-            build.state,
+            ForeignLeaves(of_other_ranks, copies_on),
         )
 
     stages, failure = _build_stages(stage, schedule.stages_of[rank], copies_on)
     modules = {n: m for s in stages.values() for n, m in zip(s.layers.names, s.modules, strict=True)}
-    for name, module in modules.items():
-        build.state.add_layer(name, module)
-    owners = _holders_of(names, ranges, schedule)
+    owners = holders_of(names, ranges, schedule)
     declared = make_ties(tied, owners)
     facts = exchange(_facts(stages, modules, declared, build, failure))
     if failure is not None:
@@ -170,8 +182,7 @@ def assemble(
     _refuse(facts)
     shared = [fact["shared"] for fact in facts]
     if shared_build is None:
-        of_other_ranks.update(build.shared.of_other_ranks(shared, modules))
-        build.state.add([fact["state"] for fact in facts], tied)
+        of_other_ranks.update(build.shared.elsewhere(shared, modules))
     ties = make_ties(merged([*(tie.names for tie in declared), *shared_groups(shared)]), owners)
     replicated = {layer: holders for layer, holders in owners.items() if len(holders) > 1}
     _check_sparse([name for fact in facts for name in fact["sparse"]], ties, replicated, summed)
@@ -238,7 +249,7 @@ def _check_names(names: Sequence[str], recompute: Literal["none", "full"] | froz
     _check_recompute(recompute, names)
 
 
-def _holders_of(names: Sequence[str], ranges: Sequence[range], schedule: Schedule) -> dict[str, tuple[int, ...]]:
+def holders_of(names: Sequence[str], ranges: Sequence[range], schedule: Schedule) -> dict[str, tuple[int, ...]]:
     """Return layer name -> the ranks that hold it, ranks of the first route first."""
     owners: dict[str, tuple[int, ...]] = {}
     for route in schedule.routes:
@@ -265,7 +276,6 @@ def _facts(
         "layers": list(modules),
         "frozen": frozen_names(modules),
         "shared": build.shared.facts(),
-        "state": build.state.facts(),
         "segmented": [s for s, stage in stages.items() if stage.segmented],
     }
 

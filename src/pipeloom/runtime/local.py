@@ -16,7 +16,7 @@ from pipeloom.errors import ScheduleError, UsageError
 from pipeloom.parallel.grad_norm import clip, global_norm, squares
 from pipeloom.parallel.mesh import Mesh, PipelineMesh
 from pipeloom.parallel.sharding import ParameterSharding
-from pipeloom.runtime.assembly import Assembly, SharedBuild, assemble, copy_state, unique_parameters
+from pipeloom.runtime.assembly import Assembly, SharedBuild, assemble, copy_state, holders_of, unique_parameters
 from pipeloom.runtime.batch import (
     IGNORE_INDEX,
     Microbatches,
@@ -41,7 +41,6 @@ from pipeloom.runtime.measured_timeline import measured_rank, timeline_of
 from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.runtime.p2p.base import Communicator, InProcessBatches, InProcessTransport, Mailroom
 from pipeloom.runtime.program import RankProgram, RankPrograms, as_executed, require_same_stages
-from pipeloom.runtime.shared_state import SharedState
 from pipeloom.runtime.stage_modules import (
     KnownKeywords,
     LayerSource,
@@ -66,6 +65,8 @@ class LocalPipeline:
 
     Args:
         layers, schedule, loss, weight, ignore_index, stages, tied, options: as of `Pipeline`.
+        separate_replicas: give the replicas of two routes buffers and attributes of their own, as on several processes; they
+            share parameters.
         check_first: False runs a schedule without checking it (for tests of the executor); a deadlock raises ScheduleError.
 
     Attributes:
@@ -96,6 +97,7 @@ class LocalPipeline:
         tied: Sequence[Sequence[str]] = (),
         options: RuntimeOptions = RuntimeOptions(),
         check_first: bool = True,
+        separate_replicas: bool = False,
     ) -> None:
         require_arguments(layers, schedule, loss)
         require_weighing(loss, weight, ignore_index)
@@ -115,7 +117,7 @@ class LocalPipeline:
         names = [layer_name(layer, at) for at, layer in enumerate(layers)]
         shared = SharedParameters(layers, names)
         ranges = split_layers(len(layers), schedule.positions, stages)
-        shared_build = SharedBuild(shared, SharedState.of_layers(layers, names, ranges), schedule)
+        shared_build = SharedBuild(shared, schedule, separate=separate_replicas)
         seed = torch.initial_seed() if options.seed is None else options.seed
         self._statuses = [Status(rank) for rank in range(schedule.ranks)]
         self._assemblies: list[Assembly] = [
@@ -138,6 +140,7 @@ class LocalPipeline:
         modules = {name: module for assembly in self._assemblies for name, module in assembly.modules.items()}
         for tie in {tie for assembly in self._assemblies for tie in assembly.ties}:
             share(tie, modules)
+        shared.require_tied(tied, holders_of(names, ranges, schedule))
         for group in merged([*tied, *shared_groups([shared.facts()])]):
             share(Tie(group, ()), modules)
         self._keywords = KnownKeywords.of(
@@ -189,7 +192,6 @@ class LocalPipeline:
         """As `step`; the loss is already computed when it returns."""
         require_gradients("forward_backward")
         self._built.require_same()
-        self._assemblies[0].grad_context.look_for_accumulation(self._parameters.values())
         batch = self._split("forward_backward", inputs, targets, keywords, self.schedule.microbatches)
         self._results = self._run([programs.step for programs in self._programs], batch)
         self.next_step += 1
@@ -335,6 +337,11 @@ class LocalPipeline:
         return self._modules
 
     @property
+    def replicas(self) -> list[tuple[str, nn.Module]]:
+        """The layers of all ranks by name; one that several ranks hold has as many entries."""
+        return [item for assembly in self._assemblies for item in assembly.modules.items()]
+
+    @property
     def layer_names(self) -> tuple[tuple[str, ...], ...]:
         """The names of the layers of each stage."""
         stages = {index: stage for assembly in self._assemblies for index, stage in assembly.stages.items()}
@@ -364,7 +371,7 @@ class LocalPipeline:
         copy_state(self.state_dict(), state, transient)
 
     def train(self, mode: bool = True) -> None:
-        for module in self._modules.values():
+        for _, module in self.replicas:
             module.train(mode)
 
     def eval(self) -> None:

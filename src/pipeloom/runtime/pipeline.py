@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipeloom.errors import ConfigError, DistributedError, UsageError
+from pipeloom.ops.checksum import checksums
+from pipeloom.ops.layouts import is_strided
 from pipeloom.parallel.data import GradientSync
 from pipeloom.parallel.exchange import all_gather_json, all_gather_tree
 from pipeloom.parallel.mesh import Mesh, PipelineMesh
@@ -54,6 +56,7 @@ from pipeloom.runtime.program import RankProgram, RankPrograms, as_executed, req
 from pipeloom.runtime.stage_modules import KnownKeywords, LayerSource, layer_name, model_names, require_arguments
 from pipeloom.runtime.stats import RankStats
 from pipeloom.runtime.tensor_spec import ShapeCache
+from pipeloom.runtime.tied_weights import layer_of
 from pipeloom.schedule.check import check
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.timeline import Timeline
@@ -257,12 +260,12 @@ class Pipeline:
         """As `step`, but return when this rank is done: the loss may not have arrived from another rank yet."""
         require_gradients("forward_backward")
         self._built.require_same()
-        self._assembly.grad_context.look_for_accumulation(self._assembly.parameters.values())
         status, begun = self._status, time.monotonic()
         status.step = self.next_step
         self._hooks.faults.at_step(self.next_step)
         self._compare_replicas()
         batch = self._split("forward_backward", inputs, targets, keywords, self.schedule.microbatches)
+        before = self._buffers_of_replicas() if status.phase == "first step" else {}
         self._gradients.begin()
         executor = self._executor(self._programs.step)
         self._losses.expect()
@@ -271,6 +274,9 @@ class Pipeline:
         self._result.after = self._gradients.finish(self._connections.sums)
         self._result.end = time.perf_counter()
         self.next_step += 1
+        if before:
+            with self._alarm.reporting():
+                self._require_settled(before)
         if status.phase == "step":
             status.slowest = max(status.slowest, time.monotonic() - begun)
         status.phase = "step"
@@ -336,6 +342,23 @@ class Pipeline:
                     self._gradients.weights_changed()
                     replicas.say(differences, self.mesh)
         self._compared = True
+
+    def _buffers_of_replicas(self) -> dict[str, tuple[torch.Size, int]]:
+        """Return the shape and a checksum of each buffer of which another route has a replica."""
+        replicated = self._assembly.replicated_layers if len(self.schedule.routes) > 1 else {}
+        buffers = {n: b for n, b in self._assembly.buffers.items() if layer_of(n, replicated) and is_strided(b)}
+        sums = checksums(list(buffers.values()))
+        return {name: (b.shape, value) for (name, b), value in zip(buffers.items(), sums, strict=True)}
+
+    def _require_settled(self, before: Mapping[str, tuple[torch.Size, int]]) -> None:
+        """Raise UsageError for a buffer that the first step has changed, other than by giving it another shape."""
+        for name, (shape, value) in self._buffers_of_replicas().items():
+            if name in before and before[name][0] == shape and before[name][1] != value:
+                raise UsageError(
+                    f"the first step changed buffer {name!r}, and under schedule {self.schedule.name!r} its stage has replicas "
+                    "that get some of the micro-batches each, so it would differ from that of one process; choose a schedule "
+                    "with one route"
+                )
 
     def _executor(self, program: RankProgram) -> Executor:
         self._assembly.communications.timed = self.trace

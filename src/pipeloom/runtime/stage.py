@@ -7,11 +7,10 @@ segmented stage is cut at its communications (runtime/overlap.py); its forward a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,17 +19,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeloom.errors import ConfigError, UsageError
 from pipeloom.ops.backward_pass import run_backward
-from pipeloom.ops.buffer_state import batch_statistics
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients
 from pipeloom.ops.layer import LossTerm
 from pipeloom.ops.recompute import recomputed
 from pipeloom.ops.segments import Communication, carries, is_segmented, saved_of
-from pipeloom.runtime.forward_checks import CheckedForward, ForwardChecks, version_of
+from pipeloom.ops.stage_state import batch_statistics
+from pipeloom.runtime.built_parameters import ForeignLeaves
 from pipeloom.runtime.overlap import CommStream, ComputeGroup, Coroutine, run_to_end, split_at_communications
 from pipeloom.runtime.program import StageProgram
-from pipeloom.runtime.shared_state import SharedState
 from pipeloom.runtime.stage_modules import StageModules
-from pipeloom.runtime.state_changes import BackwardChanges
 from pipeloom.runtime.tensor_spec import BoundaryValues, TensorSpecs, as_values, require_plain, tensors_in
 
 ShareOfLoss = Callable[[Any], Tensor]
@@ -38,6 +35,9 @@ ShareOfLoss = Callable[[Any], Tensor]
 
 GiveToTerm = Callable[[LossTerm, Any], Tensor]
 """A layer's loss term and the value for it -> the micro-batch's share of the step's mean, 0-dim, without the term's weight."""
+
+
+_FIRST = 64  # forwards per stage; a layer that changes its input in place does so in one of them
 
 
 class StageOutputs(NamedTuple):
@@ -94,7 +94,6 @@ class InFlight:
         specs: specs of the stage's inputs, which tell the inputs whose gradient is sent back (a layer may call
             `requires_grad_` on others); None: inputs of the user, without gradients.
         read: number of inputs, the last ones, that the stage reads by name.
-        backward_checks: constructor of the checks of the backward; None: it needs none.
     """
 
     queue: WeightGradQueue | None
@@ -102,7 +101,6 @@ class InFlight:
     outputs: BoundaryValues = ()
     specs: TensorSpecs | None = None
     read: int = 0
-    backward_checks: Callable[[], BackwardChanges] | None = None
 
 
 class Stage:
@@ -115,9 +113,7 @@ class Stage:
         writes_weight_gradients: whether linear layers write their weight gradients without autograd: because a backward is
             split, a main gradient receives them, or torch does not compute their products.
         communications: the rank's communication stream.
-        replicated: the holders of copies of these layers' parameters, in words; None: there are none.
-        elsewhere: parameter in this process that a layer of another rank holds -> its name; complete at the first forward.
-        shared: state that layers of several stages share.
+        foreign: tensors that the graph of the first forward must not reach.
     """
 
     def __init__(
@@ -128,9 +124,7 @@ class Stage:
         grad_context: WeightGradContext,
         writes_weight_gradients: bool,
         communications: CommStream,
-        replicated: str | None = None,
-        elsewhere: Mapping[nn.Parameter, str] = MappingProxyType({}),
-        shared: SharedState | None = None,
+        foreign: ForeignLeaves | None = None,
     ) -> None:
         self.index = index
         self.words = f"stage {index}"
@@ -144,14 +138,8 @@ class Stage:
         self._communications = communications
         self._alive: dict[int, InFlight] = {}
         self._awaiting_w: dict[int, WeightGradQueue] = {}
-        self._checks = ForwardChecks(
-            layers,
-            self.words,
-            segmented=self.segmented,
-            replicated=replicated,
-            elsewhere=elsewhere,
-            shared=shared,
-        )
+        self._inputs = ChangeableInputs()
+        self._foreign = foreign  # None once a graph has been checked
         if writes_weight_gradients or self.segmented:  # otherwise plain layers are left unchanged
             for module in layers.modules:
                 defer_weight_gradients(module, grad_context)
@@ -184,18 +172,14 @@ class Stage:
             term: function that computes shares of layers' losses; None: they are not computed.
             before_layer: called with each layer's name before the layer; for a segmented stage, the caller calls it.
         """
-        if self._checks.written_in_backward and self._alive and torch.is_grad_enabled():
-            return self._watched_forward(microbatch, values, specs, keywords, program, loss, term, before_layer)
         if self.segmented:
             return run_to_end(self.forward_in_segments(microbatch, values, specs, keywords, program, loss))
         layers = self.layers
-        flight, inputs, checks = self._begin_forward(
-            values, specs, program, microbatch in program.split, before_layer is not None
-        )
+        flight, inputs = self._begin_forward(values, specs, program, microbatch in program.split)
         self._grad_context.queue = flight.queue
         by_position = inputs if not flight.read else inputs[: len(inputs) - flight.read]
         names = None if self.silent else NamedInForward(layers, program, inputs[len(by_position) :], term)
-        result: Any = by_position if checks is None else checks.changeable(by_position)
+        result: Any = self._inputs.changeable(by_position)
         try:
             for at, (name, module) in enumerate(zip(layers.names, layers.modules, strict=True)):
                 arguments = self._arguments(at, result)
@@ -207,7 +191,6 @@ class Stage:
                         partial(_by_name, module, accepted, tuple(read)),
                         (*read.values(), *arguments),
                         module,
-                        self._checks.by_value,
                     )
                 else:
                     result = module(*arguments, **accepted, **read)
@@ -215,23 +198,16 @@ class Stage:
                 if names is not None:
                     result = names.written(at, result)
         except RuntimeError as error:
-            self._checks.explain(error, by_position)
+            self._inputs.explain(error, by_position)
             raise
-        if checks is not None:
-            checks.note_changes(by_position)
-            checks.require_unchanged()
-        return self._finish_forward(microbatch, flight, inputs, result, loss, names, checks)
+        self._inputs.note_changes(by_position)
+        return self._finish_forward(microbatch, flight, inputs, result, loss, names)
 
     def _arguments(self, at: int, result: Any) -> BoundaryValues:
         """Return the arguments of layer `at`, from the result of the layer before it or from the stage's inputs."""
         if isinstance(result, Tensor):
             return (result,)
         return as_values(result, f"layer {self.layers.names[at - 1]!r}") if at else result
-
-    def _watched_forward(self, *arguments: Any) -> StageOutputs:
-        """As `forward`, and refuse reads of state that backwards write while backwards of earlier micro-batches have not run."""
-        with self._checks.watched_forward():
-            return self.forward(*arguments)
 
     def forward_in_segments(
         self,
@@ -249,13 +225,11 @@ class Stage:
         groups = split_at_communications(self.layers, keywords)
         # A backward with communications computes weight gradients during them, also in a B.
         queues = len(groups) > 1 or microbatch in program.split
-        flight, inputs, checks = self._begin_forward(values, specs, program, queues)
+        flight, inputs = self._begin_forward(values, specs, program, queues)
         for group in groups[:-1]:
-            inputs = yield from self._compute_and_communicate(group, inputs, flight, checks)
-        result = self._compute(groups[-1], inputs, flight, checks)
-        if checks is not None:
-            checks.require_unchanged()
-        return self._finish_forward(microbatch, flight, inputs, result, loss, None, checks)
+            inputs = yield from self._compute_and_communicate(group, inputs, flight)
+        result = self._compute(groups[-1], inputs, flight)
+        return self._finish_forward(microbatch, flight, inputs, result, loss, None)
 
     def compute(
         self,
@@ -277,33 +251,26 @@ class Stage:
         return result
 
     def _begin_forward(
-        self,
-        values: BoundaryValues,
-        specs: TensorSpecs | None,
-        program: StageProgram,
-        queues: bool,
-        arriving: bool = False,
-    ) -> tuple[InFlight, tuple[Any, ...], CheckedForward | None]:
-        """Return the micro-batch's state, its inputs as leaves, and the checks of the forward, if it needs any.
+        self, values: BoundaryValues, specs: TensorSpecs | None, program: StageProgram, queues: bool
+    ) -> tuple[InFlight, tuple[Any, ...]]:
+        """Return the micro-batch's state, and its inputs as leaves.
 
         Args:
             queues: whether weight gradients wait for W.
-            arriving: whether the pipeline writes to weights during the forward.
         """
         read = len(program.reads)
         if not torch.is_grad_enabled():
-            return InFlight(None, read=read), values, None
+            return InFlight(None, read=read), values
         leaves = values if specs is None else _leaves(values, specs)
-        flight = InFlight(WeightGradQueue() if queues else None, specs=specs, read=read)
-        return flight, leaves, self._checks.begin(leaves, specs, program, arriving)
+        return InFlight(WeightGradQueue() if queues else None, specs=specs, read=read), leaves
 
     def _compute_and_communicate(
-        self, group: ComputeGroup, inputs: tuple[Any, ...], flight: InFlight, checks: CheckedForward | None
+        self, group: ComputeGroup, inputs: tuple[Any, ...], flight: InFlight
     ) -> Coroutine[tuple[Any, ...]]:
         """Run a group and the communication after it; return the next group's inputs."""
         assert group.after is not None
         training = torch.is_grad_enabled()
-        outputs = self._compute(group, inputs, flight, checks)
+        outputs = self._compute(group, inputs, flight)
         which = [training and carries(value) for value in outputs]
         if training:
             flight.groups.append(SavedGroup(inputs, _roots(outputs), (), group.after, saved_of(outputs)))
@@ -315,18 +282,15 @@ class Stage:
         results = self._communications.wait(pending, group.after.name)
         return tuple(v.detach().requires_grad_() if leaf else v for v, leaf in zip(results, which, strict=True))
 
-    def _compute(
-        self, group: ComputeGroup, inputs: tuple[Any, ...], flight: InFlight, checks: CheckedForward | None
-    ) -> Any:
+    def _compute(self, group: ComputeGroup, inputs: tuple[Any, ...], flight: InFlight) -> Any:
         """Run the group's computations. Another micro-batch may have run since the last group, so the queue is set again."""
         self._grad_context.queue = flight.queue
         try:
-            result = group.compute(inputs if checks is None else checks.changeable(inputs))
+            result = group.compute(self._inputs.changeable(inputs))
         except RuntimeError as error:
-            self._checks.explain(error, inputs)
+            self._inputs.explain(error, inputs)
             raise
-        if checks is not None:
-            checks.note_changes(inputs)
+        self._inputs.note_changes(inputs)
         return result
 
     def _finish_forward(
@@ -337,7 +301,6 @@ class Stage:
         result: Any,
         loss: ShareOfLoss | None,
         names: NamedInForward | None,
-        checks: CheckedForward | None,
     ) -> StageOutputs:
         """Return the forward's outputs, and save what the backward needs."""
         outputs: BoundaryValues = ()
@@ -357,9 +320,9 @@ class Stage:
             losses = tuple([each for each in shares if each.requires_grad])
             results = (*outputs, *tensors.values()) if tensors else outputs
             roots = _roots(results)
-            if checks is not None:
-                checks.require_own(roots, losses)
-                flight.backward_checks = checks.of_backward
+            if self._foreign is not None:
+                self._foreign.require_unreached(self.layers.modules, roots, losses)
+                self._foreign = None
             flight.groups.append(SavedGroup(inputs, roots, losses))
             if not self._deallocate:
                 flight.outputs = results
@@ -485,13 +448,11 @@ class Stage:
             return
         context = self._grad_context
         trusted = not self.segmented  # in a segmented stage, communications compute some of the gradients
-        before = None if flight.backward_checks is None else flight.backward_checks()
         try:
-            with nullcontext() if before is None else before.reads:
-                if context.stage_backward is not None and context.writes:
-                    context.stage_backward.run(roots, given, trusted)
-                else:
-                    run_backward(roots, given, trusted)
+            if context.stage_backward is not None and context.writes:
+                context.stage_backward.run(roots, given, trusted)
+            else:
+                run_backward(roots, given, trusted)
         except RuntimeError as error:
             if "modified by an inplace operation" in str(error):
                 error.add_note(
@@ -499,8 +460,51 @@ class Stage:
                     "in place what its backward needs, such as a weight or a buffer; let it work on a clone)"
                 )
             raise
-        if before is not None:
-            self._checks.written_in_backward += before.refuse(others=bool(self._alive))
+
+
+class ChangeableInputs:
+    """Inputs that a stage's layers may change in place, as in one process, although they are leaves of its graph.
+
+    That takes one more operation per input, so it ends after the first forwards unless a layer has changed an input in one of
+    them.
+    """
+
+    def __init__(self) -> None:
+        self._left: float = _FIRST
+        self._versions: tuple[int, ...] = ()
+
+    def changeable(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the inputs, those that carry a gradient as views that are no leaves."""
+        if self._left <= 0 or not torch.is_grad_enabled():
+            return inputs
+        self._left -= 1
+        self._versions = tuple(value._version for value in inputs if carries(value))
+        return tuple(_Given.apply(v) if carries(v) else v for v in inputs)  # type: ignore[no-untyped-call]
+
+    def note_changes(self, inputs: tuple[Any, ...]) -> None:
+        """Keep inputs changeable in all later forwards if a layer has changed one of these since `changeable`."""
+        versions, self._versions = self._versions, ()
+        if versions and versions != tuple(value._version for value in inputs if carries(value)):
+            self._left = math.inf
+
+    def explain(self, error: RuntimeError, inputs: Sequence[Any]) -> None:
+        """Add a note to an error about a leaf that was changed in place, and allow that from the next forward on."""
+        if self._left <= 0 and "leaf Variable that requires grad" in str(error) and any(map(carries, inputs)):
+            self._left = math.inf
+            error.add_note("(a layer changes its input in place, and did not before: the next step allows it)")
+
+
+class _Given(torch.autograd.Function):
+    """View of the same memory that is not a leaf, and shares the version counter of its input."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)  # if a layer's input gets no gradient, the stage before gets none either
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0]
 
 
 class NamedInForward:
@@ -556,6 +560,11 @@ class NamedInForward:
                     "write a clone of it, or work on a copy (inplace=False)"
                 )
         return {name: self._tensors[name] for name in self._program.writes}
+
+
+def version_of(value: Tensor) -> int:
+    """Return the tensor's version counter; 0 for one made in inference mode, which has none."""
+    return 0 if value.is_inference() else value._version
 
 
 def _by_name(module: nn.Module, accepted: Mapping[str, Any], keywords: Sequence[str], *values: Any) -> Any:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import types
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -195,24 +193,14 @@ def _as(value: Tensor, dtype: torch.dtype) -> Tensor:
     return (value.real if value.is_complex() and not dtype.is_complex else value).to(dtype)
 
 
-_MOST_OBJECTS = 100_000  # searched in all layers together, without modules and parameters: more would take seconds
-_OPAQUE = {
-    "torch",
-    "numpy",
-    "builtins",
-    "pydantic",
-    "pydantic_core",
-    "threading",
-    "logging",
-    "multiprocessing",
-    "asyncio",
-}
-
 Groups = list[tuple[str, ...]]
 
 
 class SharedParameters:
-    """Parameters that several of `layers` share, as far as one process can tell.
+    """Parameter objects of several layers, as far as one process can tell.
+
+    Numbers stand for the parameters of the modules among `layers`, and of the modules and parameters to which factories refer
+    directly (a closure, an argument): they are the same in every process, which runs the same program.
 
     Args:
         layers: as given to the pipeline, before any is built.
@@ -220,99 +208,87 @@ class SharedParameters:
     """
 
     def __init__(self, layers: Sequence[Any], names: Sequence[str]) -> None:
-        self._layers = layers
         self._objects: dict[str, nn.Parameter] = {}
-        self._built: list[nn.Module] = []
-        objects = list(_objects(layers))
-        self._lengths = {
-            id(each.value): (each.value, len(each.value)) for each in objects if isinstance(each.value, list)
-        }
-        self._numbers = _numbers(objects)
+        self._numbers: dict[nn.Parameter, int] = {}
+        for value in (value for layer in layers for value in _referred(layer)):
+            for parameter in value.parameters() if isinstance(value, nn.Module) else (value,):
+                self._numbers.setdefault(parameter, len(self._numbers))
         for layer, name in zip(layers, names, strict=True):
             if isinstance(layer, nn.Module):
-                self._remember(name, layer)
+                self.add_layer(name, layer)
 
     def add_layer(self, name: str, module: nn.Module) -> None:
         """The layer `name` is `module`; call it before the module's parameters are moved or replaced."""
-        self._remember(name, module)
-        self._built.append(module)
-
-    def _remember(self, name: str, module: nn.Module) -> None:
         for inner, parameter in module.named_parameters(remove_duplicate=False):
             self._objects.setdefault(f"{name}.{inner}", parameter)
 
     def facts(self) -> dict[str, Any]:
-        """Return what the other ranks must know, in plain values."""
-        numbers = self._numbers
-        return {
-            "groups": [list(names) for names in _grouped({name: id(p) for name, p in self._objects.items()})],
-            "digest": _digest(numbers),
-            "numbers": {name: numbers[p] for name, p in self._objects.items() if p in numbers},
-            "kept": self._kept(),
-        }
+        """Return what the other ranks must know, in plain values: names of one object each, and numbers by name."""
+        numbers = {name: self._numbers[p] for name, p in self._objects.items() if p in self._numbers}
+        return {"groups": _grouped({name: id(p) for name, p in self._objects.items()}), "numbers": numbers}
 
-    def _kept(self) -> list[tuple[str, str, bool]]:
-        """(path, name, whether it belongs to a layer that is found there) of parameters that factories have made and kept."""
-        names: dict[nn.Parameter, str] = {}
-        for name, parameter in self._objects.items():
-            if parameter not in self._numbers:
-                names.setdefault(parameter, name)
-        built = {id(part) for module in self._built for part in module.modules()}
-        additions = []
-        for holder in _objects(self._layers, self._added_to):
-            value = holder.value
-            if isinstance(value, nn.Parameter):
-                inside: Iterable[tuple[str, nn.Parameter]] = [("", value)]
-            elif isinstance(value, nn.Module) and not _collects(value, built):
-                inside = value.named_parameters()
-            else:
-                continue
-            is_layer = any(value is module for module in self._built)
-            for inner, parameter in inside:
-                if parameter in names:
-                    path = f"{holder.path}:{inner} {tuple(parameter.shape)} {parameter.dtype}"
-                    additions.append((path, names[parameter], is_layer))
-        return additions
+    def require_tied(self, tied: Sequence[Sequence[str]], owners: Owners) -> None:
+        """Raise ConfigError for one parameter that layers of several ranks get by other ways, and `tied` does not name.
 
-    def _added_to(self, value: Any) -> bool:
-        """Return whether a list was made, or has become longer or shorter, while layers were built."""
-        before = self._lengths.get(id(value))
-        return isinstance(value, list) and (before is None or before[1] != len(value))
+        In one process it is one weight; where each rank has a process, each would train a copy.
+        """
+        for names in self.facts()["groups"]:
+            holders = {owners[layer] for name in names if (layer := layer_of(name, owners)) is not None}
+            parameter = self._objects[names[0]]
+            known = parameter in self._numbers or any({*names} <= {*group} for group in tied)
+            if len(holders) > 1 and parameter.requires_grad and not known:
+                raise ConfigError(
+                    f"{' and '.join(map(repr, names))} are one parameter, which factories share, and on several processes each "
+                    f"would train a copy: name them in tied=[{names!r}]"
+                )
 
-    def of_other_ranks(self, facts: Sequence[Mapping[str, Any]], here: Mapping[str, Any]) -> dict[nn.Parameter, str]:
-        """Parameters that this process can reach and only layers of other ranks hold -> their names there.
+    def elsewhere(self, facts: Sequence[Mapping[str, Any]], here: Mapping[str, Any]) -> dict[Tensor, str]:
+        """Return parameters that only layers of other ranks hold -> their names there.
 
         Args:
             facts: of every rank of the pipeline.
             here: this rank's layers by name.
         """
-        names = {parameter: name for name, parameter in reversed(self._objects.items())}
-        if _number_alike(facts):
-            by_number = {number: parameter for parameter, number in self._numbers.items()}
-            for rank_facts in facts:
-                for name, number in rank_facts["numbers"].items():
-                    names.setdefault(by_number[number], name)
         held = {p for name, p in self._objects.items() if layer_of(name, here) is not None}
+        parameter_of = {number: parameter for parameter, number in self._numbers.items()}
+        names = {parameter_of[n]: name for fact in reversed(facts) for name, n in reversed(fact["numbers"].items())}
         return {parameter: name for parameter, name in names.items() if parameter not in held}
 
 
-def _number_alike(facts: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the ranks have found the same parameter objects, so that their numbers mean the same."""
-    return len({each["digest"] for each in facts}) == 1
-
-
 def shared_groups(facts: Sequence[Mapping[str, Any]]) -> Groups:
-    """Names of parameters that are one object, from the `facts` of every rank of a pipeline."""
-    groups: Groups = [tuple(names) for rank_facts in facts for names in rank_facts["groups"]]
-    if _number_alike(facts):
-        groups += _grouped({name: number for rank_facts in facts for name, number in rank_facts["numbers"].items()})
-    paths: dict[str, dict[str, bool]] = {}
-    for rank_facts in facts:
-        for path, name, is_layer in rank_facts["kept"]:
-            paths.setdefault(path, {})[name] = is_layer
-    # where every rank has found a layer of its own, each of them was kept there in its turn
-    groups += [tuple(names) for names in paths.values() if len(names) > 1 and not all(names.values())]
-    return merged(groups)
+    """Return the names of parameters that are one object, from the `facts` of every rank of a pipeline."""
+    numbers = {name: number for fact in facts for name, number in fact["numbers"].items()}
+    return merged([*(tuple(names) for fact in facts for names in fact["groups"]), *_grouped(numbers)])
+
+
+def _referred(layer: Any) -> Iterator[Any]:
+    """Yield the modules and parameters that a layer is, or to which its factory refers directly."""
+    if isinstance(layer, (nn.Module, nn.Parameter)):
+        yield layer
+        return
+    build = getattr(layer, "build", layer)
+    if isinstance(build, functools.partial):
+        values = [build.func, *build.args, *build.keywords.values()]
+    else:
+        cells = [cell.cell_contents for cell in getattr(build, "__closure__", None) or () if not _is_empty(cell)]
+        values = [*cells, *(getattr(build, "__defaults__", None) or ()), getattr(build, "__self__", None)]
+        values += (getattr(build, "__kwdefaults__", None) or {}).values()
+    yield from (value for value in values if isinstance(value, (nn.Module, nn.Parameter)))
+
+
+def _is_empty(cell: Any) -> bool:
+    """Return whether a closure's variable has no value yet."""
+    try:
+        return cell.cell_contents is cell
+    except ValueError:
+        return True
+
+
+def _grouped(keys: Mapping[str, int]) -> Groups:
+    by_key: dict[int, list[str]] = {}
+    for name, key in keys.items():
+        by_key.setdefault(key, []).append(name)
+    return [tuple(names) for names in by_key.values() if len(names) > 1]
 
 
 def merged(groups: Sequence[Sequence[str]]) -> Groups:
@@ -328,96 +304,3 @@ def merged(groups: Sequence[Sequence[str]]) -> Groups:
             together = {**other, **together}
         disjoint = [*apart, together]
     return [tuple(names) for names in disjoint]
-
-
-def _grouped(keys: Mapping[str, int]) -> Groups:
-    by_key: dict[int, list[str]] = {}
-    for name, key in keys.items():
-        by_key.setdefault(key, []).append(name)
-    return [tuple(names) for names in by_key.values() if len(names) > 1]
-
-
-def _digest(numbers: Mapping[nn.Parameter, int]) -> str:
-    shapes = [(tuple(parameter.shape), str(parameter.dtype)) for parameter in numbers]
-    return hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
-
-
-class _Found(NamedTuple):
-    """An object that the layers refer to, and by which attribute names, keys and positions it is reached first."""
-
-    path: str
-    value: Any
-
-
-def _numbers(objects: Iterable[_Found]) -> dict[nn.Parameter, int]:
-    """Parameter object -> its number among all that were found."""
-    numbers: dict[nn.Parameter, int] = {}
-    for holder in objects:
-        if isinstance(holder.value, nn.Parameter):
-            numbers.setdefault(holder.value, len(numbers))
-        elif isinstance(holder.value, nn.Module):
-            for parameter in holder.value.parameters():
-                numbers.setdefault(parameter, len(numbers))
-    return numbers
-
-
-def referred_to(layers: Sequence[Any]) -> list[Any]:
-    """Return every object that `layers`, or their factories, refer to, once, in an order that every process finds alike."""
-    return list({id(each.value): each.value for each in _objects(layers)}.values())
-
-
-def _collects(module: nn.Module, built: Container[int]) -> bool:
-    """Return whether a module that is no part of a built layer holds parts of some, as a list of all layers does."""
-    return id(module) not in built and any(id(part) in built for part in module.modules())
-
-
-def _objects(layers: Sequence[Any], leave_out: Callable[[Any], bool] = lambda value: False) -> Iterator[_Found]:
-    """Every object that `layers`, or their factories, refer to, in an order that every process finds alike."""
-    seen: dict[int, Any] = {}  # the objects stay alive, so that no id is used twice
-    waiting = [_Found(f"layer {at}", layer) for at, layer in enumerate(layers)][::-1]
-    while waiting and len(seen) < _MOST_OBJECTS:
-        path, value = waiting.pop()
-        if isinstance(value, (nn.Parameter, nn.Module)):
-            yield _Found(path, value)  # under every path
-        elif id(value) not in seen and not leave_out(value):
-            seen[id(value)] = value
-            yield _Found(path, value)
-            waiting += [_Found(f"{path} {step}", each) for step, each in _references(value)][::-1]
-
-
-def _references(value: Any) -> Iterator[tuple[Any, Any]]:
-    """(name, key or position, object) of what `value` refers to, in an order that every process finds alike."""
-    if isinstance(value, (list, tuple)):
-        yield from enumerate(value)
-    elif isinstance(value, dict):
-        yield from (
-            (repr(key) if isinstance(key, (str, int)) else at, each) for at, (key, each) in enumerate(value.items())
-        )
-    elif isinstance(value, functools.partial):
-        yield from (("function", value.func), *enumerate(value.args), *value.keywords.items())
-    elif isinstance(value, types.MethodType):
-        yield from (("self", value.__self__), ("function", value.__func__))
-    elif isinstance(value, types.FunctionType):
-        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            try:
-                yield name, cell.cell_contents
-            except ValueError:  # not filled yet
-                continue
-        yield from enumerate(value.__defaults__ or ())
-        yield from (value.__kwdefaults__ or {}).items()
-        if _root(value) not in _OPAQUE:
-            names = dict.fromkeys(_global_names(value.__code__))
-            yield from ((name, value.__globals__[name]) for name in names if name in value.__globals__)
-    elif not isinstance(value, (type, types.ModuleType)) and _root(type(value)) not in _OPAQUE:
-        yield from getattr(value, "__dict__", {}).items()
-
-
-def _global_names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _global_names(constant)
-
-
-def _root(value: Any) -> str:
-    return str(getattr(value, "__module__", "")).partition(".")[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -40,7 +40,9 @@ from pipeloom.runtime.stage_modules import LayerSource, keywords_of, layer_name
 from pipeloom.runtime.tensor_spec import tensors_in
 from pipeloom.schedule.model import Schedule
 
-_RATE = 0.01  # of the optimizer's steps, along gradients of norm 1: large enough for a wrong step to show in the next loss
+_RATE = (
+    0.01  # of the optimizer's steps, along gradients of norm 1: large enough for a wrong step to show in the next loss
+)
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # of rounding; what breaks the contract differs by more
 _COARSE = 0.05  # of dtypes of 16 bits and less
 
@@ -145,16 +147,18 @@ class _Call(NamedTuple):
     layer: str
 
 
-Sums = tuple[complex, float]  # of a layer's outputs, weighted by place, and of their magnitudes: enough to see a difference
+Sums = tuple[
+    complex, float
+]  # of a layer's outputs, weighted by place, and of their magnitudes: enough to see a difference
 
 
 class _Outputs:
     """Sums of the outputs of each call of a layer, which gets random numbers that depend on the call alone."""
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         self.sums: dict[_Call, Sums] = {}
         self._call: _Call | None = None
-        for name, module in modules.items():
+        for name, module in modules:
             module.register_forward_hook(partial(self._after, name))
 
     def before(self, call: _Call) -> None:
@@ -221,6 +225,7 @@ class _Sides:
             ignore_index=weighing.ignore_index,
             stages=stages,
             options=options,
+            separate_replicas=True,
         )
         self.batch, self.loss = batch, loss
         self.recomputes = options.recompute != "none"
@@ -237,7 +242,7 @@ class _Sides:
         dtypes = [p.dtype for p in self.parameters.values() if p.is_floating_point()]
         widest = max((_TOLERANCE.get(dtype, _COARSE) for dtype in dtypes), default=_TOLERANCE[torch.float32])
         self.tolerance = widest if tolerance is None else tolerance
-        self.expected, self.actual = _Outputs(self.modules), _Outputs(self.pipeline.modules)
+        self.expected, self.actual = _Outputs(self.modules.items()), _Outputs(self.pipeline.replicas)
         self.pipeline.before_each_layer(self._before)
 
     def _before(self, layer: str, microbatch: int) -> None:
@@ -257,7 +262,9 @@ class _Sides:
         self._compare_outputs("results")
         error = self._compare("the loss", torch.tensor(actual), torch.tensor(expected), "results")
         report.loss_error = max(report.loss_error, error)
-        for name, parameter in self.pipeline.named_parameters():
+        order = {name: at for at, name in enumerate(self.parameters)}
+        # from the end, as backwards run: a wrong gradient makes those of all layers before it wrong
+        for name, parameter in sorted(self.pipeline.named_parameters(), key=lambda item: -order[item[0]]):
             where = f"the gradient of {self._place(name)}"
             serial = self.parameters[name].grad
             rule: Rule = "parameters" if (parameter.grad is None) != (serial is None) else "backwards"
@@ -273,7 +280,10 @@ class _Sides:
         for module in self.modules.values():
             module.eval()
         inputs, targets, keywords = self.batch.of(step)
-        shares = [share for _, share in self._serial_forwards(step)]
+        try:
+            shares = [share for _, share in self._serial_forwards(step)]
+        except Exception:
+            return  # layers that one process cannot evaluate either, such as those with hooks on gradients
         loss = self.pipeline.evaluate(inputs, targets, **keywords)
         self._compare_outputs("evaluation")
         expected = torch.tensor(sum(float(share) for share in shares))
@@ -338,15 +348,19 @@ class _Sides:
             (a, _), (b, size) = self.actual.sums[call], self.expected.sums.get(call, (0.0, 0.0))
             if not abs(a - b) <= self.tolerance * max(size, 1e-30):
                 difference = abs(a - b) / max(size, 1e-30)
-                self._refuse(f"the output of layer {self._layer(call.layer)}, micro-batch {call.microbatch},", difference, rule)
+                self._refuse(
+                    f"the output of layer {self._layer(call.layer)}, micro-batch {call.microbatch},", difference, rule
+                )
         self.actual.sums.clear()
         self.expected.sums.clear()
 
     def _compare_buffers(self) -> None:
-        actual = _named(self.pipeline.modules, "named_buffers")
-        for name, want in _named(self.modules, "named_buffers").items():
-            if name in actual and want.layout is torch.strided and not torch.equal(actual[name], want):
-                self._compare(f"buffer {self._place(name)}", actual[name], want, "buffers")
+        expected = _named(self.modules, "named_buffers")
+        for layer, module in self.pipeline.replicas:
+            for name, got in _named({layer: module}, "named_buffers").items():
+                want = expected.get(name)
+                if want is not None and want.layout is torch.strided and not torch.equal(got, want):
+                    self._compare(f"buffer {self._place(name)}", got, want, "buffers")
 
     def _compare(self, what: str, got: Tensor | None, want: Tensor | None, rule: Rule) -> float:
         """Return the relative difference. Raises VerifyError above the tolerance."""
@@ -356,7 +370,11 @@ class _Sides:
         return error
 
     def _refuse(self, what: str, error: float, rule: Rule) -> None:
-        how = f"by {error:.1%} of its largest value" if error < float("inf") else "altogether (it is missing or not finite in one)"
+        how = (
+            f"by {error:.1%} of its largest value"
+            if error < float("inf")
+            else "altogether (missing or not finite in one)"
+        )
         recomputed = "" if not self.recomputes else ", with every layer recomputed"
         rule = "recomputation" if self.recomputes else rule
         name = self.pipeline.schedule.name or "the schedule"
@@ -395,7 +413,9 @@ def _copied(layers: Sequence[LayerSource]) -> list[LayerSource]:
     try:
         return [copy.deepcopy(layer, memo) if isinstance(layer, nn.Module) else layer for layer in layers]
     except (TypeError, RuntimeError, AttributeError) as error:
-        raise UsageError(f"verify copies the layers, and one cannot be copied ({error}): give factories, such as Layer(name, build)") from error
+        raise UsageError(
+            f"verify copies modules, and one cannot be copied ({error}): give factories (Layer(name, build))"
+        ) from error
 
 
 def _built(layers: Sequence[LayerSource], names: Sequence[str], seed: int) -> list[nn.Module]:
@@ -414,7 +434,11 @@ def _built(layers: Sequence[LayerSource], names: Sequence[str], seed: int) -> li
 
 
 def _named(modules: Mapping[str, nn.Module], method: str) -> dict[str, Any]:
-    return {f"{layer}.{name}": value for layer, m in modules.items() for name, value in getattr(m, method)(remove_duplicate=False)}
+    return {
+        f"{layer}.{name}": value
+        for layer, m in modules.items()
+        for name, value in getattr(m, method)(remove_duplicate=False)
+    }
 
 
 def _tie(modules: Mapping[str, nn.Module], tied: Sequence[Sequence[str]]) -> None:

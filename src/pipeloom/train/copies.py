@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeloom.ops.stage_state import StageState
 from pipeloom.runtime import Pipeline
 from pipeloom.train.optimizer import Optimizer
 
@@ -57,23 +58,20 @@ class OptimizerCopy:
 
 
 class ForwardSideEffects:
-    """Side effects of a forward pass besides gradients: buffers (running statistics) and the random state."""
+    """Side effects of a forward pass besides gradients: the state of the layers, and torch's random state."""
 
     def __init__(self, pipeline: Pipeline) -> None:
-        trained = {name for name, _ in pipeline.named_parameters()}
-        self._buffers = [value for name, value in pipeline.state_dict().items() if name not in trained]
+        self._modules = list(pipeline.modules.values())
         self._device = pipeline.device
-        self._copies = Copies()
-        self._random: list[Tensor] = []
 
     def take(self) -> None:
-        self._copies.take(self._buffers)
+        self._state = StageState(self._modules)
         self._random = [torch.get_rng_state()]
         if self._device.type == "cuda":
             self._random.append(torch.cuda.get_rng_state(self._device))
 
     def restore(self) -> None:
-        self._copies.restore()
+        self._state.restore()
         torch.set_rng_state(self._random[0])
         if self._device.type == "cuda":
             torch.cuda.set_rng_state(self._random[1], self._device)

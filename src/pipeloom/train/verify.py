@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,21 +21,12 @@ from pipeloom.ops.microbatch import KEYWORD, MicrobatchContext
 from pipeloom.parallel.exchange import gather_tree
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.sharding import from_plain, to_plain
-from pipeloom.runtime import LocalPipeline
 from pipeloom.runtime.batch import (
     IGNORE_INDEX,
-    Weighing,
-    Weight,
-    as_inputs,
-    batch_rows,
     count_targets,
-    split_batch,
-    split_sizes,
 )
 from pipeloom.runtime.health.watchdog import Watchdog
-from pipeloom.runtime.layer_names import LayerNames
-from pipeloom.runtime.stage_modules import LayerSource, keywords_of, layer_name
-from pipeloom.schedule.model import Schedule
+from pipeloom.runtime.verify import relative_error
 from pipeloom.train.agreement import require_agreement
 from pipeloom.train.build import build_pipeline, model_layers, moe_classes, ties
 from pipeloom.train.data.batches import Batch
@@ -102,74 +92,6 @@ def run(layouts: Sequence[Layout], context: WorkerContext, tolerance: float) -> 
             with context.waiting("the other workers to finish with a layout", "evaluation"):
                 dist.barrier()
         yield result
-
-
-def verify_layers(
-    layers: Sequence[LayerSource],
-    schedule: Schedule,
-    loss: Callable[[Any, Any], Tensor],
-    inputs: Any,
-    targets: Any,
-    *,
-    tied: Sequence[Sequence[str]] = (),
-    weight: Weight | None = None,
-    tolerance: float = 1e-5,
-    **keywords: Any,
-) -> LayoutVerdict:
-    """Compare one step of your own model under a schedule with the layers called one after the other in plain torch.
-
-    All ranks run in this process. The other arguments are those of `Pipeline` and its `step`. Layers that use torch's random
-    numbers, such as `nn.Dropout`, draw different numbers in the two runs: set their probability to 0.
-
-    Args:
-        tolerance: largest relative error of the loss and of each gradient that passes.
-
-    Raises UsageError and ConfigError as a pipeline does.
-    """
-    copied: dict[int, Any] = {}  # one copy of all layers together: parameters that two of them share stay shared
-    plain = [copy.deepcopy(layer, copied) if isinstance(layer, nn.Module) else layer() for layer in layers]
-    names = [layer_name(layer, at) for at, layer in enumerate(layers)]
-    declared = [LayerNames.of(layer, name) for layer, name in zip(layers, names, strict=True)]
-    pipeline = LocalPipeline(layers, schedule, loss=loss, tied=tied, weight=weight)
-    modules = dict(zip(names, plain, strict=True))
-    for group in tied:
-        _share(modules, group)
-    serial = {f"{name}.{inner}": p for name, module in modules.items() for inner, p in module.named_parameters()}
-    names_of: dict[int, list[str]] = {}
-    for name, parameter in serial.items():
-        names_of.setdefault(id(parameter), []).append(name)
-    buffers = {f"{name}.{inner}": b for name, module in modules.items() for inner, b in module.named_buffers()}
-    with torch.no_grad():
-        for name, parameter in pipeline.named_parameters():
-            serial[name].copy_(parameter)
-        for name, module in pipeline.modules.items():
-            for inner, buffer in module.named_buffers():
-                buffers[f"{name}.{inner}"].copy_(buffer)
-    sizes = split_sizes(batch_rows(as_inputs(inputs)), schedule.microbatches)
-    parts = split_batch(inputs, targets, keywords, sizes, Weighing(weight))
-    total = 0.0
-    for values, target, given, share in zip(parts.inputs, parts.targets, parts.keywords, parts.shares, strict=True):
-        x: Any = values
-        tensors: dict[str, Tensor | None] = {}
-        terms: list[Any] = []
-        for module, layer_names in zip(plain, declared, strict=True):
-            takes = keywords_of(module)
-            usable = {key: value for key, value in given.items() if key != KEYWORD or KEYWORD in (takes or ())}
-            named = {k: v for k, v in usable.items() if (takes is None or k in takes) and k not in layer_names.reads}
-            named |= {keyword: tensors[name] for keyword, name in layer_names.reads.items()}
-            x = module(*x, **named) if isinstance(x, tuple) else module(x, **named)
-            x, lost = layer_names.taken_from(x, tensors)
-            terms += [term.weight * term.loss(lost[key], target) for key, term in layer_names.losses.items() if share]
-        if share:
-            value = sum(terms, start=loss(x, target)) * share
-            value.backward()
-            total += value.item()
-    pipeline_loss = pipeline.step(inputs, targets, **keywords).item()
-    step = ComparedStep(pipeline_loss, {name: p.grad for name, p in pipeline.named_parameters()})
-    shared = [names for names in names_of.values() if len(names) > 1]
-    return compare(
-        [step], ComparedStep(total, {name: serial[name].grad for name in serial}), [*tied, *shared], tolerance
-    )
 
 
 def make_batch(layout: Layout) -> Batch:
@@ -274,19 +196,6 @@ def compare(
     loss_error = math.inf if any(map(math.isnan, differences)) else max(differences)  # max would ignore a NaN
     passed = all(error <= tolerance for error in (loss_error, *errors.values()))
     return LayoutVerdict(loss_error, errors, passed)
-
-
-def relative_error(a: Tensor | None, b: Tensor | None) -> float:
-    """Return max |a - b| / max |b|; 0 if both are None or zero; infinite if only one is None, the shapes differ, a value is
-    not finite, or only b is zero."""
-    if a is None or b is None:
-        return 0.0 if a is b else float("inf")
-    if a.shape != b.shape or not bool(a.isfinite().all()) or not bool(b.isfinite().all()):
-        return float("inf")
-    difference, size = float((a - b).abs().max()), float(b.abs().max())
-    if size == 0:
-        return 0.0 if difference == 0 else float("inf")
-    return difference / size
 
 
 def _dtype(layout: Layout) -> torch.dtype:
