@@ -30,7 +30,6 @@ FROZEN = ("all", "weight", "bias")
 HOOKS = (
     "tensor",
     "post",
-    "accumulation",
     "backward",
     "backward_pre",
     "forward",
@@ -792,6 +791,7 @@ STATEFUL = (
     "batch norm",
     "batch norm, all history",
     "instance norm",
+    "counter",
     "average",
     "read average",
     "spectral norm",
@@ -888,25 +888,6 @@ def _on_accumulation(module: nn.Module, count: Count, kept: list[Tensor]) -> Non
         parameter.register_post_accumulate_grad_hook(hook)
 
 
-def _around_accumulation(module: nn.Module, count: Count, kept: list[Tensor]) -> None:
-    """Hooks on the node that accumulates a gradient: one halves it, the other looks at the sum."""
-    if (parameter := _hooked_parameter(module)) is None:
-        return
-    node: Any = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-
-    def before(values: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        count("" if values[0] is not None else " of nothing")
-        return tuple(None if value is None else value * 0.5 for value in values)
-
-    def behind(*_: Any) -> None:
-        if parameter.grad is None:
-            count(" without a gradient")
-
-    node.register_prehook(before)
-    node.register_hook(behind)
-    module.accumulation = (node,)  # or the hooks would go with the graph
-
-
 def _on_backward(find: Callable[[nn.Module], nn.Module], module: nn.Module, count: Count, kept: list[Tensor]) -> None:
     def hook(_: nn.Module, inputs: Any, outputs: Any) -> Any:
         count()
@@ -965,7 +946,6 @@ def _keep(module: nn.Module, count: Count, kept: list[Tensor]) -> None:
 _HOOKS: dict[str, Callable[[nn.Module, Count, list[Tensor]], None]] = {
     "tensor": _on_tensor,
     "post": _on_accumulation,
-    "accumulation": _around_accumulation,
     "backward": partial(_on_backward, _inner),
     "backward@layer": partial(_on_backward, lambda module: module),
     "backward_pre": _before_backward,

@@ -58,19 +58,9 @@ REFUSALS: tuple[Refusal, ...] = (
         _out_of_order,
     ),
     Refusal(
-        "the forward of layer .* changes its (buffer|attribute) .* does not get every micro-batch in order",
-        "so does every other state that a forward changes",
-        _out_of_order,
-    ),
-    Refusal(
         "is recomputed, and its forward changes its input in place: work on a copy there",
         "the second run would see the changed input",
         lambda case: case.recompute != "none" and _has("changed input")(case),
-    ),
-    Refusal(
-        "changes its input in place, and the layer before returned it beside another tensor of the same memory",
-        "stages receive them as tensors of their own, so that a change of one would not reach the other",
-        _has("twice"),
     ),
     Refusal(
         "the loss carries no gradient for any micro-batch, but the outputs that it is computed from do",

@@ -75,22 +75,3 @@ def test_hooks_inside_a_segmented_layer_leave_its_segments() -> None:
     pipeline = LocalPipeline([Layer("layer", lambda: module)], S.gpipe(1, 2), loss=mse)
     pipeline.step(*batch(4))
     assert len(seen) == 2
-
-
-def test_hooks_on_accumulation_beside_a_segmented_layer() -> None:
-    """Its stage puts weight gradients off in a schedule that splits no backward, too."""
-
-    def halving() -> nn.Module:
-        block = Block(0)
-        weight = block.linear.weight
-        node: Any = weight.view_as(weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-        node.register_prehook(lambda values: tuple(None if value is None else 0.5 * value for value in values))
-        block.held = (node,)
-        return block
-
-    layers = [Layer("block", halving), Layer("experts", lambda: Experts(1, 3, None))]
-    x, y = batch(8)
-    _, want = serial(layers, x, y, [2] * 4)
-    pipeline = LocalPipeline(layers, S.gpipe(1, 4), loss=mse)
-    pipeline.step(x, y)
-    assert worst(gradients(pipeline), want) <= 1e-5
