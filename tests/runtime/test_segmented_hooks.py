@@ -11,7 +11,7 @@ from segmented import Experts
 from torch import Tensor, nn
 
 import pipeloom as pl
-from models import Block, batch, gradients, mse, serial, worst
+from models import batch, gradients, mse, serial, worst
 from pipeloom.runtime import Layer, LocalPipeline, RuntimeOptions
 
 HOOKS = ("forward_pre", "forward", "backward_pre", "backward")

@@ -170,15 +170,6 @@ class LocalPipeline:
         self._results = [StepResult() for _ in self._programs]
         self._pending = PendingLoss(lambda: torch.zeros(1 + len(self._terms)), self._terms)
 
-    def before_each_layer(self, call: Callable[[str, int], None]) -> None:
-        """Call `call(layer, microbatch)` before each layer's forward, except in segmented stages and recomputed forwards."""
-
-        def before(status: Status, layer: str) -> None:
-            if status.action is not None:
-                call(layer, status.action.microbatch)
-
-        self._hooks = [replace(hooks, before_layer=partial(before, hooks.status)) for hooks in self._hooks]
-
     # -- running ---------------------------------------------------------------------------------------------------------
 
     def step(self, inputs: Any, targets: Any = None, **keywords: Any) -> Tensor:
@@ -337,11 +328,6 @@ class LocalPipeline:
         return self._modules
 
     @property
-    def replicas(self) -> list[tuple[str, nn.Module]]:
-        """The layers of all ranks by name; one that several ranks hold has as many entries."""
-        return [item for assembly in self._assemblies for item in assembly.modules.items()]
-
-    @property
     def layer_names(self) -> tuple[tuple[str, ...], ...]:
         """The names of the layers of each stage."""
         stages = {index: stage for assembly in self._assemblies for index, stage in assembly.stages.items()}
@@ -371,7 +357,7 @@ class LocalPipeline:
         copy_state(self.state_dict(), state, transient)
 
     def train(self, mode: bool = True) -> None:
-        for _, module in self.replicas:
+        for _, module in layers_of_ranks(self):
             module.train(mode)
 
     def eval(self) -> None:
@@ -403,3 +389,18 @@ class LocalPipeline:
         """Set every gradient to None."""
         for parameter in self.parameters():
             parameter.grad = None
+
+
+def layers_of_ranks(pipeline: LocalPipeline) -> list[tuple[str, nn.Module]]:
+    """Return the layers of all ranks by name; one that several ranks hold has as many entries."""
+    return [item for assembly in pipeline._assemblies for item in assembly.modules.items()]
+
+
+def call_before_layers(pipeline: LocalPipeline, call: Callable[[str, int], None]) -> None:
+    """Call `call(layer, microbatch)` before each layer's forward, except in segmented stages and recomputed forwards."""
+
+    def before(status: Status, layer: str) -> None:
+        if status.action is not None:
+            call(layer, status.action.microbatch)
+
+    pipeline._hooks = [replace(hooks, before_layer=partial(before, hooks.status)) for hooks in pipeline._hooks]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -39,13 +38,11 @@ class TensorSpec(NamedTuple):
 
     Attributes:
         carries: whether a gradient is sent back for it (it is floating or complex and requires one).
-        shares: whether it shares memory with another tensor of the message, before they are sent.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     carries: bool
-    shares: bool = False
 
     def empty(self, device: torch.device) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
@@ -93,16 +90,7 @@ def boundary_of(values: BoundaryValues) -> TensorSpecs:
         else TensorSpec(v.dtype, tuple(v.shape), v.requires_grad and (v.is_floating_point() or v.is_complex()))
         for v in values
     ]
-    if len(values) > 1:
-        memory = Counter(_memory(value) for value in values if value is not None and value.numel())
-        for at, (value, spec) in enumerate(zip(values, specs, strict=True)):
-            if value is not None and spec is not None and memory[_memory(value)] > 1:
-                specs[at] = spec._replace(shares=True)
     return tuple(specs)
-
-
-def _memory(value: Tensor) -> int:
-    return value.untyped_storage().data_ptr()
 
 
 def gradients_of(boundary: TensorSpecs) -> TensorSpecs:
@@ -129,8 +117,7 @@ def to_numbers(boundary: TensorSpecs) -> list[int]:
         elif spec.dtype not in _BOUNDARY_DTYPES:
             raise UsageError(f"a tensor of dtype {spec.dtype} cannot be sent between stages")
         else:
-            marks = int(spec.carries) + 2 * int(spec.shares)
-            numbers += [_BOUNDARY_DTYPES.index(spec.dtype), marks, len(spec.shape), *spec.shape]
+            numbers += [_BOUNDARY_DTYPES.index(spec.dtype), int(spec.carries), len(spec.shape), *spec.shape]
     return numbers
 
 
@@ -148,9 +135,9 @@ def from_numbers(flat: Iterable[int]) -> TensorSpecs:
         if kind < 0:
             specs.append(None)
         else:
-            marks, ndim = next(numbers), next(numbers)
+            carries, ndim = bool(next(numbers)), next(numbers)
             shape = tuple(next(numbers) for _ in range(ndim))
-            specs.append(TensorSpec(_BOUNDARY_DTYPES[kind], shape, bool(marks & 1), bool(marks & 2)))
+            specs.append(TensorSpec(_BOUNDARY_DTYPES[kind], shape, carries))
     return tuple(specs)
 
 

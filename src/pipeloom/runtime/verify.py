@@ -33,7 +33,7 @@ from pipeloom.runtime.batch import (
     split_sizes,
 )
 from pipeloom.runtime.layer_names import LayerNames
-from pipeloom.runtime.local import LocalPipeline
+from pipeloom.runtime.local import LocalPipeline, call_before_layers, layers_of_ranks
 from pipeloom.runtime.loss import Loss
 from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.runtime.stage_modules import LayerSource, keywords_of, layer_name
@@ -242,8 +242,8 @@ class _Sides:
         dtypes = [p.dtype for p in self.parameters.values() if p.is_floating_point()]
         widest = max((_TOLERANCE.get(dtype, _COARSE) for dtype in dtypes), default=_TOLERANCE[torch.float32])
         self.tolerance = widest if tolerance is None else tolerance
-        self.expected, self.actual = _Outputs(self.modules.items()), _Outputs(self.pipeline.replicas)
-        self.pipeline.before_each_layer(self._before)
+        self.expected, self.actual = _Outputs(self.modules.items()), _Outputs(layers_of_ranks(self.pipeline))
+        call_before_layers(self.pipeline, self._before)
 
     def _before(self, layer: str, microbatch: int) -> None:
         self.actual.before(_Call(self._step, microbatch, layer))
@@ -356,7 +356,7 @@ class _Sides:
 
     def _compare_buffers(self) -> None:
         expected = _named(self.modules, "named_buffers")
-        for layer, module in self.pipeline.replicas:
+        for layer, module in layers_of_ranks(self.pipeline):
             for name, got in _named({layer: module}, "named_buffers").items():
                 want = expected.get(name)
                 if want is not None and want.layout is torch.strided and not torch.equal(got, want):
