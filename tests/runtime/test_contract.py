@@ -88,10 +88,10 @@ CASES: dict[str, tuple[Make, str, str]] = {
         )  # type: ignore[misc]
         for kind in (Counter, Attribute, Draws)
     },
-    "shared by two stages: weights of factories": (
+    "shared by two stages: Statistics": (
         second_and_last(lambda: sharing(Statistics)),
-        "which factories share",
-        "which factories share",
+        "buffers",
+        "has running statistics",
     ),
     **{
         f"left for a later stage: {way}": (second_and_last(lambda way=way: sharing(way)), "results", "results")  # type: ignore[misc]
@@ -109,7 +109,7 @@ CASES: dict[str, tuple[Make, str, str]] = {
     "an optimizer in the backward, through .data": (
         lambda: [Plain, lambda: StepsInBackward(True), Plain, Plain],
         "results",
-        "backwards",
+        "parameters",
     ),
     "generators in attributes and dicts": (all_four(OwnGenerators), "recomputation", "results"),
     "state in objects and nested dicts": (all_four(Counting), "recomputation", "results"),

@@ -147,16 +147,16 @@ class _Call(NamedTuple):
     layer: str
 
 
-Sums = tuple[
+OutputSums = tuple[
     complex, float
 ]  # of a layer's outputs, weighted by place, and of their magnitudes: enough to see a difference
 
 
 class _Outputs:
-    """Sums of the outputs of each call of a layer, which gets random numbers that depend on the call alone."""
+    """OutputSums of the outputs of each call of a layer, which gets random numbers that depend on the call alone."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        self.sums: dict[_Call, Sums] = {}
+        self.sums: dict[_Call, OutputSums] = {}
         self._call: _Call | None = None
         for name, module in modules:
             module.register_forward_hook(partial(self._after, name))
