@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
+from pipeloom.errors import ScheduleError
 from pipeloom.limits import MOST_PLANNED_CELLS
+from pipeloom.schedule.actions import KindName
 from pipeloom.schedule.costs import Costs
 from pipeloom.schedule.families.building_block import BuildingBlock, repeated_programs, sequences_of_block
 from pipeloom.schedule.families.greedy import (
@@ -18,16 +22,18 @@ from pipeloom.schedule.families.greedy import (
     single_route,
 )
 from pipeloom.schedule.families.layout import Coder, require_sizes
+from pipeloom.schedule.families.steady import planned_microbatches, shortest
 from pipeloom.schedule.families.v_rounds import round_programs
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.placement import vee
-from pipeloom.schedule.simulate import simulate
-from pipeloom.schedule.timeline import Objective
+from pipeloom.schedule.timeline import Objective, Timeline
 
 FIT_SHARES = (0.5, 0.75, 1.0)
 SHY = 1.05  # A W planned 5 % too long, with hops 10 % too long, is not placed in gaps that it would only just fit.
-# Largest p m for which every rule of each kind is tried: p = 64, m = 256 then takes 5 s instead of 17.
+# Largest p m, of the micro-batches planned, for which every rule is tried; above it, those of the first block that fits.
 MOST_CELLS_WITH_ALL_RULES = 1_500
+
+Programs = list[list[Planned]]
 
 
 def v_schedule(
@@ -44,53 +50,75 @@ def v_schedule(
 
     The building blocks give the order of F and I; the weight gradients are placed for the costs, in several ways. With `rounds`
     the programs of `round_programs` are candidates too, where p m is at most `MOST_CELLS_WITH_ALL_RULES`. The shortest has the
-    least makespan, and of equal ones the least largest span; or, with `objective` "span", the other way round.
+    least makespan, and of equal ones the least largest span; or, with `objective` "span", the other way round. The steady state
+    of many micro-batches is planned once and repeated (`steady`).
     """
     ranks, microbatches = sizes
     require_sizes(MOST_PLANNED_CELLS, ranks=ranks, microbatches=microbatches)
     cost_model = costs if costs is not None else Costs()
+    # Micro-batches that differ have no steady state.
+    planned = microbatches if cost_model.microbatch else planned_microbatches(ranks, microbatches)
+    for size in sorted({planned, microbatches}):
+        code = Coder(2 * ranks, size)
+        best = shortest(
+            (
+                Schedule.of_codes(
+                    [[code.of(*action) for action in program] for program in programs],
+                    placement=vee(ranks),
+                    microbatches=size,
+                    name=name,
+                    options=dict(options or {}),
+                )
+                for programs in _candidates((ranks, size), cost_model, blocks, memory_limit, rounds)
+            ),
+            microbatches,
+            cost_model,
+            lambda timeline: _lengths(timeline, objective),
+        )
+        if best is not None:
+            return best
+    raise ScheduleError(f"no order of {name} fits {memory_limit} stage-micro-batches")  # pragma: no cover - the rules fit
+
+
+def _candidates(
+    sizes: tuple[int, int], costs: Costs, blocks: Sequence[BuildingBlock], memory_limit: int, rounds: bool
+) -> Iterator[Programs]:
+    """Programs, rank -> (kind, stage, micro-batch), by every rule."""
+    ranks, microbatches = sizes
     placement = vee(ranks)
-    counted = replace(cost_model, activation=1.0, held=1.0)
+    counted = replace(costs, activation=1.0, held=1.0)
     many = ranks * microbatches > MOST_CELLS_WITH_ALL_RULES
-    candidates: list[list[list[Planned]]] = []
+    plans = list(dict.fromkeys(_plans(counted)))[: 1 if many else None]
+    fitting = False
     for block in blocks:
+        if many and fitting:
+            break
         repeated = repeated_programs(block, placement, microbatches, memory_limit)
-        if repeated is not None:
-            candidates.append(repeated)
+        yield from repeated[-1:]
         sequences = sequences_of_block(block, placement, microbatches, memory_limit)
-        if sequences is None:
-            continue
-        for plan in _plans(counted)[: 1 if many else 3]:
-            for patience in FIT_SHARES[-1 if many else 0 :]:
-                try:
-                    problem = single_route(placement, microbatches, plan, [memory_limit] * ranks)
-                    candidates.append(programs_along(problem, sequences, patience))
-                except MemoryDeadlock:
-                    continue
-    if cost_model != Costs() or not candidates:
+        orders = [] if sequences is None else [(sequences, plan) for plan in plans]
+        if not many:
+            orders += [([_without_weights(program) for program in programs], counted) for programs in repeated]
+        fitting = fitting or bool(orders or repeated)
+        for (order, plan), patience in product(orders, FIT_SHARES[:: 2 if many else 1]):
+            with contextlib.suppress(MemoryDeadlock):
+                yield programs_along(single_route(placement, microbatches, plan, [memory_limit] * ranks), order, patience)
+    if not fitting or (costs != Costs() and not many):
         # One place is kept free for the second half of the V, without which the first could block it for ever.
         caps = [memory_limit - 1] * ranks + [memory_limit] * ranks
         problem = single_route(placement, microbatches, counted, [memory_limit] * ranks, caps)
-        candidates += [programs_of(problem, PriorityRule(turns=turns)) for turns in (True, False)]
+        for turns in (True, False):
+            yield programs_of(problem, PriorityRule(turns=turns))
     if rounds and not many:
-        candidates += round_programs(ranks, microbatches, cost_model, memory_limit)
-    code = Coder(2 * ranks, microbatches)
-    schedules = [
-        Schedule.of_codes(
-            [[code.of(*action) for action in program] for program in programs],
-            placement=placement,
-            microbatches=microbatches,
-            name=name,
-            options=dict(options or {}),
-        )
-        for programs in candidates
-    ]
-    return min(schedules, key=lambda schedule: _lengths(schedule, cost_model, objective))
+        yield from round_programs(ranks, microbatches, costs, memory_limit)
 
 
-def _lengths(schedule: Schedule, costs: Costs, objective: Objective) -> tuple[float, float]:
-    timeline = simulate(schedule, costs)
-    lengths = round(timeline.makespan, 9), round(max(timeline.spans), 9)
+def _without_weights(program: list[Planned]) -> list[tuple[KindName, int]]:
+    return [what[:2] for what in program if what[0] != "W"]
+
+
+def _lengths(timeline: Timeline, objective: Objective) -> tuple[float, float]:
+    lengths = timeline.makespan, max(timeline.spans)
     return lengths if objective == "makespan" else lengths[::-1]
 
 
