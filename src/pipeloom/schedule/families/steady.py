@@ -13,14 +13,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
+from typing import get_args
 
-from pipeloom.errors import ScheduleError
+from pipeloom.errors import ScheduleError, UsageError, did_you_mean
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.simulate import simulate
-from pipeloom.schedule.timeline import Timeline
+from pipeloom.schedule.timeline import Objective, Timeline
 
 PERIODS = (1, 2, 3, 4, 6, 12)  # micro-batches of a period; each divides the last
 MORE_TO_SETTLE = 32  # micro-batches beyond the 2p that a route of 2p stages holds
@@ -41,22 +42,46 @@ class SteadyState:
     interval: float
 
 
-def planned_microbatches(ranks: int, microbatches: int) -> int:
-    """Return for how many micro-batches to plan: those that let all ranks settle, and what whole periods leave of the rest."""
+def plan(
+    sizes: tuple[int, int], costs: Costs, objective: Objective, candidates: Callable[[int], Iterable[Schedule]]
+) -> Schedule:
+    """Return the shortest schedule of `sizes` (p, m): of `candidates(m)`, or of those for fewer micro-batches, repeated.
+
+    The shortest has the least makespan, and of equal ones the least largest span; with the objective "span", the other way round.
+
+    Raises:
+        UsageError: another objective.
+    """
+    if objective not in get_args(Objective):
+        raise UsageError(f"objective is {objective!r:.200}{did_you_mean(str(objective), get_args(Objective))}")
+
+    def length(timeline: Timeline, added: float) -> tuple[float, float]:
+        makespan, span = round(timeline.makespan + added, 9), round(max(timeline.spans) + added, 9)
+        return (makespan, span) if objective == "makespan" else (span, makespan)
+
+    ranks, microbatches = sizes
     settled = 2 * ranks + MORE_TO_SETTLE
-    return settled + (microbatches - settled) % PERIODS[-1] if microbatches > settled + PERIODS[-1] else microbatches
+    if microbatches > settled + PERIODS[-1] and not costs.uneven:
+        planned = settled + (microbatches - settled) % PERIODS[-1]
+        best = shortest(candidates(planned), microbatches, replace(costs, microbatch=()), length)
+        if best is not None:
+            return best
+    best = shortest(candidates(microbatches), microbatches, costs, length)
+    if best is None:  # pragma: no cover - every family has a candidate that runs
+        raise ScheduleError(f"no schedule for {ranks} ranks and {microbatches} micro-batches can run")
+    return best
 
 
 def shortest(
     schedules: Iterable[Schedule],
     microbatches: int,
     costs: Costs,
-    lengths: Callable[[Timeline], tuple[float, ...]],
+    length: Callable[[Timeline, float], tuple[float, ...]],
     periods: Sequence[int] = PERIODS,
 ) -> Schedule | None:
-    """Return the schedule of the least `lengths` (times) for `microbatches`, its steady state repeated where it has fewer.
+    """Return the schedule of the least `length` for `microbatches`, its steady state repeated where it has fewer.
 
-    Schedules that cannot run, or that have no steady state where one is needed, are left out; None if no schedule is left.
+    `length` is given a schedule's timeline and the time that the repetitions add. Schedules that cannot run, or that have no steady state where one is needed, are left out; None if no schedule is left.
     """
     estimates = []
     for schedule in schedules:
@@ -70,7 +95,7 @@ def shortest(
             if steady is None:
                 continue
             added = more // steady.microbatches * steady.interval
-        estimates.append((tuple(round(length + added, 9) for length in lengths(timeline)), schedule, steady))
+        estimates.append((length(timeline, added), schedule, steady))
     if not estimates:
         return None
     _, schedule, steady = min(estimates, key=lambda estimate: estimate[0])

@@ -8,7 +8,6 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from pipeloom.errors import ScheduleError
 from pipeloom.limits import MOST_PLANNED_CELLS
 from pipeloom.schedule.actions import KindName
 from pipeloom.schedule.costs import Costs
@@ -22,11 +21,11 @@ from pipeloom.schedule.families.greedy import (
     single_route,
 )
 from pipeloom.schedule.families.layout import Coder, require_sizes
-from pipeloom.schedule.families.steady import planned_microbatches, shortest
+from pipeloom.schedule.families.steady import plan
 from pipeloom.schedule.families.v_rounds import round_programs
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.placement import vee
-from pipeloom.schedule.timeline import Objective, Timeline
+from pipeloom.schedule.timeline import Objective
 
 FIT_SHARES = (0.5, 0.75, 1.0)
 SHY = 1.05  # A W planned 5 % too long, with hops 10 % too long, is not placed in gaps that it would only just fit.
@@ -49,38 +48,27 @@ def v_schedule(
     """The shortest schedule of `sizes` (p, m) at these costs with at most `memory_limit` stage-micro-batches on a rank.
 
     The building blocks give the order of F and I; the weight gradients are placed for the costs, in several ways. With `rounds`
-    the programs of `round_programs` are candidates too, where p m is at most `MOST_CELLS_WITH_ALL_RULES`. The shortest has the
-    least makespan, and of equal ones the least largest span; or, with `objective` "span", the other way round. The steady state
-    of many micro-batches is planned once and repeated (`steady`).
+    the programs of `round_programs` are candidates too, where p m is at most `MOST_CELLS_WITH_ALL_RULES`.
     """
     ranks, microbatches = sizes
     require_sizes(MOST_PLANNED_CELLS, ranks=ranks, microbatches=microbatches)
     cost_model = costs if costs is not None else Costs()
-    # Micro-batches that differ have no steady state.
-    planned = microbatches if cost_model.microbatch else planned_microbatches(ranks, microbatches)
-    for size in sorted({planned, microbatches}):
-        code = Coder(2 * ranks, size)
-        best = shortest(
-            (
-                Schedule.of_codes(
-                    [[code.of(*action) for action in program] for program in programs],
-                    placement=vee(ranks),
-                    microbatches=size,
-                    name=name,
-                    options=dict(options or {}),
-                )
-                for programs in _candidates((ranks, size), cost_model, blocks, memory_limit, rounds)
-            ),
-            microbatches,
-            cost_model,
-            lambda timeline: _lengths(timeline, objective),
-        )
-        if best is not None:
-            return best
-    raise ScheduleError(f"no order of {name} fits {memory_limit} stage-micro-batches")  # pragma: no cover - the rules fit
+
+    def candidates(planned: int) -> Iterator[Schedule]:
+        code = Coder(2 * ranks, planned)
+        for programs in _programs((ranks, planned), cost_model, blocks, memory_limit, rounds):
+            yield Schedule.of_codes(
+                [[code.of(*action) for action in program] for program in programs],
+                placement=vee(ranks),
+                microbatches=planned,
+                name=name,
+                options=dict(options or {}),
+            )
+
+    return plan(sizes, cost_model, objective, candidates)
 
 
-def _candidates(
+def _programs(
     sizes: tuple[int, int], costs: Costs, blocks: Sequence[BuildingBlock], memory_limit: int, rounds: bool
 ) -> Iterator[Programs]:
     """Programs, rank -> (kind, stage, micro-batch), by every rule."""
@@ -115,11 +103,6 @@ def _candidates(
 
 def _without_weights(program: list[Planned]) -> list[tuple[KindName, int]]:
     return [what[:2] for what in program if what[0] != "W"]
-
-
-def _lengths(timeline: Timeline, objective: Objective) -> tuple[float, float]:
-    lengths = timeline.makespan, max(timeline.spans)
-    return lengths if objective == "makespan" else lengths[::-1]
 
 
 def _plans(costs: Costs) -> list[Costs]:
