@@ -10,9 +10,11 @@ free slots as far as data and the peak allow: all of them (`sequences_of_block`)
 from __future__ import annotations
 
 import math
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from pipeloom.schedule.actions import KindName
 
@@ -81,8 +83,9 @@ class _Grid:
         self.taken[rank][new] = kind, stage, mb
         self.slot_of[kind][stage][mb] = new
         if kind == "I":
-            self.gradients[rank].remove(old)
-            insort(self.gradients[rank], new)
+            slots = self.gradients[rank]
+            del slots[bisect_left(slots, old)]
+            insort(slots, new)
 
 
 def sequences_of_block(
@@ -94,10 +97,9 @@ def sequences_of_block(
         return None
     grid = _unfold(offsets, placement, microbatches)
     _place_weights(grid)
-    levels = [_levels(row) for row in grid.taken]
-    if max(map(max, levels)) > memory_limit:
+    if _peak(grid) > memory_limit:
         return None
-    _squeeze(grid, levels, memory_limit)
+    _squeeze(grid, memory_limit)
     _hasten_end(grid)
     return [[what[:2] for _, what in sorted(row.items())] for row in grid.taken]
 
@@ -138,30 +140,43 @@ def _remove_weights(grid: _Grid) -> None:
             del row[slot]
 
 
-def _levels(row: dict[int, BlockSlot]) -> list[int]:
-    """slot -> stage-micro-batches alive after it."""
-    levels, level = [], 0
-    for slot in range(max(row) + 1):
-        kind = row[slot][0] if slot in row else ""
-        level += (kind == "F") - (kind == "W")
-        levels.append(level)
-    return levels
+def _peak(grid: _Grid) -> int:
+    """The most stage-micro-batches alive on a rank."""
+    changes = ([(what[0] == "F") - (what[0] == "W") for _, what in sorted(row.items())] for row in grid.taken)
+    return max(max(accumulate(row)) for row in changes)
 
 
-def _squeeze(grid: _Grid, levels: list[list[int]], memory_limit: int, fixed: Fixed | None = None) -> None:
+def _squeeze(grid: _Grid, memory_limit: int, fixed: Fixed | None = None) -> None:
     """Move actions, in order of time, to the first free slot that data, order and memory allow; those in `fixed` stay."""
+    levels: list[list[int]] = [[] for _ in grid.taken]  # rank -> slot -> alive after it, up to the last slot settled
     for slot, rank, what in grid.ordered():
-        if fixed is not None and fixed[0] <= (slot, rank) <= fixed[1]:
-            continue
-        row, level = grid.taken[rank], levels[rank]
-        for new in range(grid.earliest(what), slot):
-            if new in row or (what[0] == "F" and max(level[new:slot]) >= memory_limit):
-                continue
+        new, level = slot, levels[rank]
+        if fixed is None or not fixed[0] <= (slot, rank) <= fixed[1]:
+            first = grid.earliest(what)
+            if what[0] == "F":
+                first = _within(level, first, slot, memory_limit)
+            row = grid.taken[rank]
+            new = next((free for free in range(first, slot) if free not in row), slot)
+        if new != slot:
             grid.move(rank, slot, new)
-            change = (what[0] == "F") - (what[0] == "W")
-            if change:
-                level[new:slot] = [value + change for value in level[new:slot]]
-            break
+        _settle(level, new, (what[0] == "F") - (what[0] == "W"))
+
+
+def _within(level: list[int], first: int, last: int, memory_limit: int) -> int:
+    """Return the first slot from which on, until `last`, one more than `level` stays within `memory_limit`."""
+    if level and len(level) < last and level[-1] >= memory_limit:
+        return last
+    if max(level[first:], default=0) < memory_limit:
+        return first
+    return next(slot + 1 for slot in reversed(range(len(level))) if level[slot] >= memory_limit)
+
+
+def _settle(level: list[int], slot: int, change: int) -> None:
+    """Add an action at `slot` to the level of a rank."""
+    if slot >= len(level):
+        level += [level[-1] if level else 0] * (slot + 1 - len(level))
+    if change:
+        level[slot:] = [value + change for value in level[slot:]]
 
 
 def _hasten_end(grid: _Grid) -> None:
@@ -200,70 +215,81 @@ class _Filled:
     """
 
     def __init__(self, row: dict[int, BlockSlot]) -> None:
-        self.kinds = [row[slot][0] if slot in row else "" for slot in range(max(row) + 1)]
-        self.states = [(0, 0)]
-        for kind in self.kinds:
-            self.states.append(_after(self.states[-1], kind))
+        self.kinds = [""] * (max(row) + 1)
+        for slot, what in row.items():
+            self.kinds[slot] = what[0]
+        self.states = [(0, 0), *self._states_after(0, (0, 0))]
         self.peak = max(alive for alive, _ in self.states)
+
+    def _states_after(self, first: int, state: tuple[int, int]) -> Iterator[tuple[int, int]]:
+        """The states after slot `first` and each that follows, from the one before it."""
+        alive, pending = state
+        for kind in self.kinds[first:]:
+            if kind == "F":
+                alive += 1
+            elif kind:
+                pending += 1
+            elif pending:
+                alive, pending = alive - 1, pending - 1
+            yield alive, pending
 
     def move(self, old: int, new: int, memory_limit: int) -> bool:
         """Move the action at `old` to `new` if memory stays within `memory_limit`; return whether it does."""
         kinds, states = self.kinds, self.states
         kinds[new], kinds[old] = kinds[old], ""
-        changed = [states[new]]
-        for slot in range(new, len(kinds)):
-            changed.append(_after(changed[-1], kinds[slot]))
-            if changed[-1][0] > memory_limit:
+        changed: list[tuple[int, int]] = []
+        for slot, state in enumerate(self._states_after(new, states[new]), new + 1):
+            if state[0] > memory_limit:
                 kinds[old], kinds[new] = kinds[new], ""
                 return False
-            if slot > old and changed[-1] == states[slot + 1]:
+            if slot > old + 1 and state == states[slot]:
                 break
-        states[new : new + len(changed)] = changed
+            changed.append(state)
+        states[new + 1 : new + 1 + len(changed)] = changed
         return True
-
-
-def _after(state: tuple[int, int], kind: str) -> tuple[int, int]:
-    alive, pending = state
-    if kind:
-        return alive + (kind == "F"), pending + (kind == "I")
-    return (alive - 1, pending - 1) if pending else state
 
 
 def _close_gaps(grid: _Grid) -> None:
     """Move every action as early as data allow; each rank keeps its order."""
     ends = [0] * len(grid.taken)
-    for slot, rank, what in grid.ordered():
+    rows: list[dict[int, BlockSlot]] = [{} for _ in grid.taken]
+    gradients = [0] * len(grid.taken)
+    for _, rank, what in grid.ordered():
+        kind, stage, mb = what
         new = max(grid.earliest(what), ends[rank])
-        if new != slot:
-            grid.move(rank, slot, new)
-        ends[rank] = new + 1
+        rows[rank][new], grid.slot_of[kind][stage][mb], ends[rank] = what, new, new + 1
+        if kind == "I":
+            grid.gradients[rank][gradients[rank]] = new
+            gradients[rank] += 1
+    grid.taken = rows
 
 
 def repeated_programs(
     block: BuildingBlock, placement: list[int], microbatches: int, memory_limit: int
-) -> list[list[BlockSlot]] | None:
-    """rank -> its (kind, stage, micro-batch) with the block's own steady state; None if it does not fit p or `memory_limit`.
+) -> list[list[list[BlockSlot]]]:
+    """Programs, rank -> its (kind, stage, micro-batch), with the block's own steady state; none if it does not fit p or
+    `memory_limit`.
 
     Only actions before and after the steady state move to earlier slots (the paper's "squeezing"); a W takes the first free
-    slot after its I.
+    slot after its I. The second programs have the cool-down hastened beyond that.
     """
     offsets = block.offsets(max(placement) + 1)
     if offsets is None:
-        return None
+        return []
     grid = _unfold(offsets, placement, microbatches)
     _place_weights(grid)
-    levels = [_levels(row) for row in grid.taken]
-    peak = max(map(max, levels))
+    peak = _peak(grid)
     if peak > memory_limit:
-        return None
-    _squeeze(grid, levels, peak, _steady(grid))
+        return []
+    _squeeze(grid, peak, _steady(grid))
     _close_gaps(grid)
+    squeezed = [_with_weights(row) for row in grid.taken]
     _hasten_end_within(grid)
     _place_weights(grid)
     _close_gaps(grid)
     _remove_weights(grid)
     _place_weights(grid)
-    return [_with_weights(row) for row in grid.taken]
+    return [squeezed, [_with_weights(row) for row in grid.taken]]
 
 
 def _steady(grid: _Grid) -> Fixed:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from dataclasses import replace
 from itertools import accumulate
 
-from pipeloom.errors import CapacityError, ScheduleError, UsageError
+from pipeloom.errors import CapacityError, UsageError
 from pipeloom.schedule.actions import KindName
 from pipeloom.schedule.costs import Costs
 from pipeloom.schedule.families.greedy import MemoryDeadlock, SchedulingProblem, programs_along, single_route
 from pipeloom.schedule.families.interleaved import Rounds, chunk_order, interleaved, round_sizes
 from pipeloom.schedule.families.layout import Coder, warmup_then_alternate
+from pipeloom.schedule.families.steady import shortest
 from pipeloom.schedule.model import Program, Schedule
-from pipeloom.schedule.simulate import simulate
+from pipeloom.schedule.timeline import Timeline
 
 # Shares of a weight gradient's time that a wait must have before one is computed in it; each is tried.
 GAP_SHARES = (0.0, 0.5, 1.0)
-# Largest S m for which more than I W in the place of B is tried; above an eighth of it, only the last of GAP_SHARES.
-MOST_TASKS_WITH_VARIANTS = 40_000
+# Largest S m, of the micro-batches planned, for which all warm-ups, limits on memory and shares are tried.
+MOST_TASKS_WITH_VARIANTS = 5_000
+# S m from which on only so many of the rounds of the usual size are planned; the steady state is repeated for the others.
+MOST_TASKS_PLANNED = 40_000
+ROUNDS_PLANNED = 4
 
 
 def interleaved_zb(
@@ -48,60 +51,73 @@ def interleaved_zb(
     """
     if memory is not None and (isinstance(memory, bool) or not isinstance(memory, (int, float)) or not memory > 0):
         raise UsageError(f"memory is {memory!r:.200}; it must be a number above 0")
-    base = interleaved(ranks, microbatches, chunks, rounds, group_size)
     cost_model = costs if costs is not None else Costs()
-    code = Coder(base.stages, microbatches)
-    programs = [[_adjacent(program, code) for program in base.codes]]
-    order = chunk_order(round_sizes(ranks, microbatches, rounds, group_size), chunks)
-    largest = max(round_sizes(ranks, microbatches, rounds, group_size))
+    sizes = round_sizes(ranks, microbatches, rounds, group_size)
+    usual = max(sizes, key=sizes.count)
+    planned = microbatches
+    if ranks * chunks * microbatches > MOST_TASKS_PLANNED and not cost_model.uneven:
+        planned -= max(0, sizes.count(usual) - ROUNDS_PLANNED) * usual
+    best = None
+    for size in sorted({planned, microbatches}):
+        base = interleaved(ranks, size, chunks, rounds, group_size)
+        schedules = [
+            Schedule.of_codes(
+                programs,
+                placement=base.placement,
+                microbatches=size,
+                name="interleaved-zb",
+                options=dict(base.options) | ({} if memory is None else {"memory": memory}),
+            )
+            for programs in _within(_programs(base, round_sizes(ranks, size, rounds, group_size), cost_model), base, memory)
+        ]
+        factors = cost_model.microbatch if size == microbatches else ()
+        best = shortest(schedules, microbatches, replace(cost_model, microbatch=factors), _quality, (usual,))
+        if best is not None:
+            break
+    return best if best is not None else schedules[0]
+
+
+def _within(candidates: list[list[list[int]]], base: Schedule, memory: float | None) -> list[list[list[int]]]:
+    """Return the candidates that fit `memory`. Raises CapacityError where none does."""
+    if memory is None:
+        return candidates
+    peaks = [max(_alive(program, base.kind_stride) for program in programs) for programs in candidates]
+    if min(peaks) > memory:
+        raise CapacityError(f"memory is {memory:g}; interleaved-zb needs at least {min(peaks)} stage-micro-batches here")
+    return [programs for programs, peak in zip(candidates, peaks, strict=True) if peak <= memory]
+
+
+def _programs(base: Schedule, sizes: list[int], costs: Costs) -> list[list[list[int]]]:
+    """Return the candidates, rank -> codes, with the order of interleaved's forwards in rounds of `sizes`."""
+    ranks, chunks, largest = base.ranks, base.chunks, max(sizes)
+    code = Coder(base.stages, base.microbatches)
+    order = chunk_order(sizes, chunks)
     base_peaks = [_peak(program, code.stride) for program in base.codes]
-    tasks = base.stages * microbatches
-    if tasks <= MOST_TASKS_WITH_VARIANTS:
-        low = min(max(base_peaks), (chunks - 1) * largest + ranks)
-        for slope, memory_limit in (
-            (2, base_peaks),
-            (2, [max(base_peaks)] * ranks),
-            (1, [low] * ranks),
-            (1, [max(base_peaks)] * ranks),
-        ):
-            sequences = _sequences(
-                base, order, [slope * (ranks - r - 1) + (chunks - 1) * largest for r in range(ranks)]
-            )
-            problem = single_route(
-                base.placement, microbatches, replace(cost_model, activation=1.0, held=1.0), memory_limit
-            )
-            programs += _late(
-                problem, sequences, GAP_SHARES if tasks <= MOST_TASKS_WITH_VARIANTS // 8 else GAP_SHARES[-1:], code
-            )
-        programs.append([_lagging(word, r, code) for r, word in enumerate(sequences)])  # of the shorter warm-up
-    if memory is not None:
-        peaks = [max(_alive(program, code.stride) for program in codes) for codes in programs]
-        programs = [codes for codes, peak in zip(programs, peaks, strict=True) if peak <= memory]
-        if not programs:
-            raise CapacityError(
-                f"memory is {memory:g}; interleaved-zb needs at least {min(peaks)} stage-micro-batches here"
-            )
-    options = dict(base.options) | ({} if memory is None else {"memory": memory})
-    schedules = [
-        Schedule.of_codes(
-            codes,
-            placement=base.placement,
-            microbatches=microbatches,
-            name="interleaved-zb",
-            options=options,
-        )
-        for codes in programs
+    highest = max(base_peaks)
+    low = min(highest, (chunks - 1) * largest + ranks)
+    # The warm-up's slope over the ranks, the limit on memory, and the share that gains most at nearly all costs.
+    variants: list[tuple[int, list[int], float]] = [
+        (2, base_peaks, 0.0),
+        (2, [highest] * ranks, 0.0),
+        (1, [low] * ranks, 1.0),
+        (1, [highest] * ranks, 1.0),
     ]
-    return schedules[0] if len(schedules) == 1 else min(schedules, key=lambda schedule: _quality(schedule, cost_model))
+    few = base.stages * base.microbatches > MOST_TASKS_WITH_VARIANTS
+    candidates = [[_adjacent(program, code) for program in base.codes]]
+    for slope, memory_limit, share in variants[1:3] if few else variants:
+        sequences = _sequences(base, order, [slope * (ranks - r - 1) + (chunks - 1) * largest for r in range(ranks)])
+        problem = single_route(
+            base.placement, base.microbatches, replace(costs, activation=1.0, held=1.0), memory_limit
+        )
+        candidates += _late(problem, sequences, (share,) if few else GAP_SHARES, code)
+    candidates.append([_lagging(word, r, code) for r, word in enumerate(sequences)])  # of the shorter warm-up
+    return candidates
 
 
-def _quality(schedule: Schedule, costs: Costs) -> tuple[float, int, int]:
-    """Return a key to sort by: the makespan, the highest peak, the sum of the peaks. A schedule that cannot run comes last."""
-    try:
-        timeline = simulate(schedule, costs)
-    except ScheduleError:
-        return math.inf, 0, 0
-    return round(timeline.makespan, 9), max(timeline.peak_activations), sum(timeline.peak_activations)
+def _quality(timeline: Timeline, added: float) -> tuple[float, int, int]:
+    """Return a key to sort by: the makespan, the highest peak, the sum of the peaks."""
+    peaks = timeline.peak_activations
+    return round(timeline.makespan + added, 9), max(peaks), sum(peaks)
 
 
 def _sequences(base: Schedule, order: list[tuple[int, int]], warmups: list[int]) -> list[list[tuple[KindName, int]]]:

@@ -15,5 +15,5 @@ def v_half(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedul
     stage at most for even p, (p+2)/2 full-rank, and p+1 for odd p. Any m >= 1. `costs` place the weight gradients; default
     1, 1, 1, 0.
     """
-    blocks = [BuildingBlock((2, 1, 2, 1), turns) for turns in ((0, 3, 1), (0, 1, 0), (0, 0, 1))]
+    blocks = [BuildingBlock((2, 1, 2, 1), turns) for turns in ((0, 3, 1), (1, 3, 0), (0, 1, 0), (0, 0, 1))]
     return v_schedule("v-half", (ranks, microbatches), costs, blocks, 2 * (ranks // 2) + 2)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from pipeloom.limits import MOST_PLANNED_CELLS
+from pipeloom.schedule.actions import KindName
 from pipeloom.schedule.costs import Costs
 from pipeloom.schedule.families.building_block import BuildingBlock, repeated_programs, sequences_of_block
 from pipeloom.schedule.families.greedy import (
@@ -18,16 +21,18 @@ from pipeloom.schedule.families.greedy import (
     single_route,
 )
 from pipeloom.schedule.families.layout import Coder, require_sizes
+from pipeloom.schedule.families.steady import plan
 from pipeloom.schedule.families.v_rounds import round_programs
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.placement import vee
-from pipeloom.schedule.simulate import simulate
 from pipeloom.schedule.timeline import Objective
 
 FIT_SHARES = (0.5, 0.75, 1.0)
 SHY = 1.05  # A W planned 5 % too long, with hops 10 % too long, is not placed in gaps that it would only just fit.
-# Largest p m for which every rule of each kind is tried: p = 64, m = 256 then takes 5 s instead of 17.
+# Largest p m, of the micro-batches planned, for which every rule is tried; above it, those of the first block that fits.
 MOST_CELLS_WITH_ALL_RULES = 1_500
+
+Programs = list[list[Planned]]
 
 
 def v_schedule(
@@ -43,55 +48,61 @@ def v_schedule(
     """The shortest schedule of `sizes` (p, m) at these costs with at most `memory_limit` stage-micro-batches on a rank.
 
     The building blocks give the order of F and I; the weight gradients are placed for the costs, in several ways. With `rounds`
-    the programs of `round_programs` are candidates too, where p m is at most `MOST_CELLS_WITH_ALL_RULES`. The shortest has the
-    least makespan, and of equal ones the least largest span; or, with `objective` "span", the other way round.
+    the programs of `round_programs` are candidates too, where p m is at most `MOST_CELLS_WITH_ALL_RULES`.
     """
     ranks, microbatches = sizes
     require_sizes(MOST_PLANNED_CELLS, ranks=ranks, microbatches=microbatches)
     cost_model = costs if costs is not None else Costs()
+
+    def candidates(planned: int) -> Iterator[Schedule]:
+        code = Coder(2 * ranks, planned)
+        for programs in _programs((ranks, planned), cost_model, blocks, memory_limit, rounds):
+            yield Schedule.of_codes(
+                [[code.of(*action) for action in program] for program in programs],
+                placement=vee(ranks),
+                microbatches=planned,
+                name=name,
+                options=dict(options or {}),
+            )
+
+    return plan(sizes, cost_model, objective, candidates)
+
+
+def _programs(
+    sizes: tuple[int, int], costs: Costs, blocks: Sequence[BuildingBlock], memory_limit: int, rounds: bool
+) -> Iterator[Programs]:
+    """Programs, rank -> (kind, stage, micro-batch), by every rule."""
+    ranks, microbatches = sizes
     placement = vee(ranks)
-    counted = replace(cost_model, activation=1.0, held=1.0)
+    counted = replace(costs, activation=1.0, held=1.0)
     many = ranks * microbatches > MOST_CELLS_WITH_ALL_RULES
-    candidates: list[list[list[Planned]]] = []
+    plans = list(dict.fromkeys(_plans(counted)))[: 1 if many else None]
+    fitting = False
     for block in blocks:
+        if many and fitting:
+            break
         repeated = repeated_programs(block, placement, microbatches, memory_limit)
-        if repeated is not None:
-            candidates.append(repeated)
+        yield from repeated[-1:]
         sequences = sequences_of_block(block, placement, microbatches, memory_limit)
-        if sequences is None:
-            continue
-        for plan in _plans(counted)[: 1 if many else 3]:
-            for patience in FIT_SHARES[-1 if many else 0 :]:
-                try:
-                    problem = single_route(placement, microbatches, plan, [memory_limit] * ranks)
-                    candidates.append(programs_along(problem, sequences, patience))
-                except MemoryDeadlock:
-                    continue
-    if cost_model != Costs() or not candidates:
+        orders = [] if sequences is None else [(sequences, plan) for plan in plans]
+        if not many:
+            orders += [([_without_weights(program) for program in programs], counted) for programs in repeated]
+        fitting = fitting or bool(orders or repeated)
+        for (order, plan), patience in product(orders, FIT_SHARES[:: 2 if many else 1]):
+            with contextlib.suppress(MemoryDeadlock):
+                yield programs_along(single_route(placement, microbatches, plan, [memory_limit] * ranks), order, patience)
+    if not fitting or (costs != Costs() and not many):
         # One place is kept free for the second half of the V, without which the first could block it for ever.
         caps = [memory_limit - 1] * ranks + [memory_limit] * ranks
         problem = single_route(placement, microbatches, counted, [memory_limit] * ranks, caps)
-        candidates += [programs_of(problem, PriorityRule(turns=turns)) for turns in (True, False)]
+        for turns in (True, False):
+            yield programs_of(problem, PriorityRule(turns=turns))
     if rounds and not many:
-        candidates += round_programs(ranks, microbatches, cost_model, memory_limit)
-    code = Coder(2 * ranks, microbatches)
-    schedules = [
-        Schedule.of_codes(
-            [[code.of(*action) for action in program] for program in programs],
-            placement=placement,
-            microbatches=microbatches,
-            name=name,
-            options=dict(options or {}),
-        )
-        for programs in candidates
-    ]
-    return min(schedules, key=lambda schedule: _lengths(schedule, cost_model, objective))
+        yield from round_programs(ranks, microbatches, costs, memory_limit)
 
 
-def _lengths(schedule: Schedule, costs: Costs, objective: Objective) -> tuple[float, float]:
-    timeline = simulate(schedule, costs)
-    lengths = round(timeline.makespan, 9), round(max(timeline.spans), 9)
-    return lengths if objective == "makespan" else lengths[::-1]
+def _without_weights(program: list[Planned]) -> list[tuple[KindName, int]]:
+    return [what[:2] for what in program if what[0] != "W"]
 
 
 def _plans(costs: Costs) -> list[Costs]:

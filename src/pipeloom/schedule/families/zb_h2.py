@@ -8,10 +8,15 @@ from pipeloom.schedule.model import Schedule
 
 
 def zb_h2(ranks: int, microbatches: int) -> Schedule:
-    """Twice 1F1B's warm-up fills the time before the first backward; rank r runs each W 2 r micro-batches late.
+    """Twice 1F1B's warm-up fills the time before the first backward; rank r runs each W 2 r micro-batches late, or
+    fewer where m < 2p-1: r and the micro-batches beyond p, because a W that is put off for no forward only delays the end.
 
     Idle inside the largest span with uniform stages: (p-1)(f+b-2w) for m >= 2p-1, 2w <= f+b and w <= f: none at f = b = w,
     where a step that ends without a barrier has no bubble. Peak activations of every rank: min(m, 2p-1) at most. Any m >= 1.
     """
     require_sizes(ranks=ranks, microbatches=microbatches)
-    return split_one_f_one_b("zb-h2", ranks, microbatches, lambda rank: (2 * (ranks - rank - 1), 2 * rank))
+
+    def shape(rank: int) -> tuple[int, int]:
+        return 2 * (ranks - rank - 1), rank + min(rank, max(0, microbatches - ranks))
+
+    return split_one_f_one_b("zb-h2", ranks, microbatches, shape)
