@@ -81,6 +81,12 @@ def test_a_wrong_gradient_is_found(wrong: float, passes: bool) -> None:
     assert set(result.errors) == {f"{layer}.linear.{name}" for layer in "abcd" for name in ("weight", "bias")}
 
 
+def test_targets_that_every_micro_batch_gets_whole() -> None:
+    x, target = torch.randn(5, 4), torch.randn(4)
+    result = verify_layers(built(1.0), pl.schedules.zbv(2, 4), mean, x, target, shared_targets=True)
+    assert result.passed
+
+
 def test_modules_stay_as_they_are() -> None:
     """Modules instead of factories, one parameter in two of them, and a buffer."""
     modules = [Shifted() for _ in range(4)]

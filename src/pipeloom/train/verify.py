@@ -22,7 +22,7 @@ from pipeloom.ops.microbatch import KEYWORD, MicrobatchContext
 from pipeloom.parallel.exchange import gather_tree
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.sharding import from_plain, to_plain
-from pipeloom.runtime import LocalPipeline
+from pipeloom.runtime import LocalPipeline, RuntimeOptions
 from pipeloom.runtime.batch import (
     IGNORE_INDEX,
     Weighing,
@@ -113,13 +113,14 @@ def verify_layers(
     *,
     tied: Sequence[Sequence[str]] = (),
     weight: Weight | None = None,
+    shared_targets: bool = False,
     tolerance: float = 1e-5,
     **keywords: Any,
 ) -> LayoutVerdict:
     """Compare one step of your own model under a schedule with the layers called one after the other in plain torch.
 
-    All ranks run in this process. The other arguments are those of `Pipeline` and its `step`. Layers that use torch's random
-    numbers, such as `nn.Dropout`, draw different numbers in the two runs: set their probability to 0.
+    All ranks run in this process. The other arguments are those of `Pipeline`, its `step`, and `RuntimeOptions`. Layers that
+    use torch's random numbers, such as `nn.Dropout`, draw different numbers in the two runs: set their probability to 0.
 
     Args:
         tolerance: largest relative error of the loss and of each gradient that passes.
@@ -130,7 +131,8 @@ def verify_layers(
     plain = [copy.deepcopy(layer, copied) if isinstance(layer, nn.Module) else layer() for layer in layers]
     names = [layer_name(layer, at) for at, layer in enumerate(layers)]
     declared = [LayerNames.of(layer, name) for layer, name in zip(layers, names, strict=True)]
-    pipeline = LocalPipeline(layers, schedule, loss=loss, tied=tied, weight=weight)
+    options = RuntimeOptions(shared_targets=shared_targets)
+    pipeline = LocalPipeline(layers, schedule, loss=loss, tied=tied, weight=weight, options=options)
     modules = dict(zip(names, plain, strict=True))
     for group in tied:
         _share(modules, group)
@@ -146,7 +148,7 @@ def verify_layers(
             for inner, buffer in module.named_buffers():
                 buffers[f"{name}.{inner}"].copy_(buffer)
     sizes = split_sizes(batch_rows(as_inputs(inputs)), schedule.microbatches)
-    parts = split_batch(inputs, targets, keywords, sizes, Weighing(weight))
+    parts = split_batch(inputs, targets, keywords, sizes, Weighing(weight, shared_targets=shared_targets))
     total = 0.0
     for values, target, given, share in zip(parts.inputs, parts.targets, parts.keywords, parts.shares, strict=True):
         x: Any = values
