@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import pipeloom as pl
 from pipeloom.errors import UsageError, VerifyError
 from pipeloom.models.adapters import LoraOptions, with_adapters
-from pipeloom.runtime import Layer, LocalPipeline, LossTerm
+from pipeloom.runtime import Layer, LocalPipeline, LossTerm, RuntimeOptions
 
 EXAMPLE = Path(__file__).parents[1] / "examples/own_model.py"
 WIDTH = 8
@@ -140,6 +140,12 @@ def test_what_cannot_be_copied_is_said() -> None:
     layer.lock = threading.Lock()  # type: ignore[assignment]
     with pytest.raises(UsageError, match=r"verify copies modules, and one cannot be copied .* give factories"):
         pl.verify([layer, nn.Linear(4, 4)], pl.schedules.one_f_one_b(2, 2), *torch.randn(2, 4, 4), loss=mean)
+
+
+def test_targets_that_every_micro_batch_gets_whole() -> None:
+    x, target = torch.randn(5, 4), torch.randn(4)
+    shared = RuntimeOptions(shared_targets=True)
+    pl.verify(built(1.0), pl.schedules.zbv(2, 4), x, target, loss=mean, options=shared, steps=1)
 
 
 def test_modules_stay_as_they_are() -> None:

@@ -209,22 +209,53 @@ def test_how_many_targets_count(targets: Any, index: int | None, count: int) -> 
 
 @pytest.mark.parametrize("sizes", [None, (1, 3, 1, 2)], ids=["as even as possible", "chosen"])
 @pytest.mark.parametrize(
-    "targets",
-    [torch.tensor(0.5), (torch.tensor(0.5), torch.ones(2, 3)), (torch.ones(3), [torch.zeros(7, 2)])],
-    ids=["scalar", "of other lengths", "rows inside a list"],
+    ("targets", "shared"),
+    [
+        ((torch.tensor(0.5), "text"), False),
+        ((torch.tensor(0.5), torch.ones(2, 3)), True),
+        ((torch.ones(3), [torch.zeros(7, 2)]), True),
+    ],
+    ids=["scalar and text", "of other lengths", "rows inside a list"],
 )
-def test_targets_without_rows_count_by_the_micro_batches_rows(targets: Any, sizes: tuple[int, ...] | None) -> None:
+def test_targets_without_rows_count_by_the_micro_batches_rows(
+    targets: Any, shared: bool, sizes: tuple[int, ...] | None
+) -> None:
     def loss(output: Tensor, _: Any) -> Tensor:
         return output.square().mean()
 
     x, _ = data(7, 1, None)
     found = []
-    for schedule in (S.gpipe(1, 1), SCHEDULES["gpipe"]):
-        options = RuntimeOptions(microbatch_sizes=sizes if schedule.microbatches > 1 else None)
-        pipeline = LocalPipeline(layers(4), schedule, loss=loss, options=options)
+    for kind, schedule in ((Pipeline, S.gpipe(1, 1)), (LocalPipeline, SCHEDULES["gpipe"])):
+        options = RuntimeOptions(microbatch_sizes=sizes if schedule.microbatches > 1 else None, shared_targets=shared)
+        pipeline = kind(layers(4), schedule, loss=loss, options=options)
         found.append((pipeline.step(x, targets).item(), gradients(pipeline)))
     assert found[0][0] == pytest.approx(found[1][0])
     assert worst(found[1][1], found[0][1]) < BOUND
+
+
+@pytest.mark.parametrize(
+    "targets", [torch.ones(1, LENGTH), (torch.ones(8), [torch.ones(LENGTH)])], ids=["broadcast", "inside a list"]
+)
+@pytest.mark.parametrize("kind", [LocalPipeline, Pipeline])
+def test_targets_that_would_be_broadcast_are_refused(targets: Any, kind: type[LocalPipeline] | type[Pipeline]) -> None:
+    x, _ = data(8, 1, None)
+    shape = r"\[1, 3\]" if isinstance(targets, Tensor) else r"\[3\]"
+    pipeline = kind(layers(4), S.gpipe(1, 4), loss=loss_of)
+    with pytest.raises(
+        UsageError, match=f"8 rows, and the targets hold a tensor of shape {shape}.*shared_targets=True"
+    ):
+        pipeline.step(x, targets)
+
+
+def test_own_weights_allow_targets_without_rows() -> None:
+    x, _ = data(8, 1, None)
+    wanted = torch.ones(1, LENGTH)
+
+    def square(output: Tensor, targets: Tensor) -> Tensor:
+        return (output.sum(-1) - targets).square().mean()
+
+    pipeline = LocalPipeline(layers(4), S.one_f_one_b(2, 4), loss=square, weight=lambda _: 1)
+    assert pipeline.step(x, wanted).item() == pytest.approx(square(pipeline.predict(x), wanted).item(), rel=1e-6)
 
 
 def test_refusals() -> None:
@@ -291,7 +322,9 @@ def middle_rank_asks(rank: int) -> str:
         [Layer("asks", partial(Asks, 0)), *layers(2)],
         S.one_f_one_b(2, 2),
         loss=loss_of,
-        options=RuntimeOptions(monitor=False, transport="individual", init="none"),  # the other rank takes no step
+        options=RuntimeOptions(
+            monitor=False, transport="individual", init="none", check_every=0
+        ),  # the other rank takes no step
     )
     x, y = data(4, 1, 0.2)
     if rank == 1:

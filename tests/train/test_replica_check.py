@@ -61,6 +61,11 @@ def trainer_of(rank: int, settings: dict[str, Any]) -> Trainer:
     return Trainer(layout.config, pipeline, context, None)
 
 
+def test_batches_are_compared_at_the_trainers_interval() -> None:
+    pipeline = build_pipeline(load_layout("tiny", SMALL), torch.device("cpu"))
+    assert pipeline.options.check_every == 2
+
+
 def text() -> torch.Tensor:
     return ByteTokenizer().encode(CORPUS.train)
 

@@ -57,6 +57,7 @@ class Weighing:
         total: sum of this replica's weights -> sum over all replicas.
         replica: this replica's number.
         step: number of the step, for layers that use it.
+        shared_targets: whether every micro-batch may have all of a target tensor.
     """
 
     weight: Weight | None = None
@@ -64,6 +65,7 @@ class Weighing:
     total: Callable[[float], float] = float
     replica: int = 0
     step: int = 0
+    shared_targets: bool = False
 
 
 def count_targets(targets: Any, ignore_index: int | None = IGNORE_INDEX) -> float:
@@ -132,7 +134,8 @@ def split_batch(
     """Cut every tensor along its first dimension, also in tuples, lists and dicts. Other values, and tensors with another
     first dimension, are passed to all micro-batches.
 
-    Raises UsageError if a micro-batch would be empty, for targets in a dict, for a sparse or nested tensor with a row for each
+    Raises UsageError if a micro-batch would be empty, for targets in a dict or, unless they are weighed or shared, with
+    another number of rows, for a sparse or nested tensor with a row for each
     sample, for a weight that is negative or not finite, if all weights are 0, and, in training, for a tensor that requires a
     gradient.
     """
@@ -147,6 +150,8 @@ def split_batch(
         _refuse_graphs(arguments)
     rows = batch_rows(positional)
     _refuse_layouts(arguments, rows)
+    if weighing.weight is None and not weighing.shared_targets:
+        _require_rows(targets, rows)
     if sum(sizes) != rows:
         raise UsageError(f"the micro-batches hold {sum(sizes)} rows, and the batch {rows}")
     if min(sizes) < 1:
@@ -251,6 +256,17 @@ def _refuse_layouts(arguments: Mapping[str, Any], rows: int) -> None:
                     f"{name} holds a {layout_name(tensor)} tensor with a row for each sample, which cannot be cut into "
                     "micro-batches: give a strided one (to_dense(), to_padded_tensor()), and convert it in the first layer"
                 )
+
+
+def _require_rows(targets: Any, rows: int) -> None:
+    """Raise UsageError for a target tensor that a loss would broadcast over the samples."""
+    for tensor in tensors_in(targets):
+        if tensor.ndim and tensor.size(0) != rows:
+            raise UsageError(
+                f"the batch has {rows} rows, and the targets hold a tensor of shape {list(tensor.shape)}: give one row for "
+                "each sample; if every micro-batch is meant to get all of it, pass RuntimeOptions(shared_targets=True), or "
+                "weight= to the pipeline"
+            )
 
 
 def as_inputs(inputs: Any) -> tuple[Any, ...]:

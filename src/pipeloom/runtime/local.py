@@ -256,7 +256,9 @@ class LocalPipeline:
         self._keywords.require(method, keywords)
         require_targets(method, targets)
         sizes = chosen_sizes(inputs, count, self.options.microbatch_sizes)
-        weighing = Weighing(self._weight, self._ignore_index, step=self.next_step)
+        weighing = Weighing(
+            self._weight, self._ignore_index, step=self.next_step, shared_targets=self.options.shared_targets
+        )
         return split_batch(inputs, targets, keywords, sizes, weighing)
 
     def adopt(self, schedule: Schedule) -> None:

@@ -58,6 +58,10 @@ class RuntimeOptions:
         init: what to do before the first step after construction or a load if weights or buffers that several
             processes hold in full differ: `"broadcast"`: all take the values of the first, and a line says so; `"check"`:
             raise DistributedError; `"none"`: do not compare them.
+        check_every: in the first step, and every so many steps, compare checksums of the batch among the ranks of one
+            replica, and raise DistributedError if they differ; tensors on the meta device are left out. 0: never.
+        shared_targets: let every micro-batch have all of a target tensor whose first dimension is not the batch's rows.
+            Without it (and without the pipeline's `weight`) such targets are refused: a loss would broadcast them.
         trace: on a GPU, measure with CUDA events when actions start and end, and for how long computation waits for
             communications inside stages; the host then waits for the device at the start and end of a step. Without it, starts
             and ends on a GPU are those of the launches, and this waiting is not measured. On a CPU every step measures both.
@@ -80,6 +84,8 @@ class RuntimeOptions:
     fault: Any = None
     seed: int | None = None
     init: Literal["broadcast", "check", "none"] = "broadcast"
+    check_every: int = 100
+    shared_targets: bool = False
     trace: bool = False
 
     @property
@@ -111,6 +117,8 @@ class RuntimeOptions:
             problems.append(NOTHING_TO_TURN_OFF)
         if self.receive_depth < 1:
             problems.append(f"receive_depth is {self.receive_depth}; it must be at least 1")
+        if not isinstance(self.check_every, int) or self.check_every < 0:
+            problems.append(f"check_every is {self.check_every!r}; it must be a whole number of steps, or 0 for never")
         if self.timeout is not None and not self.timeout > 0:
             problems.append(f"timeout is {self.timeout}; it must be above 0 seconds")
         if self.timeout is not None and self.timeout > MOST_SECONDS:

@@ -162,6 +162,7 @@ class Pipeline:
         self._assembly = assembled
         self._built = BuiltParameters(assembled.modules, summed_over(self.mesh, options))
         self._compared = False  # whether replicas are known to hold the same values
+        self._batches = replicas.BatchCheck(self.mesh, options.check_every)
         self.layouts: dict[str, ParameterSharding] = {each.name: each.sharding for each in assembled.held}
         self._loss = loss
         self._status = status
@@ -249,7 +250,9 @@ class Pipeline:
 
         Raises:
             UsageError: a keyword argument that no layer of any rank takes; inputs, targets or weights that cannot be split; a
-                tensor among them that requires a gradient.
+                tensor among them that requires a gradient; targets without a row for each sample (see
+                `RuntimeOptions.shared_targets`).
+            DistributedError: ranks of one replica passed different batches (see `RuntimeOptions.check_every`).
         """
         require_gradients("step")
         self._keywords.require("step", keywords)
@@ -264,6 +267,7 @@ class Pipeline:
         status.step = self.next_step
         self._hooks.faults.at_step(self.next_step)
         self._compare_replicas()
+        self._compare_batches({"inputs": inputs, "targets": targets, **keywords})
         batch = self._split("forward_backward", inputs, targets, keywords, self.schedule.microbatches)
         before = self._buffers_of_replicas() if status.phase == "first step" else {}
         self._gradients.begin()
@@ -331,7 +335,8 @@ class Pipeline:
             ):
                 self._gradients.wait_for_weights()
                 mine = replicas.replicated(self._assembly, self.mesh)
-                differences = replicas.compare(mine, self.mesh)
+                differences = replicas.compare({key: each.tensor for key, each in mine.items()}, self.run_control)
+                replicas.require_alike(differences, self.mesh)
                 if differences and self.options.init == "check":
                     raise DistributedError(
                         f"replicas do not start equal: {replicas.words(differences, self.mesh)}; "
@@ -359,6 +364,13 @@ class Pipeline:
                     "that get some of the micro-batches each, so it would differ from that of one process; choose a schedule "
                     "with one route"
                 )
+
+    def _compare_batches(self, arguments: Mapping[str, Any]) -> None:
+        """Compare what the ranks of a replica were passed, if a comparison is due."""
+        if self._batches.due():
+            with self._alarm.waiting("the other ranks' checksums of the batch"):
+                differences = self._batches.differences(arguments, self.run_control)
+            self._batches.require_none(differences, self.next_step)
 
     def _executor(self, program: RankProgram) -> Executor:
         self._assembly.communications.timed = self.trace
@@ -625,6 +637,7 @@ class Pipeline:
             float if targets is None else total,
             self.mesh.place.dp,
             self.next_step,
+            self.options.shared_targets,
         )
         return split_batch(inputs, targets, keywords, sizes, weighing)
 

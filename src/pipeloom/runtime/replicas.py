@@ -1,14 +1,14 @@
-"""Replicated weights and buffers: compared by checksum before the first step, and made equal or refused.
+"""Values that several processes must hold alike, compared by checksum: weights and buffers, and the batch of a replica.
 
 Tensors that several processes hold in full must start equal: on data-parallel replicas, on tensor-parallel ranks if not
 sharded, copies of an expert, tied weights, and the replicas of two routes. Gradients are the same on all of them, so a
-difference would never disappear.
+difference would never disappear. The ranks of one data-parallel replica must be passed the same batch.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import DistributedError
 from pipeloom.ops.checksum import checksums
+from pipeloom.ops.layouts import memory_of
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.parallel.mesh import Axis, Mesh
 from pipeloom.parallel.sharding import WHOLE, ParameterSharding
@@ -52,11 +53,13 @@ class Difference:
     Attributes:
         key: name of the tensor, and its part.
         first, other: two processes with different values.
+        kinds: the dtype and shape on each of the two, as text.
     """
 
     key: str
     first: int
     other: int
+    kinds: tuple[str, str]
 
 
 def replicated(assembly: Assembly, mesh: Mesh) -> dict[str, Replicated]:
@@ -86,36 +89,35 @@ def replicated(assembly: Assembly, mesh: Mesh) -> dict[str, Replicated]:
     return dict(sorted(keyed.items()))
 
 
-def compare(mine: Mapping[str, Replicated], mesh: Mesh) -> list[Difference]:
-    """Return the tensors that are not equal, the same list on every rank. Collective over the mesh.
-
-    Raises DistributedError for tensors of different shapes or types.
-    """
-    values = checksums([each.tensor for each in mine.values()])
-    sums = {key: [_kind(each.tensor), value] for (key, each), value in zip(mine.items(), values, strict=True)}
-    everyone = all_gather_json(sums, mesh.everyone.group)
+def compare(mine: Mapping[str, Tensor], group: Any) -> list[Difference]:
+    """Return the tensors of equal keys that are not equal, the same list on every rank. Collective over `group`."""
+    values = checksums(list(mine.values()))
+    sums = {key: [_kind(tensor), value] for (key, tensor), value in zip(mine.items(), values, strict=True)}
     known: dict[str, tuple[int, list[Any]]] = {}
     differences: dict[str, Difference] = {}
-    for number, theirs in enumerate(everyone):
+    for number, theirs in enumerate(all_gather_json(sums, group)):
         for key, value in theirs.items():
             first, expected = known.setdefault(key, (number, value))
-            if value[0] != expected[0]:
-                names = Names(mesh)
-                raise DistributedError(
-                    f"{key!r} is {expected[0]} on {names.of(first)} and {value[0]} on {names.of(number)}"
-                )
             if value != expected:
-                differences.setdefault(key, Difference(key, first, number))
+                differences.setdefault(key, Difference(key, first, number, (expected[0], value[0])))
     return [differences[key] for key in sorted(differences)]
 
 
 def words(differences: Sequence[Difference], mesh: Mesh) -> str:
     """Return the differences as the beginning of a sentence: `"'a.weight' and 2 more differ between rank 0 and rank 2"`."""
-    first = differences[0]
-    more = f" and {len(differences) - 1} more" if len(differences) > 1 else ""
-    verb = "differ" if more else "differs"
-    names = Names(mesh)
-    return f"{first.key!r}{more} {verb} between {names.of(first.first)} and {names.of(first.other)}"
+    first, names = differences[0], Names(mesh)
+    here, there = names.of(first.first), names.of(first.other)
+    if first.kinds[0] != first.kinds[1]:
+        return f"{first.key!r} is {first.kinds[0]} on {here} and {first.kinds[1]} on {there}"
+    more = f" and {len(differences) - 1} more differ" if len(differences) > 1 else " differs"
+    return f"{first.key!r}{more} between {here} and {there}"
+
+
+def require_alike(differences: Sequence[Difference], mesh: Mesh) -> None:
+    """Raise DistributedError for a tensor that has another shape or dtype on another rank."""
+    for difference in differences:
+        if difference.kinds[0] != difference.kinds[1]:
+            raise DistributedError(words([difference], mesh))
 
 
 @torch.no_grad()
@@ -150,6 +152,55 @@ def say(differences: Sequence[Difference], mesh: Mesh) -> None:
             "replicas did not start equal: %s; all have the first one's values now (RuntimeOptions.init)",
             words(differences, mesh),
         )
+
+
+class BatchCheck:
+    """Comparison of the batches that the ranks of one replica are passed, in the first step and every `every` steps.
+
+    What a rank does not pass, or passes on the meta device or as a sparse or nested tensor, is not compared.
+
+    Args:
+        every: steps from one comparison to the next, the same on every rank; 0: none.
+    """
+
+    def __init__(self, mesh: Mesh, every: int) -> None:
+        self._mesh = mesh
+        self._every = every if mesh.shape.pp * mesh.shape.tp > 1 else 0
+        self._steps = 0
+
+    def due(self) -> bool:
+        """Return whether this step's batch is to be compared. Call it once in each step."""
+        self._steps += 1
+        return bool(self._every) and (self._steps - 1) % self._every == 0
+
+    def differences(self, arguments: Mapping[str, Any], group: Any) -> list[Difference]:
+        """Return what differs between ranks of one replica, the same on every rank. Collective over all replicas.
+
+        Args:
+            arguments: name -> what this rank was passed.
+        """
+        of_replica = f" of replica {self._mesh.place.dp}" if self._mesh.shape.dp > 1 else ""
+        named = {f"{name}{of_replica}": tensor for name, tensor in _named_tensors(arguments)}
+        return compare(named, group)
+
+    def require_none(self, differences: Sequence[Difference], step: int) -> None:
+        """Raise DistributedError, on every rank, if there are differences in the batch of step `step`."""
+        if differences:
+            raise DistributedError(
+                f"step {step}: {words(differences, self._mesh)}; pass the same batch on all ranks of a replica, or tensors on "
+                "the meta device on a rank with neither a first nor a last stage"
+            )
+
+
+def _named_tensors(values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield each strided tensor with data, also of tuples, lists and dicts, as `("inputs[0]", tensor)`."""
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            if memory_of(value) is not None:
+                yield name, value
+        elif isinstance(value, (Mapping, tuple, list)):
+            items = value.items() if isinstance(value, Mapping) else enumerate(value)
+            yield from _named_tensors({f"{name}[{key!r}]": item for key, item in items})
 
 
 def _like_neighbours(owner: nn.Module, layouts: Mapping[nn.Parameter, ParameterSharding]) -> ParameterSharding:

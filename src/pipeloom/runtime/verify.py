@@ -127,7 +127,9 @@ def verify(
                 schedule,
                 loss,
                 replace(options, recompute=recompute),
-                _Batch(inputs, targets, keywords, Weighing(weight, ignore_index)),
+                _Batch(
+                    inputs, targets, keywords, Weighing(weight, ignore_index, shared_targets=options.shared_targets)
+                ),
                 tied=tied,
                 stages=stages,
                 tolerance=tolerance,

@@ -57,6 +57,7 @@ def build_pipeline(
         shard_gradients=config.optimizer.zero1,
         checksum=config.debug.checksum,
         fault=layout.fault,
+        check_every=config.train.check_every,
         device=device,
     )
     with naming_keys():

@@ -68,7 +68,9 @@ def interleaved_zb(
                 name="interleaved-zb",
                 options=dict(base.options) | ({} if memory is None else {"memory": memory}),
             )
-            for programs in _within(_programs(base, round_sizes(ranks, size, rounds, group_size), cost_model), base, memory)
+            for programs in _within(
+                _programs(base, round_sizes(ranks, size, rounds, group_size), cost_model), base, memory
+            )
         ]
         factors = cost_model.microbatch if size == microbatches else ()
         best = shortest(schedules, microbatches, replace(cost_model, microbatch=factors), _quality, (usual,))
@@ -83,7 +85,9 @@ def _within(candidates: list[list[list[int]]], base: Schedule, memory: float | N
         return candidates
     peaks = [max(_alive(program, base.kind_stride) for program in programs) for programs in candidates]
     if min(peaks) > memory:
-        raise CapacityError(f"memory is {memory:g}; interleaved-zb needs at least {min(peaks)} stage-micro-batches here")
+        raise CapacityError(
+            f"memory is {memory:g}; interleaved-zb needs at least {min(peaks)} stage-micro-batches here"
+        )
     return [programs for programs, peak in zip(candidates, peaks, strict=True) if peak <= memory]
 
 

@@ -118,9 +118,7 @@ def steady_state(timeline: Timeline, periods: Iterable[int]) -> SteadyState | No
             begins = [bisect_left(times, begin) for times in starts]
             if not all(at < len(fits) and fits[at] for at, fits in zip(begins, balanced, strict=True)):
                 continue
-            intervals = [
-                times[at + size] - times[at] for at, times, size in zip(begins, starts, sizes, strict=True)
-            ]
+            intervals = [times[at + size] - times[at] for at, times, size in zip(begins, starts, sizes, strict=True)]
             longest = max(intervals)
             if best is None or longest / period < best.interval / best.microbatches - TIME_TOLERANCE:
                 best = SteadyState(period, tuple(begins), longest)

@@ -90,7 +90,9 @@ def _programs(
         fitting = fitting or bool(orders or repeated)
         for (order, plan), patience in product(orders, FIT_SHARES[:: 2 if many else 1]):
             with contextlib.suppress(MemoryDeadlock):
-                yield programs_along(single_route(placement, microbatches, plan, [memory_limit] * ranks), order, patience)
+                yield programs_along(
+                    single_route(placement, microbatches, plan, [memory_limit] * ranks), order, patience
+                )
     if not fitting or (costs != Costs() and not many):
         # One place is kept free for the second half of the V, without which the first could block it for ever.
         caps = [memory_limit - 1] * ranks + [memory_limit] * ranks
