@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import io
 import re
-import subprocess
-import sys
+import runpy
 import threading
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,31 +15,23 @@ import torch
 from torch import Tensor, nn
 
 import pipeloom as pl
+from documents import run_python
 from pipeloom.errors import UsageError, VerifyError
 from pipeloom.models.adapters import LoraOptions, with_adapters
 from pipeloom.runtime import Layer, LocalPipeline, LossTerm, RuntimeOptions
+from processes import run_ranks
 
 EXAMPLE = Path(__file__).parents[1] / "examples/own_model.py"
 WIDTH = 8
 
 
-def run(*words: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, *words, str(EXAMPLE)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
 @pytest.mark.dist
 @pytest.mark.slow
 def test_the_example_gives_the_same_losses_in_one_process_and_in_two() -> None:
-    one = run()
-    two = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    one = output.getvalue().splitlines()
+    two = run_ranks(run_python, 2, EXAMPLE.read_text("utf-8"), lambda: {"__name__": "__main__"})[0].splitlines()
     assert one[0].startswith("verified: 6 steps equal one process")
     assert one[1:] == two[1:]
     assert len(one) == 22

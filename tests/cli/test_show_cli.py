@@ -69,7 +69,7 @@ def test_the_json_has_the_figures_in_seconds(folder: Path) -> None:
 
 
 def test_costs_of_one_run_predict_another(folder: Path, tmp_path: Path) -> None:
-    """The zero-bubble order of the same four stages, measured at 1.2 times the costs; one of other stages is refused."""
+    """The zero-bubble order of the same four stages, and two chunks of half as much, measured at 1.2 times the costs."""
     costs = pl.Costs(forward=1.0, input_grad=1.1, weight_grad=0.9).scaled(1.2e-3)
     other, looped = tmp_path / "zb.json", tmp_path / "looped.json"
     for path, schedule in ((other, pl.schedules.zb_h1(4, 8)), (looped, pl.schedules.interleaved(4, 8))):
@@ -80,8 +80,10 @@ def test_costs_of_one_run_predict_another(folder: Path, tmp_path: Path) -> None:
     assert found["simulated"] == pytest.approx(want)
     assert found["error"] == pytest.approx(found["simulated"] / found["measured"] - 1)
     assert f"error {100 * found['error']:+.1f} %" in _run(str(folder), "--predict", str(other))
-    with pytest.raises(UsageError, match="costs of 4 stages cannot predict interleaved"):
-        _run(str(folder), "--predict", str(looped))
+    (halves,) = json.loads(_run(str(folder), "--predict", str(looped), "--json"))["others"]
+    want = pl.simulate(pl.schedules.interleaved(4, 8), pl.Costs(1.0, 1.1, 0.9).scaled(1.015e-3 / 2)).makespan
+    assert halves["simulated"] == pytest.approx(want)
+    assert "the same costs, with the 4 stages cut evenly into 8, predict" in _run(str(folder), "--predict", str(looped))
 
 
 def test_every_step_is_drawn_when_asked_for(folder: Path, tmp_path: Path) -> None:
@@ -149,10 +151,22 @@ def test_a_dump_of_another_program_is_shown_and_searched(tmp_path: Path) -> None
     folder = dump(tmp_path / "dump", slow, labels=True)
     text = _run(str(folder), "--search", "2")
     assert "micro-batches and chunks as labelled" in text
+    assert "assumed: the same placement (linear), I and W as measured, and activations held until W" in text
     assert "memory per rank: 10 GB, plus 2.5 GB for each stage-micro-batch" in text
     found = json.loads(_run(str(folder), "--search", "2", "--json"))
     assert found["memory_law"] == pytest.approx([10, 2.5])
     assert found["search"]["makespan"] <= timeline.makespan + 1e-9 < slow.makespan
+
+
+def test_a_search_names_the_stages_whose_backward_never_ran_split(folder: Path) -> None:
+    assert "I and W as half of B each (never split in these steps)" in _run(str(folder), "--search", "0.1")
+    programs = [[str(cell) for cell in program] for program in _steps()[0].schedule.programs]
+    programs[2][-1:] = ["2I7", "2W7"]
+    schedule = pl.Schedule.of(programs, placement=range(4), microbatches=8)
+    timeline = dataclasses.replace(pl.simulate(schedule), source="measured")
+    (folder / "timelines.json").write_text(json.dumps(timeline_form.to_dict([timeline])))
+    assert "I and W of stages 0, 1, 3 as half of B each" in _run(str(folder), "--search", "0.1")
+    assert json.loads(_run(str(folder), "--search", "0.1", "--json"))["search"]["halved_stages"] == [0, 1, 3]
 
 
 def _with_late_weights(schedule: pl.Schedule) -> pl.Schedule:

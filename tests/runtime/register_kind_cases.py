@@ -76,6 +76,31 @@ def gradients_are_there() -> None:
     assert others[0][1] == weights
 
 
+def check_memory() -> None:
+    """What kinds take from a stage and micro-batch they bring back, whatever share of it is kept until W."""
+    for letter, memory in (("D", (-0.5, 0.0)), ("L", (0.5, 0.0)), ("H", (0.0, -1.0)), ("K", (-1.0, 1.0))):
+        pl.register_kind(pl.Kind(letter, "moved memory", memory=memory))
+
+    def checked(*cells: str, microbatches: int = 1) -> None:
+        pl.check(pl.Schedule.of([list(cells)], placement=[0], microbatches=microbatches))
+
+    checked("0F0", "0D0", "0L0", "0B0")
+    with pytest.raises(
+        pl.ScheduleError, match=r"stage 0 micro-batch 0 .rank 0. falls below zero: 0F0 \+1, 0D0 -0.5, 0B0 -1"
+    ):
+        checked("0F0", "0D0", "0B0")
+    with pytest.raises(pl.ScheduleError, match="falls below zero"):
+        checked("0D0", "0F0", "0B0", "0L0")
+    with pytest.raises(pl.ScheduleError, match=r"is not all freed: 0F0 \+1, 0B0 -1, 0L0 \+0.5"):
+        checked("0F0", "0B0", "0L0")
+    with pytest.raises(pl.ScheduleError, match=r"micro-batch [01] \(rank 0\) falls below zero"):
+        checked("0F0", "0F1", "0D0", "0L1", "0B0", "0B1", microbatches=2)
+    with pytest.raises(pl.ScheduleError, match=r"falls below zero: 0F0 \+1, 0H0 -1, 0I0 \+0, 0W0 -1"):
+        checked("0F0", "0H0", "0I0", "0W0")
+    with pytest.raises(pl.ScheduleError, match=r"falls below zero: 0F0 \+1, 0K0 -1, 0B0 -1"):
+        checked("0F0", "0K0", "0B0")
+
+
 def main() -> None:
     schedule = note_kind.noted(2, 3)
     plain = pl.schedules.one_f_one_b(2, 3)
@@ -111,6 +136,7 @@ def main() -> None:
     for words, values in refused.items():
         with pytest.raises(UsageError, match=words):
             pl.register_kind(pl.Kind(**{"letter": "X", "words": "x", **values}))
+    check_memory()
     local = LocalPipeline(blocks(4), plain, loss=mse).step(*batch(6)).item()
     context = multiprocessing.get_context("spawn")
     results, port = context.Queue(), free_port()

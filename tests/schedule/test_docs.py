@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from pipeloom.cli import app
 from pipeloom.schedule import Costs, Schedule, simulate
 from pipeloom.schedule.families import FAMILIES, build
 from pipeloom.schedule.transforms import unpair
@@ -44,15 +48,30 @@ def test_pairs_apart() -> None:
         assert simulate(unpair(schedule), costs).makespan == float(told)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
-def test_row(row: list[str]) -> None:
-    schedule, per_rank, costs = made(row[0])
-    timeline = simulate(schedule, costs)
-    assert float(row[1]) == pytest.approx(timeline.makespan)
-    assert float(row[2]) == pytest.approx(timeline.bubble_ratio, abs=6e-5)
-    assert float(row[3]) == pytest.approx(timeline.span_bubble_rate, abs=6e-5)
-    assert float(row[4]) == max(timeline.peak_activations) / per_rank
-    assert row[5] == f"{len(schedule.routes)}×"
+def compared(words: str) -> dict[str, Any]:
+    """Label -> figures of what `compare` prints."""
+    result = CliRunner().invoke(app, ["compare", *words.split(), "--json"])
+    return {schedule["label"]: schedule for schedule in json.loads(result.stdout)["schedules"]}
+
+
+def test_the_table_is_what_the_command_above_it_prints() -> None:
+    command = re.search(r"^pipeloom compare (all .*)$", TEXT, re.MULTILINE)
+    assert command is not None
+    schedules = compared(command[1])
+    assert len(ROWS) == len(schedules)
+    for row in ROWS:
+        figures = schedules[row[0].split("`")[1] + (":chunks=4" if "v = 4" in row[0] else "")]
+        assert float(row[1]) == pytest.approx(figures["makespan"])
+        assert float(row[2]) == pytest.approx(figures["bubble_ratio"], abs=6e-5)
+        assert float(row[3]) == pytest.approx(figures["span_bubble_rate"], abs=6e-5)
+        assert float(row[4]) == max(figures["full_rank_activations"])
+        assert row[5] == f"{len(figures['routes'])}×"
+
+
+def test_uneven_times_of_v_min() -> None:
+    schedules = compared("v-min 1f1b --ranks 8 --microbatches 24 --forward 10 --input-grad 12 --weight-grad 8 --p2p 1")
+    words = f"it takes {schedules['v-min']['makespan']:g} where 1F1B takes {schedules['1f1b']['makespan']:g}."
+    assert words in TEXT
 
 
 def test_every_family_is_there() -> None:

@@ -11,7 +11,7 @@ import pytest
 import pipeloom as pl
 from pipeloom.schedule import timeline_form
 from pipeloom.schedule.exposed import Exposed
-from pipeloom.schedule.measured import SPENT, drift, predict, slow_stages, step_time, time_spent
+from pipeloom.schedule.measured import SPENT, drift, predict, predict_another, slow_stages, step_time, time_spent
 
 
 def _steps(slow: int | None, seed: int, count: int = 9) -> list[pl.Timeline]:
@@ -43,6 +43,26 @@ def test_layers_explain_what_a_stage_takes() -> None:
     steps = _steps(3, 1)
     assert slow_stages(steps, [1.3, 1, 1, 1.1, 1, 1, 1, 1.6]) == ()
     assert [one.stage for one in slow_stages(steps, [1.3, 1, 1, 1, 1, 1, 1, 1.6])] == [3]
+
+
+@pytest.mark.parametrize(
+    ("times", "ranks", "makespan"),
+    [((1, 2, 3, 4), 4, 1 + 2 + 3 + 4 + 4), ((1, 2, 3, 4), 2, 3 + 7 + 7), ((6, 3), 3, 4 + 4 + 3 + 2)],
+)
+def test_costs_of_stages_are_cut_and_joined_for_another_number_of_them(
+    times: tuple[float, ...], ranks: int, makespan: float
+) -> None:
+    costs = pl.Costs(forward=times, input_grad=0, weight_grad=0)
+    other = pl.simulate(pl.schedules.gpipe(ranks, 2))
+    assert predict_another(costs, pl.schedules.gpipe(len(times), 2), [other])[0] == pytest.approx(makespan)
+
+
+def test_costs_of_replicas_are_those_of_their_position() -> None:
+    """DualPipe's stages 4 to 7 hold the layers of stages 0 to 3 again."""
+    fitted, other = pl.schedules.dualpipe(4, 8), pl.schedules.one_f_one_b(4, 8)
+    times = tuple(1.0 + at for at in fitted.position_of)
+    simulated, _ = predict_another(pl.Costs(times, times, times), fitted, [pl.simulate(other)])
+    assert simulated == pytest.approx(pl.simulate(other, pl.Costs(*[(1.0, 2.0, 3.0, 4.0)] * 3)).makespan)
 
 
 def test_half_of_the_steps_predict_the_others() -> None:

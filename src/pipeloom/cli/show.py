@@ -37,7 +37,7 @@ def command(
         typer.Option(
             "--predict",
             metavar="RUN_DIR",
-            help="Predict another run with the same number of stages from the costs of this one; repeatable.",
+            help="Predict another run of the same model from the costs of this one; repeatable.",
         ),
     ] = None,
     search: Annotated[

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -72,7 +73,32 @@ class Study:
         """Return (run, simulated makespan, measured makespan) of each run in `others`."""
         from pipeloom.schedule.measured import predict_another
 
-        return [(path, *predict_another(self.prediction.costs, steps)) for path, steps in self.others]
+        fitted = self.typical.schedule
+        return [(path, *predict_another(self.prediction.costs, fitted, steps)) for path, steps in self.others]
+
+    @property
+    def halved(self) -> list[int]:
+        """Return the stages whose backward never ran split: the fitted costs count half of B as I and half as W."""
+        from pipeloom.schedule.model import parts
+
+        schedule = self.typical.schedule
+        cells = chain.from_iterable(schedule.programs)
+        split = {action.stage for action in chain.from_iterable(map(parts, cells)) if action.kind == "I"}
+        return [stage for stage in range(schedule.stages) if stage not in split]
+
+    def assumptions(self) -> str:
+        """Return in words what the search takes for granted."""
+        from pipeloom.schedule.placement import name_of
+
+        schedule, halved = self.typical.schedule, self.halved
+        where = name_of(schedule.placement, schedule.ranks) or ",".join(map(str, schedule.placement))
+        some = (
+            ""
+            if len(halved) == schedule.stages
+            else f" of stage{'s' * (len(halved) > 1)} {', '.join(map(str, halved))}"
+        )
+        split = f"I and W{some} as half of B each (never split in these steps)" if halved else "I and W as measured"
+        return f"the same placement ({where}), {split}, and activations held until W"
 
     def as_dict(self) -> dict[str, Any]:
         from pipeloom.schedule.measured import drift, settled, slow_stages, step_time, time_spent
@@ -109,7 +135,12 @@ class Study:
             "notes": list(self.notes),
             "search": None
             if self.better is None
-            else {"makespan": self.better.value, "lower_bound": self.better.lower_bound},
+            else {
+                "makespan": self.better.value,
+                "lower_bound": self.better.lower_bound,
+                "placement": list(self.typical.schedule.placement),
+                "halved_stages": self.halved,
+            },
         }
 
     def lines(self) -> list[str]:
@@ -131,9 +162,11 @@ class Study:
                 f"  actions ran {100 * abs(1 - 1 / prediction.speed):.0f} % {'faster' if prediction.speed < 1 else 'slower'} in "
                 f"them; with costs at that speed: error {100 * prediction.error_at_speed:+.1f} %"
             )
-        for path, simulated, measured in self.predicted():
+        for (path, simulated, measured), (_, steps) in zip(self.predicted(), self.others, strict=True):
+            here, there = self.typical.schedule.positions, steps[-1].schedule.positions
+            cut = f", with the {here} stages cut evenly into {there}," if here != there else ""
             lines.append(
-                f"the same costs predict {number(simulated * factor)} {unit} for {path}, which took "
+                f"the same costs{cut} predict {number(simulated * factor)} {unit} for {path}, which took "
                 f"{number(measured * factor)} {unit}: "
                 f"error {100 * (simulated / measured - 1):+.1f} %"
             )
@@ -158,10 +191,11 @@ class Study:
             )
         if self.better is not None:
             gain = 1 - self.better.value / prediction.simulated
-            lines.append(
+            lines += [
                 f"search within the same memory: {number(self.better.value * factor)} {unit}, {100 * gain:.1f} % less than this "
-                f"schedule takes with these costs; no schedule takes less than {number(self.better.lower_bound * factor)} {unit}"
-            )
+                f"schedule takes with these costs; no schedule takes less than {number(self.better.lower_bound * factor)} {unit}",
+                f"  assumed: {self.assumptions()}",
+            ]
         for slow in slow_stages(self.steps, self.layers):
             lines.append(
                 f"stage {slow.stage} on rank {slow.rank} takes {100 * slow.excess:.0f} % longer than comparable stages"

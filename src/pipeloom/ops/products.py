@@ -78,7 +78,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _as_own(out: Tensor) -> Tensor:
-    """`out` over the same storage, not as the view that PyTorch makes of the rows of a product of more than two dimensions.
+    """`out` over the same storage, not as the view that PyTorch or oneDNN makes of the rows of a product of more than two dimensions.
 
     A custom Function that returns a view forbids its caller to change it in place, as in `relu_(linear(x))`.
     """
@@ -168,8 +168,7 @@ def _suits(x: Tensor, y: Tensor, columns: int) -> bool:
 
 def _by_onednn(x: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
     """x y^T + bias; autograd records nothing."""
-    product: Tensor = onednn_operation()(x, y, bias, "none", [], "")
-    return product
+    return _as_own(onednn_operation()(x, y, bias, "none", [], ""))
 
 
 @cache

@@ -51,7 +51,8 @@ class Kind:
             micro-batch; a kind that produces none is optional, at most once each.
         waits_for: the event that it needs beside its place in the program; None: nothing.
         memory: (a, b): the action changes the stage's memory by (a + b * held) * activation (`Costs.held`,
-            `Costs.activation`), at its start where that is more, at its end where it is less.
+            `Costs.activation`), at its start where that is more, at its end where it is less. `check` refuses a schedule whose
+            changes of one stage and micro-batch fall below zero or do not add up to it.
         duration: the name of a field of `StageCosts`, or a time.
         resource: the resource that it occupies. A rank that only communicates counts as idle.
         colour: (hue in degrees, chroma, lightness above or below the chunk's) in OKLCH.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from functools import reduce
-from itertools import combinations
+from itertools import accumulate, chain, combinations
 from operator import or_
 from typing import Literal
 
@@ -12,6 +12,7 @@ from pipeloom.errors import ScheduleError
 from pipeloom.schedule.actions import EVENTS, INPUT_GRADIENT, OUTPUT, WEIGHT_GRADIENT, Action, Cell, kind_of, kinds
 from pipeloom.schedule.batched_p2p import check_batches
 from pipeloom.schedule.channels import neighbours, smallest_depths, traffic
+from pipeloom.schedule.costs import TIME_TOLERANCE
 from pipeloom.schedule.graph import Graph, runnable_prefix
 from pipeloom.schedule.model import Schedule, parts
 
@@ -29,10 +30,12 @@ def check(
     """Raise ScheduleError, with the reason, unless every rank can run `schedule` to its end.
 
     Checked: each (stage, micro-batch) of a route has F and either B or I and W, once, on the placed rank; no cycle among
-    data dependencies and program order. Sends do not block, and each channel keeps at least `smallest_depths` receives open,
-    so the individual transport adds no cycle of its own; a smaller `receive_depth` given here is refused by name. The
-    batched transport does add order (a batch ends when both ends of all its messages have reached it, and a rank runs its
-    batches one after another). Batches are formed so that this adds no deadlock to any schedule; they are walked all the same.
+    data dependencies and program order; the memory of each (stage, micro-batch), which registered kinds can
+    change, never falls below zero and ends at zero. Sends do not block, and each channel keeps at least `smallest_depths`
+    receives open, so the individual transport adds no cycle of its own; a smaller `receive_depth` given here is refused by
+    name. The batched transport does add order (a batch ends when both ends of all its messages have reached it, and a rank
+    runs its batches one after another). Batches are formed so that this adds no deadlock to any schedule; they are walked all
+    the same.
 
     Time is linear in the number of actions.
     """
@@ -41,6 +44,8 @@ def check(
     reached = runnable_prefix(schedule, graph)
     if reached != list(map(len, schedule.codes)):
         raise ScheduleError(_explain(schedule, reached))
+    if any(any(kind.memory) for kind in kinds() if not kind.produces):  # the other kinds balance in a complete schedule
+        _check_memory(schedule)
     if receive_depth is not None:
         _check_depth(schedule, receive_depth)
     if transport == "batched":
@@ -120,6 +125,27 @@ def _diagnose_stage(schedule: Schedule, place: dict[Action, int], stage: int, mi
     for event, letter in ((INPUT_GRADIENT, "I"), (WEIGHT_GRADIENT, "W")):
         if event not in produced:
             raise ScheduleError(f"{where} has no {event}: {cell(letter)} is missing")
+
+
+def _check_memory(schedule: Schedule) -> None:
+    """Raise where the actions of a stage and micro-batch free more than they have allocated, or leave some allocated.
+
+    A change of memory is linear in `Costs.held`, so looking at its ends, 0 and 1, is enough.
+    """
+    actions: dict[tuple[int, int], list[Action]] = {}
+    for program in schedule.programs:
+        for action in chain.from_iterable(map(parts, program)):
+            actions.setdefault((action.stage, action.microbatch), []).append(action)
+    for (stage, microbatch), there in actions.items():
+        for held in (0, 1):
+            changes = [constant + share * held for constant, share in (kind_of(action.kind).memory for action in there)]
+            levels = list(accumulate(changes))
+            if min(levels) < -TIME_TOLERANCE or levels[-1] > TIME_TOLERANCE:
+                wrong = "falls below zero" if min(levels) < -TIME_TOLERANCE else "is not all freed"
+                sums = ", ".join(f"{action} {change:+g}" for action, change in zip(there, changes, strict=True))
+                raise ScheduleError(
+                    f"the memory of stage {stage} micro-batch {microbatch} (rank {schedule.placement[stage]}) {wrong}: {sums}"
+                )
 
 
 def _explain(schedule: Schedule, reached: list[int]) -> str:

@@ -173,26 +173,39 @@ def _with_stalls(costs: Costs, steps: Sequence[Timeline]) -> Costs:
     return replace(costs, **scaled, backward=None if costs.backward is None else longer(costs.backward))
 
 
-def predict_another(costs: Costs, timelines: Sequence[Timeline]) -> tuple[float, float]:
-    """(simulated, median measured) makespan of another run, from costs fitted on steps of a schedule with as many stages.
+def predict_another(costs: Costs, fitted: Schedule, timelines: Sequence[Timeline]) -> tuple[float, float]:
+    """(simulated, median measured) makespan of another run of the same model, from costs fitted on steps of `fitted`.
 
-    Costs are assigned by position in a route, so they apply to replicas and other placements too. Raises UsageError for another
-    number of positions.
+    Costs are assigned by position in a route, so they apply to replicas and other placements too. Where the routes differ in
+    length, each stage's time is spread evenly over its part of the model, and the other run's stages are equal parts of it.
     """
     steps = settled(timelines)
     schedule = steps[-1].schedule
-    count = len(costs.forward) if isinstance(costs.forward, tuple) else schedule.positions
-    if count != schedule.positions:
-        raise UsageError(
-            f"costs of {count} stages cannot predict {schedule.name}, whose route has {schedule.positions}: "
-            "compare runs that cut the model alike"
-        )
 
-    there: dict[str, Any] = {}
-    for name in ("forward", "input_grad", "weight_grad", "backward"):
-        value = getattr(costs, name)
-        there[name] = tuple(value[at] for at in schedule.position_of) if isinstance(value, tuple) else value
+    def recut(values: Sequence[float]) -> tuple[float, ...]:
+        by_position = [
+            fmean(value for value, at in zip(values, fitted.position_of, strict=True) if at == position)
+            for position in range(fitted.positions)
+        ]
+        new = _spread(by_position, schedule.positions)
+        return tuple(new[at] for at in schedule.position_of)
+
+    there: dict[str, Any] = {
+        name: recut(costs.per_stage(name, fitted.stages))
+        for name in ("forward", "input_grad", "weight_grad", "backward")
+        if getattr(costs, name) is not None
+    }
     return simulate(schedule, replace(costs, **there)).makespan, median(step.makespan for step in steps)
+
+
+def _spread(values: Sequence[float], count: int) -> list[float]:
+    """Return the sums of `values`, taken as equal parts of a line, over `count` equal parts of it."""
+    old = len(values)
+
+    def share(at: int, part: int) -> float:  # of a value, in lengths of which the line has old * count
+        return max(0, min((at + 1) * count, (part + 1) * old) - max(at * count, part * old)) / count
+
+    return [sum(value * share(at, part) for at, value in enumerate(values)) for part in range(count)]
 
 
 def settled(timelines: Sequence[Timeline]) -> Sequence[Timeline]:

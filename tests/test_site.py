@@ -1,12 +1,9 @@
-"""The tutorial's commands and code run as they are printed, and the pages of the documentation site are all there."""
+"""The pages of the documentation site are all there."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -17,30 +14,6 @@ from pipeloom.cli import app
 from pipeloom.schedules import FAMILIES
 
 DOCS = Path(__file__).parents[1] / "docs"
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-def test_the_tutorial_runs_from_its_first_line_to_its_last(tmp_path: Path) -> None:
-    text = (DOCS / "tutorial.md").read_text("utf-8")
-    blocks = re.findall(r"```(python|sh)\n(.*?)```", text, re.DOTALL)
-    assert {language for language, _ in blocks} == set(re.findall(r"```(\w+)", text))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    printed = []
-    for language, block in blocks:
-        named = re.match(r"# (\w+\.py)\n", block)
-        if named is not None:
-            (tmp_path / named[1]).write_text(block, "utf-8")
-        command = [sys.executable, "-c", block] if language == "python" else ["bash", "-euc", block]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
-        assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"
-        printed.append(done.stdout)
-    assert "makespan" in printed[0]
-    assert float(printed[1].split()[0]) > 24
-    assert "eager:extra=2" in printed[3]
-    assert "prediction: costs of" in printed[5]
-    assert "the schedule deadlocks; the shortest cycle" in printed[6]
-    assert (tmp_path / "step.html").stat().st_size > 10_000
 
 
 def _site() -> ModuleType:
