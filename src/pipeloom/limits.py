@@ -28,6 +28,8 @@ MOST_SEARCHED_CELLS = 262_144
 MOST_WORKERS = 131_072
 # Workers that one machine starts: each connects to all others, so a thousand of them need half a million connections.
 MOST_LOCAL_WORKERS = 1_024
+# Threads of a worker: several times the cores of any machine.
+MOST_THREADS = 1_024
 # Memory that a worker takes before it holds a single weight: torch itself.
 WORKER_BYTES = 160_000_000
 # Layers: a thousand times those of the deepest published models.

@@ -35,6 +35,7 @@ _MODEL_KEYS = (
 _FREE = ("parallel.", "schedule.", "log.", "checkpoint.", "debug.", "train.steps", "train.device", "train.tune_cpu")
 _FREE_TOO = (
     "train.recompute",
+    "train.threads",
     "train.timeout",
     "train.check_every",
     "train.deterministic",
