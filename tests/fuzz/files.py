@@ -39,9 +39,24 @@ from pipeloom.cli.failures import exit_code_of
 CASES = 1_000
 SECONDS, MEGABYTES = 20.0, 700
 WORKER = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-SMALL = ("--parallel.pp", "1", "--schedule.microbatches", "2", "--train.global_batch_size", "2", "--train.seq_len", "16")
+SMALL = (
+    "--parallel.pp",
+    "1",
+    "--schedule.microbatches",
+    "2",
+    "--train.global_batch_size",
+    "2",
+    "--train.seq_len",
+    "16",
+)
 TRAIN = ("train", "tiny", *SMALL, "--log.dir", "runs", "--train.steps", "3")
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 256}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 256,
+}
 VALUES: tuple[Any, ...] = (
     *(None, True, -1, 0, 1, 1.5, -5, 10**9, 10**15, 10**20, 10**400, 2**63, float("inf"), float("nan"), 1e308),
     *("", "x", "F32", "I64", "C64", "float99", "../x", "/dev/zero", "/dev/null/x", "a\0b", "\ud800", "x" * 5_000),
@@ -102,7 +117,9 @@ def changed_bytes(data: bytes, random: Random) -> tuple[bytes, str]:
     if random.random() < 0.5:
         return mutated_text(data.decode("latin-1"), random).encode("utf-8", "replace"), "text"
     at = random.randrange(len(data) + 1)
-    return random.choice((data[:at], data[:at] + bytes([random.randrange(256)]) + data[at + 1 :], b"", nested(random))), "bytes"
+    return random.choice(
+        (data[:at], data[:at] + bytes([random.randrange(256)]) + data[at + 1 :], b"", nested(random))
+    ), "bytes"
 
 
 def changed_tensors(data: bytes, random: Random) -> tuple[bytes, str]:
@@ -111,9 +128,14 @@ def changed_tensors(data: bytes, random: Random) -> tuple[bytes, str]:
     header, body = data[8 : 8 + length], data[8 + length :]
     way = random.randrange(6)
     if way == 0:
-        return random.choice((0, 1, length - 1, length + 1, 2**40, 2**64 - 1)).to_bytes(8, "little") + data[8:], "length"
+        return random.choice((0, 1, length - 1, length + 1, 2**40, 2**64 - 1)).to_bytes(8, "little") + data[
+            8:
+        ], "length"
     if way == 1:
-        body, words = body[: random.randrange(len(body))] if random.random() < 0.5 else body + b"\0" * 4, "cut or extended"
+        body, words = (
+            body[: random.randrange(len(body))] if random.random() < 0.5 else body + b"\0" * 4,
+            "cut or extended",
+        )
     elif way == 2:
         header, words = changed_bytes(header, random)
     else:
@@ -184,7 +206,19 @@ def make(folder: Path) -> None:
     with _inside(str(folder)):
         sizes = [word for key, value in SIZES.items() for word in (f"--model.{key}", str(value))]
         heads = ("--model.num_key_value_heads", "2")
-        _sound((*TRAIN, *sizes, *heads, "--checkpoint.dir", str(folder / "checkpoint"), "--checkpoint.every", "2", "--train.steps", "2"))
+        _sound(
+            (
+                *TRAIN,
+                *sizes,
+                *heads,
+                "--checkpoint.dir",
+                str(folder / "checkpoint"),
+                "--checkpoint.every",
+                "2",
+                "--train.steps",
+                "2",
+            )
+        )
         (step,) = (folder / "checkpoint").glob("step-*")
         lora = ("--model.source", str(folder / "llama"), "--lora.r", "2", "--data.tokenizer", "bytes")
         _sound((*TRAIN, *lora, "--checkpoint.dir", str(folder / "trained"), "--checkpoint.every", "3"))
@@ -236,7 +270,9 @@ def answer(words: tuple[str, ...]) -> tuple[int, str, str, float]:
             except SystemExit as end:
                 return int(end.code or 0)
 
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}
+    handlers = {
+        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    }
     begun = time.process_time()
     with (
         tempfile.TemporaryFile("w+", errors="replace") as err,  # with a descriptor, which faulthandler needs
@@ -296,7 +332,8 @@ def failure(good: Path, seed: int, codes: Counter[tuple[str, int]], verbose: boo
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
                     raise
-                return f"{type(error).__name__} escapes: {str(error)[:200]}; {words[0]}; {damages}\n{_end_of(traceback.format_exc())}"
+                trace = _end_of(traceback.format_exc())
+                return f"{type(error).__name__} escapes: {str(error)[:200]}; {words[0]}; {damages}\n{trace}"
             megabytes = _megabytes("VmHWM") - before
             wrong = complaint(code, said, seconds, megabytes)
             if attempt or wrong is None or not wrong.startswith(("slow", "memory")):  # a first answer imports packages

@@ -23,7 +23,7 @@ _UNSUPPORTED = (
 
 
 class _AdapterFile(BaseModel):
-    """What is read of `adapter_config.json`, apart from options that are not supported."""
+    """The part of `adapter_config.json` that is read, apart from options that are not supported."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 

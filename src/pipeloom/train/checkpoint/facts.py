@@ -1,4 +1,4 @@
-"""What `extra.json` of a trainer's checkpoint holds: the place in the data, the configuration, and what decisions depend on."""
+"""Facts in `extra.json` of a trainer's checkpoint: the place in the data, the configuration, and what decisions depend on."""
 
 from __future__ import annotations
 

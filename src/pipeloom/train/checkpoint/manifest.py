@@ -36,7 +36,7 @@ REST = {
     "data": "read again from data.source of the configuration in extra.json, starting at the batch number stored there",
 }
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,100}")
-Sizes = tuple[Annotated[int, Field(ge=0, lt=2**60)], ...]
+Extents = tuple[Annotated[int, Field(ge=0, lt=2**60)], ...]
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class StoredBox:
 
     file: str
     name: str
-    offset: Sizes
-    shape: Sizes
+    offset: Extents
+    shape: Extents
 
     @property
     def box(self) -> Box:
@@ -65,7 +65,7 @@ class TensorEntry:
     """One tensor: its dtype as safetensors writes it (`"F32"`), its whole shape, and boxes that hold each element once."""
 
     dtype: str
-    shape: Sizes
+    shape: Extents
     boxes: tuple[StoredBox, ...]
 
 
