@@ -346,6 +346,11 @@ def test_what_is_wrong_with_a_directory_is_said(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
     with pytest.raises(ConfigError, match=r"gate_proj\.weight is \[48, 32\], and the configuration says \[40, 32\]"):
         hf.layers(tmp_path)[1]()
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"vocab_size": 2**30})
+    )  # before 137 GB are allocated for it
+    with pytest.raises(ConfigError, match=r"embed_tokens\.weight is .*, and the configuration says \[1073741824, 32\]"):
+        hf.layers(tmp_path)[0]()
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 5}))
     with pytest.raises(ConfigError, match=r"has no weights for model\.layers\.4\."):
         hf.layers(tmp_path)[5]()

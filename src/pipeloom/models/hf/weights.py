@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,24 @@ class PretrainedWeights:
         self.folder = Folder(path)
         self._model = model
         self._groups = _groups(self.folder, model)
+
+    def require(self, module: nn.Module, prefix: str) -> None:
+        """Raise ConfigError for a parameter that the directory lacks, or has fewer elements of; call it before it has memory.
+
+        Args: as of `load`.
+        """
+        twins = _twins(self._model)
+        for name, parameter in module.named_parameters():
+            names = [prefix + name, *twins.get(prefix + name, ())]
+            group = next((self._groups[full][1] for full in names if full in self._groups), None)
+            if group is None:
+                raise ConfigError(f"{self.folder.path} has no weights for {prefix}{name}")
+            shapes = [self.folder.entries[key].shape for key, _ in group.sources]
+            if sum(map(prod, shapes)) < parameter.numel():
+                words = " and ".join(str(list(shape)) for shape in shapes[:3])
+                raise ConfigError(
+                    f"{self.folder.path}: {prefix}{name} is {words}, and the configuration says {list(parameter.shape)}"
+                )
 
     @torch.no_grad()
     def load(self, module: nn.Module, prefix: str) -> None:
