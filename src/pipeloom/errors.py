@@ -100,7 +100,7 @@ class Interrupted(PipeloomError):
 
 INTERRUPTED = 130  # exit code after Ctrl-C, as in a shell
 
-_NAME = {errno.ENAMETOOLONG, errno.ELOOP}  # no such path can be looked up
+_NAME = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES}  # no such path can be looked up
 _DISC = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 
 
@@ -122,11 +122,8 @@ def from_machine(error: BaseException) -> tuple[int, str] | None:
             UsageError.exit_code,
             f"{error.object!r:.200} is not text: it holds half of a character (a lone surrogate)",
         )
-    if _errno(error) in _NAME:
-        return (
-            UsageError.exit_code,
-            f"the path {getattr(error, 'filename', '')!r} cannot be used: {getattr(error, 'strerror', text)}",
-        )
+    if isinstance(error, OSError) and error.errno in _NAME and error.filename is not None:
+        return UsageError.exit_code, f"the path {error.filename!r} cannot be used: {error.strerror}"
     return None
 
 

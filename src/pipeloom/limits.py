@@ -7,10 +7,11 @@ published run uses, and small enough that a typing error cannot exhaust the memo
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from pipeloom.errors import UsageError, shortened
 
@@ -28,6 +29,8 @@ MOST_SEARCHED_CELLS = 262_144
 MOST_WORKERS = 131_072
 # Workers that one machine starts: each connects to all others, so a thousand of them need half a million connections.
 MOST_LOCAL_WORKERS = 1_024
+# Threads of a worker: several times the cores of any machine.
+MOST_THREADS = 1_024
 # Memory that a worker takes before it holds a single weight: torch itself.
 WORKER_BYTES = 160_000_000
 # Layers: a thousand times those of the deepest published models.
@@ -101,6 +104,24 @@ def read_file(path: str | Path, most: int, what: str) -> bytes:
         name = shortened(str(path))
         raise UsageError(f"{name} has {max(size, len(content)):,} bytes; {what} has at most {most:,}")
     return content
+
+
+def read_json(path: str | Path, most: int, what: str, most_nested: int = MOST_NESTED) -> Any:
+    """Return the value in a JSON file, read as by `read_file`.
+
+    Raises:
+        UsageError: as `read_file`; no JSON, or lists and objects that are nested too deeply.
+        OSError: as `read_file`.
+    """
+    content = read_file(path, most, what)
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise UsageError(f"{shortened(str(path))} is not JSON: {shortened(reason)}") from None
+    if depth(value, most_nested) > most_nested:
+        raise UsageError(f"{shortened(str(path))} is nested too deeply; {what} has at most {most_nested} levels")
+    return value
 
 
 def require_at_most(name: str, value: float, most: float, why: str = "") -> None:

@@ -53,6 +53,7 @@ def test_three_errors_at_once_with_where_they_were_set(tmp_path: Path) -> None:
         ("train.deterministic", 1, "true or false"),
         ("train.dtype", "float3", "did you mean 'float32'"),
         ("train.device", "gpu", "'auto', 'cpu' or 'cuda'"),
+        ("train.threads", True, "a whole number from 1 to 1,024, or 'auto'"),
         ("optimizer.lr", float("nan"), "a finite number"),
         ("optimizer.lr", -1.0, "above 0"),
         ("optimizer.betas", [0.9], "needs more values"),

@@ -321,6 +321,16 @@ def test_a_part_of_a_tensor_is_read(
     assert counted.passed == want.numel() * 4 == folder.bytes_read
 
 
+@pytest.mark.parametrize("changes", [{"torch_dtype": "float99"}, {"rope_scaling": [1]}, {"attention_bias": -1}])
+def test_what_transformers_cannot_read_is_one_sentence(tmp_path: Path, changes: dict[str, Any]) -> None:
+    written("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": None, **changes}))
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read: .") as error:
+        hf.layers(tmp_path)
+    assert "\n" not in str(error.value)
+
+
 def test_what_is_wrong_with_a_directory_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         hf.layers(tmp_path)
@@ -336,13 +346,25 @@ def test_what_is_wrong_with_a_directory_is_said(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
     with pytest.raises(ConfigError, match=r"gate_proj\.weight is \[48, 32\], and the configuration says \[40, 32\]"):
         hf.layers(tmp_path)[1]()
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"vocab_size": 2**30})
+    )  # before 137 GB are allocated for it
+    with pytest.raises(ConfigError, match=r"embed_tokens\.weight is .*, and the configuration says \[1073741824, 32\]"):
+        hf.layers(tmp_path)[0]()
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 5}))
     with pytest.raises(ConfigError, match=r"has no weights for model\.layers\.4\."):
         hf.layers(tmp_path)[5]()
     del index["weight_map"]["lm_head.weight"]
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../x"}}))
-    with pytest.raises(ConfigError, match="outside of the directory"):
-        hf.layers(tmp_path)[1]()
+    for index_text, words in (
+        (json.dumps({"weight_map": {"a": "../x"}}), "outside of the directory: '../x'"),
+        (json.dumps({"weight_map": {"a": 5}}), "outside of the directory: 5"),
+        (json.dumps({"weight_map": {"a": ["x"]}}), "is not a safetensors index"),
+        (json.dumps([1]), "is not a safetensors index"),
+        ('{"weight_map":' * 300_000, "is not JSON: nested too deeply"),
+    ):
+        (tmp_path / "model.safetensors.index.json").write_text(index_text)
+        with pytest.raises(ConfigError, match=words):
+            hf.layers(tmp_path)[1]()
     (tmp_path / "model.safetensors.index.json").unlink()
     with pytest.raises(ConfigError, match="has no weights in safetensors"):
         hf.layers(tmp_path)[1]()

@@ -7,6 +7,7 @@ import sys
 import textwrap
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 from pipeloom.config import load_layout
 from pipeloom.errors import ConfigError, DistributedError, Preempted, ScheduleError
 from pipeloom.train import worker
+from pipeloom.train.environment import worker_threads
 from pipeloom.train.launch import Patience, launch
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
@@ -45,7 +47,8 @@ def run(path: Path, world: int = 2) -> int:
     return launch([sys.executable, str(path)], world, patience=Patience(reports=5.0, term=1.0))
 
 
-def test_workers_meet_sum_and_share_a_store(tmp_path: Path) -> None:
+def test_workers_meet_sum_and_share_a_store_and_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     body = f"""
     context.store.wait(["seen/0", "seen/1"])
     cores = len(os.sched_getaffinity(0))
@@ -54,6 +57,51 @@ def test_workers_meet_sum_and_share_a_store(tmp_path: Path) -> None:
     """
     assert run(script(tmp_path, body)) == 0
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == [repr((2, "cpu", 3.0, True))] * 2
+
+
+def test_workers_compute_with_as_many_threads_as_the_user_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    body = f"pathlib.Path({str(tmp_path)!r}, str(context.rank)).write_text(str(torch.get_num_threads()))"
+    assert run(script(tmp_path, body)) == 0
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["3", "3"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "torchrun", "configured", "threads"),
+    [
+        (None, False, "auto", 4),
+        (None, False, 7, 7),
+        ("1", False, 7, 1),
+        ("1", True, "auto", 4),
+        ("1", True, 7, 7),
+        ("2,1", True, 7, 2),
+    ],
+)
+def test_the_variable_replaces_the_key_unless_torchrun_set_it(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, torchrun: bool, configured: Any, threads: int
+) -> None:
+    monkeypatch.setattr("pipeloom.train.environment.usable_cores", lambda: 9)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    if torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert worker_threads(configured, 2) == threads
+
+
+def test_more_workers_than_cores_have_a_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert worker_threads("auto", 10**6) == 1
+
+
+@pytest.mark.parametrize("value", ["many", "0", "-2", "1.5", "9" * 5000, "1025"])
+def test_a_variable_that_is_no_number_of_threads_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    with pytest.raises(ConfigError, match=r"OMP_NUM_THREADS is .* it must be a whole number from 1 to 1,024"):
+        worker_threads(2, 1)
 
 
 def test_a_bug_ends_with_1_and_its_traceback_and_peers_say_that_they_lost_it(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pipeloom.errors import ConfigError, PipeloomError
-from pipeloom.limits import expanded, read_file
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pipeloom.config.problems import file_sentence
+from pipeloom.errors import ConfigError, UsageError
+from pipeloom.limits import MOST_WIDTH, expanded, read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
 _MOST_ADAPTER_BYTES = 10_000_000
@@ -20,6 +22,20 @@ _UNSUPPORTED = (
 )
 
 
+class _AdapterFile(BaseModel):
+    """The part of `adapter_config.json` that is read, apart from options that are not supported."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    peft_type: Literal["LORA"]
+    bias: Literal["none"] = "none"
+    r: Annotated[int, Field(ge=1, le=MOST_WIDTH)]
+    lora_alpha: float
+    lora_dropout: float | None = None
+    use_rslora: bool | None = None
+    target_modules: Annotated[str | list[str], Field(min_length=1)]
+
+
 def adapter_keys(adapter: str) -> dict[str, Any]:
     """Return the keys of `[lora]` that describe the adapter in the directory `adapter`.
 
@@ -27,25 +43,18 @@ def adapter_keys(adapter: str) -> dict[str, Any]:
     """
     where = f'lora.adapter = "{adapter}"'
     values = read_adapter_config(expanded(adapter), where)
-    if values.get("peft_type") != "LORA":
-        raise ConfigError(
-            f"{where}: its peft_type is {str(values.get('peft_type'))[:60]!r:.70}; only LORA is supported"
-        )
-    if values.get("bias", "none") != "none":
-        raise ConfigError(
-            f"{where}: it trains biases (bias = {str(values['bias'])[:60]!r:.70}), which is not supported"
-        )
     for key in _UNSUPPORTED:
         if values.get(key):
             raise ConfigError(f"{where}: it uses {key}, which is not supported")
-    rank, alpha, targets = values.get("r"), values.get("lora_alpha"), values.get("target_modules")
-    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not targets:
-        raise ConfigError(f"{where}: its {ADAPTER_CONFIG} lacks r, lora_alpha or target_modules")
+    try:
+        file = _AdapterFile.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {ADAPTER_CONFIG}: {file_sentence(error)}") from None
     return {
-        "r": rank,
-        "lora_alpha": float(alpha) * (math.sqrt(rank) if values.get("use_rslora") else 1.0),
-        "lora_dropout": float(values.get("lora_dropout") or 0.0),
-        "target_modules": targets if isinstance(targets, str) else sorted(map(str, targets)),
+        "r": file.r,
+        "lora_alpha": file.lora_alpha * (math.sqrt(file.r) if file.use_rslora else 1.0),
+        "lora_dropout": file.lora_dropout or 0.0,
+        "target_modules": file.target_modules if isinstance(file.target_modules, str) else sorted(file.target_modules),
     }
 
 
@@ -53,9 +62,9 @@ def read_adapter_config(folder: Path, where: str) -> dict[str, Any]:
     """Return the content of `adapter_config.json` in `folder`. Raises ConfigError with a message that begins with `where`."""
     path = folder / ADAPTER_CONFIG
     try:
-        content = json.loads(read_file(path, _MOST_ADAPTER_BYTES, "an adapter's configuration"))
-        if not isinstance(content, dict):
-            raise ValueError("it is not a JSON object")
-    except (OSError, ValueError, RecursionError, PipeloomError) as error:
-        raise ConfigError(f"{where}: {path} cannot be read: {error}") from error
+        content = read_json(path, _MOST_ADAPTER_BYTES, "an adapter's configuration")
+    except (OSError, UsageError) as error:
+        raise ConfigError(f"{where}: {path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{where}: {path} is not a JSON object")
     return content

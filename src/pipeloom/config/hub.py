@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pipeloom.errors import ConfigError, PipeloomError
-from pipeloom.limits import expanded, read_file
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
+
+from pipeloom.config.problems import file_sentence
+from pipeloom.errors import ConfigError, UsageError
+from pipeloom.limits import MOST_LAYERS, MOST_WIDTH, expanded, read_json
 
 _MOST_BYTES = 10_000_000
 # Key of [model] -> its names in the families' files. For a foreign model most of these keys serve only estimates: of the costs by
@@ -39,6 +42,40 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_key_value_heads": 4},
 }
 _USUAL = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}
+
+
+class _Rope(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    rope_theta: float | None = None
+    rope_type: str | None = None
+
+
+class _ConfigFile(BaseModel):
+    """Types and limits of what is read of a `config.json`, besides `_SPELLINGS`; the rest is for `transformers`."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    model_type: str | None = None
+    text_config: dict[str, Any] | None = None
+    rope_theta: float | None = None
+    rope_parameters: _Rope | None = None
+    rope_scaling: _Rope | None = None
+    rms_norm_eps: float | None = None
+    mlp_only_layers: list[int] | None = None
+    shared_expert_intermediate_size: Annotated[int, Field(ge=0, le=MOST_WIDTH)] = 0
+
+
+def _size(key: str) -> Any:
+    """The type of a size of the model; where it is not needed, a list (a width for each layer) counts as absent."""
+    least, most = int(key == "moe_intermediate_size"), MOST_LAYERS if key == "num_hidden_layers" else MOST_WIDTH
+    number: Any = bool if key == "tie_word_embeddings" else Annotated[int, Field(ge=least, le=most)]
+    skipped = () if key in _NEEDED else (list,)
+    return Annotated[number | None, BeforeValidator(lambda value: None if isinstance(value, skipped) else value)]
+
+
+_SIZES: dict[str, Any] = {name: (_size(key), None) for key, names in _SPELLINGS.items() for name in names}
+_SCHEMA = create_model("_Schema", __base__=_ConfigFile, **_SIZES)
 
 
 def is_directory(path: str) -> bool:
@@ -86,11 +123,15 @@ def _not_plain(values: Mapping[str, Any]) -> str:
 def own_values(values: Mapping[str, Any]) -> dict[str, Any] | None:
     """Keys of `[model]` with which our own decoder computes the model of a `config.json`; None if it cannot.
 
-    Raises KeyError for a size that is missing.
+    Raises KeyError for a size that is missing, ConfigError for a value of another type.
     """
+    _require(values, "config.json")
     kind = str(values.get("model_type"))
     if kind not in _OWN or _not_plain(values):
         return None
+    missing = [key for key in _NEEDED if values.get(key) is None]
+    if missing:
+        raise KeyError(missing[0])
     rope = _rope(values)
     defaults = {**_USUAL, **_OWN[kind]}
     heads = values["num_attention_heads"]
@@ -102,8 +143,10 @@ def own_values(values: Mapping[str, Any]) -> dict[str, Any] | None:
         "intermediate_size": values["intermediate_size"],
         "vocab_size": values["vocab_size"],
         "tie_word_embeddings": bool(values.get("tie_word_embeddings", False)),
-        "rope_theta": float(rope.get("rope_theta", values.get("rope_theta", defaults["rope_theta"]))),
-        "rms_norm_eps": float(values.get("rms_norm_eps", defaults["rms_norm_eps"])),
+        "rope_theta": float(rope.get("rope_theta") or values.get("rope_theta") or defaults["rope_theta"]),
+        "rms_norm_eps": float(
+            defaults["rms_norm_eps"] if values.get("rms_norm_eps") is None else values["rms_norm_eps"]
+        ),
         "attention_bias": bool(kind in ("llama", "qwen3", "qwen3_moe") and values.get("attention_bias", False)),
         "qkv_bias": bool(kind == "qwen2" or (kind == "qwen2_moe" and values.get("qkv_bias", True))),
         "qk_norm": kind in ("qwen3", "qwen3_moe"),
@@ -126,9 +169,9 @@ def own_values(values: Mapping[str, Any]) -> dict[str, Any] | None:
         }
     if kind in ("qwen2_moe", "qwen3_moe"):
         sparse = expert_blocks(values, values["num_hidden_layers"])
-        shared, odd = 0, 0
-        if kind == "qwen2_moe":
-            shared, odd = divmod(values["shared_expert_intermediate_size"], values["moe_intermediate_size"])
+        shared, odd, width = 0, 0, values["moe_intermediate_size"]
+        if kind == "qwen2_moe" and isinstance(width, int):
+            shared, odd = divmod(values["shared_expert_intermediate_size"], width)
         if odd or not any(sparse) or (kind == "qwen2_moe" and not shared):
             return None
         if not all(sparse):
@@ -144,19 +187,28 @@ def _content(source: str, key: str) -> dict[str, Any]:
     """The `config.json` of a directory. Raises ConfigError, about `model.key`, where it cannot be read."""
     path = expanded(source) / "config.json"
     try:
-        content = json.loads(read_file(path, _MOST_BYTES, "a model's configuration"))
-        if not isinstance(content, dict):
-            raise ValueError("it is not a JSON object")
-    except (OSError, ValueError, RecursionError, PipeloomError) as error:
-        raise ConfigError(f'model.{key} = "{source}": {path} cannot be read: {error}') from error
+        content = read_json(path, _MOST_BYTES, "a model's configuration")
+    except (OSError, UsageError) as error:
+        raise ConfigError(f'model.{key} = "{source}": {path} cannot be read: {error}') from None
+    if not isinstance(content, dict):
+        raise ConfigError(f'model.{key} = "{source}": {path} is not a JSON object')
+    _require(content, f'model.{key} = "{source}": {path}')
     return content
+
+
+def _require(values: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError for a value of another type, or a size above its limit."""
+    try:
+        _SCHEMA.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {file_sentence(error)}") from None
 
 
 def sizes(source: str) -> dict[str, Any]:
     """Keys of `[model]` for the model in `source`. Raises ConfigError where its configuration cannot be read."""
     path, content = expanded(source) / "config.json", _content(source, "source")
-    inner = content.get("text_config")
-    values = {**content, **inner} if isinstance(inner, dict) else content
+    values = {**content, **(content.get("text_config") or {})}
+    _require(values, f'model.source = "{source}": {path}')
     decoder_keys = {}
     for key, spellings in _SPELLINGS.items():
         value = next((values[name] for name in spellings if isinstance(values.get(name), (int, bool))), None)
@@ -184,8 +236,7 @@ def expert_blocks(values: Mapping[str, Any], blocks: int) -> tuple[bool, ...]:
     `moe_layer_freq` (every n-th block, beginning with block 0; or a list) and `first_k_dense_replace`.
     """
     every, frequency = _number(values, "decoder_sparse_step", 1), values.get("moe_layer_freq")
-    dense, first = values.get("mlp_only_layers"), _number(values, "first_k_dense_replace", 0)
-    left_out = dense if isinstance(dense, list | tuple) else ()
+    left_out, first = set(values.get("mlp_only_layers") or ()), _number(values, "first_k_dense_replace", 0)
     number = _number(values, "moe_layer_freq", 1)
 
     def has(block: int) -> bool:

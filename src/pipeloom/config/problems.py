@@ -71,6 +71,18 @@ def option_sentences(error: ValidationError, options: Mapping[str, Any], model: 
     return list(sentence_of_option.values())
 
 
+def file_sentence(error: ValidationError) -> str:
+    """The sentence for the first value of a file that its schema refuses: `a.b = 1.5: it must be a whole number`."""
+    detail = error.errors(include_url=False)[0]
+    *outer, name = [shortened(str(part)) for part in detail["loc"]] or ["content"]
+    place = ".".join(outer)
+    if detail["type"] == "extra_forbidden":
+        text = f"{place}.{name}: there is no such key"
+    else:
+        text = _sentence(dict(detail), [place, name], {place: {name: detail["input"]}}, {})
+    return " ".join(text.removeprefix(".").split())
+
+
 def _sentence(detail: dict[str, Any], path: list[str], values: Mapping[str, Any], origins: Mapping[str, str]) -> str:
     kind, limits = detail["type"], detail.get("ctx", {})
     key = ".".join(path[:2])

@@ -18,6 +18,7 @@ from pipeloom.limits import (
     MOST_SECONDS,
     MOST_SEED,
     MOST_STEPS,
+    MOST_THREADS,
     MOST_WIDTH,
     MOST_WORKERS,
 )
@@ -131,6 +132,12 @@ def _is_timeout(value: Any) -> Any:
     return float(value)
 
 
+def _is_threads(value: Any) -> Any:
+    if value != "auto" and (type(value) is not int or not 1 <= value <= MOST_THREADS):
+        raise ValueError(f"it must be a whole number from 1 to {MOST_THREADS:,}, or 'auto'; nearest: auto")
+    return value
+
+
 def _is_resume(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
         raise ValueError("it must be 'none', 'auto', the directory of a checkpoint, or a step; nearest: 'auto'")
@@ -178,6 +185,7 @@ def _are_targets(value: Any) -> Any:
 ScheduleName = Annotated[str, Field(min_length=1), AfterValidator(canonical_name)]
 ClassName = Annotated[str, AfterValidator(_is_class)]
 Degree = Annotated[int, Field(le=MOST_WORKERS), AfterValidator(_is_degree)]
+Threads = Annotated[int | Literal["auto"], BeforeValidator(_is_threads)]
 Timeout = Annotated[float | Literal["auto"], BeforeValidator(_is_timeout)]
 Dtype = Annotated[DtypeName, BeforeValidator(_is_dtype)]
 Transforms = Annotated[tuple[str, ...], BeforeValidator(_are_transforms)]
@@ -370,6 +378,10 @@ class TrainSection(Section):
     )
     tune_cpu: bool = Field(
         description="on CPUs: keep freed memory in the process, and multiply matrices with oneDNN where that is faster"
+    )
+    threads: Threads = Field(
+        description="threads with which each worker computes; auto: the cores of this machine, divided among its workers; "
+        "OMP_NUM_THREADS replaces it"
     )
     deterministic: bool = Field(description="refuse operations whose results differ from run to run")
     on_nan: OnNan = Field(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from pipeloom.errors import PipeloomError
-from pipeloom.limits import TOKENIZER_BYTES, expanded, read_file
+from pipeloom.errors import UsageError
+from pipeloom.limits import TOKENIZER_BYTES, expanded, read_json
 
 
 def vocabulary_size(tokenizer: str) -> int | None:
@@ -17,10 +16,10 @@ def vocabulary_size(tokenizer: str) -> int | None:
     path = expanded(tokenizer)
     path = path / "tokenizer.json" if path.is_dir() else path
     try:
-        content: Any = json.loads(read_file(path, TOKENIZER_BYTES, "a tokenizer"))
+        content: Any = read_json(path, TOKENIZER_BYTES, "a tokenizer")
         words = content["model"]["vocab"]
         numbers = [len(words) - 1] if isinstance(words, list) else list(words.values())
         numbers += [token["id"] for token in content.get("added_tokens") or []]
         return int(max(numbers)) + 1 if numbers else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, PipeloomError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, UsageError):
         return None

@@ -11,12 +11,13 @@ from math import prod
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pipeloom.errors import ConfigError
+from pipeloom.errors import ConfigError, UsageError, shortened
+from pipeloom.limits import open_file
 
 _PIECE_BYTES = 16 * 2**20  # of the buffer between a file and a parameter: few calls, and little beside the weights
-_MOST_HEADER_BYTES = 100_000_000  # as the safetensors library
 STORED_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -115,25 +116,24 @@ def _runs(shape: tuple[int, ...], part: tuple[int, ...], start: tuple[int, ...])
 
 
 def _entries(file: Path, dtypes: Mapping[str, torch.dtype]) -> dict[str, StoredTensor]:
-    """The header of a safetensors file: eight bytes of its length, then JSON."""
+    """The header of a safetensors file: eight bytes of its length, then JSON.
+
+    The safetensors library checks it: that sizes fit shapes and types, and that the tensors fill the file without overlap.
+    """
     try:
-        with file.open("rb") as data:
+        with open_file(file, "a tensor") as data, safe_open(file, "np"):
             length = int.from_bytes(data.read(8), "little")
-            size = file.stat().st_size
-            if not 0 < length <= min(size - 8, _MOST_HEADER_BYTES):
-                raise ValueError("its header is longer than the file")
             header = json.loads(data.read(length))
-        entries = {}
-        for name, value in header.items():
-            if name != "__metadata__":
-                start, end = value["data_offsets"]
-                shape = tuple(int(n) for n in value["shape"])
-                dtype = dtypes[value["dtype"]]
-                if not 0 <= start <= end <= size - 8 - length or end - start != dtype.itemsize * prod(shape):
-                    raise ValueError(f"the tensor {name!r:.200} lies outside of it")
-                entries[name] = StoredTensor(file, dtype, shape, 8 + length + start, end - start)
-        return entries
-    except KeyError as error:
-        raise ConfigError(f"{file} has tensors of a type that is not supported: {error}") from error
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{file} is not a complete safetensors file: {error}") from error
+    except (OSError, ValueError, UsageError, SafetensorError) as error:
+        reason = shortened(str(error).removeprefix("Error while deserializing header: "))
+        raise ConfigError(f"{file} is not a complete safetensors file: {reason}") from None
+    header.pop("__metadata__", None)
+    entries = {}
+    for name, value in header.items():
+        if value["dtype"] not in dtypes:
+            raise ConfigError(f"{file} has tensors of a type that is not supported: {value['dtype']}")
+        start, end = value["data_offsets"]
+        entries[name] = StoredTensor(
+            file, dtypes[value["dtype"]], tuple(value["shape"]), 8 + length + start, end - start
+        )
+    return entries

@@ -72,6 +72,7 @@ def export_dcp(path: Path, out: Path) -> Path:
         "extra": reader.extra(),
     }
     state[RECORD] = torch.tensor(list(json.dumps(record).encode()), dtype=torch.uint8)
+    out.mkdir(parents=True, exist_ok=True)
     save(state, checkpoint_id=out, no_dist=True)
     return directory
 
@@ -153,7 +154,7 @@ def _read(source: Path) -> dict[str, Tensor]:
 
 def _entry(key: str, tensor: Tensor) -> TensorEntry:
     shape = tuple(tensor.shape)
-    return TensorEntry(DTYPE_NAMES[tensor.dtype], shape, (StoredBox(_FILE, key, Box((0,) * len(shape), shape)),))
+    return TensorEntry(DTYPE_NAMES[tensor.dtype], shape, (StoredBox(_FILE, key, (0,) * len(shape), shape),))
 
 
 def _require_new(path: Path) -> None:

@@ -19,8 +19,9 @@ from pipeloom.models.hf.library import read_config
 from pipeloom.runtime import Pipeline
 from pipeloom.train.adapters import base_weights, begin_weights
 from pipeloom.train.build import build_pipeline
+from pipeloom.train.checkpoint.facts import RunFacts
 from pipeloom.train.checkpoint.folder import newest_checkpoint
-from pipeloom.train.checkpoint.load import load, read_extra
+from pipeloom.train.checkpoint.load import load
 from pipeloom.train.data.choice import BYTES, tokenizer_name
 from pipeloom.train.data.tokenizers import load_tokenizer
 from pipeloom.train.sample import Sampling, extend
@@ -77,11 +78,8 @@ def open_model(path: Path, prompts: int, flags: Mapping[str, Any], trust_code: b
     if not path.exists():
         raise CheckpointError(f"{path} does not exist; give a checkpoint, a run, or a Hugging Face directory")
     checkpoint = newest_checkpoint(path)
-    extra = read_extra(checkpoint)
-    config = extra.get("config") if isinstance(extra, dict) else None
-    if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
-        raise CheckpointError(f"{checkpoint}: it does not name its model, so it was not written by Pipeloom's trainer")
-    model = config["model"]
+    facts = RunFacts.read(checkpoint)
+    config, model = facts.config, facts.model(checkpoint)
     source, weights = model.get("source"), model.get("weights")
     hub = source or (weights if isinstance(weights, str) and weights and is_directory(weights) else None)
     for key in CLASS_KEYS:

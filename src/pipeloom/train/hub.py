@@ -26,8 +26,9 @@ from pipeloom.models.hf.library import causal_model, read_config, transformers
 from pipeloom.models.names import own_name
 from pipeloom.train.adapters import checkpoint_digest, directory_digest, write_adapter
 from pipeloom.train.checkpoint.boxes import Box
+from pipeloom.train.checkpoint.facts import RunFacts, validated
 from pipeloom.train.checkpoint.folder import newest_checkpoint
-from pipeloom.train.checkpoint.load import Reader, read_extra, verified
+from pipeloom.train.checkpoint.load import Reader, verified
 from pipeloom.train.checkpoint.manifest import BaseWeights
 from pipeloom.train.checkpoint.whole import write_whole
 from pipeloom.train.data.choice import FILES
@@ -69,35 +70,24 @@ def export(path: Path, out: Path, merge: bool = False) -> Path:
     else:
         section = _section(reader)
         _write(out, section, _dtype_of(reader), _layers_of(reader, section), _origin(reader, section))
-        _copy_tokenizer(_stored_config(reader), out)
+        _copy_tokenizer(RunFacts.read(directory).config, out)
     return directory
 
 
 def _section(reader: Reader) -> ModelSection:
     """Return the configuration of a checkpoint's model. Raises CheckpointError if the checkpoint does not hold it."""
-    described = _stored_config(reader).get("model")
-    if not isinstance(described, dict):
-        raise CheckpointError(
-            f"{reader.directory}: it does not name its model, so it was not written by Pipeloom's trainer"
-        )
-    return ModelSection.model_validate({**load().model.model_dump(), **described})
-
-
-def _stored_config(reader: Reader) -> Mapping[str, Any]:
-    extra = reader.extra()
-    config = extra.get("config") if isinstance(extra, dict) else None
-    return config if isinstance(config, dict) else {}
+    described = RunFacts.read(reader.directory).model(reader.directory)
+    return validated(ModelSection, {**load().model.model_dump(), **described}, reader.directory)
 
 
 def _origin(reader: Reader, section: ModelSection) -> Path | None:
     """Return the directory that the weights of Pipeloom's decoder were imported from, if it exists and has these sizes."""
-    extra = reader.extra()
-    source = extra.get("source") if isinstance(extra, dict) else None
+    source = RunFacts.read(reader.directory).source
     if not source and section.weights:
         source = section.weights
         if not is_directory(source):
             source = _imported_from(Path(source))
-    if not isinstance(source, str) or not is_directory(source):
+    if source is None or not is_directory(source):
         return None
     values = own_values(read_config(source).to_dict())
     sizes = section.model_dump(mode="json")
@@ -108,17 +98,14 @@ def _origin(reader: Reader, section: ModelSection) -> Path | None:
 def _imported_from(folder: Path) -> str | None:
     """Return the directory that a checkpoint was imported from; None if there is no such checkpoint, or it names none."""
     try:
-        extra = read_extra(newest_checkpoint(folder))
+        return RunFacts.read(newest_checkpoint(folder)).source
     except CheckpointError:
         return None
-    source = extra.get("source") if isinstance(extra, dict) else None
-    return source if isinstance(source, str) else None
 
 
-def _copy_tokenizer(config: Mapping[str, Any], out: Path) -> None:
+def _copy_tokenizer(config: Mapping[str, Mapping[str, Any]], out: Path) -> None:
     """Copy the tokenizer that a run's configuration names into the model's directory, if it still exists."""
-    data = config.get("data")
-    name = data.get("tokenizer") if isinstance(data, dict) else None
+    name = config.get("data", {}).get("tokenizer")
     path = expanded(name) if isinstance(name, str) else Path()
     if path.is_file():
         shutil.copyfile(path, out / "tokenizer.json")
@@ -180,7 +167,7 @@ def _write(
 def _export_adapters(reader: Reader, base: BaseWeights, out: Path, merge: bool) -> None:
     """Write a checkpoint's adapters alone, or with `merge` the whole model with the adapters added to its weights."""
     section = _section(reader)
-    lora = LoraSection.model_validate(_stored_config(reader).get("lora"))
+    lora = validated(LoraSection, RunFacts.read(reader.directory).config.get("lora"), reader.directory)
     options = LoraOptions(lora.r, lora.lora_alpha, lora.lora_dropout, lora.target_modules)
     names = [key.partition(".")[2] for key in reader.tensors if key.startswith("model.") and is_adapter(key)]
     adapters = {adapter_name(name): reader.region(f"model.{name}", _whole(reader, name)) for name in names}
@@ -243,8 +230,7 @@ def _transposed(base: BaseWeights, adapters: Mapping[str, Tensor]) -> list[str]:
 
 def _hub_source(base: BaseWeights) -> str:
     """Return the Hugging Face directory that adapters belong to; where it is not known, the path of their base weights."""
-    extra = None if base.kind == "hugging face" else read_extra(Path(base.path))
-    return str(extra.get("source", base.path)) if isinstance(extra, dict) else base.path
+    return (None if base.kind == "hugging face" else RunFacts.read(Path(base.path)).source) or base.path
 
 
 def import_directory(source: Path, out: Path) -> tuple[Path, bool]:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from pipeloom.config import Layout
 from pipeloom.config.sizes import LayerSize, layer_sizes
-from pipeloom.cores import usable_cores
 from pipeloom.errors import UsageError
 from pipeloom.ops.deferred import WeightGradContext, defer_weight_gradients
 from pipeloom.ops.microbatch import KEYWORD, MicrobatchContext
 from pipeloom.train.build import PARAMETER_DTYPES, model_layers, moe_classes, recomputed, training_loss
+from pipeloom.train.environment import worker_threads
 
 # Most operations of a pass over one layer (a second or two on one core); longer sequences are shortened to stay below.
 MOST_FLOPS = 2e10
@@ -80,7 +80,7 @@ def measure_layers(layout: Layout) -> LayerCosts:
     while tokens > 16 and max(size.flops for size in layer_sizes(config.model, tokens)) * rows > MOST_FLOPS:
         tokens //= 2
     cut = layer_sizes(config.model, tokens)
-    threads, before = max(1, usable_cores() // layout.world_size), torch.get_num_threads()
+    threads, before = worker_threads(config.train.threads, layout.world_size), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         kinds = _measure_kinds(layout, sizes, rows, tokens)

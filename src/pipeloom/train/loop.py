@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipeloom.config import Config, Layout, training_flops
 from pipeloom.config.volume import boundary_bytes, volumes
-from pipeloom.errors import CheckpointError, Interrupted, PipeloomError, Preempted
+from pipeloom.errors import Interrupted, PipeloomError, Preempted
 from pipeloom.limits import expanded
 from pipeloom.ops.random_state import stable_seed
 from pipeloom.parallel.exchange import all_gather_json
@@ -31,6 +31,7 @@ from pipeloom.train.adapters import base_weights, begin_weights
 from pipeloom.train.agreement import require_agreement
 from pipeloom.train.bad_steps import BadSteps
 from pipeloom.train.build import build_pipeline, ties
+from pipeloom.train.checkpoint.facts import RunFacts
 from pipeloom.train.checkpoint.load import Loaded, load
 from pipeloom.train.checkpoint.resume import Start, digests, find_start
 from pipeloom.train.checkpoint.run import RunCheckpoints
@@ -196,15 +197,10 @@ class Trainer:
 
     def _adopt(self, loaded: Loaded) -> None:
         """Restore the values that a checkpoint holds besides tensors. Raises CheckpointError if it is not a trainer's."""
-        extra = loaded.extra if isinstance(loaded.extra, dict) else {}
+        facts = RunFacts.of(loaded.extra, loaded.path)
         self.made = self.pipeline.next_step = loaded.step
-        try:
-            self.batch = int(extra.get("batch", loaded.step))
-            self._rollbacks = int(extra.get("rollbacks", 0))
-            self.held_out = {key: float(value) for key, value in extra.get("held_out", {}).items()}
-            self._bad_steps.norms = [float(norm) for norm in extra.get("norms", [])]
-        except (TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{loaded.path}: it is not a trainer's checkpoint: {error}") from None
+        self.batch = facts.batch_after(loaded.step)
+        self._rollbacks, self.held_out, self._bad_steps.norms = facts.rollbacks, facts.held_out, facts.norms
 
     def _extra(self) -> dict[str, Any]:
         """Return the values that checkpoints hold besides tensors."""

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from pipeloom.config import Layout
-from pipeloom.cores import usable_cores
 from pipeloom.errors import (
     INTERRUPTED,
     ConfigError,
@@ -35,6 +34,7 @@ from pipeloom.runtime.health.status import Limits, Status
 from pipeloom.runtime.health.store import RunStore, within
 from pipeloom.runtime.health.watchdog import Failure, Watchdog
 from pipeloom.train.context import WorkerContext
+from pipeloom.train.environment import worker_threads
 from pipeloom.train.failures import FAILURES, STORE, first_to_say, record_failure, write_exit
 from pipeloom.train.interfaces import require_interface
 from pipeloom.train.listeners import allow_descriptors
@@ -163,7 +163,7 @@ def start(layout: Layout, requests: Requests | None = None, watching: list[Watch
     train = layout.config.train
     rank, world = _number("RANK", 0), _number("WORLD_SIZE", 1)
     local_rank, local_world = _number("LOCAL_RANK", rank), _number("LOCAL_WORLD_SIZE", world)
-    torch.set_num_threads(max(1, usable_cores() // local_world))
+    torch.set_num_threads(worker_threads(train.threads, local_world))
     torch.manual_seed(train.seed)
     if train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -90,7 +90,7 @@ def test_what_is_not_ours_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_a_refused_import_leaves_nothing(tmp_path: Path) -> None:
     record = {"step": -1, "stored": ["model"], "numbers": {}, "base": None}
-    for weight, words in ((torch.ones(2), "step -1"), (torch.ones(2, dtype=torch.complex128), "complex128")):
+    for weight, words in ((torch.ones(2), "step = -1"), (torch.ones(2, dtype=torch.complex128), "complex128")):
         packed = torch.tensor(list(json.dumps(record).encode()), dtype=torch.uint8)
         dcp.save({RECORD: packed, "model.a.weight": weight}, checkpoint_id=tmp_path / weight.type(), no_dist=True)
         with pytest.raises(CheckpointError, match=words):

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
+from checkpoint_states import Run, layout_of
 from torch import nn
 
 from pipeloom import checkpoint, schedules
@@ -20,7 +22,9 @@ from pipeloom.cli import main
 from pipeloom.errors import CheckpointError
 from pipeloom.runtime import Layer, Pipeline
 from pipeloom.train.checkpoint.boxes import Box
+from pipeloom.train.checkpoint.facts import RunFacts
 from pipeloom.train.checkpoint.load import Reader, verified
+from pipeloom.train.checkpoint.manifest import read_manifest
 
 FILE = "rank-00000.safetensors"
 
@@ -153,3 +157,89 @@ def test_poison_is_refused(no_pickle: None, tmp_path: Path, capsys: pytest.Captu
             main(["export", str(copy), str(tmp_path / "out")])
         assert end.value.code == 5, (words, capsys.readouterr().err)
         assert not (copy.parent / "marker").exists(), words
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda content: content["tensors"]["model.a.bias"].update(dtype=["F32"]),
+            r"dtype = \['F32'\]: it must be text",
+        ),
+        (lambda content: content["tensors"]["model.a.bias"].update(shape=[3.0]), "it must be a whole number"),
+        (lambda content: content["tensors"].update(x=5), "x = 5: "),
+        (lambda content: content.update(step=10**15), r"step = 10{15}: it must be at most 10{12}"),
+        (lambda content: content.update(stored="model"), 'stored = "model": it must be a list'),
+        (lambda content: content["files"][FILE].update(sha256=5), "sha256 = 5: it must be text"),
+        (lambda content: content.update(numbers={"a": float("inf")}), "it must be a finite number"),
+        (lambda content: content.pop("files"), "files is missing"),
+        (lambda content: content.update(writer=[[]] * 3), "writer = "),
+    ],
+)
+def test_a_value_of_another_type_in_the_manifest_is_named(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None], words: str
+) -> None:
+    pipeline, adam = run_of()
+    path = checkpoint.save(tmp_path, 1, pipeline, adam)
+    rewritten(path, change)
+    with pytest.raises(CheckpointError, match=f"manifest.json: it is not a manifest: .*{words}"):
+        read_manifest(path)
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ([1], r"content = \[1\]: it must be a table"),
+        ({"batch": -5}, "batch = -5: it must be at least 0"),
+        ({"batch": 1.5}, "batch = 1.5: it must be a whole number"),
+        ({"batch": 10**20}, "batch = 1.*: it must be at most"),
+        ({"norms": ["x"]}, "it must be a number"),
+        ({"config": {"model": 5}}, "config.model = 5: it must be a table"),
+    ],
+)
+def test_facts_that_no_trainer_writes_are_refused(extra: Any, words: str) -> None:
+    with pytest.raises(CheckpointError, match=f"^run/extra.json: it was not written by Pipeloom's trainer: .*{words}"):
+        RunFacts.of(extra, Path("run"))
+
+
+def test_the_batch_of_a_checkpoint_without_facts_is_its_step() -> None:
+    assert RunFacts.of(None, Path()).batch_after(7) == 7
+    assert RunFacts.of({"batch": 9}, Path()).batch_after(7) == 9
+
+
+def test_deeply_nested_json_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_bytes(b"[" * 300_000)
+    (tmp_path / "extra.json").write_bytes(b'{"a":' * 300_000)
+    with pytest.raises(CheckpointError, match=r"manifest\.json: cannot be read: .* is not JSON: nested too deeply"):
+        read_manifest(tmp_path)
+    with pytest.raises(CheckpointError, match=r"extra\.json: cannot be read: .* is not JSON: nested too deeply"):
+        RunFacts.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("state", "value", "words"),
+    [
+        ("step", torch.tensor(-5.0), "expected a number of steps, found -5.0"),
+        ("step", torch.ones(2), r"expected shape \[\], found \[2\]"),
+        ("exp_avg", torch.ones(9), r"expected shape .*, found \[9\]"),
+        ("master", torch.ones(70, 70, 2), r"expected shape .*, found \[70, 70, 2\]"),
+    ],
+)
+def test_state_of_the_optimizer_that_cannot_be_its_own_is_refused(
+    tmp_path: Path, state: str, value: torch.Tensor, words: str
+) -> None:
+    run = Run(layout_of("one"))
+    run.steps(1)
+    path = checkpoint.save(tmp_path, 1, run.pipeline, run.optimizer)
+    tensors = safetensors.torch.load((path / FILE).read_bytes())
+    name = next(key for key in tensors if key.endswith(".exp_avg")).removesuffix(".exp_avg")
+    key = f"{name}.{state}"
+    (path / FILE).write_bytes(safetensors.torch.save({**tensors, key: value}))
+    replaced(path, FILE, (path / FILE).read_bytes())
+    box = {"file": FILE, "name": key, "offset": [0] * value.ndim, "shape": list(value.shape)}
+    rewritten(
+        path,
+        lambda content: content["tensors"].update({key: {"dtype": "F32", "shape": list(value.shape), "boxes": [box]}}),
+    )
+    with pytest.raises(CheckpointError, match=words):
+        checkpoint.load(path, run.pipeline, run.optimizer)

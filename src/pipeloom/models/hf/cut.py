@@ -106,10 +106,11 @@ class Cut:
         """Fill parameters and buffers on the meta device with their first values."""
         if not self.meta:
             return
-        initialize(module, prefix, self.model, draw=self.folder is None)
         if self.folder is not None:
-            if self._weights is None:
-                self._weights = PretrainedWeights(self.folder, self.model)
+            self._weights = self._weights or PretrainedWeights(self.folder, self.model)
+            self._weights.require(module, prefix)
+        initialize(module, prefix, self.model, draw=self.folder is None)
+        if self._weights is not None:
             self._weights.load(module, prefix)
 
     @property

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipeloom.errors import ConfigError
+from pipeloom.errors import ConfigError, UsageError, echo
+from pipeloom.limits import read_json
 from pipeloom.models.stored_tensors import StoredTensors
 
 SINGLE, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+_INDEX_BYTES = 2**26  # twice what an index of the largest published models takes
 
 
 class Folder(StoredTensors):
@@ -107,6 +109,24 @@ class PretrainedWeights:
         self.folder = Folder(path)
         self._model = model
         self._groups = _groups(self.folder, model)
+
+    def require(self, module: nn.Module, prefix: str) -> None:
+        """Raise ConfigError for a parameter that the directory lacks, or has fewer elements of; call it before it has memory.
+
+        Args: as of `load`.
+        """
+        twins = _twins(self._model)
+        for name, parameter in module.named_parameters():
+            names = [prefix + name, *twins.get(prefix + name, ())]
+            group = next((self._groups[full][1] for full in names if full in self._groups), None)
+            if group is None:
+                raise ConfigError(f"{self.folder.path} has no weights for {prefix}{name}")
+            shapes = [self.folder.entries[key].shape for key, _ in group.sources]
+            if sum(map(prod, shapes)) < parameter.numel():
+                words = " and ".join(str(list(shape)) for shape in shapes[:3])
+                raise ConfigError(
+                    f"{self.folder.path}: {prefix}{name} is {words}, and the configuration says {list(parameter.shape)}"
+                )
 
     @torch.no_grad()
     def load(self, module: nn.Module, prefix: str) -> None:
@@ -226,14 +246,14 @@ def _twins(model: Any) -> dict[str, list[str]]:
 def _files(path: Path) -> list[Path]:
     if (path / WEIGHTS_INDEX).is_file():
         try:
-            index = json.loads((path / WEIGHTS_INDEX).read_text(encoding="utf-8"))
-            names = sorted({str(name) for name in index["weight_map"].values()})
-        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+            index = read_json(path / WEIGHTS_INDEX, _INDEX_BYTES, "a safetensors index")
+            names = set(index["weight_map"].values())
+        except (KeyError, TypeError, AttributeError, OSError, UsageError) as error:
             raise ConfigError(f"{path / WEIGHTS_INDEX} is not a safetensors index: {error}") from error
         for name in names:
-            if Path(name).name != name:
-                raise ConfigError(f"{path / WEIGHTS_INDEX} names a file outside of the directory: {name!r:.200}")
-        return [path / name for name in names]
+            if not isinstance(name, str) or Path(name).name != name:
+                raise ConfigError(f"{path / WEIGHTS_INDEX} names a file outside of the directory: {echo(name)}")
+        return [path / name for name in sorted(names)]
     if (path / SINGLE).is_file():
         return [path / SINGLE]
     raise ConfigError(f"{path} has no weights in safetensors: neither {SINGLE} nor {WEIGHTS_INDEX}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeloom.errors import CheckpointError, ConfigError
+from pipeloom.errors import CheckpointError, ConfigError, UsageError
+from pipeloom.limits import read_json
 from pipeloom.models.stored_tensors import StoredTensors
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime import Pipeline
@@ -27,6 +27,9 @@ from pipeloom.train.checkpoint.state import (
     require_shapes,
     required_names,
 )
+
+_EXTRA_BYTES = 2**28
+_MOST_NESTED = 1000  # values of a user's own program may be nested deeper than a configuration
 
 
 @dataclass(frozen=True)
@@ -98,9 +101,11 @@ def read_extra(directory: Path) -> Any:
     """
     path = directory / EXTRA
     try:
-        return json.loads(path.read_bytes()) if path.is_file() else None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: expected JSON: {str(error)[:200]}") from None
+        return read_json(path, _EXTRA_BYTES, "extra.json", _MOST_NESTED)
+    except FileNotFoundError:
+        return None
+    except (OSError, UsageError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def verified(directory: Path, group: Any, index: int = 0, count: int = 1) -> tuple[Manifest | None, str]:

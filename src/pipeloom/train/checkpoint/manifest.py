@@ -9,13 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
+
+from pipeloom.config.problems import file_sentence
 from pipeloom.errors import CheckpointError, UsageError, echo
-from pipeloom.limits import depth, read_file
+from pipeloom.limits import MOST_STEPS, read_json
 from pipeloom.train.checkpoint.boxes import Box, tiling_problem
 
 CHECKPOINT_FORMAT = "pipeloom.checkpoint/1"
@@ -33,7 +36,7 @@ REST = {
     "data": "read again from data.source of the configuration in extra.json, starting at the batch number stored there",
 }
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,100}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+Extents = tuple[Annotated[int, Field(ge=0, lt=2**60)], ...]
 
 
 @dataclass(frozen=True)
@@ -43,12 +46,18 @@ class StoredBox:
     Attributes:
         file: the safetensors file in the checkpoint's directory.
         name: its name in that file.
-        box: the part of the whole tensor that it holds.
+        offset, shape: the part of the whole tensor that it holds.
     """
 
     file: str
     name: str
-    box: Box
+    offset: Extents
+    shape: Extents
+
+    @property
+    def box(self) -> Box:
+        """The part of the whole tensor that it holds."""
+        return Box(self.offset, self.shape)
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,7 @@ class TensorEntry:
     """One tensor: its dtype as safetensors writes it (`"F32"`), its whole shape, and boxes that hold each element once."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: Extents
     boxes: tuple[StoredBox, ...]
 
 
@@ -64,8 +73,8 @@ class TensorEntry:
 class StoredFile:
     """Size in bytes and SHA-256 (hexadecimal) of a file."""
 
-    size: int
-    sha256: str
+    size: Annotated[int, Field(ge=0, alias="bytes")]
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 @dataclass(frozen=True)
@@ -97,10 +106,10 @@ class Manifest:
         base: source of the frozen weights; None: the checkpoint holds them too.
     """
 
-    step: int
+    step: Annotated[int, Field(ge=0, le=MOST_STEPS)]
     stored: tuple[str, ...]
     tensors: Mapping[str, TensorEntry]
-    numbers: Mapping[str, float | int | bool]
+    numbers: Mapping[str, FiniteFloat | int | bool]
     files: Mapping[str, StoredFile]
     writer: Mapping[str, Any] = field(default_factory=dict)
     base: BaseWeights | None = None
@@ -108,6 +117,9 @@ class Manifest:
     def names(self, kind: str) -> set[str]:
         """Return the keys of `kind` ("model" or "optimizer") without that first part."""
         return {key.partition(".")[2] for key in (*self.tensors, *self.numbers) if key.partition(".")[0] == kind}
+
+
+_SCHEMA = TypeAdapter(Manifest)
 
 
 def to_bytes(manifest: Manifest) -> bytes:
@@ -133,7 +145,8 @@ def to_bytes(manifest: Manifest) -> bytes:
             for key, entry in manifest.tensors.items()
         },
     }
-    return json.dumps({**content, "sha256": _digest(content)}, indent=1, allow_nan=False).encode() + b"\n"
+    content["sha256"] = hashlib.sha256(_canonical(content)).hexdigest()
+    return json.dumps(content, indent=1, allow_nan=False).encode() + b"\n"
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -145,68 +158,31 @@ def read_manifest(directory: Path) -> Manifest:
     if path.is_symlink():
         raise CheckpointError(f"{path}: expected a file, found a symbolic link")
     try:
-        data = read_file(path, MANIFEST_BYTES, "a manifest")
+        content = read_json(path, MANIFEST_BYTES, "a manifest")
     except FileNotFoundError:
         what = "is not complete: it has no manifest.json" if directory.is_dir() else "does not exist"
         raise CheckpointError(f"{directory}: the checkpoint {what}") from None
     except (OSError, UsageError) as error:
         raise CheckpointError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    try:
-        content = json.loads(data)
-        if not isinstance(content, dict) or depth(content) > 8:
-            raise ValueError("another type, or nested too deeply")
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: expected a JSON object: {str(error)[:200]}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: expected a JSON object")
     if content.get("format") != CHECKPOINT_FORMAT:
         raise CheckpointError(f"{path}: expected format {CHECKPOINT_FORMAT!r}, found {echo(content.get('format'))}")
     said = content.pop("sha256", None)
-    actual = _digest(content)
+    text = _canonical(content)
+    actual = hashlib.sha256(text).hexdigest()
     if said != actual:
         raise CheckpointError(f"{path}: expected SHA-256 {echo(said)} of its content, found {actual!r}: it is damaged")
     try:
-        manifest = _parse(content)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path}: it is not a manifest: {type(error).__name__} {str(error)[:200]}") from None
+        manifest = _SCHEMA.validate_json(text, strict=True)
+    except ValidationError as error:
+        raise CheckpointError(f"{path}: it is not a manifest: {file_sentence(error)}") from None
     _check(manifest, path)
     return manifest
 
 
-def _digest(content: Mapping[str, Any]) -> str:
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _parse(content: Mapping[str, Any]) -> Manifest:
-    tensors = {
-        key: TensorEntry(
-            entry["dtype"],
-            _sizes(entry["shape"]),
-            tuple(
-                StoredBox(box["file"], box["name"], Box(_sizes(box["offset"]), _sizes(box["shape"])))
-                for box in entry["boxes"]
-            ),
-        )
-        for key, entry in content["tensors"].items()
-    }
-    files = {name: StoredFile(int(stored["bytes"]), stored["sha256"]) for name, stored in content["files"].items()}
-    if type(content["step"]) is not int or content["step"] < 0:
-        raise ValueError(f"step {content['step']!r}")
-    base = content.get("base")
-    return Manifest(
-        content["step"],
-        tuple(content["stored"]),
-        tensors,
-        dict(content["numbers"]),
-        files,
-        content["writer"],
-        None if base is None else BaseWeights(str(base["kind"]), str(base["path"]), str(base["digest"])),
-    )
-
-
-def _sizes(values: Sequence[Any]) -> tuple[int, ...]:
-    if not all(type(value) is int and 0 <= value < 2**60 for value in values):
-        raise ValueError(f"sizes {values!r}")
-    return tuple(values)
+def _canonical(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
 
 
 def _check(manifest: Manifest, path: Path) -> None:
@@ -215,8 +191,8 @@ def _check(manifest: Manifest, path: Path) -> None:
     A file must be large enough for the boxes listed for it, so that nothing is allocated for a tensor that is not there.
     """
     held = dict.fromkeys(manifest.files, 0)
-    for name, stored in manifest.files.items():
-        if not _FILE.fullmatch(name) or name == MANIFEST or not _SHA256.fullmatch(stored.sha256) or stored.size < 0:
+    for name in manifest.files:
+        if not _FILE.fullmatch(name) or name == MANIFEST:
             raise CheckpointError(f"{path}: {echo(name)} is not a file of a checkpoint")
     if ("extra" in manifest.stored) != (EXTRA in manifest.files):
         raise CheckpointError(f"{path}: expected {EXTRA} among its files, found {sorted(manifest.files)[:5]}")

@@ -5,19 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from pipeloom.config import Config
-from pipeloom.config.layout import even_sizes
-from pipeloom.errors import CheckpointError, ConfigError, sentence
+from pipeloom.errors import CheckpointError, ConfigError, echo, sentence
 from pipeloom.limits import expanded
 from pipeloom.parallel.exchange import all_gather_json
+from pipeloom.train.checkpoint.facts import RunFacts
 from pipeloom.train.checkpoint.folder import complete, restore_replaced, step_path
-from pipeloom.train.checkpoint.load import read_extra, verified
+from pipeloom.train.checkpoint.load import verified
 from pipeloom.train.checkpoint.manifest import MANIFEST, Manifest
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ _MODEL_KEYS = (
 _FREE = ("parallel.", "schedule.", "log.", "checkpoint.", "debug.", "train.steps", "train.device", "train.tune_cpu")
 _FREE_TOO = (
     "train.recompute",
+    "train.threads",
     "train.timeout",
     "train.check_every",
     "train.deterministic",
@@ -54,14 +55,12 @@ class Start:
     Attributes:
         path: the checkpoint; None: the run starts at the first step.
         manifest: the checkpoint's manifest.
-        extra: the values that the trainer stored with the tensors.
         folder: the folder of the run that continues; None: the run creates a new one.
         notes: messages for the log: checkpoints that were skipped, and changes since this one.
     """
 
     path: Path | None = None
     manifest: Manifest | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
     folder: Path | None = None
     notes: tuple[str, ...] = ()
 
@@ -107,9 +106,9 @@ def find_start(config: Config, mine: Mapping[str, str], context: WorkerContext, 
             )
             notes.append(f"{problem}{after}")
             continue
-        extra = read_extra(path) or {}
-        notes += _differences(config, mine, extra)
-        return Start(path, manifest, extra, _folder(candidates, extra), tuple(notes))
+        facts = RunFacts.read(path)
+        notes += _differences(config, mine, facts)
+        return Start(path, manifest, _folder(candidates, facts), tuple(notes))
     if notes:
         raise CheckpointError("\n".join(notes))
     return Start(folder=Path(candidates["folder"]) if candidates["folder"] else None)
@@ -196,21 +195,21 @@ def _require_empty(target: Path | None, source: Path | None) -> None:
         )
 
 
-def _folder(candidates: Mapping[str, Any], extra: Mapping[str, Any]) -> Path | None:
+def _folder(candidates: Mapping[str, Any], facts: RunFacts) -> Path | None:
     if candidates["exact"]:
         return None
-    folder = Path(candidates["folder"] or str(extra.get("run", "")))
+    folder = Path(candidates["folder"] or facts.run)
     return folder if folder.is_absolute() and (folder / DIGESTS_FILE).is_file() else None
 
 
-def _differences(config: Config, mine: Mapping[str, str], extra: Mapping[str, Any]) -> list[str]:
+def _differences(config: Config, mine: Mapping[str, str], facts: RunFacts) -> list[str]:
     """Return a message for each way in which data or settings differ from those of the checkpoint."""
     notes = []
-    if extra.get("data") not in (None, mine["data"]):
+    if facts.data not in (None, mine["data"]):
         notes.append("the data differs from the checkpoint's: its order restarts at the current batch number")
-    dumped, before = config.model_dump(mode="json"), extra.get("config", {})
+    dumped, before = config.model_dump(mode="json"), facts.config
     changed = [
-        f"{section}.{key} {before[section][key]!r} -> {value!r}"
+        f"{section}.{key} {echo(before[section][key])} -> {value!r}"
         for section, table in dumped.items()
         for key, value in table.items()
         if section in before and key in before[section] and before[section][key] != value
@@ -231,8 +230,11 @@ def _differences(config: Config, mine: Mapping[str, str], extra: Mapping[str, An
 def _rows(config: Mapping[str, Any]) -> list[int]:
     """Return the sizes of a replica's micro-batches, from a dumped configuration; [] if it lacks a key."""
     try:
-        rows_per_replica = config["train"]["global_batch_size"] // config["parallel"]["dp"]
-        return sorted(set(even_sizes(rows_per_replica, config["schedule"]["microbatches"])))
+        rows, parts = (
+            config["train"]["global_batch_size"] // config["parallel"]["dp"],
+            config["schedule"]["microbatches"],
+        )
+        return sorted({rows // parts, -(-rows // parts)})
     except (KeyError, TypeError, ZeroDivisionError):
         return []
 

@@ -11,6 +11,7 @@ from pipeloom.config import Config
 from pipeloom.errors import CheckpointError, ConfigError
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime import Pipeline
+from pipeloom.train.checkpoint.facts import RunFacts
 from pipeloom.train.checkpoint.load import Loaded, load
 from pipeloom.train.checkpoint.manifest import BaseWeights
 from pipeloom.train.checkpoint.save import Saver
@@ -144,7 +145,7 @@ class RunCheckpoints:
         if self.path is None:
             raise CheckpointError("there is no checkpoint to roll back to")
         loaded = load(self.path, self._pipeline, self._optimizer, self._base)
-        self._saved = loaded.step, int(loaded.extra["batch"])
+        self._saved = loaded.step, RunFacts.of(loaded.extra, loaded.path).batch_after(loaded.step)
         return loaded
 
     def _settle(self) -> None:

@@ -450,7 +450,7 @@ def _plan(everyone: Sequence[Sequence[Sequence[Any]]], rank: int, digest: str) -
         load[writer] += box.elements
         writers.add(writer)
         name = key if box.shape == whole[key][1] else f"{key}@{','.join(map(str, box.offset))}"
-        entries.setdefault(key, []).append(StoredBox(file_name(writer), name, box))
+        entries.setdefault(key, []).append(StoredBox(file_name(writer), name, *box))
         if writer == rank:
             mine.append((positions[rank][key, box], name))
     for key, boxes in entries.items():

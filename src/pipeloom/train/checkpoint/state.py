@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import CheckpointError, UsageError
+from pipeloom.limits import MOST_STEPS
 from pipeloom.mesh_shape import Place
 from pipeloom.ops.layouts import layout_name, memory_of
 from pipeloom.parallel.sharding import ParameterSharding
@@ -283,15 +284,18 @@ def required_names(pipeline: Pipeline, trained_only: bool = False) -> dict[str, 
 def require_shapes(stored: Stored, needed: Mapping[str, tuple[int, ...]]) -> None:
     """Raise CheckpointError for a weight that is absent or has another shape."""
     for name, shape in needed.items():
-        stored_shape = stored.tensors.get(f"model.{name}")
-        if stored_shape is None:
+        if f"model.{name}" not in stored.tensors:
             raise CheckpointError(
                 f"the checkpoint holds no {name!r}, which the model has {_near(name, stored.tensors)}"
             )
-        if stored_shape != tuple(shape):
-            raise CheckpointError(
-                f"{name!r}: expected shape {list(shape)}, found {list(stored_shape)} in the checkpoint"
-            )
+        _require_shape(stored, f"model.{name}", shape)
+
+
+def _require_shape(stored: Stored, key: str, shape: tuple[int, ...]) -> None:
+    present = stored.tensors.get(key)
+    if present != tuple(shape):
+        name, words = key.partition(".")[2], "a number" if present is None else list(present)
+        raise CheckpointError(f"{name!r}: expected shape {list(shape)}, found {words} in the checkpoint")
 
 
 def _near(name: str, tensors: Iterable[str]) -> str:
@@ -308,6 +312,7 @@ def load_model(stored: Stored, pipeline: Pipeline, trained_only: bool = False) -
         key = f"optimizer.{held.name}.master"
         if not held.parameter or key not in stored.tensors:
             key = f"model.{held.name}"
+        _require_shape(stored, key, held.shape)
         values = held.read(partial(stored.region, key))
         if _kind(values) != _kind(held.tensor):
             raise CheckpointError(
@@ -349,10 +354,17 @@ def load_optimizer(stored: Stored, pipeline: Pipeline, optimizer: AnyOptimizer) 
         runs = held.parts_of_run(moments_here["start"], moments_here["stop"])
         state: dict[str, Any] = {"start": moments_here["start"], "stop": moments_here["stop"], "step": 0.0}
         if "step" in present:
-            state["step"] = float(stored.region(f"optimizer.{held.name}.step", Box((), ())))
+            key = f"optimizer.{held.name}.step"
+            _require_shape(stored, key, ())
+            state["step"] = stored.region(key, Box((), ())).double().item()
+            if not 0 <= state["step"] <= MOST_STEPS:
+                raise CheckpointError(
+                    f"{held.name!r}: expected a number of steps, found {state['step']} in the checkpoint"
+                )
         for kind in ("master", *(moments if state["step"] else ())):
             key = f"optimizer.{held.name}.{kind}"
             key = key if key in stored.tensors else f"model.{held.name}"
+            _require_shape(stored, key, held.shape)
             state[kind] = _read_run(stored, key, runs, moments_here["stop"] - moments_here["start"])
         states[by_name[held.name]] = state
     optimizer.load_state_dict(states)

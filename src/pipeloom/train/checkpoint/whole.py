@@ -54,7 +54,7 @@ def write_whole(folder: Path, step: int, groups: Iterable[Mapping[str, Tensor]],
             files[file] = write_tensors(partial / file, named)
             for key, tensor in named.items():
                 box = Box((0,) * tensor.ndim, tuple(tensor.shape))
-                entries[key] = TensorEntry(DTYPE_NAMES[tensor.dtype], box.shape, (StoredBox(file, key, box),))
+                entries[key] = TensorEntry(DTYPE_NAMES[tensor.dtype], box.shape, (StoredBox(file, key, *box),))
         files[EXTRA] = write_bytes(partial / EXTRA, json.dumps(dict(extra), allow_nan=False).encode())
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         writer = {"pipeloom": package_version(), "ranks": 1, "time": now}

@@ -23,7 +23,7 @@ import numpy as np
 
 from pipeloom.cores import usable_cores
 from pipeloom.errors import ConfigError, UsageError
-from pipeloom.limits import CONFIG_BYTES, expanded, open_file, read_file
+from pipeloom.limits import CONFIG_BYTES, expanded, open_file, read_json
 
 FORMAT = 1
 INDEX = "index.json"
@@ -85,7 +85,7 @@ class Entry:
         """Raise ValueError for an entry that is damaged."""
         self.path = path
         try:
-            index = json.loads(read_file(path / INDEX, CONFIG_BYTES, "an index"))
+            index = read_json(path / INDEX, CONFIG_BYTES, "an index")
             self.facts: dict[str, Any] = index["facts"]
             self._arrays: dict[str, np.ndarray] = {
                 name: _mapped(path / f"{name}.raw", np.dtype(kind), count)

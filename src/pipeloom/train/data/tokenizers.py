@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import ConfigError, UsageError, did_you_mean, shortened
-from pipeloom.limits import TOKENIZER_BYTES, expanded, read_file
+from pipeloom.limits import TOKENIZER_BYTES, expanded, read_file, read_json
 from pipeloom.train.data.choice import AUTO, BYTES, NONE
 
 # Usual names of the token that ends a document, tried where no configuration names it.
@@ -190,7 +189,7 @@ def _specials(folder: Path) -> dict[str, str | None]:
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return _UNMARKED
-    content = json.loads(read_file(path, TOKENIZER_BYTES, "a tokenizer's configuration"))
+    content = read_json(path, TOKENIZER_BYTES, "a tokenizer's configuration")
     specials: dict[str, str | None] = {}
     for key in _UNMARKED:
         value = content.get(key) if isinstance(content, dict) else None

@@ -1,0 +1,84 @@
+"""Files of a model's folder that somebody else wrote: types and limits of what is read of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeloom.config.adapter import adapter_keys
+from pipeloom.config.hub import own_sizes, sizes
+from pipeloom.errors import ConfigError
+
+MODEL = {
+    **{"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64},
+    **{"intermediate_size": 64, "rms_norm_eps": 1e-5},
+}
+ADAPTER = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rope_scaling": [1]}, "rope_scaling = "),
+        ({"rope_theta": "x"}, 'rope_theta = "x": it must be a number'),
+        ({"rope_parameters": {"rope_theta": float("inf")}}, "it must be a finite number"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000: it must be at most 100000"),
+        ({"num_hidden_layers": [2]}, "it must be a whole number"),
+        ({"hidden_size": -32}, "hidden_size = -32: it must be at least 0"),
+        ({"vocab_size": 64.0}, "vocab_size = 64.0: it must be a whole number"),
+        ({"mlp_only_layers": ["x" * 900]}, "mlp_only_layers"),
+        ({"model_type": 5}, "model_type = 5: it must be text"),
+    ],
+)
+def test_a_value_of_another_type_in_a_models_configuration_is_named(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**MODEL, **changes}))
+    for key, read in (("source", sizes), ("weights", own_sizes)):
+        with pytest.raises(ConfigError, match=rf'^model\.{key} = ".*": .*config\.json: .*{words}') as error:
+            read(str(tmp_path))
+        assert len(str(error.value)) < 500 + 2 * len(str(tmp_path))
+
+
+def test_a_width_for_each_layer_and_null_count_as_absent(tmp_path: Path) -> None:
+    assert own_sizes(str(written(tmp_path, {**MODEL, "rope_theta": None})))["rope_theta"] == 10_000.0
+    widths = {**MODEL, "intermediate_size": [64, 32], "num_attention_heads": None}
+    assert sizes(str(written(tmp_path, widths)))["intermediate_size"] == 128
+
+
+def written(folder: Path, content: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize("text", ["[]", "[" * 300_000, "{", '"x"'])
+def test_what_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
+    for name in ("config.json", "adapter_config.json"):
+        (tmp_path / name).write_text(text)
+    for read in (sizes, own_sizes, adapter_keys):
+        with pytest.raises(ConfigError, match=r"config\.json (is not a JSON object|cannot be read: .* is not JSON)"):
+            read(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"r": 10**30}, "r = 1.*: it must be at most"),
+        ({"r": 0}, "r = 0: it must be at least 1"),
+        ({"lora_alpha": "x"}, 'lora_alpha = "x": it must be a number'),
+        ({"lora_dropout": "x"}, 'lora_dropout = "x": it must be a number'),
+        ({"target_modules": 5}, "target_modules"),
+        ({"target_modules": []}, "target_modules"),
+        ({"peft_type": "IA3"}, "peft_type = \"IA3\": it must be 'LORA'"),
+        ({"bias": "all"}, "bias = \"all\": it must be 'none'"),
+    ],
+)
+def test_a_value_of_another_type_in_an_adapters_configuration_is_named(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**ADAPTER, **changes}))
+    with pytest.raises(ConfigError, match=rf"adapter_config\.json: {words}"):
+        adapter_keys(str(tmp_path))
