@@ -31,7 +31,7 @@ from pipeloom.solver.incumbent import Incumbent, Progress, value_of
 from pipeloom.solver.instance import Instance, Sequences
 from pipeloom.solver.merge_backward import merge_weight_grads
 from pipeloom.solver.pairing import FIRST_RULES, OTHER_RULES, variants_with_pairs
-from pipeloom.solver.tabu import WITH_PAIRS, WITHOUT_PAIRS, TabuSearch
+from pipeloom.solver.tabu import WITH_PAIRS, WITH_WHOLE, WITHOUT_PAIRS, TabuSearch
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class SearchDriver:
             running = sorted(running, key=lambda search: search.value)[: max(1, len(running) - 1)]
             running = [search for search in running if self._promising(search, turn)]
         starts += [
-            WarmStart(search.value, search.instance, search.best, PERIODIC_ORIGIN)
+            (lambda q: WarmStart(evaluate(search.instance, q).value, search.instance, q, PERIODIC_ORIGIN))(merge_weight_grads(search.instance,search.best, 300000) if search.instance.table.saved else search.best)
             for search in searches
             if search.best is not None and search.instance.nodes <= CONSTRUCTION.largest
         ]
@@ -281,9 +281,14 @@ class SearchDriver:
         evaluation = evaluate(instance, sequences)
         if evaluation is None or not instance.fits(sequences):
             return
-        starts.append(WarmStart(evaluation.value, instance, sequences, origin))
         if instance.nodes <= CONSTRUCTION.largest and not self.pairs:
             self.seeds.setdefault(instance, []).append((evaluation.value, instance, sequences))
+        if instance.table.saved:
+            import os
+            sequences = merge_weight_grads(instance, sequences, int(os.environ.get("MW","16"))*instance.nodes)
+            evaluation = evaluate(instance, sequences)
+            assert evaluation
+        starts.append(WarmStart(evaluation.value, instance, sequences, origin))
         if self.incumbent.improves(evaluation.value):
             self.incumbent.offer(evaluation.value, origin, instance, sequences)
 
@@ -311,7 +316,7 @@ class SearchDriver:
             return budget.in_time()
 
         if start.search is None:
-            parameters = WITH_PAIRS if self.pairs else WITHOUT_PAIRS
+            parameters = WITH_PAIRS if self.pairs else WITH_WHOLE if start.instance.table.saved else WITHOUT_PAIRS
             start.search = TabuSearch(start.instance, start.sequences, self.random, parameters)
         start.search.walk(moves, self.incumbent.bounds[start.instance], carry_on)
         start.value = start.search.value
