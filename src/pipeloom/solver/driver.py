@@ -14,7 +14,7 @@ from pipeloom.schedule import Schedule, simulate
 from pipeloom.schedule.costs import TIME_TOLERANCE
 from pipeloom.schedule.families import build
 from pipeloom.solver.bounds import bound_of, pairs_gain
-from pipeloom.solver.budget import BUDGET, Budget
+from pipeloom.solver.budget import Budget
 from pipeloom.solver.construct import (
     CONSTRUCTION,
     family_schedules,
@@ -23,7 +23,7 @@ from pipeloom.solver.construct import (
     reduced_instances,
     sequences_of,
 )
-from pipeloom.solver.cyclic.search import PeriodSearch, modulo_starts
+from pipeloom.solver.cyclic.search import modulo_starts
 from pipeloom.solver.cyclic.unroll import repeat_period
 from pipeloom.solver.evaluate import evaluate
 from pipeloom.solver.exact import certify
@@ -31,29 +31,21 @@ from pipeloom.solver.incumbent import Incumbent, Progress, value_of
 from pipeloom.solver.instance import Instance, Sequences
 from pipeloom.solver.merge_backward import merge_weight_grads
 from pipeloom.solver.pairing import FIRST_RULES, OTHER_RULES, variants_with_pairs
-from pipeloom.solver.tabu import WITH_PAIRS, WITHOUT_PAIRS, TabuSearch
+from pipeloom.solver.periods import PERIODIC_ORIGIN, PeriodSearches
+from pipeloom.solver.portfolio import Portfolio, WarmStart, warm_start
+from pipeloom.solver.tabu import WITH_PAIRS, WITH_WHOLE, WITHOUT_PAIRS, TabuParameters
 
 
 @dataclass(frozen=True)
 class DriverParameters:
     """Division of a search's effort between warm starts, the search for a period and tabu search."""
 
-    # The share of the moves or the time for the search for a period, and the m / p from which on it gets all of that share.
-    # A shorter period gains about m / p times; a pipeline that is rarely full depends on its warm-up and cool-down instead.
-    period_share: float = 0.5
-    full_pipeline: float = 4.0
-    # Rounds of the search for a period; the worst placement is dropped after each one.
-    period_rounds: int = 4
-    # A placement is dropped when its best period is worse than the incumbent by this factor.
-    hopeless: float = 1.03
     # Warm starts from list scheduling that are tried however long they take.
     fewest_starts: int = 8
     # The share of the time after which no more warm starts are constructed, and the same for large instances, for which no tabu
     # search follows.
     starts_share: float = 0.3
     large_starts_share: float = 0.5
-    # Sequences per placement whose periods are annealed: more diversify, fewer get more moves.
-    period_seeds: int = 6
     # With pairs: list schedules per placement taken as warm starts, and warm starts tried with all pairing rules. More diversify,
     # and take the time from tabu search.
     list_schedules: int = 3
@@ -63,25 +55,7 @@ class DriverParameters:
 
 
 DRIVER = DriverParameters()
-PERIODIC_ORIGIN = "one period"
 PAIRED = ("1f1b-overlap", "interleaved-overlap", "dualpipev")
-
-
-@dataclass
-class WarmStart:
-    """Sequences to improve.
-
-    Attributes:
-        value: the best value so far.
-        origin: the family or the rule that constructed them.
-        search: the tabu search that improves them; None before its first turn.
-    """
-
-    value: float
-    instance: Instance
-    sequences: Sequences
-    origin: str
-    search: TabuSearch | None = None
 
 
 class SearchDriver:
@@ -165,8 +139,6 @@ class SearchDriver:
                 self._list_scheduled_starts(starts, group)
             else:
                 self._large_starts(group[0])
-        if not self.incumbent.proved:
-            self._search_periods(starts)
         return _best_of(starts)
 
     def _family_starts(self, starts: list[WarmStart], group: list[Instance]) -> None:
@@ -220,57 +192,6 @@ class SearchDriver:
             if self._starts_are_due(DRIVER.large_starts_share) or self.incumbent.proved:
                 return
 
-    def _search_periods(self, starts: list[WarmStart]) -> None:
-        """Search one period of every placement; after each round, drop the worst placement."""
-        budget, first = self.budget, self.instances[0]
-        # In proportion to m / p: see `DriverParameters`.
-        share = DRIVER.period_share
-        budget.grant(min(share, share * first.microbatches / (DRIVER.full_pipeline * first.ranks)))
-        searches = [
-            PeriodSearch(instance, self.random, self._seeds(instance))
-            for instance in self.instances
-            if self.incumbent.can_improve(instance)
-        ]
-        running = searches
-        for turn in range(DRIVER.period_rounds):
-            for at, search in enumerate(running):
-                if budget.over:
-                    break
-                share = 1 / ((DRIVER.period_rounds - turn) * len(running) - at)
-                before = search.work
-                search.run(self._recording(search, budget.periodic_slice(search, share)))
-                budget.periodic -= search.work - before
-            running = sorted(running, key=lambda search: search.value)[: max(1, len(running) - 1)]
-            running = [search for search in running if self._promising(search, turn)]
-        starts += [
-            WarmStart(search.value, search.instance, search.best, PERIODIC_ORIGIN)
-            for search in searches
-            if search.best is not None and search.instance.nodes <= CONSTRUCTION.largest
-        ]
-
-    def _seeds(self, instance: Instance) -> list[tuple[Instance, Sequences]]:
-        """Return the best sequences on the placement to look for periods in; of equal values only the first."""
-        by_value: dict[float, tuple[Instance, Sequences]] = {}
-        for value, small, sequences in sorted(self.seeds.get(instance, []), key=lambda seed: seed[0]):
-            by_value.setdefault(round(value, 9), (small, sequences))
-        return list(by_value.values())[: DRIVER.period_seeds]
-
-    def _recording(self, search: PeriodSearch, carry_on: Callable[[], bool]) -> Callable[[], bool]:
-        """Return `carry_on` with an offer of the best so far before each call, so that an interrupt does not lose it."""
-
-        def offer_and_carry_on() -> bool:
-            if search.best is not None and self.incumbent.improves(search.value):
-                self.incumbent.offer(search.value, PERIODIC_ORIGIN, search.instance, search.best)
-            self.incumbent.report()
-            return carry_on()
-
-        return offer_and_carry_on
-
-    def _promising(self, search: PeriodSearch, turn: int) -> bool:
-        """Return whether continuing this search could improve on the incumbent."""
-        close = not turn or search.value < DRIVER.hopeless * self.incumbent.value
-        return self.incumbent.can_improve(search.instance) and close
-
     def _starts_are_due(self, share: float = DRIVER.starts_share) -> bool:
         """Return whether to end the construction of starts: this share of the time is spent, and there is an incumbent."""
         budget = self.budget
@@ -278,43 +199,30 @@ class SearchDriver:
 
     def _start(self, starts: list[WarmStart], instance: Instance, sequences: Sequences, origin: str) -> None:
         """Add sequences to the warm starts and offer them, if they can run and fit the memory."""
-        evaluation = evaluate(instance, sequences)
-        if evaluation is None or not instance.fits(sequences):
+        start = warm_start(instance, sequences, origin)
+        if start is None:
             return
-        starts.append(WarmStart(evaluation.value, instance, sequences, origin))
+        starts.append(start)
         if instance.nodes <= CONSTRUCTION.largest and not self.pairs:
-            self.seeds.setdefault(instance, []).append((evaluation.value, instance, sequences))
-        if self.incumbent.improves(evaluation.value):
-            self.incumbent.offer(evaluation.value, origin, instance, sequences)
+            self.seeds.setdefault(instance, []).append((start.value, instance, sequences))
+        if self.incumbent.improves(start.value):
+            self.incumbent.offer(start.value, origin, instance, start.sequences)
 
     def _improve(self, starts: list[WarmStart]) -> None:
-        """Improve the starts in turns, and drop the worst after every round, until the budget is spent or the bound reached."""
-        pool = [start for start in starts if start.instance.nodes <= CONSTRUCTION.largest][: BUDGET.starts]
-        budget = self.budget
-        while pool and not budget.over and not self.incumbent.proved:
-            for start in pool:
-                if not budget.over and self.incumbent.can_improve(start.instance):
-                    self._improve_one(start, budget.slice())
-            pool.sort(key=lambda start: start.value)
-            del pool[max(1, len(pool) - 1) :]
-            pool = [start for start in pool if self.incumbent.can_improve(start.instance)]
+        """Improve the starts, search for a period, and restart, until the budget is spent or the bound reached."""
+        instances = sorted(self.instances, key=lambda instance: self.incumbent.bounds[instance])
+        searches = [] if self.pairs else instances
+        periods = PeriodSearches(searches, self.seeds, self.budget, self.incumbent, self.random)
+        if instances[0].nodes > CONSTRUCTION.largest:
+            periods.run_alone(self.budget.allowed)
+            return
+        portfolio = Portfolio(starts, instances, self.budget, self.incumbent, self.random, periods, self._parameters)
+        portfolio.run()
 
-    def _improve_one(self, start: WarmStart, moves: int) -> None:
-        budget, before = self.budget, self.budget.used
-
-        def carry_on(sequences: Sequences, value: float, done: int) -> bool:
-            budget.used = before + done
-            if not self.incumbent.improves(value):
-                self.incumbent.report()
-            else:
-                self.incumbent.offer(value, start.origin, start.instance, sequences)
-            return budget.in_time()
-
-        if start.search is None:
-            parameters = WITH_PAIRS if self.pairs else WITHOUT_PAIRS
-            start.search = TabuSearch(start.instance, start.sequences, self.random, parameters)
-        start.search.walk(moves, self.incumbent.bounds[start.instance], carry_on)
-        start.value = start.search.value
+    def _parameters(self, instance: Instance) -> TabuParameters:
+        if self.pairs:
+            return WITH_PAIRS
+        return WITH_WHOLE if instance.table.saved else WITHOUT_PAIRS
 
     def _prove(self) -> None:
         """Raise the bound of every placement by constraint programming, and offer the better sequences that the solver finds."""

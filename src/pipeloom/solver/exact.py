@@ -1,19 +1,19 @@
 """Lower bounds, proofs and better sequences from constraint programming (OR-Tools CP-SAT, the extra `opt`).
 
-One interval variable per action, with no overlap on a rank. By the lemma of `instance`, the micro-batches of an operation
-type are in order. Memory is a cumulative resource that a micro-batch occupies from F until W (the share that is not held:
-until I).
+One interval variable per action, with no overlap on a rank. Where a B is shorter than I and W, the interval of B is an
+alternative to those of both. By the lemma of `instance`, the micro-batches of an operation type are in order, except that a
+micro-batch with a B may overtake the W of an earlier one. Memory is a cumulative resource that a micro-batch occupies from F
+until W (the share that is not held: until I).
 
-Domain: equal micro-batches, and costs under which no pair gains (`pairs_gain`). A cheaper B and blocking receivers are relaxed,
-so that bounds stay valid: a B becomes an I and a W that together take no longer (`Costs.least_split`), and a receiver that could
-wait for both messages of a pair at once waits for only one of them.
+Domain: equal micro-batches, and costs under which no pair gains (`pairs_gain`). Blocking receivers are relaxed, so that bounds
+stay valid: a receiver that could wait for both messages of a pair at once waits for only one of them.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from pipeloom.cores import usable_cores
@@ -57,15 +57,14 @@ def certify(instance: Instance, value: float, seconds: float, hint: Sequences | 
     """Search for sequences better than `value`, starting from `hint`, and for a lower bound, for at most `seconds`.
 
     Costs that are no multiples of a ten-thousandth are rounded down for the bound. The sequences found are timed with the
-    problem's own costs, every B as I and W. Raises UsageError without OR-Tools.
+    problem's own costs. Raises UsageError without OR-Tools.
     """
     cp_model = require_solver()
-    least = replace(instance, costs=instance.costs.least_split(instance.stages))
-    times = _least_times(least)
-    factor = _factor(least, times)
+    times = _least_times(instance)
+    factor = _factor(instance, times)
     # the difference of two times that were rounded down may be a unit larger than it was; a span has two of them
     slack = 2 if factor == EXACT.finest and instance.objective == "span" else 0
-    model = _Model(cp_model, least, times, factor, math.ceil(value * factor - TIME_TOLERANCE) + slack)
+    model = _Model(cp_model, instance, times, factor, math.ceil(value * factor - TIME_TOLERANCE) + slack)
     if hint is not None:
         model.hint(hint)
     solver = cp_model.CpSolver()
@@ -113,7 +112,7 @@ def _least_times(instance: Instance) -> list[float]:
 def _factor(instance: Instance, times: list[float]) -> int:
     """Return the smallest factor that makes all times integers, or `EXACT.finest` if none does."""
     table = instance.table
-    values = {*times, *table.hop, *table.wait}
+    values = {*times, *table.hop, *table.wait, *table.saved.values()}
     for factor in EXACT.factors:
         if all(abs(v * factor - round(v * factor)) < TIME_TOLERANCE for v in values):
             return factor
@@ -132,17 +131,29 @@ class _Model:
         hop = [math.floor(value * factor + TIME_TOLERANCE) for value in table.hop]
         self.start = start = [model.new_int_var(0, max(0, horizon - length), "") for length in time]
         self.end = end = [begin + length for begin, length in zip(start, time, strict=True)]
+        self.whole: dict[int, Any] = {}
+        intervals: list[list[Any]] = [[] for _ in range(instance.ranks)]
+        for node, saved in table.saved.items():
+            length = math.floor((times[node] + times[node + table.stride] - saved) * factor + TIME_TOLERANCE)
+            intervals[table.rank[node]].append(self._alternative(node, time, length, horizon))
         on_rank: list[list[int]] = [[] for _ in range(instance.ranks)]
         for node in range(instance.nodes):
             on_rank[table.rank[node]].append(node)
+            alone = [~self.whole[node]] if node in self.whole else []
+            intervals[table.rank[node]].append(
+                model.new_optional_fixed_size_interval_var(start[node], time[node], alone[0], "")
+                if alone
+                else model.new_fixed_size_interval_var(start[node], time[node], "")
+            )
             if table.predecessor[node] != table.none:
                 model.add(start[node] >= end[table.predecessor[node]] + hop[node])
             if table.weight_grad_of[node] != table.none:
-                model.add(start[table.weight_grad_of[node]] >= end[node])
-            if node % m:
-                model.add(start[node] >= end[node - 1])
-        for nodes in on_rank:
-            model.add_no_overlap([model.new_fixed_size_interval_var(start[node], time[node], "") for node in nodes])
+                model.add(start[table.weight_grad_of[node]] >= end[node]).only_enforce_if(alone)
+            if node % m:  # an I with its W in one B may overtake an earlier W
+                in_order = alone if node >= 2 * table.stride else []
+                model.add(start[node] >= end[node - 1]).only_enforce_if(in_order)
+        for nodes, on_this in zip(on_rank, intervals, strict=True):
+            model.add_no_overlap(on_this)
             self._memory(nodes, horizon)
         model.add(start[0] == 0)
         for stage in range(1, instance.stages):
@@ -166,6 +177,18 @@ class _Model:
                     model.add(target >= end[node] - first)
         model.minimize(target)
 
+    def _alternative(self, node: int, time: list[int], length: int, horizon: int) -> Any:
+        """Let the I `node` and its W be one B of this length, and return the interval of the B."""
+        model, start, weight = self.model, self.start, node + self.instance.table.stride
+        self.whole[node] = self.whole[weight] = whole = model.new_bool_var("")
+        for part in (node, weight):  # these may take longer alone than in the B
+            start[part] = model.new_int_var(0, horizon, "")
+            self.end[part] = model.new_int_var(0, horizon, "")
+            model.add(self.end[part] == start[part] + time[part]).only_enforce_if(~whole)
+            model.add(self.end[part] == start[node] + length).only_enforce_if(whole)
+        model.add(start[weight] == start[node]).only_enforce_if(whole)
+        return model.new_optional_fixed_size_interval_var(start[node], length, whole, "")
+
     def _memory(self, nodes: list[int], horizon: int) -> None:
         instance, model = self.instance, self.model
         stride, m = instance.stages * instance.microbatches, instance.microbatches
@@ -176,7 +199,7 @@ class _Model:
         held = instance.costs.per_stage("held", instance.stages)
         forwards = [node for node in nodes if node < stride]
         stages = sorted({node // m for node in forwards})
-        if len(stages) == 1 and held[stages[0]] == 1 and activation[stages[0]] > 0:
+        if self.whole.keys().isdisjoint(nodes) and len(stages) == 1 and held[stages[0]] == 1 and activation[stages[0]] > 0:
             places = math.floor(memory_limit / activation[stages[0]] + TIME_TOLERANCE)
             for node in forwards[places:]:
                 model.add(self.start[node] >= self.end[2 * stride + node - places])
@@ -194,17 +217,28 @@ class _Model:
 
     def hint(self, sequences: Sequences) -> None:
         timing = evaluate(self.instance, sequences)
-        if timing is not None:
-            for node, variable in enumerate(self.start):
-                self.model.add_hint(variable, math.floor(timing.start[node] * self.factor + TIME_TOLERANCE))
+        if timing is None:
+            return
+        table = self.instance.table
+        for operation in timing.order:
+            nodes, begin = table.nodes[operation], math.floor(timing.start[table.first[operation]] * self.factor + TIME_TOLERANCE)
+            for node in nodes:
+                self.model.add_hint(self.start[node], begin)
+            if nodes[0] in self.whole and nodes[0] < 2 * table.stride:
+                self.model.add_hint(self.whole[nodes[0]], len(nodes) > 1)
 
     def sequences(self, solver: Any) -> Sequences:
         """Return the solution's order on every rank; of equal starts, nodes that take no time come first."""
+        table = self.instance.table
         sequences: Sequences = [[] for _ in range(self.instance.ranks)]
         for node in range(self.instance.nodes):
-            sequences[self.instance.table.rank[node]].append(node)
+            if node not in self.whole or not solver.value(self.whole[node]):
+                sequences[table.rank[node]].append(node)
+            elif node < 2 * table.stride:
+                sequences[table.rank[node]].append(table.backward(node))
 
-        def when(node: int) -> tuple[int, int, int]:
-            return solver.value(self.start[node]), solver.value(self.end[node]), node
+        def when(operation: int) -> tuple[int, int, int]:
+            first = table.first[operation]
+            return solver.value(self.start[first]), solver.value(self.end[first]), operation
 
         return [sorted(sequence, key=when) for sequence in sequences]

@@ -12,12 +12,13 @@ The program of a rank is its *sequence* of operations.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pipeloom.schedule.actions import MOST_KINDS
-from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, PairTimes
+from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, PairTimes, StageCosts
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.timeline import Objective
 
@@ -131,23 +132,31 @@ class Instance:
         )
 
     def numbered(self, programs: Iterable[Iterable[Sequence[tuple[str, int]]]], together: bool = False) -> Sequences:
-        """Return sequences for programs without micro-batches: the k-th node of each type belongs to micro-batch k.
+        """Return sequences for programs without micro-batches: first in, first out for F and I, and a W belongs to the first I
+        that has none yet.
 
         Args:
             programs: rank -> its entries; an entry holds the (kind, stage) of its action, or of both actions of a pair.
             together: whether each entry becomes one operation; otherwise each node is an operation, and B becomes I and W.
         """
-        m, sequences = self.microbatches, []
+        m, stride, sequences = self.microbatches, self.table.stride, []
         for program in programs:
             count: dict[int, int] = {}
+            pending: dict[int, deque[int]] = {}
             sequence: list[int] = []
             for entry in program:
                 nodes = []
                 for kind, stage in entry:
-                    for letter in "IW" if kind == "B" else kind:
-                        operation_type = "FIW".index(letter) * self.stages + stage
-                        nodes.append(operation_type * m + count.get(operation_type, 0))
-                        count[operation_type] = count.get(operation_type, 0) + 1
+                    if kind == "W":
+                        nodes.append(pending[stage].popleft())
+                        continue
+                    operation_type = "FI".index("F" if kind == "F" else "I") * self.stages + stage
+                    nodes.append(operation_type * m + count.get(operation_type, 0))
+                    count[operation_type] = count.get(operation_type, 0) + 1
+                    if kind == "B":
+                        nodes.append(nodes[-1] + stride)
+                    elif kind == "I":
+                        pending.setdefault(stage, deque()).append(nodes[-1] + stride)
                 sequence += [self.table.operation(*nodes)] if together else nodes
             sequences.append(sequence)
         return sequences
@@ -172,6 +181,7 @@ class OperationTable:
         rise, change: memory above the level before it, at its peak and after it.
         wait: of a node, the part of its time in which its rank waits for a message (without `overlap_p2p`), before it starts.
         weight_grad_of: of an input gradient, its weight gradient.
+        saved: input gradient -> time that a B takes less than I and W, for those where it takes less.
     """
 
     def __init__(self, instance: Instance) -> None:
@@ -214,6 +224,7 @@ class OperationTable:
                     self.wait[node] = hop
         self.weight_grad_of = [none] * stride + list(range(2 * stride, none)) + [none] * stride
         self.rise = [max(0.0, change) for change in self.change]
+        self.saved = self._saved()
         self.nodes: list[tuple[int, ...]] = [(node,) for node in range(none)]
         self.first, self.second = list(range(none)), [unread] * none
         self._operations: dict[tuple[int, ...], int] = {}
@@ -222,6 +233,16 @@ class OperationTable:
     def _link(self, first: int, second: int) -> None:
         self.successor[first] = second
         self.predecessor[second] = first
+
+    def _saved(self) -> dict[int, float]:
+        spread, m = StageCosts.of(self._costs, self.stages), self.microbatches
+        stages = zip(spread.input_grad, spread.weight_grad, spread.backward, strict=True)
+        return {
+            self.stride + stage * m + at: (i + w - b) * factor
+            for stage, (i, w, b) in enumerate(stages)
+            for at, factor in enumerate(self.factors)
+            if (i + w - b) * factor > TIME_TOLERANCE
+        }
 
     @cached_property
     def pair_times(self) -> PairTimes:
@@ -273,7 +294,8 @@ class OperationTable:
     def fixed_order(self, operation: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return (nearest nodes of its rank that precede the operation in every sequence, nearest nodes that follow it).
 
-        A forward comes before the backward, an input gradient before its weight gradient, and micro-batches first in, first out.
+        A forward comes before the backward, an input gradient before its weight gradient, and micro-batches first in, first out;
+        not so weight gradients where a B saves time.
         """
         order = self._fixed_order.get(operation)
         if order is None:
@@ -283,6 +305,8 @@ class OperationTable:
                 after |= {self.successor[node], self.weight_grad_of[node]}
                 if node >= 2 * self.stride:
                     before.add(node - self.stride)
+                if self.saved and node >= 2 * self.stride:
+                    continue  # a B may overtake the weight gradient of an earlier micro-batch
                 if node % self.microbatches:
                     before.add(node - 1)
                 if (node + 1) % self.microbatches:

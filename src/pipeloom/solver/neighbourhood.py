@@ -23,8 +23,10 @@ CriticalBlock = tuple[int, int, int]  # rank, first index, last index
 class NeighbourhoodParameters:
     """Choice of the moves that are evaluated."""
 
-    # Whether pairs, and B as one operation, are formed and split. They gain nothing where no two actions overlap.
+    # Whether pairs are formed and split. They gain nothing where no two actions overlap.
     pairs: bool = False
+    # Whether I and W become one B, and apart again. That gains nothing where a B takes as long as both.
+    whole: bool = False
     # How far an operation shifts at once (to the end of its block if that is nearer), and how far away its partner in a pair may
     # be; None: any. A longer reach estimates more operations per move.
     reach: int | None = None
@@ -128,6 +130,7 @@ class SequenceState:
         table, m = self.table, self.table.microbatches
         nodes_of, rise, change, predecessor = table.nodes, table.rise, table.change, table.predecessor
         stride, level = table.stride, self.levels[rank][low]
+        in_order = 2 * stride if table.saved else table.none  # nodes below this number are first in, first out
         coming = {node for operation in operations for node in nodes_of[operation]}
         for operation in operations:
             if level + rise[operation] > self.memory_limit:
@@ -135,7 +138,7 @@ class SequenceState:
             level += change[operation]
             nodes = nodes_of[operation]
             for node in nodes:
-                if predecessor[node] in coming or (node % m and node - 1 in coming):
+                if predecessor[node] in coming or (node < in_order and node % m and node - 1 in coming):
                     return False
                 if node >= 2 * stride and node - stride in coming and node - stride not in nodes:
                     return False
@@ -182,7 +185,7 @@ def neighbours(
     Every operation shifts by one, and to both ends of its block, or by `reach` towards them; for pairs, see the functions below.
     """
     places = [(rank, at, low, high) for rank, low, high in blocks for at in range(low, high + 1)]
-    count, pairs = parameters.sampled_positions, parameters.pairs
+    count, pairs, whole = parameters.sampled_positions, parameters.pairs, parameters.whole
     if count is not None and len(places) > count:
         places = random.sample(places, count)
     reach = len(state.place) if parameters.reach is None else parameters.reach
@@ -191,6 +194,8 @@ def neighbours(
         for target in {max(low, at - reach), max(low, at - near), min(high, at + 1), min(high, at + reach)}:
             if target != at and (move := shift(state, rank, at, target)) is not None:
                 yield move
+        if whole:
+            yield from _whole(state, rank, at, reach)
         if pairs:
             yield from _pairing(state, rank, at, reach)
 
@@ -216,36 +221,43 @@ def _pairing(state: SequenceState, rank: int, at: int, reach: int) -> Iterator[M
         yield from _pair_anew(state, rank, at)
     elif nodes[0] < 2 * state.table.stride:
         yield from _pair(state, rank, at, reach)
-    yield from _merge_weight_grad(state, rank, at, reach)
+
+
+def _whole(state: SequenceState, rank: int, at: int, reach: int) -> Iterator[Move]:
+    """Yield the moves that separate the W of a B, or of a pair, at index `at`, or merge the I or W there with the other."""
+    table, sequence = state.table, state.sequences[rank]
+    nodes = table.nodes[sequence[at]]
+    kind = nodes[-1] // table.stride
+    if kind == 2 and len(nodes) > 1:
+        operations = table.operation(*nodes[:-1]), nodes[-1]
+        if state.allows(rank, at, operations):
+            yield Move(rank, at, at, operations, (APART, *nodes), (TOGETHER, *nodes))
+    elif kind:
+        input_grad = nodes[-1] if kind == 1 else nodes[0] - table.stride
+        yield from _merge(state, rank, state.place[input_grad], state.place[input_grad + table.stride], reach)
+
+
+def _merge(state: SequenceState, rank: int, at: int, to: int, reach: int) -> Iterator[Move]:
+    """Yield the merges of an I at `at`, alone or paired, with its W a little later, if that is shorter than the two."""
+    if to > at + reach:
+        return
+    table, sequence = state.table, state.sequences[rank]
+    whole = table.operation(*table.nodes[sequence[at]], sequence[to])
+    if table.time[whole] < table.time[sequence[at]] + table.time[sequence[to]] - TIME_TOLERANCE:
+        between = sequence[at + 1 : to]
+        yield from _join(state, rank, (at, to), whole, [(whole, *between), (*between, whole)])
 
 
 def _split(state: SequenceState, rank: int, at: int) -> Iterator[Move]:
-    """Yield the splits of a pair into its two actions, in both orders, and the separation of its W, or that of a B."""
-    table, operation = state.table, state.sequences[rank][at]
-    nodes = table.nodes[operation]
-    ways: list[tuple[int, ...]] = []
-    if nodes[-1] >= 2 * table.stride:
-        ways.append((table.operation(*nodes[:-1]), nodes[-1]))
-    if nodes[0] < table.stride:
-        backward = table.operation(*nodes[1:])
-        ways += [(nodes[0], backward), (backward, nodes[0])]
-    for operations in ways:
+    """Yield the splits of a pair into its two actions, in both orders."""
+    table = state.table
+    nodes = table.nodes[state.sequences[rank][at]]
+    if nodes[0] >= table.stride:
+        return
+    backward = table.operation(*nodes[1:])
+    for operations in ((nodes[0], backward), (backward, nodes[0])):
         if state.allows(rank, at, operations):
             yield Move(rank, at, at, operations, (APART, *nodes), (TOGETHER, *nodes))
-
-
-def _merge_weight_grad(state: SequenceState, rank: int, at: int, reach: int) -> Iterator[Move]:
-    """Yield the merge of an I, alone or paired, with its W a little later, at the I's place, if that is shorter than the two."""
-    table, sequence = state.table, state.sequences[rank]
-    nodes = table.nodes[sequence[at]]
-    if not table.stride <= nodes[-1] < 2 * table.stride:
-        return
-    to = state.place[nodes[-1] + table.stride]
-    if to > at + reach:
-        return
-    whole = table.operation(*nodes, nodes[-1] + table.stride)
-    if table.time[whole] < table.time[sequence[at]] + table.time[sequence[to]] - TIME_TOLERANCE:
-        yield from _join(state, rank, (at, to), whole, [(whole, *sequence[at + 1 : to])])
 
 
 def _pair(state: SequenceState, rank: int, at: int, reach: int) -> Iterator[Move]:

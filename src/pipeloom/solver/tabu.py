@@ -49,9 +49,10 @@ class TabuParameters:
 
 
 WITHOUT_PAIRS = TabuParameters(NeighbourhoodParameters())
+WITH_WHOLE = TabuParameters(NeighbourhoodParameters(whole=True))
 # A move costs several times as much with pairs, so the search restarts earlier and perturbs less.
 WITH_PAIRS = TabuParameters(
-    NeighbourhoodParameters(pairs=True, reach=8, sampled_positions=24), patience=600, perturbations=4
+    NeighbourhoodParameters(pairs=True, whole=True, reach=8, sampled_positions=24), patience=600, perturbations=4
 )
 
 
