@@ -233,6 +233,8 @@ class Trainer:
         options = self.config.train
         place, shape = self.pipeline.mesh.place, self.pipeline.mesh.shape
         batches = Batches(text, self.config, shape.dp)
+        if self.made >= options.steps:
+            self._say(f"all {options.steps} steps are done (train.steps): the checkpoint is of step {self.made}")
         self.pipeline.train()
         if options.on_nan == "rollback" or options.on_spike == "rollback":
             self._save()  # the first checkpoint to roll back to
@@ -524,13 +526,25 @@ def typical(traces: Sequence[Timeline]) -> Timeline:
 def _conclude(
     report: Report, traces: Sequence[Timeline], losses: tuple[float, float, int], unit: str, written: str, crowded: str
 ) -> None:
-    """Report the end of the run: losses, bubble, a sample, and the paths of its files."""
+    """Report the end of the run: losses, bubble, a sample, and the paths of its files.
+
+    Args:
+        traces: measured steps; none where all steps were made before, or the last one ended the measuring for a search.
+    """
     before, after, count = losses
-    measured = typical(traces)
-    prediction = simulated(measured)
-    report.draw(measured, traces)
-    ranks = measured.schedule.ranks
+    if traces:
+        report.draw(typical(traces), traces)
     report.say(f"\nheld-out loss: {after:.4f} nats per {unit} (before training {before:.4f}; {count:,} {unit}s)")
+    if traces:
+        _say_bubble(report, typical(traces), crowded)
+    report.record("sample", text=written)
+    report.say("sample:\n" + "\n".join(f"  | {line}" for line in written.split("\n")))
+    report.say_files(drawn=bool(traces))
+
+
+def _say_bubble(report: Report, measured: Timeline, crowded: str) -> None:
+    """Report bubble rate and step time, measured and simulated with the measured costs."""
+    prediction = simulated(measured)
     report.say(
         f"bubble rate, Σ idle / (p · makespan): measured {measured.bubble_rate:.4f}, simulated with the measured stage "
         f"costs {prediction.bubble_rate:.4f}"
@@ -539,13 +553,10 @@ def _conclude(
     report.say(f"step: measured {measured.makespan:.3f} s, simulated {prediction.makespan:.3f} s")
     report.record(
         "bubble",
-        ranks=ranks,
+        ranks=measured.schedule.ranks,
         shared_cores=crowded,
         measured=measured.bubble_rate,
         simulated=prediction.bubble_rate,
         makespan_measured=measured.makespan,
         makespan_simulated=prediction.makespan,
     )
-    report.record("sample", text=written)
-    report.say("sample:\n" + "\n".join(f"  | {line}" for line in written.split("\n")))
-    report.say_files()

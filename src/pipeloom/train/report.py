@@ -219,15 +219,20 @@ class Report:
                     path.unlink()  # a truncated drawing cannot be opened
                 self._cannot_write(path, error)
 
-    def say_files(self) -> None:
-        """Print where the files are, and which of them are missing or incomplete."""
+    def say_files(self, drawn: bool = True) -> None:
+        """Print where the files are, and which of them are missing or incomplete.
+
+        Args:
+            drawn: whether `draw` was called: otherwise there is only the log.
+        """
         page = expanded(self._html) if self._html else self.folder.page
-        for words, path, note in (
+        files = [
             ("log:    ", self.folder.log, ""),
             ("trace:  ", self.folder.trace, "  (open it in ui.perfetto.dev)"),
             ("svg:    ", self.folder.svg, "  (measured above simulated)"),
             ("page:   ", page, "  (the same, to look closer)"),
-        ):
+        ]
+        for words, path, note in files if drawn else files[:1]:
             if not path.exists():
                 note = "  (not written)" if path in self._unwritten and path.parent.exists() else "  (gone)"
             elif path in self._unwritten:
