@@ -38,6 +38,7 @@ from pipeloom.train.collect import gather, maxima
 from pipeloom.train.data.batches import Batch, Batches, Mixture, Rows, SortedDocuments
 from pipeloom.train.data.prepare import open_data, require_masks
 from pipeloom.train.experts import ExpertLoads, Loads, shows_all_to_all
+from pipeloom.train.failures import failure_of_run
 from pipeloom.train.garbage import StepGarbage
 from pipeloom.train.layer_norms import layer_norms
 from pipeloom.train.metrics import StepMetrics, memory_in_use, model_flops_utilization, shared_cores, simulated
@@ -191,6 +192,7 @@ class Trainer:
             path,
             saved if path else None,
             self._base,
+            self.replicas,
         )
         self.checkpoints.require_room()
 
@@ -228,6 +230,7 @@ class Trainer:
         Raises:
             Preempted, Interrupted: a worker was requested to stop; raised after the step under way.
             CheckpointError: the last checkpoint could not be written.
+            DistributedError: the state of replicas differs.
             PipeloomError: training diverged.
         """
         options = self.config.train
@@ -493,7 +496,10 @@ def _reporting(
     if context.rank != 0:
         yield None
         return
+    failure = failure_of_run(start.folder) if start.folder is not None else ""
     with Report(layout.config, start.folder, facts, layout.origins) as report:
+        if failure:
+            report.say(f"continues the run that failed: {failure}")
         for note in start.notes:
             report.say(note)
         note_run(report.folder.root.absolute())

@@ -33,11 +33,11 @@ def text_in(folder: Path) -> str:
     return str(text)
 
 
-def run_here(folder: Path, log: str, settings: dict[str, Any]) -> None:
-    """A run on a small text as the only worker, in this process."""
+def run_here(folder: Path, log: str, settings: dict[str, Any], rank: int = 0) -> None:
+    """A run on a small text with this process as a worker: the only one, or one of a process group."""
     base = {"data.source": text_in(folder), "log.dir": str(folder / log), "train.device": "cpu"}
     layout = load_layout("tiny", {**base, "parallel.pp": 1, "schedule.name": "1f1b", **settings})
-    run(layout, WorkerContext(0, 1, 0, torch.device("cpu"), None))  # type: ignore[arg-type]
+    run(layout, WorkerContext(rank, layout.world_size, rank, torch.device("cpu"), None))  # type: ignore[arg-type]
 
 
 def words(folder: Path, log: str, *flags: str) -> list[str]:

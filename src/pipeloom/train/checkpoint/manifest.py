@@ -95,6 +95,7 @@ class Manifest:
         files: name -> size and checksum, of every file but the manifest.
         writer: version of Pipeloom, number of ranks, and time of writing; never read by the program.
         base: source of the frozen weights; None: the checkpoint holds them too.
+        equal_until: the last step after which replicas were compared and were equal; None: not known.
     """
 
     step: int
@@ -104,6 +105,7 @@ class Manifest:
     files: Mapping[str, StoredFile]
     writer: Mapping[str, Any] = field(default_factory=dict)
     base: BaseWeights | None = None
+    equal_until: int | None = None
 
     def names(self, kind: str) -> set[str]:
         """Return the keys of `kind` ("model" or "optimizer") without that first part."""
@@ -115,6 +117,7 @@ def to_bytes(manifest: Manifest) -> bytes:
     content: dict[str, Any] = {
         "format": CHECKPOINT_FORMAT,
         "step": manifest.step,
+        **({} if manifest.equal_until is None else {"equal_until": manifest.equal_until}),
         "stored": list(manifest.stored),
         "rest": REST,
         **({} if manifest.base is None else {"base": asdict(manifest.base)}),
@@ -191,6 +194,9 @@ def _parse(content: Mapping[str, Any]) -> Manifest:
     files = {name: StoredFile(int(stored["bytes"]), stored["sha256"]) for name, stored in content["files"].items()}
     if type(content["step"]) is not int or content["step"] < 0:
         raise ValueError(f"step {content['step']!r}")
+    equal_until = content.get("equal_until")
+    if equal_until is not None and not (type(equal_until) is int and 0 <= equal_until <= content["step"]):
+        raise ValueError(f"equal_until {equal_until!r}")
     base = content.get("base")
     return Manifest(
         content["step"],
@@ -200,6 +206,7 @@ def _parse(content: Mapping[str, Any]) -> Manifest:
         files,
         content["writer"],
         None if base is None else BaseWeights(str(base["kind"]), str(base["path"]), str(base["digest"])),
+        equal_until,
     )
 
 

@@ -15,6 +15,7 @@ from pipeloom.train.checkpoint.load import Loaded, load
 from pipeloom.train.checkpoint.manifest import BaseWeights
 from pipeloom.train.checkpoint.save import Saver
 from pipeloom.train.optimizer import Optimizer
+from pipeloom.train.replica_check import ReplicaCheck
 from pipeloom.train.report import Report
 
 _PROBE = ".pipeloom-probe"
@@ -29,6 +30,7 @@ class RunCheckpoints:
         path: the checkpoint that the run starts from.
         saved: its step and batch number, which need not be saved again.
         base: source of the frozen weights, which are not saved; None: all weights are saved.
+        replicas: the check that replicas are equal, made before each save; None: they are not compared.
 
     Attributes:
         path: the newest checkpoint of the run; None: there is none yet.
@@ -45,6 +47,7 @@ class RunCheckpoints:
         path: Path | None = None,
         saved: tuple[int, int] | None = None,
         base: BaseWeights | None = None,
+        replicas: ReplicaCheck | None = None,
     ) -> None:
         section = config.checkpoint
         self.path = path
@@ -63,7 +66,7 @@ class RunCheckpoints:
             asynchronous=section.asynchronous,
             base=base,
         )
-        self._base = base
+        self._base, self._replicas = base, replicas
 
     def require_room(self) -> None:
         """Raise ConfigError, on every rank, if a checkpoint could not be written. Call it before the first step; collective."""
@@ -112,11 +115,14 @@ class RunCheckpoints:
     def require(self, step: int, batch: int) -> None:
         """Save the state, unless it is saved already. Raises CheckpointError if it cannot be written.
 
-        An asynchronous save fails in `finish` instead.
+        An asynchronous save fails in `finish` instead. Raises DistributedError, and saves nothing, if replicas differ.
         """
         if self._saved == (step, batch):
             return
         self._settle()
+        if self._replicas is not None:
+            self._replicas.before_save(step)
+            self._saver.equal_until = self._replicas.equal_until
         path = self._saver.save(step, self._facts())
         self._saved, before, self.path = (step, batch), self.path, path
         if not self._asynchronous:

@@ -80,6 +80,7 @@ class Saver:
         base: source of the frozen weights, which are not saved; the manifest names it. None: all weights are saved.
 
     Attributes:
+        equal_until: for the manifest of the next checkpoint: the last step after which replicas were equal; None: not known.
         stalled: seconds for which the last `save` blocked its caller.
         written: bytes of this rank's last file.
         writer_cpu: CPU seconds that writing it took.
@@ -98,6 +99,7 @@ class Saver:
     ) -> None:
         self.folder = Path(folder)
         self.base = base
+        self.equal_until: int | None = None
         self.stalled = 0.0
         self.written = 0
         self.writer_cpu = 0.0
@@ -156,7 +158,7 @@ class Saver:
         tensors = self._snapshot([parts[at].tensor for at, _ in self._plan.mine])
         named = {name: tensor for (_, name), tensor in zip(self._plan.mine, tensors, strict=True)}
         trained = frozenset(name for at, name in self._plan.mine if parts[at].key in self._trained_keys())
-        job = _Job(self, step, final, partial, named, trained, self._plan, self._numbers, content)
+        job = _Job(self, step, final, partial, named, trained, self._plan, self._numbers, content, self.equal_until)
         self._path = final
         if self._asynchronous:
             self._thread = threading.Thread(target=job.run, name="pipeloom-checkpoint", daemon=True)
@@ -281,6 +283,7 @@ class _Job:
     plan: _Plan
     numbers: Mapping[str, Number]
     extra: bytes | None
+    equal_until: int | None
 
     def run(self) -> None:
         """Write this rank's file; on the first rank also wait for the others' and publish. File errors go to `Saver._problem`."""
@@ -355,7 +358,9 @@ class _Job:
             "ranks": self.saver._world,
             "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         }
-        manifest = Manifest(self.step, tuple(held), self.plan.entries, self.numbers, files, writer, self.saver.base)
+        manifest = Manifest(
+            self.step, tuple(held), self.plan.entries, self.numbers, files, writer, self.saver.base, self.equal_until
+        )
         write_bytes(self.partial / MANIFEST, to_bytes(manifest))
         for rank in range(1, self.saver._world):
             self._note_path(rank).unlink()
