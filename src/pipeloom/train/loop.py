@@ -36,11 +36,12 @@ from pipeloom.train.checkpoint.resume import Start, digests, find_start
 from pipeloom.train.checkpoint.run import RunCheckpoints
 from pipeloom.train.collect import gather, maxima
 from pipeloom.train.data.batches import Batch, Batches, Mixture, Rows, SortedDocuments
-from pipeloom.train.data.prepare import open_data, require_masks
+from pipeloom.train.data.prepare import Data, open_data, require_masks
 from pipeloom.train.experts import ExpertLoads, Loads, shows_all_to_all
 from pipeloom.train.failures import failure_of_run
 from pipeloom.train.garbage import StepGarbage
 from pipeloom.train.layer_norms import layer_norms
+from pipeloom.train.lock import RunClaim
 from pipeloom.train.metrics import StepMetrics, memory_in_use, model_flops_utilization, shared_cores, simulated
 from pipeloom.train.norm import NormRow, norm_of
 from pipeloom.train.optimizer import Optimizer
@@ -73,12 +74,20 @@ def run(layout: Layout, context: WorkerContext) -> None:
     """
     config = layout.config
     data = open_data(config, context)
-    test = data.held_out
     Batches(data.train, config, layout.mesh.dp)  # a text that is too short is refused before the start
     require_masks(config, data)
     require_agreement([layout], context, data.facts)
     facts = digests(config, "; ".join(data.facts.values()))
-    start = find_start(config, facts, context, restarted_run())
+    with contextlib.closing(RunClaim()) as claim:
+        start = find_start(config, facts, context, restarted_run(), claim)
+        _train(layout, context, data, facts, start, claim)
+
+
+def _train(
+    layout: Layout, context: WorkerContext, data: Data, facts: Mapping[str, str], start: Start, claim: RunClaim
+) -> None:
+    """Train from `start` to the last step, and report the end; arguments and errors as for `run`."""
+    config, test = layout.config, data.held_out
     with _reporting(layout, context, start, facts) as report:
         folder = _run_folder(report, context)
         if context.log is not None:
@@ -87,7 +96,7 @@ def run(layout: Layout, context: WorkerContext) -> None:
         pipeline = build_pipeline(layout, context.device, watchdog=context.watchdog)
         context.close_to_strangers()
         begin_weights(config, pipeline, start.path is not None)
-        trainer = Trainer(config, pipeline, context, report, facts, data.unit)
+        trainer = Trainer(config, pipeline, context, report, facts, data.unit, claim)
         if layout.search is not None:
             trainer.measuring = MeasureThenSearch(layout, pipeline, context, report)
         held = what_ranks_hold(pipeline, trainer.optimizer)
@@ -134,6 +143,7 @@ class Trainer:
         report: Report | None,
         facts: Mapping[str, str] | None = None,
         unit: str = "token",
+        claim: RunClaim | None = None,
     ) -> None:
         self.config = config
         self.pipeline = pipeline
@@ -145,7 +155,7 @@ class Trainer:
         self._context = context
         self._report = report
         self._facts = dict(facts or {})
-        self._unit = unit
+        self._unit, self._claim = unit, claim
         self.optimizer = Optimizer.of(pipeline, config)
         self._base = base_weights(config)
         self.replicas = ReplicaCheck(pipeline, self.optimizer, config.train.check_every, ties(config))
@@ -193,6 +203,7 @@ class Trainer:
             saved if path else None,
             self._base,
             self.replicas,
+            self._claim,
         )
         self.checkpoints.require_room()
 

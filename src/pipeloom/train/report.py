@@ -112,8 +112,11 @@ class Report:
         """
         self.folder = make_folder(config, origins) if folder is None else RunFolder(folder)
         if folder is None and facts is not None:
+            checkpoints = (
+                {"checkpoints": str(expanded(config.checkpoint.dir).absolute())} if config.checkpoint.dir else {}
+            )
             with contextlib.suppress(OSError):
-                text = json.dumps({**facts, "started": time.time()})
+                text = json.dumps({**facts, "started": time.time(), **checkpoints})
                 (self.folder.root / DIGESTS_FILE).write_text(text, encoding="utf-8")
         self._steps = config.train.steps
         self._html = config.log.html
@@ -123,7 +126,7 @@ class Report:
             raise ConfigError(
                 f'log.dir = "{config.log.dir}": cannot write {self.folder.log}: {error.strerror}'
             ) from None
-        if not locked(self._log):
+        if locked(self._log) is False:
             os.close(self._log)
             raise ConfigError(
                 f"{self.folder.root} is the folder of a run that is still active; end that run first, or set "
