@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from pipeloom.config.layout import even_sizes
 from pipeloom.errors import CheckpointError, ConfigError, sentence
 from pipeloom.limits import expanded
 from pipeloom.parallel.exchange import all_gather_json
-from pipeloom.train.checkpoint.folder import complete, restore_replaced, step_path
+from pipeloom.train.checkpoint.folder import complete, newest_checkpoint, restore_replaced, step_path
 from pipeloom.train.checkpoint.load import read_extra, verified
 from pipeloom.train.checkpoint.manifest import MANIFEST, Manifest
 from pipeloom.train.lock import RunClaim
@@ -181,8 +182,8 @@ def _look(config: Config, mine: Mapping[str, str], run: Path | None, claim: RunC
             )
     else:
         source = expanded(section.resume).absolute()
-        if not (source / MANIFEST).is_file() and complete(source):
-            source = complete(source)[0][1]
+        with contextlib.suppress(CheckpointError):  # refused with a reason where it is read
+            source = newest_checkpoint(source)
     _require_empty(configured, source)
     return {"paths": [str(source)], "exact": True, "folder": ""}
 
