@@ -29,7 +29,7 @@ from pipeloom.schedule import Timeline
 from pipeloom.schedule.json_form import to_dict
 from pipeloom.train.adapters import base_weights, begin_weights
 from pipeloom.train.agreement import require_agreement
-from pipeloom.train.bad_steps import BadSteps
+from pipeloom.train.bad_steps import BadSteps, NotFinite, first_not_finite
 from pipeloom.train.build import build_pipeline, ties
 from pipeloom.train.checkpoint.load import Loaded, load
 from pipeloom.train.checkpoint.resume import Start, digests, find_start
@@ -161,6 +161,7 @@ class Trainer:
         self.replicas = ReplicaCheck(pipeline, self.optimizer, config.train.check_every, ties(config))
         self._row = NormRow(pipeline, self.optimizer)
         self._bad_steps = BadSteps(config.train.on_nan, config.train.on_spike)
+        self._not_finite: NotFinite | None = None  # of the step that ends the run
         self._rollbacks = 0
         self._run_folder = Path()
         self._seconds, self._timed = 0.0, 0  # seconds and number of the steps since the last log line
@@ -403,6 +404,8 @@ class Trainer:
         if settle or any(each is not None and (each.flags or not math.isfinite(each.norm)) for each in outcomes):
             outcomes.append(self._speculative.settle())
         finished = [outcome for outcome in outcomes if outcome is not None]
+        if self.config.train.on_nan == "stop" and any(not math.isfinite(outcome.norm) for outcome in finished):
+            self._not_finite = first_not_finite(self.pipeline, self.optimizer)
         return [replace(each, bad="" if math.isfinite(each.norm) else "nan") for each in finished]
 
     def _record(self, step: int, outcome: Outcome) -> None:
@@ -417,6 +420,10 @@ class Trainer:
         action = self._bad_steps.action(outcome.bad)
         what = f"step {step}: the loss is {loss} and the gradient norm {norm}"
         if action == "stop":
+            if self._not_finite is not None:
+                what += f": {self._not_finite.words}"
+            if self._not_finite is not None and self._not_finite.advice:
+                raise PipeloomError(f"{what}; {self._not_finite.advice}")
             raise PipeloomError(
                 f"{what}; training diverged: use a smaller optimizer.lr than {self.config.optimizer.lr}, or a longer "
                 f'optimizer.warmup_steps; or train.on_{outcome.bad} = "skip" or "rollback"'
@@ -440,6 +447,8 @@ class Trainer:
         norm = norm_of(rows, 1)
         by_layer = layer_norms(self.pipeline, self.optimizer, self.config.log.norms) if norms else None
         bad = self._bad_steps.judge(norm)
+        if bad == "nan" and self._bad_steps.action(bad) == "stop":
+            self._not_finite = first_not_finite(self.pipeline, self.optimizer)
         self.optimizer.step(math.nan if bad else norm, rate)
         return Outcome(loss.item(), norm, rate, together(row[0] for row in rows), bad=bad, norms=by_layer)
 
