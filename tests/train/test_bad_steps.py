@@ -15,6 +15,7 @@ from pipeloom.train.bad_steps import BadSteps
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.checkpoint.resume import Start
 from pipeloom.train.loop import Trainer
+from processes import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -68,8 +69,67 @@ def trained(tmp_path: Any, bad: dict[int, float], **changes: Any) -> tuple[Train
 
 
 def test_stop_names_the_step(tmp_path: Any) -> None:
-    with pytest.raises(PipeloomError, match=r"step 4: the loss is .* and the gradient norm nan; training diverged"):
+    with pytest.raises(PipeloomError, match=r"step 4: the loss is .* and the gradient norm nan: .*; training diverged"):
         trained(tmp_path, {3: math.nan})
+
+
+def stopped(rank: int, what: str) -> str:
+    """The error of this rank when one replica alone has a NaN in the second step."""
+    layout = load_layout(
+        "tiny",
+        {
+            **{"parallel.pp": 1, "parallel.dp": 2, "schedule.name": "1f1b", "schedule.microbatches": 4},
+            **{"train.steps": 3, "train.device": "cpu", "model.num_hidden_layers": 2},
+        },
+    )
+    context: Any = SimpleNamespace(rank=rank, device=CPU, flags=0, world_size=2)
+    trainer = Trainer(layout.config, build_pipeline(layout, CPU), context, None)
+    plain = trainer.pipeline.step
+
+    def spoilt(*arguments: Any) -> Any:
+        if trainer.made == 1 and rank == 1 and what == "weight":
+            dict(trainer.pipeline.named_parameters())[NORM].data[3] = math.nan
+        if trainer.made == 1 and rank == 1 and what == "loss":
+            first = next(iter(trainer.pipeline.modules.values()))
+            handle = first.register_forward_hook(lambda *values: values[2] * math.nan)
+            loss = plain(*arguments)
+            handle.remove()
+            return loss
+        return plain(*arguments)
+
+    trainer.pipeline.step = spoilt  # type: ignore[method-assign]
+    try:
+        trainer.train(torch.randint(0, 256, (4000,), generator=torch.Generator().manual_seed(0)))
+    except PipeloomError as error:
+        return str(error)
+    finally:
+        trainer.pipeline.close()
+    return ""
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        (
+            "weight",
+            f"{NORM} is not finite on rank 1 (dp 1), and finite on rank 0 (dp 0); replicas should hold the same bits",
+        ),
+        (
+            "loss",
+            "the loss is not finite on rank 1 (dp 1), and finite on rank 0 (dp 0); the data of that replica, or a fault",
+        ),
+    ],
+)
+def test_what_one_replica_alone_has_is_not_blamed_on_the_learning_rate(what: str, words: str) -> None:
+    for error in run_ranks(stopped, 2, what):
+        assert error.startswith("step 2: the loss is nan and the gradient norm nan: ")
+        assert words in error
+        assert "optimizer.lr" not in error
 
 
 def test_skip_leaves_the_weights_and_goes_on(tmp_path: Any) -> None:

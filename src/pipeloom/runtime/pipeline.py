@@ -440,6 +440,11 @@ class Pipeline:
         return self._result.starts[0]
 
     @property
+    def loss_share(self) -> Tensor | None:
+        """This rank's share of the last step's loss, before the sum over ranks: 0-dim, fp32; None if it computes none."""
+        return self._result.loss.total
+
+    @property
     def exposed(self) -> float | None:
         """Seconds for which this rank's computation waited for expert all-to-alls in the last step: of tokens and
         gradients, and of their counts, which are exchanged first.

@@ -85,9 +85,7 @@ class PeriodSearches:
 
     def improved(self) -> list[tuple[Instance, Sequences]]:
         """Return the best sequences of each search that are better than those returned before."""
-        better = [
-            search for search in self.running if search.value < self._given.get(search.instance, float("inf"))
-        ]
+        better = [search for search in self.running if search.value < self._given.get(search.instance, float("inf"))]
         self._given.update((search.instance, search.value) for search in better)
         return [(search.instance, search.best) for search in better if search.best is not None]
 

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from pipeloom.parallel.exchange import all_gather_json
+from pipeloom.runtime.health.names import Names
+
+if TYPE_CHECKING:
+    from pipeloom.runtime import Pipeline
+    from pipeloom.train.optimizer import Optimizer
 
 # Long enough for a stable median, short enough to follow the norms down as training settles.
 _WINDOW = 100
@@ -41,3 +50,56 @@ class BadSteps:
             return "spike"
         self.norms = [*self.norms, norm][-_WINDOW:]
         return ""
+
+
+@dataclass(frozen=True)
+class NotFinite:
+    """The first thing in a step that is not finite: a weight, else a share of the loss, else a summed gradient.
+
+    Attributes:
+        words: what it is, and which ranks have it, for a message.
+        advice: what to do about it, if the same weight, or the loss of another replica, is finite; "" otherwise.
+    """
+
+    words: str
+    advice: str
+
+
+_KINDS = ("weight", "loss", "gradient")  # a weight that is not finite makes the loss so, and that all gradients
+_ADVICE = {
+    "weight": "replicas should hold the same bits, so memory, a message or a kernel is at fault: start again from the newest "
+    "checkpoint",
+    "loss": "the data of that replica, or a fault of its memory or of a kernel, is the likely cause: look at its batch, or set "
+    'train.on_nan = "skip" or "rollback"',
+    "gradient": "",
+}
+
+
+def first_not_finite(pipeline: Pipeline, optimizer: Optimizer) -> NotFinite | None:
+    """Return what is not finite after a pipeline's step, while its gradients are at hand; collective over the run.
+
+    None: nothing is.
+    """
+    weights = {name: bool(parameter.isfinite().all()) for name, parameter in pipeline.named_parameters()}
+    share = pipeline.loss_share
+    gradients = {name: math.isfinite(square) for name, square in optimizer.named_squares(gradients=True).items()}
+    finite = {"weight": weights, "loss": {} if share is None else {"": bool(share.isfinite())}, "gradient": gradients}
+    firsts = [[kind, name] for kind in _KINDS for name, good in finite[kind].items() if not good][:1]
+    everyone = _exchange(pipeline, firsts)
+    if not any(everyone):
+        return None
+    kind, name = min((first[0] for first in everyone if first), key=lambda first: _KINDS.index(first[0]))
+    state = _exchange(pipeline, finite[kind].get(name))
+    names = Names(pipeline.mesh)
+    bad, good = ([names.of(rank) for rank, value in enumerate(state) if value is wanted] for wanted in (False, True))
+    what = {"weight": name, "loss": "the loss", "gradient": f"the gradient of {name}, summed over all replicas,"}[kind]
+    others = f", and finite on {' and '.join(good[:3])}" if good else ", and no other rank has a finite one"
+    words = f"{what} is not finite on {' and '.join(bad[:3])}{'' if kind == 'gradient' else others}"
+    return NotFinite(words, _ADVICE[kind] if good else "")
+
+
+def _exchange(pipeline: Pipeline, value: object) -> list[Any]:
+    if pipeline.mesh.everyone.size == 1:
+        return [value]
+    with pipeline.waiting("the other ranks to look for what is not finite"):
+        return all_gather_json(value, pipeline.run_control)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from pipeloom.errors import DistributedError, Interrupted, Preempted
 
@@ -102,7 +103,7 @@ def write_exit(folder: str | None, exit_code: int, reason: str = "", blames: Seq
     path = Path(folder) / EXIT_FILE
     is_cause = exit_code not in (0, DistributedError.exit_code, *OBEYED)
     with contextlib.suppress(OSError):
-        file = path.open("wb" if is_cause and _written_code(path) == DistributedError.exit_code else "xb")
+        file = path.open("wb" if is_cause and _written(path).get("exit_code") == DistributedError.exit_code else "xb")
         try:
             with file:
                 file.write(json.dumps(facts).encode() + b"\n")
@@ -110,11 +111,20 @@ def write_exit(folder: str | None, exit_code: int, reason: str = "", blames: Seq
             path.unlink()
 
 
-def _written_code(path: Path) -> object:
+def failure_of_run(folder: Path) -> str:
+    """Return the last line of the reason for which the run in `folder` failed; "" if it did not."""
+    facts = _written(folder / EXIT_FILE)
+    if facts.get("exit_code") in (None, 0, *OBEYED):
+        return ""
+    return (str(facts.get("reason", "")).strip().splitlines() or [f"exit code {facts['exit_code']}"])[-1]
+
+
+def _written(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_bytes())["exit_code"]
+        facts = json.loads(path.read_bytes())
     except (OSError, ValueError):
-        return None
+        return {}
+    return facts if isinstance(facts, dict) else {}
 
 
 def first_to_say(text: str) -> bool:

@@ -29,7 +29,7 @@ from pipeloom.schedule import Timeline
 from pipeloom.schedule.json_form import to_dict
 from pipeloom.train.adapters import base_weights, begin_weights
 from pipeloom.train.agreement import require_agreement
-from pipeloom.train.bad_steps import BadSteps
+from pipeloom.train.bad_steps import BadSteps, NotFinite, first_not_finite
 from pipeloom.train.build import build_pipeline, ties
 from pipeloom.train.checkpoint.facts import RunFacts
 from pipeloom.train.checkpoint.load import Loaded, load
@@ -37,10 +37,12 @@ from pipeloom.train.checkpoint.resume import Start, digests, find_start
 from pipeloom.train.checkpoint.run import RunCheckpoints
 from pipeloom.train.collect import gather, maxima
 from pipeloom.train.data.batches import Batch, Batches, Mixture, Rows, SortedDocuments
-from pipeloom.train.data.prepare import open_data, require_masks
+from pipeloom.train.data.prepare import Data, open_data, require_masks
 from pipeloom.train.experts import ExpertLoads, Loads, shows_all_to_all
+from pipeloom.train.failures import failure_of_run
 from pipeloom.train.garbage import StepGarbage
 from pipeloom.train.layer_norms import layer_norms
+from pipeloom.train.lock import RunClaim
 from pipeloom.train.metrics import StepMetrics, memory_in_use, model_flops_utilization, shared_cores, simulated
 from pipeloom.train.norm import NormRow, norm_of
 from pipeloom.train.optimizer import Optimizer
@@ -73,12 +75,20 @@ def run(layout: Layout, context: WorkerContext) -> None:
     """
     config = layout.config
     data = open_data(config, context)
-    test = data.held_out
     Batches(data.train, config, layout.mesh.dp)  # a text that is too short is refused before the start
     require_masks(config, data)
     require_agreement([layout], context, data.facts)
     facts = digests(config, "; ".join(data.facts.values()))
-    start = find_start(config, facts, context, restarted_run())
+    with contextlib.closing(RunClaim()) as claim:
+        start = find_start(config, facts, context, restarted_run(), claim)
+        _train(layout, context, data, facts, start, claim)
+
+
+def _train(
+    layout: Layout, context: WorkerContext, data: Data, facts: Mapping[str, str], start: Start, claim: RunClaim
+) -> None:
+    """Train from `start` to the last step, and report the end; arguments and errors as for `run`."""
+    config, test = layout.config, data.held_out
     with _reporting(layout, context, start, facts) as report:
         folder = _run_folder(report, context)
         if context.log is not None:
@@ -87,7 +97,7 @@ def run(layout: Layout, context: WorkerContext) -> None:
         pipeline = build_pipeline(layout, context.device, watchdog=context.watchdog)
         context.close_to_strangers()
         begin_weights(config, pipeline, start.path is not None)
-        trainer = Trainer(config, pipeline, context, report, facts, data.unit)
+        trainer = Trainer(config, pipeline, context, report, facts, data.unit, claim)
         if layout.search is not None:
             trainer.measuring = MeasureThenSearch(layout, pipeline, context, report)
         held = what_ranks_hold(pipeline, trainer.optimizer)
@@ -134,6 +144,7 @@ class Trainer:
         report: Report | None,
         facts: Mapping[str, str] | None = None,
         unit: str = "token",
+        claim: RunClaim | None = None,
     ) -> None:
         self.config = config
         self.pipeline = pipeline
@@ -145,12 +156,13 @@ class Trainer:
         self._context = context
         self._report = report
         self._facts = dict(facts or {})
-        self._unit = unit
+        self._unit, self._claim = unit, claim
         self.optimizer = Optimizer.of(pipeline, config)
         self._base = base_weights(config)
         self.replicas = ReplicaCheck(pipeline, self.optimizer, config.train.check_every, ties(config))
         self._row = NormRow(pipeline, self.optimizer)
         self._bad_steps = BadSteps(config.train.on_nan, config.train.on_spike)
+        self._not_finite: NotFinite | None = None  # of the step that ends the run
         self._rollbacks = 0
         self._run_folder = Path()
         self._seconds, self._timed = 0.0, 0  # seconds and number of the steps since the last log line
@@ -192,6 +204,8 @@ class Trainer:
             path,
             saved if path else None,
             self._base,
+            self.replicas,
+            self._claim,
         )
         self.checkpoints.require_room()
 
@@ -224,11 +238,14 @@ class Trainer:
         Raises:
             Preempted, Interrupted: a worker was requested to stop; raised after the step under way.
             CheckpointError: the last checkpoint could not be written.
+            DistributedError: the state of replicas differs.
             PipeloomError: training diverged.
         """
         options = self.config.train
         place, shape = self.pipeline.mesh.place, self.pipeline.mesh.shape
         batches = Batches(text, self.config, shape.dp)
+        if self.made >= options.steps:
+            self._say(f"all {options.steps} steps are done (train.steps): the checkpoint is of step {self.made}")
         self.pipeline.train()
         if options.on_nan == "rollback" or options.on_spike == "rollback":
             self._save()  # the first checkpoint to roll back to
@@ -383,6 +400,8 @@ class Trainer:
         if settle or any(each is not None and (each.flags or not math.isfinite(each.norm)) for each in outcomes):
             outcomes.append(self._speculative.settle())
         finished = [outcome for outcome in outcomes if outcome is not None]
+        if self.config.train.on_nan == "stop" and any(not math.isfinite(outcome.norm) for outcome in finished):
+            self._not_finite = first_not_finite(self.pipeline, self.optimizer)
         return [replace(each, bad="" if math.isfinite(each.norm) else "nan") for each in finished]
 
     def _record(self, step: int, outcome: Outcome) -> None:
@@ -397,6 +416,10 @@ class Trainer:
         action = self._bad_steps.action(outcome.bad)
         what = f"step {step}: the loss is {loss} and the gradient norm {norm}"
         if action == "stop":
+            if self._not_finite is not None:
+                what += f": {self._not_finite.words}"
+            if self._not_finite is not None and self._not_finite.advice:
+                raise PipeloomError(f"{what}; {self._not_finite.advice}")
             raise PipeloomError(
                 f"{what}; training diverged: use a smaller optimizer.lr than {self.config.optimizer.lr}, or a longer "
                 f'optimizer.warmup_steps; or train.on_{outcome.bad} = "skip" or "rollback"'
@@ -420,6 +443,8 @@ class Trainer:
         norm = norm_of(rows, 1)
         by_layer = layer_norms(self.pipeline, self.optimizer, self.config.log.norms) if norms else None
         bad = self._bad_steps.judge(norm)
+        if bad == "nan" and self._bad_steps.action(bad) == "stop":
+            self._not_finite = first_not_finite(self.pipeline, self.optimizer)
         self.optimizer.step(math.nan if bad else norm, rate)
         return Outcome(loss.item(), norm, rate, together(row[0] for row in rows), bad=bad, norms=by_layer)
 
@@ -487,7 +512,10 @@ def _reporting(
     if context.rank != 0:
         yield None
         return
+    failure = failure_of_run(start.folder) if start.folder is not None else ""
     with Report(layout.config, start.folder, facts, layout.origins) as report:
+        if failure:
+            report.say(f"continues the run that failed: {failure}")
         for note in start.notes:
             report.say(note)
         note_run(report.folder.root.absolute())
@@ -520,13 +548,25 @@ def typical(traces: Sequence[Timeline]) -> Timeline:
 def _conclude(
     report: Report, traces: Sequence[Timeline], losses: tuple[float, float, int], unit: str, written: str, crowded: str
 ) -> None:
-    """Report the end of the run: losses, bubble, a sample, and the paths of its files."""
+    """Report the end of the run: losses, bubble, a sample, and the paths of its files.
+
+    Args:
+        traces: measured steps; none where all steps were made before, or the last one ended the measuring for a search.
+    """
     before, after, count = losses
-    measured = typical(traces)
-    prediction = simulated(measured)
-    report.draw(measured, traces)
-    ranks = measured.schedule.ranks
+    if traces:
+        report.draw(typical(traces), traces)
     report.say(f"\nheld-out loss: {after:.4f} nats per {unit} (before training {before:.4f}; {count:,} {unit}s)")
+    if traces:
+        _say_bubble(report, typical(traces), crowded)
+    report.record("sample", text=written)
+    report.say("sample:\n" + "\n".join(f"  | {line}" for line in written.split("\n")))
+    report.say_files(drawn=bool(traces))
+
+
+def _say_bubble(report: Report, measured: Timeline, crowded: str) -> None:
+    """Report bubble rate and step time, measured and simulated with the measured costs."""
+    prediction = simulated(measured)
     report.say(
         f"bubble rate, Σ idle / (p · makespan): measured {measured.bubble_rate:.4f}, simulated with the measured stage "
         f"costs {prediction.bubble_rate:.4f}"
@@ -535,13 +575,10 @@ def _conclude(
     report.say(f"step: measured {measured.makespan:.3f} s, simulated {prediction.makespan:.3f} s")
     report.record(
         "bubble",
-        ranks=ranks,
+        ranks=measured.schedule.ranks,
         shared_cores=crowded,
         measured=measured.bubble_rate,
         simulated=prediction.bubble_rate,
         makespan_measured=measured.makespan,
         makespan_simulated=prediction.makespan,
     )
-    report.record("sample", text=written)
-    report.say("sample:\n" + "\n".join(f"  | {line}" for line in written.split("\n")))
-    report.say_files()

@@ -36,11 +36,14 @@ ReplicaDifference = tuple[str, list[int], list[int]]
 
 
 class ReplicaCheck:
-    """Compares values that several ranks hold, at a fixed interval of steps.
+    """Compares values that several ranks hold: at a fixed interval of steps, and before each checkpoint.
 
     Args:
-        every: steps from one check to the next; 0: never check.
+        every: steps from one check to the next; 0: never check, not even before a checkpoint.
         tied: groups of parameter names that are one weight.
+
+    Attributes:
+        equal_until: the last step after which the values were equal; None: not known.
     """
 
     def __init__(
@@ -48,7 +51,8 @@ class ReplicaCheck:
     ) -> None:
         self._pipeline = pipeline
         self._optimizer = optimizer
-        self._every = every if pipeline.distributed else 0
+        self._every = every
+        self.equal_until: int | None = None
         self._first = {name: names[0] for names in tied for name in names}
 
     def after_step(self, step: int) -> None:
@@ -59,8 +63,18 @@ class ReplicaCheck:
         if self._every and step % self._every == 0:
             self.check(step)
 
+    def before_save(self, step: int) -> None:
+        """Check after step `step`, unless checks are off; collective and errors as for `after_step`."""
+        if self._every:
+            self.check(step)
+
     def check(self, step: int) -> None:
         """Check now, after step `step`; collective and errors as for `after_step`."""
+        if self._pipeline.distributed:
+            self._require_equal(step)
+        self.equal_until = step
+
+    def _require_equal(self, step: int) -> None:
         named = dict(self.tensors())
         group = self._pipeline.run_control
         with self._pipeline.waiting("the other ranks' checksums"):
@@ -130,7 +144,8 @@ class ReplicaCheck:
         held = " and ".join(names.of(rank) for rank in same[:3])
         return (
             f"{what}{more} is not the same on {' and '.join(names.of(rank) for rank in others[:3])} as on {held}, which "
-            "should hold the same bits: memory, a message or a kernel is at fault; start again from a checkpoint"
+            "should hold the same bits: memory, a message or a kernel is at fault; start again from the newest checkpoint, "
+            "which is from before the difference"
         )
 
 

@@ -112,8 +112,11 @@ class Report:
         """
         self.folder = make_folder(config, origins) if folder is None else RunFolder(folder)
         if folder is None and facts is not None:
+            checkpoints = (
+                {"checkpoints": str(expanded(config.checkpoint.dir).absolute())} if config.checkpoint.dir else {}
+            )
             with contextlib.suppress(OSError):
-                text = json.dumps({**facts, "started": time.time()})
+                text = json.dumps({**facts, "started": time.time(), **checkpoints})
                 (self.folder.root / DIGESTS_FILE).write_text(text, encoding="utf-8")
         self._steps = config.train.steps
         self._html = config.log.html
@@ -123,7 +126,7 @@ class Report:
             raise ConfigError(
                 f'log.dir = "{config.log.dir}": cannot write {self.folder.log}: {error.strerror}'
             ) from None
-        if not locked(self._log):
+        if locked(self._log) is False:
             os.close(self._log)
             raise ConfigError(
                 f"{self.folder.root} is the folder of a run that is still active; end that run first, or set "
@@ -219,15 +222,20 @@ class Report:
                     path.unlink()  # a truncated drawing cannot be opened
                 self._cannot_write(path, error)
 
-    def say_files(self) -> None:
-        """Print where the files are, and which of them are missing or incomplete."""
+    def say_files(self, drawn: bool = True) -> None:
+        """Print where the files are, and which of them are missing or incomplete.
+
+        Args:
+            drawn: whether `draw` was called: otherwise there is only the log.
+        """
         page = expanded(self._html) if self._html else self.folder.page
-        for words, path, note in (
+        files = [
             ("log:    ", self.folder.log, ""),
             ("trace:  ", self.folder.trace, "  (open it in ui.perfetto.dev)"),
             ("svg:    ", self.folder.svg, "  (measured above simulated)"),
             ("page:   ", page, "  (the same, to look closer)"),
-        ):
+        ]
+        for words, path, note in files if drawn else files[:1]:
             if not path.exists():
                 note = "  (not written)" if path in self._unwritten and path.parent.exists() else "  (gone)"
             elif path in self._unwritten:

@@ -9,6 +9,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeloom.config import load_layout
+from pipeloom.train.context import WorkerContext
+from pipeloom.train.loop import run
 
 TEXT = "".join(f"line {n}: the loom weaves thread {n * 7919 % 10007} over thread {n * 31 % 997}\n" for n in range(3000))
 
@@ -18,12 +25,24 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", **more}
 
 
-def words(folder: Path, log: str, *flags: str) -> list[str]:
-    """The command line of a run on a small text, its folder below `folder/log`."""
+def text_in(folder: Path) -> str:
+    """The path of a small text."""
     text = folder / "text.txt"
     if not text.exists():
         text.write_text(TEXT, encoding="utf-8")
-    base = ["tiny", "--data.source", str(text), "--log.dir", str(folder / log), "--train.device", "cpu"]
+    return str(text)
+
+
+def run_here(folder: Path, log: str, settings: dict[str, Any], rank: int = 0) -> None:
+    """A run on a small text with this process as a worker: the only one, or one of a process group."""
+    base = {"data.source": text_in(folder), "log.dir": str(folder / log), "train.device": "cpu"}
+    layout = load_layout("tiny", {**base, "parallel.pp": 1, "schedule.name": "1f1b", **settings})
+    run(layout, WorkerContext(rank, layout.world_size, rank, torch.device("cpu"), None))  # type: ignore[arg-type]
+
+
+def words(folder: Path, log: str, *flags: str) -> list[str]:
+    """The command line of a run on a small text, its folder below `folder/log`."""
+    base = ["tiny", "--data.source", text_in(folder), "--log.dir", str(folder / log), "--train.device", "cpu"]
     return [sys.executable, "-m", "pipeloom", "train", *base, *flags]
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeloom.errors import CheckpointError
+from pipeloom.errors import CheckpointError, UsageError
+from pipeloom.limits import CONFIG_BYTES, expanded, read_file
 from pipeloom.train.checkpoint.files import sync_directory
 from pipeloom.train.checkpoint.manifest import MANIFEST
 
@@ -45,11 +47,31 @@ def complete(folder: Path) -> list[tuple[int, Path]]:
 
 
 def newest_checkpoint(path: Path) -> Path:
-    """Return the checkpoint at `path`, or the newest complete one in a folder. Raises CheckpointError if there is none."""
-    directory = path if (path / MANIFEST).is_file() else next((newest for _, newest in complete(path)), None)
-    if directory is None:
-        raise CheckpointError(f"{path} holds no complete checkpoint")
-    return directory
+    """Return the checkpoint at `path`, or the newest complete one in a folder.
+
+    In the folder of a run that saved elsewhere it is the newest one in the `checkpoint.dir` of its `config.toml`.
+
+    Raises CheckpointError if there is none.
+    """
+    if (path / MANIFEST).is_file():
+        return path
+    elsewhere = _folder_in_config(path)
+    for _, newest in complete(path) or (complete(elsewhere) if elsewhere is not None else []):
+        return newest
+    raise CheckpointError(
+        f"{path} holds no complete checkpoint"
+        + (f", nor does {elsewhere}, the checkpoint.dir of that run" if elsewhere is not None else "")
+    )
+
+
+def _folder_in_config(run: Path) -> Path | None:
+    """Return the `checkpoint.dir` of a run; None: it has none, or `run` is not the folder of a run."""
+    try:
+        text = read_file(run / "config.toml", CONFIG_BYTES, "a configuration").decode()
+        folder = tomllib.loads(text)["checkpoint"]["dir"]
+        return expanded(folder).absolute() if folder else None
+    except (OSError, UsageError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def restore_replaced(folder: Path) -> None:

@@ -17,8 +17,8 @@ from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime import Pipeline
 from pipeloom.train.checkpoint.boxes import Box
 from pipeloom.train.checkpoint.files import DTYPE_NAMES, DTYPES_BY_NAME, verify
-from pipeloom.train.checkpoint.folder import complete
-from pipeloom.train.checkpoint.manifest import EXTRA, MANIFEST, BaseWeights, Manifest, read_manifest
+from pipeloom.train.checkpoint.folder import newest_checkpoint
+from pipeloom.train.checkpoint.manifest import EXTRA, BaseWeights, Manifest, read_manifest
 from pipeloom.train.checkpoint.state import (
     AnyOptimizer,
     Number,
@@ -183,9 +183,10 @@ def load(
 
 def agreed_checkpoint(path: Path, group: Any) -> Path:
     """Return the checkpoint that `path` refers to, as the first rank sees it; collective."""
-    checkpoint = path
-    if not (path / MANIFEST).is_file():
-        checkpoint = next((directory for _, directory in complete(path)), path)
+    try:
+        checkpoint = newest_checkpoint(path)
+    except CheckpointError:
+        checkpoint = path  # refused with a reason where it is read
     answers = [str(checkpoint)] if group is None else all_gather_json(str(checkpoint), group)
     return Path(answers[0])
 

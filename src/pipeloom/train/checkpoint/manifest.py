@@ -104,6 +104,7 @@ class Manifest:
         files: name -> size and checksum, of every file but the manifest.
         writer: version of Pipeloom, number of ranks, and time of writing; never read by the program.
         base: source of the frozen weights; None: the checkpoint holds them too.
+        equal_until: the last step after which replicas were compared and were equal; None: not known.
     """
 
     step: Annotated[int, Field(ge=0, le=MOST_STEPS)]
@@ -113,6 +114,7 @@ class Manifest:
     files: Mapping[str, StoredFile]
     writer: Mapping[str, Any] = field(default_factory=dict)
     base: BaseWeights | None = None
+    equal_until: Annotated[int, Field(ge=0, le=MOST_STEPS)] | None = None
 
     def names(self, kind: str) -> set[str]:
         """Return the keys of `kind` ("model" or "optimizer") without that first part."""
@@ -127,6 +129,7 @@ def to_bytes(manifest: Manifest) -> bytes:
     content: dict[str, Any] = {
         "format": CHECKPOINT_FORMAT,
         "step": manifest.step,
+        **({} if manifest.equal_until is None else {"equal_until": manifest.equal_until}),
         "stored": list(manifest.stored),
         "rest": REST,
         **({} if manifest.base is None else {"base": asdict(manifest.base)}),
@@ -190,6 +193,8 @@ def _check(manifest: Manifest, path: Path) -> None:
 
     A file must be large enough for the boxes listed for it, so that nothing is allocated for a tensor that is not there.
     """
+    if manifest.equal_until is not None and manifest.equal_until > manifest.step:
+        raise CheckpointError(f"{path}: equal_until is {manifest.equal_until}, after its step {manifest.step}")
     held = dict.fromkeys(manifest.files, 0)
     for name in manifest.files:
         if not _FILE.fullmatch(name) or name == MANIFEST:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -16,9 +17,10 @@ from pipeloom.errors import CheckpointError, ConfigError, echo, sentence
 from pipeloom.limits import expanded
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.train.checkpoint.facts import RunFacts
-from pipeloom.train.checkpoint.folder import complete, restore_replaced, step_path
+from pipeloom.train.checkpoint.folder import complete, newest_checkpoint, restore_replaced, step_path
 from pipeloom.train.checkpoint.load import verified
 from pipeloom.train.checkpoint.manifest import MANIFEST, Manifest
+from pipeloom.train.lock import RunClaim
 
 if TYPE_CHECKING:
     from pipeloom.train.context import WorkerContext
@@ -77,7 +79,13 @@ def digests(config: Config, data: str) -> dict[str, str]:
     return {"model": hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()[:16], "data": data}
 
 
-def find_start(config: Config, mine: Mapping[str, str], context: WorkerContext, run: Path | None = None) -> Start:
+def find_start(
+    config: Config,
+    mine: Mapping[str, str],
+    context: WorkerContext,
+    run: Path | None = None,
+    claim: RunClaim | None = None,
+) -> Start:
     """Find and verify the checkpoint that `checkpoint.resume` selects; collective over all workers.
 
     Args:
@@ -85,13 +93,14 @@ def find_start(config: Config, mine: Mapping[str, str], context: WorkerContext, 
         run: folder of the attempt that this run restarts, whose newest checkpoint is taken whatever `checkpoint.resume` says;
             None: this is the first attempt. `checkpoint.dir`, where set, replaces the folder. Without either, the newest run
             below `log.dir` is searched.
+        claim: locks the folder that the run will save into, if that exists already or is configured, before it is searched.
 
     Raises:
         CheckpointError: the selected checkpoint is absent or damaged, or all candidates are damaged.
-        ConfigError: `checkpoint.dir` holds checkpoints that new ones would be mixed with.
+        ConfigError: `checkpoint.dir` holds checkpoints that new ones would be mixed with, or another run saves there.
     """
     group = dist.group.WORLD if context.world_size > 1 else None
-    candidates, notes = _candidates(config, mine, context, group, run), []
+    candidates, notes = _candidates(config, mine, context, group, run, claim), []
     for number, text in enumerate(candidates["paths"]):
         path = Path(text)
         with context.waiting("the other workers to compare a checkpoint's checksums", "load"):
@@ -108,20 +117,25 @@ def find_start(config: Config, mine: Mapping[str, str], context: WorkerContext, 
             continue
         facts = RunFacts.read(path)
         notes += _differences(config, mine, facts)
-        return Start(path, manifest, _folder(candidates, facts), tuple(notes))
+        return Start(path, manifest, _folder(config, candidates, facts), tuple(notes))
     if notes:
         raise CheckpointError("\n".join(notes))
     return Start(folder=Path(candidates["folder"]) if candidates["folder"] else None)
 
 
 def _candidates(
-    config: Config, mine: Mapping[str, str], context: WorkerContext, group: Any, run: Path | None
+    config: Config,
+    mine: Mapping[str, str],
+    context: WorkerContext,
+    group: Any,
+    run: Path | None,
+    claim: RunClaim | None,
 ) -> dict[str, Any]:
     """Return the first rank's candidates: `paths` to try in order, `exact` (no other may be taken), and the run's `folder`."""
     candidates: dict[str, Any] = {}
     if context.rank == 0:
         try:
-            candidates = _look(config, mine, run)
+            candidates = _look(config, mine, run, claim or RunClaim())
         except (CheckpointError, ConfigError) as error:
             candidates = {"error": sentence(str(error)), "kind": type(error).__name__}
         except OSError as error:
@@ -134,14 +148,16 @@ def _candidates(
     return candidates
 
 
-def _look(config: Config, mine: Mapping[str, str], run: Path | None) -> dict[str, Any]:
+def _look(config: Config, mine: Mapping[str, str], run: Path | None, claim: RunClaim) -> dict[str, Any]:
     section = config.checkpoint
     configured = expanded(section.dir).absolute() if section.dir else None
     folder = configured or run
     if folder is None and section.resume != "none":
         folder = newest_run(config, mine)
-    if folder is not None:
-        restore_replaced(folder)
+    target = folder if run is not None or section.resume == "auto" else configured
+    if target is not None:
+        claim.lock(target, f'checkpoint.dir = "{section.dir}"' if section.dir else f'log.dir = "{config.log.dir}"')
+        restore_replaced(target)
     if run is not None:
         paths = [str(path) for _, path in complete(configured or run)]
         return {"paths": paths, "exact": False, "folder": str(run)}
@@ -165,8 +181,8 @@ def _look(config: Config, mine: Mapping[str, str], run: Path | None) -> dict[str
             )
     else:
         source = expanded(section.resume).absolute()
-        if not (source / MANIFEST).is_file() and complete(source):
-            source = complete(source)[0][1]
+        with contextlib.suppress(CheckpointError):  # refused with a reason where it is read
+            source = newest_checkpoint(source)
     _require_empty(configured, source)
     return {"paths": [str(source)], "exact": True, "folder": ""}
 
@@ -176,11 +192,8 @@ def newest_run(config: Config, mine: Mapping[str, str]) -> Path | None:
     root = expanded(config.log.dir).absolute()
     runs = []
     for path in root.iterdir() if root.is_dir() else ():
-        try:
-            facts = json.loads((path / DIGESTS_FILE).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        if isinstance(facts, dict) and all(facts.get(key) == value for key, value in mine.items()):
+        facts = _facts_of(path)
+        if facts is not None and all(facts.get(key) == value for key, value in mine.items()):
             runs.append((float(facts.get("started", 0.0)), path))
     return max(runs)[1] if runs else None
 
@@ -195,11 +208,26 @@ def _require_empty(target: Path | None, source: Path | None) -> None:
         )
 
 
-def _folder(candidates: Mapping[str, Any], facts: RunFacts) -> Path | None:
+def _folder(config: Config, candidates: Mapping[str, Any], facts: RunFacts) -> Path | None:
+    """Return the folder of the run that continues; None: a copy of its checkpoints, or another `log.dir`, gets a new one."""
     if candidates["exact"]:
         return None
     folder = Path(candidates["folder"] or facts.run)
-    return folder if folder.is_absolute() and (folder / DIGESTS_FILE).is_file() else None
+    recorded = _facts_of(folder) if folder.is_absolute() else None
+    if recorded is None or candidates["folder"]:
+        return None if recorded is None else folder
+    there = str(expanded(config.checkpoint.dir).absolute())
+    same = folder.parent == expanded(config.log.dir).absolute() and recorded.get("checkpoints", there) == there
+    return folder if same else None
+
+
+def _facts_of(run: Path) -> Mapping[str, Any] | None:
+    """Return the content of a run's `run.json`; None if there is none."""
+    try:
+        facts = json.loads((run / DIGESTS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return facts if isinstance(facts, dict) else None
 
 
 def _differences(config: Config, mine: Mapping[str, str], facts: RunFacts) -> list[str]:

@@ -15,8 +15,11 @@ from pipeloom.train.checkpoint.facts import RunFacts
 from pipeloom.train.checkpoint.load import Loaded, load
 from pipeloom.train.checkpoint.manifest import BaseWeights
 from pipeloom.train.checkpoint.save import Saver
+from pipeloom.train.lock import TAKEN, RunClaim
 from pipeloom.train.optimizer import Optimizer
+from pipeloom.train.replica_check import ReplicaCheck
 from pipeloom.train.report import Report
+from pipeloom.train.restarts import restarted_run
 
 _PROBE = ".pipeloom-probe"
 
@@ -30,6 +33,8 @@ class RunCheckpoints:
         path: the checkpoint that the run starts from.
         saved: its step and batch number, which need not be saved again.
         base: source of the frozen weights, which are not saved; None: all weights are saved.
+        replicas: the check that replicas are equal, made before each save; None: they are not compared.
+        claim: the run's claim to the folder, of which the first rank's is used; None: the folder is not claimed.
 
     Attributes:
         path: the newest checkpoint of the run; None: there is none yet.
@@ -46,10 +51,13 @@ class RunCheckpoints:
         path: Path | None = None,
         saved: tuple[int, int] | None = None,
         base: BaseWeights | None = None,
+        replicas: ReplicaCheck | None = None,
+        claim: RunClaim | None = None,
     ) -> None:
         section = config.checkpoint
         self.path = path
         self._every = section.every
+        self._continues = section.resume != "none" or restarted_run() is not None
         self._pipeline, self._optimizer, self._report = pipeline, optimizer, report
         self._facts, self._saved = facts, saved
         self._folder = folder
@@ -63,11 +71,15 @@ class RunCheckpoints:
             keep_every=section.keep_every,
             asynchronous=section.asynchronous,
             base=base,
+            claim=claim,
         )
-        self._base = base
+        self._base, self._replicas, self._claim = base, replicas, claim
 
     def require_room(self) -> None:
-        """Raise ConfigError, on every rank, if a checkpoint could not be written. Call it before the first step; collective."""
+        """Claim the folder; raise ConfigError, on every rank, if a checkpoint could not be written there.
+
+        Call it before the first step; collective.
+        """
         pipeline, first = self._pipeline, self._pipeline.mesh.everyone.index == 0
         weights = sum(
             p.nbytes
@@ -82,8 +94,10 @@ class RunCheckpoints:
         problem, probe = "", self._folder / _PROBE
         if first:
             try:
-                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._begin()
                 probe.write_text("")
+            except ConfigError as error:
+                problem = str(error)
             except OSError as error:
                 problem = f"{self._key}: cannot write there: {error.strerror or error}"
         sizes = self._exchange([weights + states, problem])
@@ -99,25 +113,46 @@ class RunCheckpoints:
         if problems:
             raise ConfigError(problems[0])
 
+    def _begin(self) -> None:
+        """Create the folder and claim it, on the first rank. Raises ConfigError or OSError if that fails."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self._claim is None:
+            return
+        self._claim.lock(self._folder, self._key)
+        self._claim.begin(self._continues)
+        if not self._claim.locks:
+            self._say(
+                f"{self._folder}: the file system has no locks; if another run begins to save there, this one notices it only "
+                "at its next checkpoint, and ends"
+            )
+
     def due(self, step: int) -> bool:
         """Return whether a checkpoint is due after `step` steps."""
         return self._every > 0 and step % self._every == 0
 
     def save(self, step: int, batch: int) -> None:
-        """Save the state, unless it is saved already. A checkpoint that cannot be written is reported, and training continues."""
+        """Save the state, unless it is saved already. A checkpoint that cannot be written is reported, and training continues.
+
+        Raises CheckpointError if another run has taken the folder.
+        """
         try:
             self.require(step, batch)
         except CheckpointError as error:
+            if TAKEN in str(error):
+                raise
             self._say(f"{error}; training continues, and the newest checkpoint is {self.path or 'none'}")
 
     def require(self, step: int, batch: int) -> None:
         """Save the state, unless it is saved already. Raises CheckpointError if it cannot be written.
 
-        An asynchronous save fails in `finish` instead.
+        An asynchronous save fails in `finish` instead. Raises DistributedError, and saves nothing, if replicas differ.
         """
         if self._saved == (step, batch):
             return
         self._settle()
+        if self._replicas is not None:
+            self._replicas.before_save(step)
+            self._saver.equal_until = self._replicas.equal_until
         path = self._saver.save(step, self._facts())
         self._saved, before, self.path = (step, batch), self.path, path
         if not self._asynchronous:

@@ -43,7 +43,7 @@ from pipeloom.train.checkpoint.manifest import (
     to_bytes,
 )
 from pipeloom.train.checkpoint.state import AnyOptimizer, Number, Part, model_parts, optimizer_parts
-from pipeloom.train.lock import locked
+from pipeloom.train.lock import RunClaim, locked
 
 # A rank whose part has not appeared after this time has exited, or writes into another directory.
 PATIENCE_SECONDS = 900.0
@@ -78,8 +78,10 @@ class Saver:
         keep_every: also keep the checkpoints of every n-th step; 0: none.
         asynchronous: `save` returns when the state has been copied; a thread writes the copy.
         base: source of the frozen weights, which are not saved; the manifest names it. None: all weights are saved.
+        claim: the run's claim to the folder, compared on the first rank at each save; None: other runs may save there in turn.
 
     Attributes:
+        equal_until: for the manifest of the next checkpoint: the last step after which replicas were equal; None: not known.
         stalled: seconds for which the last `save` blocked its caller.
         written: bytes of this rank's last file.
         writer_cpu: CPU seconds that writing it took.
@@ -95,14 +97,17 @@ class Saver:
         keep_every: int = 0,
         asynchronous: bool = False,
         base: BaseWeights | None = None,
+        claim: RunClaim | None = None,
     ) -> None:
         self.folder = Path(folder)
         self.base = base
+        self.equal_until: int | None = None
         self.stalled = 0.0
         self.written = 0
         self.writer_cpu = 0.0
         self._pipeline, self._optimizer = pipeline, optimizer
         self._keep, self._keep_every = keep, keep_every
+        self._claim = claim
         self._asynchronous = asynchronous
         self._rank, self._world = pipeline.mesh.everyone.index, pipeline.mesh.everyone.size
         self._plan: _Plan | None = None
@@ -156,7 +161,7 @@ class Saver:
         tensors = self._snapshot([parts[at].tensor for at, _ in self._plan.mine])
         named = {name: tensor for (_, name), tensor in zip(self._plan.mine, tensors, strict=True)}
         trained = frozenset(name for at, name in self._plan.mine if parts[at].key in self._trained_keys())
-        job = _Job(self, step, final, partial, named, trained, self._plan, self._numbers, content)
+        job = _Job(self, step, final, partial, named, trained, self._plan, self._numbers, content, self.equal_until)
         self._path = final
         if self._asynchronous:
             self._thread = threading.Thread(target=job.run, name="pipeloom-checkpoint", daemon=True)
@@ -210,8 +215,10 @@ class Saver:
         """Create an empty directory to write into. Return the reason if that fails; "" otherwise."""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self._claim is not None and (problem := self._claim.problem()):
+                return problem
             self._held = os.open(self.folder, os.O_RDONLY | os.O_CLOEXEC)
-            if not locked(self._held):  # without the lock, each run would remove what the other is writing
+            if locked(self._held) is False:  # without the lock, each run would remove what the other is writing
                 return f"{self.folder}: another run is saving there; give each run its own folder"
             remove_leftovers(self.folder)
             partial.mkdir(mode=0o700)
@@ -281,6 +288,7 @@ class _Job:
     plan: _Plan
     numbers: Mapping[str, Number]
     extra: bytes | None
+    equal_until: int | None
 
     def run(self) -> None:
         """Write this rank's file; on the first rank also wait for the others' and publish. File errors go to `Saver._problem`."""
@@ -355,7 +363,9 @@ class _Job:
             "ranks": self.saver._world,
             "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         }
-        manifest = Manifest(self.step, tuple(held), self.plan.entries, self.numbers, files, writer, self.saver.base)
+        manifest = Manifest(
+            self.step, tuple(held), self.plan.entries, self.numbers, files, writer, self.saver.base, self.equal_until
+        )
         write_bytes(self.partial / MANIFEST, to_bytes(manifest))
         for rank in range(1, self.saver._world):
             self._note_path(rank).unlink()
