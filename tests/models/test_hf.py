@@ -348,6 +348,31 @@ def test_what_is_wrong_with_a_directory_is_said(tmp_path: Path) -> None:
         hf.layers(tmp_path)[1]()
 
 
+@pytest.mark.parametrize("model_type", ["unknown", "vit"])  # a configuration of the folder, and one of transformers
+def test_code_of_a_model_folder_never_runs(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Not even if standard input answers "y" to the question that transformers asks by default."""
+    ran = tmp_path / "ran"
+    (tmp_path / "code.py").write_text(f"from pathlib import Path\nPath({str(ran)!r}).touch()\n", encoding="utf-8")
+    classes = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "auto_map": classes}))
+    monkeypatch.setattr("builtins.input", lambda question="": "y")
+    with pytest.raises(ConfigError, match="auto_map names code in the model's folder, which Pipeloom never runs"):
+        hf.layers(tmp_path)
+    assert not ran.exists()
+    assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize("inner", ["", "text_config"])
+def test_a_model_folder_names_no_attention_to_download(inner: str, tmp_path: Path) -> None:
+    kernel = {"attn_implementation": "somebody/attention"}
+    values = {"model_type": "gemma3", inner: kernel} if inner else {"model_type": "llama", **kernel}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match="'somebody/attention' names code to be downloaded"):
+        hf.layers(tmp_path)
+
+
 def written(family: str, folder: Path) -> Any:
     """A model of the family with random weights, none of them at its first value, saved in `folder`."""
     torch.manual_seed(5)

@@ -31,14 +31,22 @@ def transformers() -> Any:
 
 
 def read_config(folder: str | Path) -> Any:
-    """The configuration in a directory. Raises ConfigError where there is none, or of no causal language model."""
+    """The configuration in a directory, whose own code never runs. Raises ConfigError where there is none, or of no known model."""
     path = Path(folder)
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} is not a Hugging Face model: it has no config.json")
     try:
-        return transformers().AutoConfig.from_pretrained(str(path), local_files_only=True)
+        config = transformers().AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path / 'config.json'} cannot be read: {_first_line(error)}") from error
+        raise ConfigError(f"{path / 'config.json'} cannot be read: {_reason(error)}") from error
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        kernel = str(getattr(part, "_attn_implementation", None))
+        if "/" in kernel:
+            raise ConfigError(
+                f"{path / 'config.json'}: attn_implementation = {kernel!r:.200} names code to be downloaded, which Pipeloom "
+                "never runs; nearest: 'sdpa'"
+            )
+    return config
 
 
 def causal_model(config: Any, dtype: torch.dtype | None) -> Any:
@@ -53,13 +61,21 @@ def causal_model(config: Any, dtype: torch.dtype | None) -> Any:
         config_copy.dtype = dtype or torch.float32
     try:
         with torch.device("meta"):
-            return package.AutoModelForCausalLM.from_config(config_copy, dtype=config_copy.dtype)
+            return package.AutoModelForCausalLM.from_config(
+                config_copy, dtype=config_copy.dtype, trust_remote_code=False
+            )
     except (ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
         raise ConfigError(
-            f"transformers builds no causal model of {type(config).__name__}: {_first_line(error)}"
+            f"transformers builds no causal model of {type(config).__name__}: {_reason(error)}"
         ) from error
 
 
-def _first_line(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
+    """Return an error of `transformers` in one line."""
+    if "trust_remote_code" in str(error):
+        return (
+            "auto_map names code in the model's folder, which Pipeloom never runs; supported: the models that are part of "
+            "transformers itself"
+        )
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__
