@@ -31,7 +31,7 @@ def transformers() -> Any:
 
 
 def read_config(folder: str | Path) -> Any:
-    """The configuration in a directory, whose own code never runs. Raises ConfigError where there is none, or of no known model."""
+    """The configuration in a directory, whose own code never runs. Raises ConfigError where there is none that can be read."""
     path = Path(folder)
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} is not a Hugging Face model: it has no config.json")
