@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from pipeloom.errors import ConfigError
 
@@ -168,7 +169,9 @@ class Replay:
         """A run. Raises ConfigError where a layer is handed something that depends on weights or on hidden states."""
         count = len(self.recorders)
         self.tape.run(stop_at=count - 1)
-        with torch.enable_grad():  # what depends on weights or hidden states knows a gradient
+        # What depends on weights or hidden states knows a gradient. The graph is dropped at once; hooks of its own keep what it
+        # saves from those of a recomputed layer, whose two runs would differ, since only one of them finds nothing kept.
+        with torch.enable_grad(), saved_tensors_hooks(_same, _same):
             embedded = torch.zeros(*shape, self._width, dtype=self._dtype, device=device, requires_grad=True) * 1
             try:
                 self.shell(inputs_embeds=embedded, **keywords)
@@ -194,6 +197,10 @@ class Replay:
     @property
     def recorders(self) -> list[Recorder]:
         return [part for part in self.shell.modules() if isinstance(part, Recorder)]
+
+
+def _same(value: Tensor) -> Tensor:
+    return value
 
 
 def _is_inference(value: Any) -> bool:
