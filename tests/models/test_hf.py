@@ -16,10 +16,12 @@ from safetensors.torch import save_file
 
 import pipeloom as pl
 from live_bytes import LiveBytes
-from pipeloom.errors import ConfigError
+from pipeloom.errors import ConfigError, UsageError
 from pipeloom.models import cross_entropy, hf, stored_tensors
+from pipeloom.models.documents import visible
 from pipeloom.models.hf import weights
 from pipeloom.models.hf.conv1d import TransposedLinear
+from pipeloom.models.hf.recorders import HandOver
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue
 from pipeloom.runtime import LocalPipeline, RuntimeOptions
 from pipeloom.train import families
@@ -423,3 +425,43 @@ def test_packed_documents_have_the_loss_of_separate_ones(family: str) -> None:
 @pytest.mark.parametrize("family", ["bloom", "mamba", "falcon-h1", "recurrent-gemma"])
 def test_models_that_see_across_documents_are_known(family: str) -> None:
     assert not hf.layers(MODEL_FAMILIES[family].build()).cut.keeps_documents_apart()
+
+
+@pytest.mark.parametrize(
+    ("family", "masked", "words"),
+    [
+        ("opt", False, "the layers of OPTForCausalLM do not keep them apart; nearest"),
+        ("bloom", False, "the layers of BloomForCausalLM do not"),
+        ("falcon-h1", False, "the layers of FalconH1ForCausalLM do not"),  # by its convolution
+        ("llama", True, "the layers of LlamaForCausalLM do not keep them apart where attention_mask is given"),
+    ],
+)
+def test_packed_rows_are_refused_where_documents_would_mix(family: str, masked: bool, words: str) -> None:
+    batch = make_batch(family, packed=True)
+    keywords = {**batch.keywords, **({"attention_mask": torch.ones_like(batch.tokens)} if masked else {})}
+    pipeline = LocalPipeline(hf.layers(MODEL_FAMILIES[family].build()), SCHEDULES["1f1b"](), loss=cross_entropy)
+    with pytest.raises(UsageError, match=words):
+        pipeline.predict(batch.tokens, **keywords)
+
+
+def test_positions_of_padding_begin_no_document() -> None:
+    """Padding on the left has position 1, as `generate` of transformers gives it."""
+    config = MODEL_FAMILIES["opt"].build()
+    whole = transformers.AutoModelForCausalLM.from_config(config).eval()
+    mask = (torch.arange(12) >= torch.arange(5)[:, None]).long()
+    given = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)}
+    pipeline = LocalPipeline(hf.layers(whole), SCHEDULES["1f1b"](), loss=cross_entropy)
+    tokens = make_batch("opt").tokens
+    with torch.no_grad():
+        want = whole(tokens, **given).logits
+    assert torch.allclose(pipeline.predict(tokens, **given), want, atol=1e-6)
+
+
+def test_a_mask_that_hides_documents_from_one_another_is_known() -> None:
+    positions = make_batch("llama", packed=True).keywords["position_ids"]
+    begins, allowed = positions[:, 1:] == 0, visible(positions)
+    assert HandOver((allowed,), {}, None).keeps_apart(begins)
+    assert HandOver((), {"mask": torch.zeros(5, 2, 12, 12).masked_fill(~allowed, -1e9)}, None).keeps_apart(begins)
+    causal = torch.ones(12, 12, dtype=torch.bool).tril()
+    for mask in (allowed[:1], allowed.clone().index_fill_(0, torch.tensor(4), True), causal, ~causal, ~allowed):
+        assert not HandOver((mask,), {}, None).keeps_apart(begins)

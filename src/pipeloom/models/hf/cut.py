@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeloom.errors import ConfigError
+from pipeloom.errors import ConfigError, UsageError
 from pipeloom.models.hf.conv1d import with_separate_weight_gradients
 from pipeloom.models.hf.first_weights import initialize
 from pipeloom.models.hf.parts import FirstPart, LastPart, TrunkLayer
@@ -129,21 +129,17 @@ class Cut:
         Stubs(shell, self._shell_parameters(), requires_grad=True)
         if self.meta:
             initialize(shell, "", self.model)
-        return Replay(shell, tape, self._embedding_width, self._dtype)
+        convolves = any(isinstance(part, nn.Conv1d) for part in self.trunk.modules())
+        return Replay(shell, tape, self._embedding_width, self._dtype, convolves)
 
     def keeps_documents_apart(self) -> bool:
-        """Return whether every layer attends inside a document only, where the positions in `position_ids` restart with each.
-
-        Layers with a convolution over the tokens (state-space and recurrent layers) never do, whatever their masks.
-        """
-        if any(isinstance(part, nn.Conv1d) for part in self.trunk.modules()):
-            return False
+        """Return whether every layer attends inside a document only, where the positions in `position_ids` restart with each."""
         positions = torch.tensor([[0, 1, 0, 1]])
         try:
-            handed = self._new_replay().run((1, 4), torch.device("cpu"), {"position_ids": positions})
-        except TypeError:
-            return False  # its forward takes no positions
-        return all(each.keeps_documents_apart for each in handed)
+            self._new_replay().handed(torch.empty(*positions.shape, 1), {"position_ids": positions})
+        except (TypeError, UsageError):
+            return False  # TypeError: its forward takes no positions
+        return True
 
     def _shared(self) -> dict[int, Any]:
         """Return a memo for deepcopy under which a copy shares the configuration, and the weights if they have values."""
