@@ -216,7 +216,12 @@ def test_the_share_of_separate_weight_gradients() -> None:
         ("XLNetConfig", {}, "its forward fails without its decoder layers"),
         ("Gemma4TextConfig", {"num_kv_shared_layers": 0}, "its forward fails without its decoder layers"),
         ("LongcatFlashConfig", {"num_layers": 2}, r"it has no list of 4 decoder layers \(num_hidden_layers\)"),
-        ("T5Config", {}, "transformers builds no causal model of T5Config"),
+        ("ViTConfig", {}, "transformers builds no causal model of ViTConfig"),
+        ("T5Config", {}, "T5Config describes an encoder and a decoder; supported: causal language models"),
+        ("BartConfig", {}, "BartConfig describes an encoder and a decoder"),
+        ("BertConfig", {}, "BertLMHeadModel .* as in an encoder; supported: .* with is_decoder = true"),
+        ("MegatronBertConfig", {}, "as in an encoder"),
+        ("GemmaConfig", {"use_bidirectional_attention": True}, "GemmaForCausalLM .* as in an encoder; supported"),
     ],
 )
 def test_what_cannot_be_cut_gets_one_sentence(config: str, values: dict[str, Any], reason: str) -> None:
@@ -259,6 +264,27 @@ def test_a_directory_gives_the_logits_of_transformers(family: str, tmp_path: Pat
     assert torch.allclose(pipeline.predict(batch.tokens, **batch.keywords), want, atol=1e-5)
     own = dict(whole.named_parameters(remove_duplicate=False))
     assert all(torch.equal(p, own[hf.hub_name(name)]) for name, p in pipeline.named_parameters())
+
+
+def test_a_weight_with_two_names_in_one_layer_is_read(tmp_path: Path) -> None:
+    """BERT's output layer has its bias twice."""
+    sizes = {
+        "vocab_size": 9,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "intermediate_size": 8,
+    }
+    config = transformers.BertConfig(
+        **sizes, is_decoder=True, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    )
+    whole = transformers.BertLMHeadModel(config).eval()
+    torch.nn.init.normal_(whole.cls.predictions.bias)
+    whole.save_pretrained(tmp_path)
+    model, tokens = hf.layers(tmp_path), torch.arange(8).view(2, 4)
+    pipeline = LocalPipeline(model, pl.schedules.one_f_one_b(1, 1), loss=cross_entropy, tied=model.tied)
+    with torch.no_grad():
+        assert torch.allclose(pipeline.predict(tokens), whole(tokens).logits, atol=1e-5)
 
 
 class CountingFile(FileIO):

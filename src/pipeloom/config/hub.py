@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pipeloom.errors import ConfigError, PipeloomError
+from pipeloom.errors import ConfigError, PipeloomError, shortened
 from pipeloom.limits import expanded, read_file
 
 _MOST_BYTES = 10_000_000
@@ -155,6 +155,13 @@ def _content(source: str, key: str) -> dict[str, Any]:
 def sizes(source: str) -> dict[str, Any]:
     """Keys of `[model]` for the model in `source`. Raises ConfigError where its configuration cannot be read."""
     path, content = expanded(source) / "config.json", _content(source, "source")
+    if content.get("is_encoder_decoder"):
+        classes = content.get("architectures")
+        name = str(classes[0] if isinstance(classes, list) and classes else content.get("model_type"))
+        raise ConfigError(
+            f'model.source = "{source}": {shortened(name)} has an encoder and a decoder; supported: causal language models, '
+            "which are a decoder alone"
+        )
     inner = content.get("text_config")
     values = {**content, **inner} if isinstance(inner, dict) else content
     decoder_keys = {}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pipeloom.errors import ConfigError, UsageError
 from pipeloom.models.hf.conv1d import with_separate_weight_gradients
 from pipeloom.models.hf.first_weights import initialize
+from pipeloom.models.hf.library import require_decoder
 from pipeloom.models.hf.parts import FirstPart, LastPart, TrunkLayer
 from pipeloom.models.hf.recorders import Altered, Recorder, Replay, Stop, Tape
 from pipeloom.models.hf.stubs import Stubs, set_tensor
@@ -53,6 +54,7 @@ class Cut:
         self.config: Any = self.model.config
         self._refuse_options()
         self.path, self.trunk = _trunk(self.model)
+        self._refuse_encoder()
         self.path_dot = f"{self.path}."
         self.meta = any(parameter.is_meta for parameter in self.model.parameters())
         self.extra: int | None = None
@@ -183,8 +185,18 @@ class Cut:
             raise ConfigError(
                 f"layerdrop is {config.layerdrop}, and which layers run would differ from rank to rank: set it to 0"
             )
-        if getattr(config, "is_encoder_decoder", False):
-            raise ConfigError("it has an encoder and a decoder; one row of decoder layers can be cut")
+        require_decoder(config)
+
+    def _refuse_encoder(self) -> None:
+        causal = {getattr(part, "is_causal", None) for part in self.trunk.modules()}
+        config = self.config.get_text_config()
+        # Families of which a configuration may be either say by is_decoder which it is; some have no is_causal.
+        either = hasattr(config, "add_cross_attention") and hasattr(config, "is_decoder")
+        if (False in causal and True not in causal) or (either and not config.is_decoder):
+            nearest = f", and {type(self.model).__name__} with is_decoder = true" if either else ""
+            raise ConfigError(
+                f"its tokens attend to later ones, as in an encoder; supported: causal language models{nearest}"
+            )
 
     def _before(self) -> frozenset[str]:
         """Return the names of the parameters on which the hidden states of the first decoder layer depend."""

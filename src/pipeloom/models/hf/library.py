@@ -56,6 +56,7 @@ def causal_model(config: Any, dtype: torch.dtype | None) -> Any:
         raise ConfigError(
             f"the source of a Hugging Face model is of type {type(config).__name__}; give a configuration, a model or a directory"
         )
+    require_decoder(config)
     config_copy = copy.deepcopy(config)
     if dtype is not None or config_copy.dtype is None:
         config_copy.dtype = dtype or torch.float32
@@ -68,6 +69,15 @@ def causal_model(config: Any, dtype: torch.dtype | None) -> Any:
         raise ConfigError(
             f"transformers builds no causal model of {type(config).__name__}: {_reason(error)}"
         ) from error
+
+
+def require_decoder(config: Any) -> None:
+    """Raise ConfigError for a configuration of an encoder and a decoder."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"{type(config).__name__} describes an encoder and a decoder; supported: causal language models, which are a decoder "
+            "alone"
+        )
 
 
 def _reason(error: BaseException) -> str:
