@@ -387,6 +387,24 @@ def test_what_is_wrong_with_a_directory_is_said(tmp_path: Path) -> None:
         hf.layers(tmp_path)[1]()
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "counts",
+    [
+        {"model_type": "llama", "num_hidden_layers": 10**9},
+        {"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**9}},
+        {"model_type": "gpt_neo", "attention_types": [[["global"], 10**9]]},
+    ],
+)
+def test_a_count_above_its_limit_is_refused_before_anything_is_built(counts: dict[str, Any], tmp_path: Path) -> None:
+    """The configuration of each would build a list of so many."""
+    (tmp_path / "config.json").write_text(json.dumps(counts))
+    with pytest.raises(
+        ConfigError, match=r"(num_hidden_layers|attention_types) is 1000000000; it must be at most 100000"
+    ):
+        hf.layers(tmp_path)
+
+
 @pytest.mark.parametrize("model_type", ["unknown", "vit"])  # a configuration of the folder, and one of transformers
 def test_code_of_a_model_folder_never_runs(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeloom.errors import ConfigError, PipeloomError, shortened
-from pipeloom.limits import expanded, read_file
+from pipeloom.limits import MODEL_CONFIG_BYTES, expanded, read_file, require_counts
 
-_MOST_BYTES = 10_000_000
 # Key of [model] -> its names in the families' files. For a foreign model most of these keys serve only estimates: of the costs by
 # which stages are balanced, of memory, and of utilisation.
 _SPELLINGS = {
@@ -144,9 +143,10 @@ def _content(source: str, key: str) -> dict[str, Any]:
     """The `config.json` of a directory. Raises ConfigError, about `model.key`, where it cannot be read."""
     path = expanded(source) / "config.json"
     try:
-        content = json.loads(read_file(path, _MOST_BYTES, "a model's configuration"))
+        content = json.loads(read_file(path, MODEL_CONFIG_BYTES, "a model's configuration"))
         if not isinstance(content, dict):
             raise ValueError("it is not a JSON object")
+        require_counts(content)
     except (OSError, ValueError, RecursionError, PipeloomError) as error:
         raise ConfigError(f'model.{key} = "{source}": {path} cannot be read: {error}') from error
     return content
@@ -192,7 +192,7 @@ def expert_blocks(values: Mapping[str, Any], blocks: int) -> tuple[bool, ...]:
     """
     every, frequency = _number(values, "decoder_sparse_step", 1), values.get("moe_layer_freq")
     dense, first = values.get("mlp_only_layers"), _number(values, "first_k_dense_replace", 0)
-    left_out = dense if isinstance(dense, list | tuple) else ()
+    left_out = {block for block in dense if type(block) is int} if isinstance(dense, list | tuple) else ()
     number = _number(values, "moe_layer_freq", 1)
 
     def has(block: int) -> bool:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pipeloom.errors import ConfigError
+from pipeloom.errors import ConfigError, UsageError
+from pipeloom.limits import MODEL_CONFIG_BYTES, read_file, require_counts
 
 RANGE = (5, 23), (5, 24)  # what the tests ran with: from the first version on, before the second
 
@@ -36,8 +38,10 @@ def read_config(folder: str | Path) -> Any:
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} is not a Hugging Face model: it has no config.json")
     try:
+        values = json.loads(read_file(path / "config.json", MODEL_CONFIG_BYTES, "a model's configuration"))
+        require_counts(values if isinstance(values, dict) else {})
         config = transformers().AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError, KeyError, TypeError) as error:
+    except (ValueError, OSError, KeyError, TypeError, UsageError) as error:
         raise ConfigError(f"{path / 'config.json'} cannot be read: {_reason(error)}") from error
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         kernel = str(getattr(part, "_attn_implementation", None))
@@ -57,6 +61,7 @@ def causal_model(config: Any, dtype: torch.dtype | None) -> Any:
             f"the source of a Hugging Face model is of type {type(config).__name__}; give a configuration, a model or a directory"
         )
     require_decoder(config)
+    require_counts(config.to_dict())
     config_copy = copy.deepcopy(config)
     if dtype is not None or config_copy.dtype is None:
         config_copy.dtype = dtype or torch.float32
