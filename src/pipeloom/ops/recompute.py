@@ -16,7 +16,13 @@ from pipeloom.ops.buffer_state import BufferState
 from pipeloom.ops.parameter_state import ParameterState
 
 
-def recomputed(run: Callable[..., Any], values: tuple[Any, ...], module: nn.Module, by_value: bool = False) -> Any:
+def recomputed(
+    run: Callable[..., Any],
+    values: tuple[Any, ...],
+    module: nn.Module,
+    by_value: bool = False,
+    on_change: Callable[[], None] | None = None,
+) -> Any:
     """Return `run(*values)`, differentiable although no intermediate values are kept.
 
     The second run draws the same random numbers as the first, starts from the buffers of `module` that the first one read,
@@ -26,6 +32,7 @@ def recomputed(run: Callable[..., Any], values: tuple[Any, ...], module: nn.Modu
 
     Args:
         by_value: compare parameters' values, too, to detect whether `run` changes them; this reads all of them.
+        on_change: run on copies of the inputs, and call this if `run` changes one in place; None: that is an error.
 
     Raises UsageError when `run` changes an input in place, or a parameter: the second run would start from other values. (If
     other code changes an input, torch raises in the backward.)
@@ -36,16 +43,26 @@ def recomputed(run: Callable[..., Any], values: tuple[Any, ...], module: nn.Modu
     try:
         # The exception that ends a second run early does not pass through TorchScript.
         with set_checkpoint_early_stop(False) if first.attributes.of(torch.jit.ScriptModule) else nullcontext():
-            return checkpoint(_on_aliases, run, *values, use_reentrant=False, context_fn=lambda: (first, _Again(first)))
+            return checkpoint(
+                _on_aliases, on_change, run, *values, use_reentrant=False, context_fn=lambda: (first, _Again(first))
+            )
     except RuntimeError as error:
         if "saved tensor hooks" in str(error) or "Inference tensors" in str(error):
             error.add_note(f"({type(module).__name__} is recomputed: leave the layer out of `recompute`)")
         raise
 
 
-def _on_aliases(run: Callable[..., Any], *values: Any) -> Any:
-    """Run on aliases of the inputs, new in each run, so that hooks of the second run touch no tensor of the first graph."""
-    return run(*(v.view_as(v) if _takes_hooks(v) else v for v in values))
+def _on_aliases(on_change: Callable[[], None] | None, run: Callable[..., Any], *values: Any) -> Any:
+    """Run on aliases of the inputs, new in each run, so that hooks of the second run touch no tensor of the first graph; or on
+    copies, which `run` may change.
+    """
+    if on_change is None:
+        return run(*(v.view_as(v) if _takes_hooks(v) else v for v in values))
+    copies = [v.clone() if isinstance(v, Tensor) else v for v in values]
+    result = run(*copies)
+    if any(isinstance(v, Tensor) and v._version for v in copies):
+        on_change()
+    return result
 
 
 RECOMPUTATION = _on_aliases.__code__

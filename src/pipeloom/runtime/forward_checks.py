@@ -44,6 +44,7 @@ class ForwardChecks:
     Attributes:
         written_in_backward: attributes that backwards write; no forward may read them before the backwards of all earlier
             micro-batches.
+        changing: names of recomputed layers that have changed their input in place.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class ForwardChecks:
         self.replicated = None if replicated is None else ReplicatedParameters(named, replicated)
         self._left: float = _FIRST
         self.written_in_backward: list[Attribute] = []
+        self.changing: set[str] = set()
 
     def begin(
         self, inputs: BoundaryValues, specs: TensorSpecs | None, program: StageProgram, arriving: bool
@@ -111,6 +113,13 @@ class ForwardChecks:
     def allow_changes(self) -> None:
         """Allow layers to change their inputs in place from now on, in every forward."""
         self._left = math.inf
+
+    def on_change(self, name: str) -> Callable[[], None] | None:
+        """Return what to call if the recomputed layer called `name` changes its input in place; None: it may not.
+
+        It works on a copy for that, which ends after some forwards in which it has not changed one.
+        """
+        return partial(self.changing.add, name) if self.first or name in self.changing else None
 
     def explain(self, error: RuntimeError, inputs: Sequence[Any]) -> None:
         """Add a note to an error about a leaf that was changed in place, if the next forward allows that."""

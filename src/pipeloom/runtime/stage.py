@@ -203,11 +203,14 @@ class Stage:
                 if before_layer is not None:
                     before_layer(name)
                 if name in layers.recomputed:
+                    # Another tensor may be of the memory of one among several, and would change with it in one process.
+                    alone = names is None and len(arguments) == 1
                     result = recomputed(
                         partial(_by_name, module, accepted, tuple(read)),
                         (*read.values(), *arguments),
                         module,
                         self._checks.by_value,
+                        self._checks.on_change(name) if alone else None,
                     )
                 else:
                     result = module(*arguments, **accepted, **read)
