@@ -75,6 +75,7 @@ def hostile(tmp_path: Path) -> dict[str, str]:
         "digits.toml": "[train]\nsteps = " + "9" * 6_000,
         "hexadecimal.toml": "[train]\nsteps = 0x" + "f" * 6_000,
         "large.toml": "# " + "x" * 1_000_000,
+        "config.json": '{"num_hidden_layers": 1000000000, "hidden_size": 8, "vocab_size": 9}',
         "text.toml": '[model]\nrouter = "' + "y" * 60_000 + '"\n' + "z" * 5_000 + " = 1",
     }
     for name, content in files.items():
@@ -115,6 +116,7 @@ def test_sizes_and_files_above_a_limit_are_refused_at_once(hostile: dict[str, st
             "500000",
         ],
         [*tiny, "--data.source", hostile["pipe"]],
+        ["train", "--model.source", str(Path(hostile["config.json"]).parent)],
         [*tiny, "--debug.fault", "kill:" + many + ":1"],
         [*tiny, "--parallel.stages", "E(" * 30_000 + "t" + ")" * 30_000 + "L"],
         *(["check", hostile[name]] for name in hostile if not name.endswith(".toml")),
@@ -130,6 +132,20 @@ def test_sizes_and_files_above_a_limit_are_refused_at_once(hostile: dict[str, st
         assert "Traceback" not in said, shown
         assert "internal error" not in said, shown
     assert found["MiB"] < 300
+
+
+@pytest.mark.parametrize(
+    "name", ["num_hidden_layers", "n_layer", "depth", "num_local_experts", "n_head", "attention_types"]
+)
+def test_every_count_of_a_model_is_compared_with_its_limit(name: str) -> None:
+    limits.require_counts({name: limits.MOST_LAYERS, "hidden_size": limits.MOST_WIDTH, "num_parameters": 10**12})
+    for values in (
+        {name: limits.MOST_LAYERS + 1},
+        {"text_config": {name: [[10**9]]}},
+        {"d_model": limits.MOST_WIDTH + 1},
+    ):
+        with pytest.raises(UsageError, match="it must be at most"):
+            limits.require_counts(values)
 
 
 def test_sixteen_thousand_layers_are_laid_out_in_linear_time() -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -45,6 +47,8 @@ MOST_SECONDS = 1e6
 # Bytes of a schedule as text: four times what MOST_CELLS takes; of a configuration: a hundred times the default's.
 SCHEDULE_BYTES = 32 * 2**20
 CONFIG_BYTES = 2**18
+# Bytes of a model's config.json: a thousand times a long one.
+MODEL_CONFIG_BYTES = 10_000_000
 # Bytes of plain text, which every worker holds in memory, and files of a source.
 CORPUS_BYTES = 8 * 2**30
 CORPUS_FILES = 200_000
@@ -56,6 +60,10 @@ TOKENIZER_BYTES = 256 * 2**20
 MOST_NESTED = 20
 # Values in a list, and words on a command line.
 MOST_VALUES = 100_000
+
+_COUNTS = re.compile(
+    r"(?:^|_)(?:(?P<parts>layers?|blocks?|depth|experts?|heads?|groups?|types)|size|dim|rank|embeddings|positions|model|embd|inner|ctx)$"
+)
 
 
 def expanded(path: str | Path) -> Path:
@@ -129,6 +137,22 @@ def require_at_most(name: str, value: float, most: float, why: str = "") -> None
     if value > most:
         reason = f" ({why})" if why else ""
         raise UsageError(f"{name} is {shortened(number(value))}; it must be at most {number(most)}{reason}")
+
+
+def require_counts(values: Mapping[str, object]) -> None:
+    """Raise UsageError for a count in a model's `config.json` above its limit, before anything of that size is built.
+
+    A whole number's name tells what it counts: parts such as layers and experts, of which each is built, or the side of a tensor.
+    """
+    waiting = list(values.items())
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += value.items()
+        elif isinstance(value, list):
+            waiting += [(name, item) for item in value]
+        elif type(value) is int and (ending := _COUNTS.search(str(name))):
+            require_at_most(str(name), value, MOST_LAYERS if ending["parts"] else MOST_WIDTH)
 
 
 def require_schedule(ranks: int, microbatches: int, stages: int, most: int = MOST_CELLS) -> None:

@@ -16,38 +16,51 @@ from safetensors.torch import save_file
 
 import pipeloom as pl
 from live_bytes import LiveBytes
-from pipeloom.errors import ConfigError
+from pipeloom.errors import ConfigError, UsageError
 from pipeloom.models import cross_entropy, hf, stored_tensors
+from pipeloom.models.documents import visible
 from pipeloom.models.hf import weights
 from pipeloom.models.hf.conv1d import TransposedLinear
+from pipeloom.models.hf.recorders import HandOver
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue
-from pipeloom.runtime import LocalPipeline
+from pipeloom.runtime import LocalPipeline, RuntimeOptions
 from pipeloom.train import families
-from pipeloom.train.families import MODEL_FAMILIES, SCHEDULES, ParameterValues, compare, make_batch
+from pipeloom.train.families import (
+    MODEL_FAMILIES,
+    SCHEDULES,
+    VARIANTS,
+    ParameterValues,
+    Variant,
+    compare,
+    make_batch,
+)
 from processes import run_ranks
 
 # left padding of rows and Conv1D; a sliding window; experts in three dimensions; other widths outside; returned tuples
 SAMPLE = ("gpt2", "mistral", "mixtral", "opt", "gptj")
 
 
-def step(family: str, schedule: str, model: hf.ModelLayers) -> families.Verdict:
-    pipeline = LocalPipeline(model, SCHEDULES[schedule](), loss=cross_entropy, tied=model.tied)
-    batch = make_batch(family)
+def step(family: str, variant: Variant, model: hf.ModelLayers) -> families.Verdict:
+    options = RuntimeOptions(recompute="full" if variant.recompute else "none")
+    pipeline = LocalPipeline(model, SCHEDULES[variant.schedule](), loss=cross_entropy, tied=model.tied, options=options)
+    batch = make_batch(family, variant.packed)
     loss = pipeline.step(batch.tokens, batch.targets, **batch.keywords).item()
     held = {name: ParameterValues(p.detach(), p.grad) for name, p in pipeline.named_parameters()}
-    return compare(family, schedule, model, [held], loss, 1e-5)
+    return compare(family, variant, model, [held], loss, 1e-5)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("family", SAMPLE)
-def test_loss_and_gradients_equal_one_process(family: str, schedule: str) -> None:
-    verdict = step(family, schedule, hf.layers(MODEL_FAMILIES[family].build()))
+def test_loss_and_gradients_equal_one_process(family: str, variant: Variant) -> None:
+    if variant.packed and family == "opt":
+        family = "llama4"  # OPT attends across documents
+    verdict = step(family, variant, hf.layers(MODEL_FAMILIES[family].build()))
     assert verdict.passed, verdict
 
 
 def test_the_comparison_sees_a_wrong_gradient() -> None:
     """A comparison that finds nothing proves nothing: one gradient off by a thousandth fails."""
-    model = hf.layers(MODEL_FAMILIES["llama"].build())
+    model, variant = hf.layers(MODEL_FAMILIES["llama"].build()), Variant("1f1b")
     pipeline = LocalPipeline(model, SCHEDULES["1f1b"](), loss=cross_entropy)
     batch = make_batch("llama")
     loss = pipeline.step(batch.tokens, batch.targets, **batch.keywords).item()
@@ -55,12 +68,12 @@ def test_the_comparison_sees_a_wrong_gradient() -> None:
     name = "model.layers.2.mlp.up_proj.weight"
     value, gradient = held[name]
     assert gradient is not None
-    wrong = compare("llama", "1f1b", model, [{**held, name: ParameterValues(value, gradient * 1.001)}], loss, 1e-5)
+    wrong = compare("llama", variant, model, [{**held, name: ParameterValues(value, gradient * 1.001)}], loss, 1e-5)
     assert not wrong.passed
     assert wrong.worst_parameter == name
-    absent = compare("llama", "1f1b", model, [{k: v for k, v in held.items() if k != name}], loss, 1e-5)
+    absent = compare("llama", variant, model, [{k: v for k, v in held.items() if k != name}], loss, 1e-5)
     assert not absent.passed
-    assert not compare("llama", "1f1b", model, [held], loss * 1.001, 1e-5).passed
+    assert not compare("llama", variant, model, [held], loss * 1.001, 1e-5).passed
 
 
 def _two_processes(rank: int) -> list[Any]:
@@ -92,7 +105,7 @@ def test_ties_across_processes_are_summed_once() -> None:
             {name: ParameterValues(*map(torch.from_numpy, values)) for name, values in rank[at][1].items()}
             for rank in found
         ]
-        verdict = compare("gpt2", schedule, model, ranks, found[0][at][0], 1e-5)
+        verdict = compare("gpt2", Variant(schedule), model, ranks, found[0][at][0], 1e-5)
         assert verdict.passed, verdict
         holders = [name for rank in ranks for name in rank if name in model.tied[0]]
         assert len(holders) == (2 if schedule == "1f1b" else 1)
@@ -203,7 +216,12 @@ def test_the_share_of_separate_weight_gradients() -> None:
         ("XLNetConfig", {}, "its forward fails without its decoder layers"),
         ("Gemma4TextConfig", {"num_kv_shared_layers": 0}, "its forward fails without its decoder layers"),
         ("LongcatFlashConfig", {"num_layers": 2}, r"it has no list of 4 decoder layers \(num_hidden_layers\)"),
-        ("T5Config", {}, "transformers builds no causal model of T5Config"),
+        ("ViTConfig", {}, "transformers builds no causal model of ViTConfig"),
+        ("T5Config", {}, "T5Config describes an encoder and a decoder; supported: causal language models"),
+        ("BartConfig", {}, "BartConfig describes an encoder and a decoder"),
+        ("BertConfig", {}, "BertLMHeadModel .* as in an encoder; supported: .* with is_decoder = true"),
+        ("MegatronBertConfig", {}, "as in an encoder"),
+        ("GemmaConfig", {"use_bidirectional_attention": True}, "GemmaForCausalLM .* as in an encoder; supported"),
     ],
 )
 def test_what_cannot_be_cut_gets_one_sentence(config: str, values: dict[str, Any], reason: str) -> None:
@@ -246,6 +264,27 @@ def test_a_directory_gives_the_logits_of_transformers(family: str, tmp_path: Pat
     assert torch.allclose(pipeline.predict(batch.tokens, **batch.keywords), want, atol=1e-5)
     own = dict(whole.named_parameters(remove_duplicate=False))
     assert all(torch.equal(p, own[hf.hub_name(name)]) for name, p in pipeline.named_parameters())
+
+
+def test_a_weight_with_two_names_in_one_layer_is_read(tmp_path: Path) -> None:
+    """BERT's output layer has its bias twice."""
+    sizes = {
+        "vocab_size": 9,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "intermediate_size": 8,
+    }
+    config = transformers.BertConfig(
+        **sizes, is_decoder=True, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    )
+    whole = transformers.BertLMHeadModel(config).eval()
+    torch.nn.init.normal_(whole.cls.predictions.bias)
+    whole.save_pretrained(tmp_path)
+    model, tokens = hf.layers(tmp_path), torch.arange(8).view(2, 4)
+    pipeline = LocalPipeline(model, pl.schedules.one_f_one_b(1, 1), loss=cross_entropy, tied=model.tied)
+    with torch.no_grad():
+        assert torch.allclose(pipeline.predict(tokens), whole(tokens).logits, atol=1e-5)
 
 
 class CountingFile(FileIO):
@@ -370,6 +409,47 @@ def test_what_is_wrong_with_a_directory_is_said(tmp_path: Path) -> None:
         hf.layers(tmp_path)[1]()
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "counts",
+    [
+        {"model_type": "llama", "num_hidden_layers": 10**9},
+        {"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**9}},
+        {"model_type": "gpt_neo", "attention_types": [[["global"], 10**9]]},
+    ],
+)
+def test_a_count_above_its_limit_is_refused_before_anything_is_built(counts: dict[str, Any], tmp_path: Path) -> None:
+    """The configuration of each would build a list of so many."""
+    (tmp_path / "config.json").write_text(json.dumps(counts))
+    with pytest.raises(
+        ConfigError, match=r"(num_hidden_layers|attention_types) is 1000000000; it must be at most 100000"
+    ):
+        hf.layers(tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["unknown", "vit"])  # a configuration of the folder, and one of transformers
+def test_code_of_a_model_folder_never_runs(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Not even if standard input answers "y" to the question that transformers asks by default."""
+    ran = tmp_path / "ran"
+    (tmp_path / "code.py").write_text(f"from pathlib import Path\nPath({str(ran)!r}).touch()\n", encoding="utf-8")
+    classes = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "auto_map": classes}))
+    monkeypatch.setattr("builtins.input", lambda question="": "y")
+    with pytest.raises(ConfigError, match="auto_map names code in the model's folder, which Pipeloom never runs"):
+        hf.layers(tmp_path)
+    assert not ran.exists()
+    assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize("named", ["somebody/attention", {"text_config": "somebody/attention"}])
+def test_a_model_folder_names_no_attention_to_download(named: object, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "attn_implementation": named}))
+    with pytest.raises(ConfigError, match="'somebody/attention' names code to be downloaded"):
+        hf.layers(tmp_path)
+
+
 def written(family: str, folder: Path) -> Any:
     """A model of the family with random weights, none of them at its first value, saved in `folder`."""
     torch.manual_seed(5)
@@ -411,3 +491,43 @@ def test_packed_documents_have_the_loss_of_separate_ones(family: str) -> None:
 @pytest.mark.parametrize("family", ["bloom", "mamba", "falcon-h1", "recurrent-gemma"])
 def test_models_that_see_across_documents_are_known(family: str) -> None:
     assert not hf.layers(MODEL_FAMILIES[family].build()).cut.keeps_documents_apart()
+
+
+@pytest.mark.parametrize(
+    ("family", "masked", "words"),
+    [
+        ("opt", False, "the layers of OPTForCausalLM do not keep them apart; nearest"),
+        ("bloom", False, "the layers of BloomForCausalLM do not"),
+        ("falcon-h1", False, "the layers of FalconH1ForCausalLM do not"),  # by its convolution
+        ("llama", True, "the layers of LlamaForCausalLM do not keep them apart where attention_mask is given"),
+    ],
+)
+def test_packed_rows_are_refused_where_documents_would_mix(family: str, masked: bool, words: str) -> None:
+    batch = make_batch(family, packed=True)
+    keywords = {**batch.keywords, **({"attention_mask": torch.ones_like(batch.tokens)} if masked else {})}
+    pipeline = LocalPipeline(hf.layers(MODEL_FAMILIES[family].build()), SCHEDULES["1f1b"](), loss=cross_entropy)
+    with pytest.raises(UsageError, match=words):
+        pipeline.predict(batch.tokens, **keywords)
+
+
+def test_positions_of_padding_begin_no_document() -> None:
+    """Padding on the left has position 1, as `generate` of transformers gives it."""
+    config = MODEL_FAMILIES["opt"].build()
+    whole = transformers.AutoModelForCausalLM.from_config(config).eval()
+    mask = (torch.arange(12) >= torch.arange(5)[:, None]).long()
+    given = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)}
+    pipeline = LocalPipeline(hf.layers(whole), SCHEDULES["1f1b"](), loss=cross_entropy)
+    tokens = make_batch("opt").tokens
+    with torch.no_grad():
+        want = whole(tokens, **given).logits
+    assert torch.allclose(pipeline.predict(tokens, **given), want, atol=1e-6)
+
+
+def test_a_mask_that_hides_documents_from_one_another_is_known() -> None:
+    positions = make_batch("llama", packed=True).keywords["position_ids"]
+    begins, allowed = positions[:, 1:] == 0, visible(positions)
+    assert HandOver((allowed,), {}, None).keeps_apart(begins)
+    assert HandOver((), {"mask": torch.zeros(5, 2, 12, 12).masked_fill(~allowed, -1e9)}, None).keeps_apart(begins)
+    causal = torch.ones(12, 12, dtype=torch.bool).tril()
+    for mask in (allowed[:1], allowed.clone().index_fill_(0, torch.tensor(4), True), causal, ~causal, ~allowed):
+        assert not HandOver((mask,), {}, None).keeps_apart(begins)

@@ -278,6 +278,71 @@ def test_a_forward_that_changes_its_input_is_refused() -> None:
         recomputed(Adding(), (x,), Adding())
 
 
+class Changing(Block):
+    """Begins with an activation that changes its input, and ends with an operation that keeps its output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(0.5).relu_()).sigmoid()
+
+
+@pytest.mark.parametrize("schedule", [S.one_f_one_b(2, 4), S.zbv(2, 4)], ids=repr)
+def test_a_layer_that_changes_its_input_works_on_a_copy(schedule: pl.Schedule) -> None:
+    """In forwards after the first 64, too."""
+    layers = [Layer(f"layer{n}", lambda n=n: Changing(n)) for n in range(2 * schedule.positions)]
+    pipeline = LocalPipeline(layers, schedule, loss=mse, options=RuntimeOptions(recompute="full"))
+    x, y = batch(8)
+    given = x.clone()
+    want, wanted = serial([Layer(layer.name, lambda n=n: Copying(n)) for n, layer in enumerate(layers)], x, y, [2] * 4)
+    for _ in range(17):
+        for parameter in pipeline.parameters():
+            parameter.grad = None
+        assert pipeline.step(x, y).item() == pytest.approx(want.item(), abs=1e-6)
+    assert worst(gradients(pipeline), wanted) <= 1e-5
+    assert torch.equal(x, given)
+
+
+class Copying(Changing):
+    """Computes the same without a change of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.clone())
+
+
+class Beside(nn.Module):
+    """Returns one tensor twice: as two outputs, or as an output and a named tensor."""
+
+    def __init__(self, named: bool) -> None:
+        super().__init__()
+        self.named = named
+
+    def forward(self, x: Tensor) -> Any:
+        return x, ({"again": x} if self.named else x)
+
+
+class ChangingFirst(nn.Module):
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        return x.relu_() * (1 if other is None else other)
+
+
+class Reading(nn.Module):
+    def forward(self, x: Tensor, again: Tensor) -> Tensor:
+        return x + again
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_layer_that_changes_a_tensor_with_another_of_its_memory_is_refused(named: bool) -> None:
+    """In one process the other one would change with it."""
+    layers = [
+        Layer("block", lambda: Block(0)),
+        Layer("beside", lambda: Beside(named), writes=("again",) if named else ()),
+        Layer("changing", ChangingFirst),
+        *([Layer("reader", Reading, reads=("again",))] if named else []),
+    ]
+    options = RuntimeOptions(recompute=frozenset({"changing"}))
+    with pytest.raises(UsageError, match="ChangingFirst is recomputed, and its forward changes its input in place"):
+        LocalPipeline(layers, S.gpipe(1, 2), loss=mse, options=options).step(*batch(4))
+
+
 class Remembering(Block):
     """Its output depends on a number and on a generator that it keeps, and its gradient on a hook on its input."""
 

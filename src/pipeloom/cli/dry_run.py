@@ -10,7 +10,7 @@ from pipeloom.config import Config, Layout
 from pipeloom.config.layout import stage_costs
 from pipeloom.config.sizes import layer_sizes
 from pipeloom.cores import usable_cores
-from pipeloom.errors import UsageError
+from pipeloom.errors import ConfigError, UsageError
 from pipeloom.mesh_shape import MeshShape
 from pipeloom.schedule import Costs, Timeline, simulate
 
@@ -98,6 +98,8 @@ def _measured_lines(layout: Layout) -> list[str]:
     config = layout.config
     try:
         costs = measure_layers(layout)
+    except ConfigError:
+        raise  # training would end with it too
     except UsageError as error:
         return [f"activations and time of a step: not predicted: {error}"]
     timeline = measured_timeline(layout, costs)

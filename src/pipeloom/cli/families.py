@@ -84,7 +84,7 @@ def row(verdict: dict[str, Any]) -> str:
     state = "PASS" if verdict["passed"] else "FAIL"
     worst = f"{verdict['worst_error']:.1e} {verdict['worst_parameter']}" if verdict["worst_error"] else "0"
     return (
-        f"{state}  {verdict['family']:<12} {verdict['schedule']:<12} W {verdict['separate']:4.0%}  "
+        f"{state}  {verdict['family']:<12} {verdict['schedule']:<23} W {verdict['separate']:4.0%}  "
         f"loss {verdict['loss_error']:.1e}  worst {worst}"
     )
 

@@ -35,8 +35,9 @@ A list in a layout stands for each of its values in turn. One pool of workers ru
 all layouts. With skip_invalid = true, invalid combinations are skipped and counted.
 
 --hf-families verifies tiny models of Hugging Face families (all, or those named) on
-two ranks under 1F1B, interleaved and ZBV. The error of a gradient is
-||a - b|| / ||b||, and the tolerance 1e-5.
+two ranks under 1F1B, interleaved and ZBV, under ZBV with recomputation too, and under
+1F1B with recomputation and packed documents where the family keeps these apart. The
+error of a gradient is ||a - b|| / ||b||, and the tolerance 1e-5.
 """
 
 

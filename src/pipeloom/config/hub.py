@@ -9,10 +9,9 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from pipeloom.config.problems import file_sentence
-from pipeloom.errors import ConfigError, UsageError
-from pipeloom.limits import MOST_LAYERS, MOST_WIDTH, expanded, read_json
+from pipeloom.errors import ConfigError, UsageError, shortened
+from pipeloom.limits import MODEL_CONFIG_BYTES, MOST_LAYERS, MOST_WIDTH, expanded, read_json, require_counts
 
-_MOST_BYTES = 10_000_000
 # Key of [model] -> its names in the families' files. For a foreign model most of these keys serve only estimates: of the costs by
 # which stages are balanced, of memory, and of utilisation.
 _SPELLINGS = {
@@ -187,7 +186,9 @@ def _content(source: str, key: str) -> dict[str, Any]:
     """The `config.json` of a directory. Raises ConfigError, about `model.key`, where it cannot be read."""
     path = expanded(source) / "config.json"
     try:
-        content = read_json(path, _MOST_BYTES, "a model's configuration")
+        content = read_json(path, MODEL_CONFIG_BYTES, "a model's configuration")
+        if isinstance(content, dict):
+            require_counts(content)
     except (OSError, UsageError) as error:
         raise ConfigError(f'model.{key} = "{source}": {path} cannot be read: {error}') from None
     if not isinstance(content, dict):
@@ -207,6 +208,13 @@ def _require(values: Mapping[str, Any], where: str) -> None:
 def sizes(source: str) -> dict[str, Any]:
     """Keys of `[model]` for the model in `source`. Raises ConfigError where its configuration cannot be read."""
     path, content = expanded(source) / "config.json", _content(source, "source")
+    if content.get("is_encoder_decoder"):
+        classes = content.get("architectures")
+        name = str(classes[0] if isinstance(classes, list) and classes else content.get("model_type"))
+        raise ConfigError(
+            f'model.source = "{source}": {shortened(name)} has an encoder and a decoder; supported: causal language models, '
+            "which are a decoder alone"
+        )
     values = {**content, **(content.get("text_config") or {})}
     _require(values, f'model.source = "{source}": {path}')
     decoder_keys = {}

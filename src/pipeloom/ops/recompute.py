@@ -14,12 +14,20 @@ from pipeloom.errors import UsageError
 from pipeloom.ops.stage_state import StageState
 
 
-def recomputed(run: Callable[..., Any], values: tuple[Any, ...], module: nn.Module) -> Any:
+def recomputed(
+    run: Callable[..., Any],
+    values: tuple[Any, ...],
+    module: nn.Module,
+    on_change: Callable[[], None] | None = None,
+) -> Any:
     """Return `run(*values)`, differentiable although no intermediate values are kept.
 
     The second run draws the same random numbers as the first, starts from the state of `module` that the first one read
     (`StageState`), and leaves no trace in it: what counts, averages or iterates in a forward does so once. A hook that `run`
     registers on an input is called once.
+
+    Args:
+        on_change: run on copies of the inputs, and call this if `run` changes one in place; None: that is an error.
 
     Raises UsageError when `run` changes an input in place: the second run would start from other values. (If other code
     changes an input, torch raises in the backward.)
@@ -32,7 +40,12 @@ def recomputed(run: Callable[..., Any], values: tuple[Any, ...], module: nn.Modu
         # The exception that ends a second run early does not pass through TorchScript.
         with set_checkpoint_early_stop(False) if scripted else nullcontext():
             return checkpoint(
-                _on_aliases, run, *values, use_reentrant=False, context_fn=lambda: (first, _Again(first.state))
+                _on_aliases,
+                on_change,
+                run,
+                *values,
+                use_reentrant=False,
+                context_fn=lambda: (first, _Again(first.state)),
             )
     except RuntimeError as error:
         if "saved tensor hooks" in str(error) or "Inference tensors" in str(error):
@@ -40,9 +53,17 @@ def recomputed(run: Callable[..., Any], values: tuple[Any, ...], module: nn.Modu
         raise
 
 
-def _on_aliases(run: Callable[..., Any], *values: Any) -> Any:
-    """Run on aliases of the inputs, new in each run, so that hooks of the second run touch no tensor of the first graph."""
-    return run(*(v.view_as(v) if _takes_hooks(v) else v for v in values))
+def _on_aliases(on_change: Callable[[], None] | None, run: Callable[..., Any], *values: Any) -> Any:
+    """Run on aliases of the inputs, new in each run, so that hooks of the second run touch no tensor of the first graph; or on
+    copies, which `run` may change.
+    """
+    if on_change is None:
+        return run(*(v.view_as(v) if _takes_hooks(v) else v for v in values))
+    copies = [v.clone() if isinstance(v, Tensor) else v for v in values]
+    result = run(*copies)
+    if any(isinstance(v, Tensor) and v._version for v in copies):
+        on_change()
+    return result
 
 
 def _takes_hooks(value: Any) -> bool:

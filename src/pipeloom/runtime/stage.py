@@ -187,10 +187,13 @@ class Stage:
                 if before_layer is not None:
                     before_layer(name)
                 if name in layers.recomputed:
+                    # Another tensor may be of the memory of one among several, and would change with it in one process.
+                    alone = names is None and len(arguments) == 1
                     result = recomputed(
                         partial(_by_name, module, accepted, tuple(read)),
                         (*read.values(), *arguments),
                         module,
+                        self._inputs.on_change(name) if alone else None,
                     )
                 else:
                     result = module(*arguments, **accepted, **read)
@@ -466,11 +469,12 @@ class ChangeableInputs:
     """Inputs that a stage's layers may change in place, as in one process, although they are leaves of its graph.
 
     That takes one more operation per input, so it ends after the first forwards unless a layer has changed an input in one of
-    them.
+    them. A recomputed layer works on a copy of its input meanwhile, and goes on with it if it has changed one.
     """
 
     def __init__(self) -> None:
         self._left: float = _FIRST
+        self._changing: set[str] = set()  # names of recomputed layers
         self._versions: tuple[int, ...] = ()
 
     def changeable(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -486,6 +490,10 @@ class ChangeableInputs:
         versions, self._versions = self._versions, ()
         if versions and versions != tuple(value._version for value in inputs if carries(value)):
             self._left = math.inf
+
+    def on_change(self, layer: str) -> Callable[[], None] | None:
+        """Return what a recomputed layer calls if it changes its input in place; None: it may not."""
+        return partial(self._changing.add, layer) if self._left > 0 or layer in self._changing else None
 
     def explain(self, error: RuntimeError, inputs: Sequence[Any]) -> None:
         """Add a note to an error about a leaf that was changed in place, and allow that from the next forward on."""

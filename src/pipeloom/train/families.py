@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,6 +30,24 @@ SCHEDULES: dict[str, Callable[[], Schedule]] = {
     "interleaved": lambda: schedules.interleaved(RANKS, MICROBATCHES, 2),
     "zbv": lambda: schedules.zbv(RANKS, MICROBATCHES),
 }
+
+
+class Variant(NamedTuple):
+    """A schedule with which a family is verified, whether all layers are recomputed, and whether rows hold several documents."""
+
+    schedule: str
+    recompute: bool = False
+    packed: bool = False
+
+    def __str__(self) -> str:
+        return self.schedule + ", recompute" * self.recompute + ", packed" * self.packed
+
+
+VARIANTS = (
+    *map(Variant, SCHEDULES),
+    Variant("zbv", recompute=True),
+    Variant("1f1b", recompute=True, packed=True),  # of the families that keep documents apart
+)
 
 VOCABULARY_SIZE = 61
 _LLAMA = {
@@ -281,6 +300,7 @@ class Verdict:
     """Deviation of a family's step in a pipeline from the same step in one process.
 
     Attributes:
+        schedule: its schedule, and whether layers were recomputed and rows packed, in words.
         loss_error: |a - b| / |b|, where b is the loss of one process.
         worst_error: the largest of ||a - b|| / max(||b||, a thousandth of the median parameter's ||b||) over all gradients.
         worst_parameter: the parameter with that gradient; empty where all gradients are equal.
@@ -305,11 +325,18 @@ def chosen(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(names) or tuple(MODEL_FAMILIES)
 
 
-def make_batch(family: str) -> FamilyBatch:
-    """Return a batch of random tokens, different in every micro-batch; for a padded family, rows of different lengths."""
+def make_batch(family: str, packed: bool = False) -> FamilyBatch:
+    """Return a batch of random tokens, different in every micro-batch; for a padded family, rows of different lengths.
+
+    Args:
+        packed: rows of two documents instead, whose lengths differ from row to row.
+    """
     generator = torch.Generator().manual_seed(stable_seed("families", family))
     rows = MICROBATCHES + 1  # one micro-batch is larger than the others
     tokens, targets = torch.randint(3, VOCABULARY_SIZE, (2, rows, SEQUENCE_LENGTH), generator=generator)
+    if packed:
+        places, first = torch.arange(SEQUENCE_LENGTH), 3 + torch.arange(rows)[:, None]
+        return FamilyBatch(tokens, targets, {"position_ids": torch.where(places < first, places, places - first)})
     if not MODEL_FAMILIES[family].padded:
         return FamilyBatch(tokens, targets, {})
     mask = (torch.arange(SEQUENCE_LENGTH) < SEQUENCE_LENGTH - torch.arange(rows)[:, None]).long()
@@ -317,24 +344,26 @@ def make_batch(family: str) -> FamilyBatch:
 
 
 def run(families: Sequence[str], context: WorkerContext, tolerance: float) -> Iterator[Verdict | None]:
-    """Verify each family with each schedule; collective, so every worker must iterate to the end.
+    """Verify each family in each variant; collective, so every worker must iterate to the end.
 
     Yields:
         the verdict of each on rank 0, None on the other ranks.
     """
     for family in families:
-        config = MODEL_FAMILIES[family].build()
-        for name, make in SCHEDULES.items():
-            model = hf.layers(config)
-            pipeline = Pipeline(
-                model,
-                make(),
-                loss=cross_entropy,
-                tied=model.tied,
-                options=RuntimeOptions(device=context.device, watchdog=context.watchdog, seed=0),
+        model = hf.layers(MODEL_FAMILIES[family].build())
+        for variant in VARIANTS:
+            if variant.packed and not model.cut.keeps_documents_apart():
+                continue
+            options = RuntimeOptions(
+                device=context.device,
+                watchdog=context.watchdog,
+                seed=0,
+                recompute="full" if variant.recompute else "none",
             )
+            schedule = SCHEDULES[variant.schedule]()
+            pipeline = Pipeline(model, schedule, loss=cross_entropy, tied=model.tied, options=options)
             context.close_to_strangers()
-            batch = make_batch(family)
+            batch = make_batch(family, variant.packed)
             loss = pipeline.step(batch.tokens, batch.targets, **batch.keywords).item()
             mine = {name: (p.detach(), p.grad) for name, p in pipeline.named_parameters()}
             group = pipeline.mesh.everyone.group
@@ -345,12 +374,12 @@ def run(families: Sequence[str], context: WorkerContext, tolerance: float) -> It
                 yield None
                 continue
             held = [{key: ParameterValues(*value) for key, value in each.items()} for each in ranks]
-            yield compare(family, name, model, held, loss, tolerance)
+            yield compare(family, variant, model, held, loss, tolerance)
 
 
 def compare(
     family: str,
-    schedule: str,
+    variant: Variant,
     model: hf.ModelLayers,
     ranks: Iterable[Mapping[str, ParameterValues]],
     loss: float,
@@ -360,7 +389,7 @@ def compare(
     errors: dict[str, float] = {}
     holdings = [(name, held) for each in ranks for name, held in each.items()]
     reference = _whole_model(model, {hf.hub_name(name): held.value for name, held in holdings})
-    want_loss = _serial_step(reference, make_batch(family))
+    want_loss = _serial_step(reference, make_batch(family, variant.packed))
     parameters = dict(reference.named_parameters(remove_duplicate=False))
     norms = [float(p.grad.norm()) for p in reference.parameters() if p.grad is not None]
     floor = 1e-3 * statistics.median(norms)
@@ -379,7 +408,7 @@ def compare(
     loss_error = abs(loss - want_loss) / abs(want_loss)
     passed = loss_error <= tolerance and errors[worst] <= tolerance
     return Verdict(
-        family, schedule, loss_error, errors[worst], worst if errors[worst] else "", model.separate_share, passed
+        family, str(variant), loss_error, errors[worst], worst if errors[worst] else "", model.separate_share, passed
     )
 
 
@@ -394,18 +423,27 @@ def _whole_model(model: hf.ModelLayers, values: Mapping[str, Tensor]) -> Any:
 
 
 def _serial_step(model: Any, batch: FamilyBatch) -> float:
-    """Return the mean loss over the batch, computed in a pipeline's micro-batches; the gradients are accumulated in `model`."""
-    rows = len(batch.tokens)
-    sizes = [rows // MICROBATCHES + (at < rows % MICROBATCHES) for at in range(MICROBATCHES)]
-    total, loss, start = int((batch.targets != IGNORE_INDEX).sum()), 0.0, 0
-    for size in sizes:
-        part = slice(start, start + size)
-        start += size
-        keywords = {name: value[part] for name, value in batch.keywords.items()}
-        logits = model(batch.tokens[part], use_cache=False, **keywords).logits
-        targets = batch.targets[part]
-        share = int((targets != IGNORE_INDEX).sum()) / total
-        value = cross_entropy(logits, targets) * share
+    """Return the mean loss over the batch, computed part by part; the gradients are accumulated in `model`."""
+    total, loss = int((batch.targets != IGNORE_INDEX).sum()), 0.0
+    for tokens, targets, keywords in _parts(batch):
+        logits = model(tokens, use_cache=False, **keywords).logits
+        value = cross_entropy(logits, targets) * (int((targets != IGNORE_INDEX).sum()) / total)
         value.backward()  # type: ignore[no-untyped-call]
         loss += value.item()
     return loss
+
+
+def _parts(batch: FamilyBatch) -> Iterator[FamilyBatch]:
+    """Yield a pipeline's micro-batches; of packed rows, each document alone."""
+    rows, positions = len(batch.tokens), batch.keywords.get("position_ids")
+    if positions is None:
+        sizes = [rows // MICROBATCHES + (at < rows % MICROBATCHES) for at in range(MICROBATCHES)]
+        split = [torch.split(value, sizes) for value in (batch.tokens, batch.targets, *batch.keywords.values())]
+        for tokens, targets, *values in zip(*split, strict=True):
+            yield FamilyBatch(tokens, targets, dict(zip(batch.keywords, values, strict=True)))
+        return
+    for row in range(rows):
+        first = [int(place) for place in (positions[row] == 0).nonzero()]
+        for start, end in pairwise([*first, SEQUENCE_LENGTH]):
+            part = slice(row, row + 1), slice(start, end)
+            yield FamilyBatch(batch.tokens[part], batch.targets[part], {})

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeloom.errors import ConfigError
+from pipeloom.errors import ConfigError, UsageError
 from pipeloom.models.hf.conv1d import with_separate_weight_gradients
 from pipeloom.models.hf.first_weights import initialize
+from pipeloom.models.hf.library import require_decoder
 from pipeloom.models.hf.parts import FirstPart, LastPart, TrunkLayer
 from pipeloom.models.hf.recorders import Altered, Recorder, Replay, Stop, Tape
 from pipeloom.models.hf.stubs import Stubs, set_tensor
@@ -53,6 +54,7 @@ class Cut:
         self.config: Any = self.model.config
         self._refuse_options()
         self.path, self.trunk = _trunk(self.model)
+        self._refuse_encoder()
         self.path_dot = f"{self.path}."
         self.meta = any(parameter.is_meta for parameter in self.model.parameters())
         self.extra: int | None = None
@@ -130,21 +132,17 @@ class Cut:
         Stubs(shell, self._shell_parameters(), requires_grad=True)
         if self.meta:
             initialize(shell, "", self.model)
-        return Replay(shell, tape, self._embedding_width, self._dtype)
+        convolves = any(isinstance(part, nn.Conv1d) for part in self.trunk.modules())
+        return Replay(shell, tape, self._embedding_width, self._dtype, convolves)
 
     def keeps_documents_apart(self) -> bool:
-        """Return whether every layer attends inside a document only, where the positions in `position_ids` restart with each.
-
-        Layers with a convolution over the tokens (state-space and recurrent layers) never do, whatever their masks.
-        """
-        if any(isinstance(part, nn.Conv1d) for part in self.trunk.modules()):
-            return False
+        """Return whether every layer attends inside a document only, where the positions in `position_ids` restart with each."""
         positions = torch.tensor([[0, 1, 0, 1]])
         try:
-            handed = self._new_replay().run((1, 4), torch.device("cpu"), {"position_ids": positions})
-        except TypeError:
-            return False  # its forward takes no positions
-        return all(each.keeps_documents_apart for each in handed)
+            self._new_replay().handed(torch.empty(*positions.shape, 1), {"position_ids": positions})
+        except (TypeError, UsageError):
+            return False  # TypeError: its forward takes no positions
+        return True
 
     def _shared(self) -> dict[int, Any]:
         """Return a memo for deepcopy under which a copy shares the configuration, and the weights if they have values."""
@@ -188,8 +186,18 @@ class Cut:
             raise ConfigError(
                 f"layerdrop is {config.layerdrop}, and which layers run would differ from rank to rank: set it to 0"
             )
-        if getattr(config, "is_encoder_decoder", False):
-            raise ConfigError("it has an encoder and a decoder; one row of decoder layers can be cut")
+        require_decoder(config)
+
+    def _refuse_encoder(self) -> None:
+        causal = {getattr(part, "is_causal", None) for part in self.trunk.modules()}
+        config = self.config.get_text_config()
+        # Families of which a configuration may be either say by is_decoder which it is; some have no is_causal.
+        either = hasattr(config, "add_cross_attention") and hasattr(config, "is_decoder")
+        if (False in causal and True not in causal) or (either and not config.is_decoder):
+            nearest = f", and {type(self.model).__name__} with is_decoder = true" if either else ""
+            raise ConfigError(
+                f"its tokens attend to later ones, as in an encoder; supported: causal language models{nearest}"
+            )
 
     def _before(self) -> frozenset[str]:
         """Return the names of the parameters on which the hidden states of the first decoder layer depend."""

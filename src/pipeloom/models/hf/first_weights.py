@@ -36,7 +36,7 @@ def initialize(module: nn.Module, prefix: str, model: Any, draw: bool = True) ->
         if draw and bool(parameter.isnan().any()):
             _draw_as_usual(name, parameter, model.config.get_text_config())
         elif not draw:
-            del parameter._is_hf_initialized  # type: ignore[attr-defined]
+            vars(parameter).pop("_is_hf_initialized", None)  # one with two names is seen twice
     missing = [name for name, buffer in buffers.items() if bool(_is_unset(buffer).any())]
     if missing:
         constructed = _constructed_buffers(model)

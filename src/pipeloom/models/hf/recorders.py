@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from pipeloom.errors import ConfigError
+from pipeloom.errors import ConfigError, UsageError
 
 _CACHED = (
     4  # hand-overs kept per process: micro-batches with masks of their own that can be in flight within one action
@@ -39,19 +40,26 @@ class HandOver:
         output: Tensor = result[0] if isinstance(result, (tuple, list)) else result
         return output
 
-    @property
-    def keeps_documents_apart(self) -> bool:
-        """Return whether a mask among these hides token 0 from token 2, of tokens at the positions 0, 1, 0, 1 of one row."""
-        tensors = [value for _, value in _named(self) if isinstance(value, Tensor) and value.shape[-2:] == (4, 4)]
+    def keeps_apart(self, begins: Tensor) -> bool:
+        """Return whether a mask among these hides from every token that begins a document the one before it.
+
+        Args:
+            begins: [batch, length - 1], whether a document begins at each token but the first of the row.
+        """
+        length, begin = begins.shape[1] + 1, begins[:, None]
+        tensors = [value for _, value in _named(self) if isinstance(value, Tensor)]
         masks = [
-            each for each in tensors if each.dtype == torch.bool or each.is_floating_point()
+            value
+            for value in tensors
+            if value.shape[-2:] == (length, length) and (value.dtype == torch.bool or value.is_floating_point())
         ]  # not complex rotary tables
-        return any(_hides(mask, 2, 0) and not _hides(mask, 1, 0) for mask in masks)
+        return any(bool((_hides(mask, 1) | ~begin).all()) and not (_hides(mask, 0) & begin).any() for mask in masks)
 
 
-def _hides(mask: Tensor, query: int, key: int) -> bool:
-    entry = mask[..., query, key]
-    return not bool(entry.any()) if mask.dtype == torch.bool else bool((entry < -1e4).all())
+def _hides(mask: Tensor, back: int) -> Tensor:
+    """Return whether each token but the first may not attend to the one `back` places before it: [..., length - 1]."""
+    entries = mask.diagonal(-back, -2, -1)[..., 1 - back :]
+    return ~entries if mask.dtype == torch.bool else entries < -1e4
 
 
 class Stop(Exception):
@@ -140,15 +148,22 @@ class Replay:
     Args:
         shell: the model with recorders; its parameters hold no memory.
         embedding_width: of `inputs_embeds`.
+        convolves: whether layers have a convolution over the tokens, which no mask keeps inside a document.
     """
 
-    def __init__(self, shell: nn.Module, tape: Tape, embedding_width: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, shell: nn.Module, tape: Tape, embedding_width: int, dtype: torch.dtype, convolves: bool = False
+    ) -> None:
         self.shell, self.tape = shell.eval(), tape
+        self._convolves = convolves
         self._width, self._dtype = embedding_width, dtype
         self._kept: OrderedDict[tuple[Any, ...], tuple[Sequence[HandOver], Any]] = OrderedDict()
 
     def handed(self, hidden: Tensor, keywords: Mapping[str, Any]) -> Sequence[HandOver]:
-        """Return the arguments of each layer for hidden states [batch, length, width] and a micro-batch's keyword arguments."""
+        """Return the arguments of each layer for hidden states [batch, length, width] and a micro-batch's keyword arguments.
+
+        Raises UsageError for rows of several documents between which the layers would attend.
+        """
         given = {name: value for name, value in keywords.items() if value is not None}
         shape = hidden.shape[:2]
         versions = tuple(
@@ -158,17 +173,35 @@ class Replay:
         key = (shape, hidden.device, versions)
         if key not in self._kept:
             # the keyword arguments are kept with it, so that no other one can have their id meanwhile
-            self._kept[key] = self.run(tuple(shape), hidden.device, given), given
+            handed = self.run(tuple(shape), hidden.device, given)
+            self._require_apart(handed, given)
+            self._kept[key] = handed, given
             if len(self._kept) > _CACHED:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
         return self._kept[key][0]
 
+    def _require_apart(self, handed: Sequence[HandOver], keywords: Mapping[str, Any]) -> None:
+        positions, mask = keywords.get("position_ids"), keywords.get("attention_mask")
+        if not isinstance(positions, Tensor) or positions.ndim != 2:
+            return
+        begins = positions[:, 1:] != positions[:, :-1] + 1
+        if isinstance(mask, Tensor) and mask.shape == positions.shape:  # positions of padding say nothing
+            begins &= (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
+        if begins.any() and (self._convolves or not all(each.keeps_apart(begins) for each in handed)):
+            given = "" if mask is None else " where attention_mask is given"
+            raise UsageError(
+                f"position_ids say that rows hold several documents (a position is not the one before it plus 1), and the layers "
+                f"of {type(self.shell).__name__} do not keep them apart{given}; nearest: rows of one document each"
+            )
+
     def run(self, shape: tuple[int, ...], device: torch.device, keywords: Mapping[str, Any]) -> Sequence[HandOver]:
         """A run. Raises ConfigError where a layer is handed something that depends on weights or on hidden states."""
         count = len(self.recorders)
         self.tape.run(stop_at=count - 1)
-        with torch.enable_grad():  # what depends on weights or hidden states knows a gradient
+        # What depends on weights or hidden states knows a gradient. The graph is dropped at once; hooks of its own keep what it
+        # saves from those of a recomputed layer, whose two runs would differ, since only one of them finds nothing kept.
+        with torch.enable_grad(), saved_tensors_hooks(_same, _same):
             embedded = torch.zeros(*shape, self._width, dtype=self._dtype, device=device, requires_grad=True) * 1
             try:
                 self.shell(inputs_embeds=embedded, **keywords)
@@ -194,6 +227,10 @@ class Replay:
     @property
     def recorders(self) -> list[Recorder]:
         return [part for part in self.shell.modules() if isinstance(part, Recorder)]
+
+
+def _same(value: Tensor) -> Tensor:
+    return value
 
 
 def _is_inference(value: Any) -> bool:
