@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pipeloom.errors import ConfigError
-from pipeloom.limits import MODEL_CONFIG_BYTES, require_counts
+from pipeloom.limits import MODEL_CONFIG_BYTES, read_json, require_counts
 
 RANGE = (5, 23), (5, 24)  # what the tests ran with: from the first version on, before the second
 
