@@ -268,3 +268,9 @@ def test_overlap_cannot_be_turned_off_over_shared_memory() -> None:
 def test_stages_of_a_negative_size_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"stages \[5, -1\] has the negative size -1; a stage holds 0 layers or more"):
         split_layers(4, 2, [5, -1])
+
+
+def test_a_timeout_in_which_no_rank_can_answer_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"timeout is 0\.5; it must be at least 1 second, or None"):
+        RuntimeOptions(timeout=0.5)
+    RuntimeOptions(timeout=1.0)

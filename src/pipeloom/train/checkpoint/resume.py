@@ -17,7 +17,7 @@ from pipeloom.config.layout import even_sizes
 from pipeloom.errors import CheckpointError, ConfigError, sentence
 from pipeloom.limits import expanded
 from pipeloom.parallel.exchange import all_gather_json
-from pipeloom.train.checkpoint.folder import complete, newest_checkpoint, restore_replaced, step_path
+from pipeloom.train.checkpoint.folder import complete, newest_checkpoint, remove_leftovers, restore_replaced, step_path
 from pipeloom.train.checkpoint.load import read_extra, verified
 from pipeloom.train.checkpoint.manifest import MANIFEST, Manifest
 from pipeloom.train.lock import RunClaim
@@ -158,7 +158,7 @@ def _look(config: Config, mine: Mapping[str, str], run: Path | None, claim: RunC
     target = folder if run is not None or section.resume == "auto" else configured
     if target is not None:
         claim.lock(target, f'checkpoint.dir = "{section.dir}"' if section.dir else f'log.dir = "{config.log.dir}"')
-        restore_replaced(target)
+        (remove_leftovers if claim.locks else restore_replaced)(target)
     if run is not None:
         paths = [str(path) for _, path in complete(configured or run)]
         return {"paths": paths, "exact": False, "folder": str(run)}
