@@ -127,6 +127,15 @@ def test_both_pipelines_have_the_same_public_names() -> None:
     assert names == local
 
 
+def test_the_share_of_a_local_pipeline_is_the_whole_loss() -> None:
+    """DualPipe computes the loss on two ranks."""
+    pipeline = LocalPipeline(layers(), S.dualpipe(2, 4), loss=mse)
+    assert pipeline.loss_share is None
+    loss = pipeline.step(*batch(4))
+    assert pipeline.loss_share is not None
+    assert float(pipeline.loss_share) == pytest.approx(float(loss), rel=1e-6)
+
+
 @pytest.mark.parametrize("make", [LocalPipeline, Pipeline])
 @pytest.mark.parametrize(
     ("arguments", "text"),
