@@ -44,6 +44,8 @@ MOST_STEPS = 10**12
 MOST_SEED = 2**63 - 1
 # Seconds of a limit: 11 days. Above 2**31 milliseconds (24 days) calls of the operating system overflow.
 MOST_SECONDS = 1e6
+# Seconds without progress: a process that is given no core for a moment is not stuck.
+LEAST_TIMEOUT = 1.0
 # Bytes of a schedule as text: four times what MOST_CELLS takes; of a configuration: a hundred times the default's.
 SCHEDULE_BYTES = 32 * 2**20
 CONFIG_BYTES = 2**18

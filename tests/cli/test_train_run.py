@@ -100,6 +100,7 @@ def test_a_lost_message_ends_with_6_and_a_report_a_rank(tmp_path: Path, corpus: 
     assert "[rank 0] " in done.stderr
     assert "[rank 1] " in done.stderr
     assert "waits for the output of stage 2 micro-batch" in done.stderr
+    assert done.stderr.splitlines()[-1] == "pipeloom: no rank failed: the run stalled, and its workers were stopped"
 
 
 def test_ctrl_c_exits_130_quietly(tmp_path: Path, corpus: Path) -> None:

@@ -51,6 +51,7 @@ def test_three_errors_at_once_with_where_they_were_set(tmp_path: Path) -> None:
         ("train.steps", 1.5, "a whole number"),
         ("train.steps", True, "a whole number"),
         ("train.deterministic", 1, "true or false"),
+        ("train.timeout", 0.001, "a number of seconds of at least 1, or 'auto'"),
         ("train.dtype", "float3", "did you mean 'float32'"),
         ("train.device", "gpu", "'auto', 'cpu' or 'cuda'"),
         ("train.threads", True, "a whole number from 1 to 1,024, or 'auto'"),

@@ -127,6 +127,15 @@ def test_both_pipelines_have_the_same_public_names() -> None:
     assert names == local
 
 
+def test_the_share_of_a_local_pipeline_is_the_whole_loss() -> None:
+    """DualPipe computes the loss on two ranks."""
+    pipeline = LocalPipeline(layers(), S.dualpipe(2, 4), loss=mse)
+    assert pipeline.loss_share is None
+    loss = pipeline.step(*batch(4))
+    assert pipeline.loss_share is not None
+    assert float(pipeline.loss_share) == pytest.approx(float(loss), rel=1e-6)
+
+
 @pytest.mark.parametrize("make", [LocalPipeline, Pipeline])
 @pytest.mark.parametrize(
     ("arguments", "text"),
@@ -268,3 +277,9 @@ def test_overlap_cannot_be_turned_off_over_shared_memory() -> None:
 def test_stages_of_a_negative_size_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"stages \[5, -1\] has the negative size -1; a stage holds 0 layers or more"):
         split_layers(4, 2, [5, -1])
+
+
+def test_a_timeout_in_which_no_rank_can_answer_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"timeout is 0\.5; it must be at least 1 second, or None"):
+        RuntimeOptions(timeout=0.5)
+    RuntimeOptions(timeout=1.0)

@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -252,6 +254,19 @@ def test_what_another_wrote_into_the_store_is_refused() -> None:
     inner.set("key", bytes(inner.get("other")).decode())
     with pytest.raises(DistributedError, match="not written by a rank of this run"):
         store.get("key")
+
+
+@pytest.mark.parametrize(
+    "call", [lambda store: store.get("key"), lambda store: store.set("key", ""), lambda store: store.add("key", 1)]
+)
+def test_a_store_whose_process_has_exited_is_another_ranks_failure(call: Any) -> None:
+    def gone(*_: object) -> None:
+        raise dist.DistNetworkError("Connection reset by peer\nframes")
+
+    with pytest.raises(
+        DistributedError, match=r"the process that serves it, .*, has exited \(Connection reset by peer\)"
+    ):
+        call(RunStore(SimpleNamespace(check=gone, set=gone, add=gone), b"", 5.0))
 
 
 def test_a_key_that_never_comes_has_a_deadline() -> None:

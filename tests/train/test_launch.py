@@ -243,7 +243,9 @@ def test_who_failed_first() -> None:
         return rank, WorkerFailure(rank, at, code, "", blames)
 
     assert first_failure({0: 6, 2: -9, 1: 6}, dict([note(0, 1.0, 6)])) == 2  # killed from outside
-    assert first_failure({0: 6, 1: 6}, dict([note(0, 2.0, 6), note(1, 1.0, 6)])) == 1  # the earlier note
+    assert first_failure({0: 6, 1: 6}, dict([note(0, 2.0, 6, 0), note(1, 1.0, 6, 1)])) == 1  # the earlier note
+    assert first_failure({0: 6, 1: 6}, dict([note(0, 2.0, 6), note(1, 1.0, 6)])) is None  # a lost message
+    assert first_failure({0: 6, 1: 3}, dict([note(0, 2.0, 6)])) == 1  # it left no note
     assert first_failure({0: 6, 1: 1}, dict([note(0, 1.0, 6), note(1, 2.0, 1)])) == 1  # 6 may be because of others
     assert first_failure({0: 0, 2: 6, 1: 6}, {}) == 2  # seen first
     assert first_failure({0: 6, 2: 6}, dict([note(0, 2.0, 6, 1), note(2, 1.0, 6, 1)])) == 1  # frozen: it never ended

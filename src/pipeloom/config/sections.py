@@ -11,6 +11,7 @@ from pipeloom.config.fault import parse_fault
 from pipeloom.decoder_shape import DecoderShape, expert_blocks
 from pipeloom.errors import ArgumentError, UsageError, echo
 from pipeloom.limits import (
+    LEAST_TIMEOUT,
     MOST_CELLS,
     MOST_CHUNKS,
     MOST_LAYERS,
@@ -125,8 +126,8 @@ def _are_transforms(value: Any) -> Any:
 def _is_timeout(value: Any) -> Any:
     if value == "auto":
         return value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise ValueError("it must be a number of seconds above 0, or 'auto'; nearest: auto")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not LEAST_TIMEOUT <= value < float("inf"):
+        raise ValueError(f"it must be a number of seconds of at least {LEAST_TIMEOUT:g}, or 'auto'; nearest: auto")
     if value > MOST_SECONDS:
         raise ValueError(f"it must be at most {MOST_SECONDS:,.0f} seconds, or 'auto'; nearest: {MOST_SECONDS:.0f}")
     return float(value)
@@ -406,8 +407,8 @@ class TrainSection(Section):
     )
     profile_steps: ProfiledSteps = Field(description="steps that it records, at most 20")
     timeout: Timeout = Field(
-        description="seconds without progress after which a rank counts as stuck; auto: 20 times the slowest step, at "
-        "least 30 and at most 300"
+        description="seconds without progress after which a rank counts as stuck, at least 1; auto: 20 times the slowest step, "
+        "at least 30 and at most 300"
     )
 
     @property

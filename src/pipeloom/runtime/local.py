@@ -293,6 +293,12 @@ class LocalPipeline:
         return min(starts)
 
     @property
+    def loss_share(self) -> Tensor | None:
+        """The last step's loss, of which this process computes every share: 0-dim, fp32; None if no step ran."""
+        shares = [result.loss.total for result in self._results if result.loss.total is not None]
+        return torch.stack(shares).sum() if shares else None
+
+    @property
     def exposed(self) -> float | None:
         """Seconds for which computation waited for expert all-to-alls in the last step, summed over all ranks.
 

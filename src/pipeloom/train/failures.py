@@ -68,8 +68,8 @@ def read_failures(folder: Path) -> dict[int, WorkerFailure]:
     return {note["rank"]: WorkerFailure(**{**note, "blames": tuple(note["blames"])}) for note in failed}
 
 
-def first_failure(codes: Mapping[int, int], failures: Mapping[int, WorkerFailure]) -> int:
-    """Return the rank that failed first.
+def first_failure(codes: Mapping[int, int], failures: Mapping[int, WorkerFailure]) -> int | None:
+    """Return the rank that failed first; None: the run stalled, and its notes blame no rank.
 
     A worker that stops because of another raises DistributedError, so notes of any other error count as earlier. The first rank
     is one that a signal of `_FROM_OUTSIDE` killed; else the writer of the earliest note, or the rank that this note blames; else
@@ -89,7 +89,10 @@ def first_failure(codes: Mapping[int, int], failures: Mapping[int, WorkerFailure
             return note.rank
         if note.blames:
             return note.blames[0]
-    return notes[0].rank if notes else (bad or list(codes))[0]
+    silent = [rank for rank in bad if codes[rank] > 0 and rank not in failures]
+    if notes and not silent:
+        return None
+    return (silent or bad or list(codes))[0]
 
 
 def write_exit(folder: str | None, exit_code: int, reason: str = "", blames: Sequence[int] = ()) -> None:

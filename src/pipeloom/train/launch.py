@@ -340,7 +340,10 @@ def _fail(workers: list[_Worker], signals: _Signals, patience: Patience, folder:
     failures = read_failures(folder)
     unprompted = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM}
     rank = first_failure(unprompted or codes or {0: 1}, failures)
-    show_output(workers, rank, failures)
+    show_output(workers, rank or 0, failures)
+    if rank is None:
+        print("pipeloom: no rank failed: the run stalled, and its workers were stopped", file=sys.stderr, flush=True)
+        return DistributedError.exit_code
     code = codes.get(rank)
     others = len(workers) - 1
     stopped = f"; the other {others} were stopped" if others > 1 else "; the other one was stopped" if others else ""

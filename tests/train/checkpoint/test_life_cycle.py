@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from checkpoint_runs import run_here, runs, steps_of
+from torch import nn
 
+import pipeloom as pl
+from pipeloom import checkpoint
 from pipeloom.errors import CheckpointError
+from pipeloom.runtime import Pipeline
 from pipeloom.train.checkpoint.folder import newest_checkpoint
 
 pytestmark = pytest.mark.timeout(120)
@@ -39,3 +45,23 @@ def test_a_run_names_the_folder_of_its_checkpoints(tmp_path: Path, capsys: pytes
         CheckpointError, match=f"holds no complete checkpoint, nor does {elsewhere}, the checkpoint.dir"
     ):
         newest_checkpoint(folder)
+
+
+def test_what_an_interrupted_save_left_goes_when_the_run_is_claimed(tmp_path: Path) -> None:
+    """Also where its last save was the one that was interrupted, and no other follows."""
+    run_here(tmp_path, "a", {"train.steps": 1})
+    (folder,) = runs(tmp_path / "a")
+    (folder / ".step-000002.partial").mkdir()
+    run_here(tmp_path, "a", {"train.steps": 1, "checkpoint.resume": "auto"})
+    assert not list(folder.glob(".*"))
+
+
+def test_a_save_that_fails_before_it_writes_leaves_nothing(tmp_path: Path) -> None:
+    def broken() -> Any:
+        raise ValueError("no state today")
+
+    optimizer: Any = SimpleNamespace(state_dict=broken)
+    pipeline = Pipeline([nn.Linear(2, 2)], pl.schedules.gpipe(1, 1), loss=nn.functional.mse_loss)
+    with pytest.raises(ValueError, match="no state today"):
+        checkpoint.save(tmp_path, 1, pipeline, optimizer)
+    assert list(tmp_path.iterdir()) == []

@@ -43,6 +43,17 @@ def within(seconds: float, call: Callable[[], T], words: str) -> T:
     return value  # type: ignore[no-any-return]
 
 
+def _answer(seconds: float, call: Callable[[], T], words: str) -> T:
+    """Return the result of a call of torch's store as `within` does. Raises DistributedError if the call fails, too."""
+    try:
+        return within(seconds, call, words)
+    except RuntimeError as error:  # torch's own errors: the process that serves the store has exited
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DistributedError(
+            f"{words}: the process that serves it, rank 0 or a launcher, has exited ({first})"
+        ) from error
+
+
 class RunStore:
     """Text under keys, each call within `seconds`.
 
@@ -58,7 +69,7 @@ class RunStore:
 
     def set(self, key: str, text: str) -> None:
         value = f"{self._mac(key, text)} {text}"
-        within(self._seconds, lambda: self._store.set(key, value), "the store took no value")
+        _answer(self._seconds, lambda: self._store.set(key, value), "the store took no value")
 
     def get(self, key: str, seconds: float | None = None) -> str:
         """Return the text under `key` as soon as it is set.
@@ -67,11 +78,11 @@ class RunStore:
         """
         patience = self._seconds if seconds is None else seconds
         give_up = time.monotonic() + patience
-        while not within(patience, lambda: self._store.check([key]), "the store did not answer"):
+        while not _answer(patience, lambda: self._store.check([key]), "the store did not answer"):
             if time.monotonic() > give_up:
                 raise DistributedError(f"no value arrived under {key} within {patience:g} s")
             time.sleep(_LOOKS_SECONDS)
-        value = within(patience, lambda: self._store.get(key).decode(), "the store gave no value")
+        value = _answer(patience, lambda: self._store.get(key).decode(), "the store gave no value")
         mac, _, text = value.partition(" ")
         if not hmac.compare_digest(mac.encode(), self._mac(key, text).encode()):
             raise DistributedError(
@@ -80,7 +91,7 @@ class RunStore:
         return str(text)
 
     def add(self, key: str, amount: int) -> int:
-        return int(within(self._seconds, lambda: self._store.add(key, amount), "the store did not count"))
+        return int(_answer(self._seconds, lambda: self._store.add(key, amount), "the store did not count"))
 
     def _mac(self, key: str, text: str) -> str:
         return hmac.new(self._secret, f"{key}={text}".encode(), hashlib.sha256).hexdigest()

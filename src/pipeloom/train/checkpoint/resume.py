@@ -16,9 +16,14 @@ from pipeloom.config import Config
 from pipeloom.errors import CheckpointError, ConfigError, echo, sentence
 from pipeloom.limits import expanded
 from pipeloom.parallel.exchange import all_gather_json
+<<<<<<< HEAD
 from pipeloom.train.checkpoint.facts import RunFacts
 from pipeloom.train.checkpoint.folder import complete, newest_checkpoint, restore_replaced, step_path
 from pipeloom.train.checkpoint.load import verified
+=======
+from pipeloom.train.checkpoint.folder import complete, newest_checkpoint, remove_leftovers, restore_replaced, step_path
+from pipeloom.train.checkpoint.load import read_extra, verified
+>>>>>>> row-a
 from pipeloom.train.checkpoint.manifest import MANIFEST, Manifest
 from pipeloom.train.lock import RunClaim
 
@@ -157,7 +162,7 @@ def _look(config: Config, mine: Mapping[str, str], run: Path | None, claim: RunC
     target = folder if run is not None or section.resume == "auto" else configured
     if target is not None:
         claim.lock(target, f'checkpoint.dir = "{section.dir}"' if section.dir else f'log.dir = "{config.log.dir}"')
-        restore_replaced(target)
+        (remove_leftovers if claim.locks else restore_replaced)(target)
     if run is not None:
         paths = [str(path) for _, path in complete(configured or run)]
         return {"paths": paths, "exact": False, "folder": str(run)}

@@ -153,6 +153,8 @@ class Saver:
         try:
             self._agree(parts, numbers, prepared, partial)
         except BaseException:
+            if self._held is not None:  # this rank prepared it
+                shutil.rmtree(partial, ignore_errors=True)
             self.release()
             if failure is not None:
                 raise failure from None
@@ -219,6 +221,7 @@ class Saver:
                 return problem
             self._held = os.open(self.folder, os.O_RDONLY | os.O_CLOEXEC)
             if locked(self._held) is False:  # without the lock, each run would remove what the other is writing
+                self.release()
                 return f"{self.folder}: another run is saving there; give each run its own folder"
             remove_leftovers(self.folder)
             partial.mkdir(mode=0o700)
