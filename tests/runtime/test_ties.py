@@ -188,6 +188,30 @@ def test_tied_weights_across_processes(ranks: int) -> None:
         assert all(owners[name] == 1 for name in untied)
 
 
+def first_values(rank: int) -> list[dict[str, Any]]:
+    """The parameters before the first step, which would make copies equal that still differ."""
+    found = []
+    for schedule, middle, ties in CASES:
+        if schedule.ranks == 2:
+            options = RuntimeOptions(monitor=False)
+            pipeline = Pipeline(language_model(middle), schedule, loss=loss_of, tied=ties, options=options)
+            found.append({name: p.detach().numpy() for name, p in pipeline.named_parameters()})
+            pipeline.close()
+    return found
+
+
+@pytest.mark.dist
+def test_tied_weights_start_with_the_first_holders_values_on_every_rank() -> None:
+    cases = [case for case in CASES if case[0].ranks == 2]
+    for (_, middle, ties), ranks in zip(cases, zip(*run_ranks(first_values, 2), strict=True), strict=True):
+        drawn = {f"{m.name}.{inner}": p for m in language_model(middle) for inner, p in m().named_parameters()}
+        first = {name: drawn[names[0]] for names in ties for name in names}
+        for parameters in ranks:
+            for name, values in parameters.items():
+                assert torch.equal(torch.from_numpy(values), first.get(name, drawn[name]).detach()), name
+            assert parameters.keys() & {name for names in ties for name in names}
+
+
 def test_the_first_holders_values_win() -> None:
     pipeline = LocalPipeline(
         [Layer("a", lambda: Block(1)), Layer("b", lambda: Block(2))],
