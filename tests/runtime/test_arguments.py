@@ -166,6 +166,8 @@ def test_constructor_arguments(make: Any, arguments: tuple[Any, Any], text: str)
         ((X, "abc"), r"the targets \(str\) hold no tensor"),
         ((X, ()), r"the targets \(tuple\) hold no tensor"),
         ((None, Y), r"the inputs hold no tensor with a batch dimension"),
+        ((X, Y[:1]), r"4 rows, and the targets hold a tensor of shape \[1, 3, 6\]: .*shared_targets=True"),
+        ((X, (Y, [Y[0]])), r"4 rows, and the targets hold a tensor of shape \[3, 6\]"),
     ],
 )
 def test_inputs_and_targets(make: Any, method: str, given: tuple[Any, ...], text: str) -> None:

@@ -233,20 +233,6 @@ def test_targets_without_rows_count_by_the_micro_batches_rows(
     assert worst(found[1][1], found[0][1]) < BOUND
 
 
-@pytest.mark.parametrize(
-    "targets", [torch.ones(1, LENGTH), (torch.ones(8), [torch.ones(LENGTH)])], ids=["broadcast", "inside a list"]
-)
-@pytest.mark.parametrize("kind", [LocalPipeline, Pipeline])
-def test_targets_that_would_be_broadcast_are_refused(targets: Any, kind: type[LocalPipeline] | type[Pipeline]) -> None:
-    x, _ = data(8, 1, None)
-    shape = r"\[1, 3\]" if isinstance(targets, Tensor) else r"\[3\]"
-    pipeline = kind(layers(4), S.gpipe(1, 4), loss=loss_of)
-    with pytest.raises(
-        UsageError, match=f"8 rows, and the targets hold a tensor of shape {shape}.*shared_targets=True"
-    ):
-        pipeline.step(x, targets)
-
-
 def test_own_weights_allow_targets_without_rows() -> None:
     x, _ = data(8, 1, None)
     wanted = torch.ones(1, LENGTH)
