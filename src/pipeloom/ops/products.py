@@ -78,11 +78,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _as_own(out: Tensor) -> Tensor:
-<<<<<<< HEAD
-    """Return `out` over the same storage, not as the view that PyTorch makes of the rows of a product of several dimensions.
-=======
-    """`out` over the same storage, not as the view that a library makes of the rows of a product of more than two dimensions.
->>>>>>> row-f
+    """Return `out` over the same storage, not as the view that a library makes of the rows of a product of several dimensions.
 
     A custom Function that returns a view forbids its caller to change it in place, as in `relu_(linear(x))`.
     """

@@ -117,15 +117,10 @@ class RuntimeOptions:
             problems.append(NOTHING_TO_TURN_OFF)
         if self.receive_depth < 1:
             problems.append(f"receive_depth is {self.receive_depth}; it must be at least 1")
-<<<<<<< HEAD
         if not isinstance(self.check_every, int) or self.check_every < 0:
             problems.append(f"check_every is {self.check_every!r}; it must be a whole number of steps, or 0 for never")
-        if self.timeout is not None and not self.timeout > 0:
-            problems.append(f"timeout is {self.timeout}; it must be above 0 seconds")
-=======
         if self.timeout is not None and not self.timeout >= LEAST_TIMEOUT:
             problems.append(f"timeout is {self.timeout}; it must be at least {LEAST_TIMEOUT:g} second, or None")
->>>>>>> row-a
         if self.timeout is not None and self.timeout > MOST_SECONDS:
             problems.append(f"timeout is {self.timeout:g}; it must be at most {MOST_SECONDS:g} seconds, or None")
         if not isinstance(self.recompute, frozenset) and self.recompute not in ("none", "full"):

@@ -16,14 +16,9 @@ from pipeloom.config import Config
 from pipeloom.errors import CheckpointError, ConfigError, echo, sentence
 from pipeloom.limits import expanded
 from pipeloom.parallel.exchange import all_gather_json
-<<<<<<< HEAD
 from pipeloom.train.checkpoint.facts import RunFacts
-from pipeloom.train.checkpoint.folder import complete, newest_checkpoint, restore_replaced, step_path
-from pipeloom.train.checkpoint.load import verified
-=======
 from pipeloom.train.checkpoint.folder import complete, newest_checkpoint, remove_leftovers, restore_replaced, step_path
-from pipeloom.train.checkpoint.load import read_extra, verified
->>>>>>> row-a
+from pipeloom.train.checkpoint.load import verified
 from pipeloom.train.checkpoint.manifest import MANIFEST, Manifest
 from pipeloom.train.lock import RunClaim
 
