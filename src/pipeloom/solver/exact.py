@@ -199,7 +199,12 @@ class _Model:
         held = instance.costs.per_stage("held", instance.stages)
         forwards = [node for node in nodes if node < stride]
         stages = sorted({node // m for node in forwards})
-        if self.whole.keys().isdisjoint(nodes) and len(stages) == 1 and held[stages[0]] == 1 and activation[stages[0]] > 0:
+        if (
+            self.whole.keys().isdisjoint(nodes)
+            and len(stages) == 1
+            and held[stages[0]] == 1
+            and activation[stages[0]] > 0
+        ):
             places = math.floor(memory_limit / activation[stages[0]] + TIME_TOLERANCE)
             for node in forwards[places:]:
                 model.add(self.start[node] >= self.end[2 * stride + node - places])
@@ -221,7 +226,10 @@ class _Model:
             return
         table = self.instance.table
         for operation in timing.order:
-            nodes, begin = table.nodes[operation], math.floor(timing.start[table.first[operation]] * self.factor + TIME_TOLERANCE)
+            nodes, begin = (
+                table.nodes[operation],
+                math.floor(timing.start[table.first[operation]] * self.factor + TIME_TOLERANCE),
+            )
             for node in nodes:
                 self.model.add_hint(self.start[node], begin)
             if nodes[0] in self.whole and nodes[0] < 2 * table.stride:

@@ -85,18 +85,16 @@ class PeriodSearches:
 
     def improved(self) -> list[tuple[Instance, Sequences]]:
         """Return the best sequences of each search that are better than those returned before."""
-        better = [
-            search for search in self.running if search.value < self._given.get(search.instance, float("inf"))
-        ]
+        better = [search for search in self.running if search.value < self._given.get(search.instance, float("inf"))]
         self._given.update((search.instance, search.value) for search in better)
         return [(search.instance, search.best) for search in better if search.best is not None]
 
     def drop_worst(self) -> None:
         """Drop the worst search, unless it is the only one, and all that cannot improve on the incumbent."""
-        kept = sorted(self.running, key=lambda search: search.value)[: max(1, len(self.running) - 1)]
+        best = sorted(self.running, key=lambda search: search.value)[: max(1, len(self.running) - 1)]
         most = PERIOD_SHARE.hopeless * self.incumbent.value
         self.running = [
-            search for search in kept if self.incumbent.can_improve(search.instance) and search.value < most
+            search for search in best if self.incumbent.can_improve(search.instance) and search.value < most
         ]
 
 

@@ -139,9 +139,7 @@ class Portfolio:
             return budget.in_time
 
         if start.search is None:
-            start.search = TabuSearch(
-                start.instance, start.sequences, self.random, self._parameters(start.instance)
-            )
+            start.search = TabuSearch(start.instance, start.sequences, self.random, self._parameters(start.instance))
         start.search.walk(moves, self.incumbent.bounds[start.instance], carry_on)
         start.value = start.search.value
 
