@@ -56,7 +56,9 @@ def measured_costs(
 
 
 def costs_of(timelines: Sequence[Timeline]) -> Costs:
-    """Stage costs and the hop of some measured steps, in seconds: over the steps, the median of each one's mean.
+    """Stage costs, the hop, and the factors of the micro-batches where these differ, of some measured steps, in seconds.
+
+    Over the steps, the median of each one's mean.
 
     The hop is the median of those that a rank waited for; 0 where none did.
     """
@@ -73,7 +75,38 @@ def costs_of(timelines: Sequence[Timeline]) -> Costs:
         weight_grad=middle("weight_grad"),
         backward=middle("backward") if all(t.costs.backward is not None for t in timelines) else None,
         p2p=max(0.0, median(waited)) if waited else 0.0,
+        microbatch=_factors(timelines),
     )
+
+
+def _factors(timelines: Sequence[Timeline]) -> tuple[float, ...]:
+    """Return micro-batch -> its time over the mean one, the median over the steps; empty where they differ by no more than noise.
+
+    One step cannot tell noise from a difference.
+    """
+    if len(timelines) < 2:
+        return ()
+    columns = list(zip(*map(_factors_of_step, timelines), strict=True))
+    factors = [median(column) for column in columns]
+    noise = median(median(abs(x - f) for x in column) for column, f in zip(columns, factors, strict=True))
+    mean = fmean(factors)
+    if mean == 0 or max(abs(factor / mean - 1) for factor in factors) <= max(LEAST_EXCESS, 3 * noise):
+        return ()
+    return tuple(factor / mean for factor in factors)
+
+
+def _factors_of_step(timeline: Timeline) -> list[float]:
+    """Return micro-batch -> the time of its actions, those of pairs left out, over that with the step's mean costs."""
+    schedule = timeline.schedule
+    expected = durations(schedule, replace(timeline.costs, microbatch=()))
+    spent, due = [0.0] * schedule.microbatches, [0.0] * schedule.microbatches
+    for codes, starts, ends in zip(schedule.codes, timeline.starts, timeline.ends, strict=True):
+        for code, start, end in zip(codes, starts, ends, strict=True):
+            if code < schedule.no_action and expected[code] > 0:
+                microbatch = parts(schedule.decode(code))[0].microbatch
+                spent[microbatch] += end - start
+                due[microbatch] += expected[code]
+    return [time / mean if mean else 1.0 for time, mean in zip(spent, due, strict=True)]
 
 
 def hops(schedule: Schedule, starts: Sequence[Sequence[float]], ends: Sequence[Sequence[float]]) -> list[float]:
@@ -163,7 +196,14 @@ def _with_stalls(costs: Costs, steps: Sequence[Timeline]) -> Costs:
     simulated with them would be shorter than any real one.
     """
     whole = simulate(steps[-1].schedule, costs).makespan
-    factor = median(simulate(step.schedule, costs_of([step])).makespan for step in steps) / whole if whole else 1.0
+    factor = (
+        median(
+            simulate(step.schedule, replace(costs_of([step]), microbatch=costs.microbatch)).makespan for step in steps
+        )
+        / whole
+        if whole
+        else 1.0
+    )
 
     def longer(value: Any) -> Any:
         return tuple(map(longer, value)) if isinstance(value, tuple) else value * factor

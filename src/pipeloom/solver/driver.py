@@ -146,6 +146,8 @@ class SearchDriver:
         first = group[0]
         for schedule in self._families(first):
             self._offer_family(schedule, first)
+            if self._starts_are_due():
+                return
             if first.nodes <= CONSTRUCTION.largest:
                 sequences = sequences_of(first, schedule)
                 for instance in group:

@@ -91,10 +91,10 @@ class PeriodSearches:
 
     def drop_worst(self) -> None:
         """Drop the worst search, unless it is the only one, and all that cannot improve on the incumbent."""
-        kept = sorted(self.running, key=lambda search: search.value)[: max(1, len(self.running) - 1)]
+        best = sorted(self.running, key=lambda search: search.value)[: max(1, len(self.running) - 1)]
         most = PERIOD_SHARE.hopeless * self.incumbent.value
         self.running = [
-            search for search in kept if self.incumbent.can_improve(search.instance) and search.value < most
+            search for search in best if self.incumbent.can_improve(search.instance) and search.value < most
         ]
 
 

@@ -49,6 +49,7 @@ class TabuParameters:
 
 
 WITHOUT_PAIRS = TabuParameters(NeighbourhoodParameters())
+# Where a B takes less than I and W.
 WITH_WHOLE = TabuParameters(NeighbourhoodParameters(whole=True))
 # A move costs several times as much with pairs, so the search restarts earlier and perturbs less.
 WITH_PAIRS = TabuParameters(

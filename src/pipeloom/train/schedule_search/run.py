@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from pipeloom.config.search import SearchRequest
@@ -72,13 +72,13 @@ def search_for(request: SearchRequest, costs: Costs, source: str) -> SearchOutco
 
     family, objective = request.family, request.objective
     baseline = value_of(family, costs, objective)
-    candidates = [family, merge_backwards(family, costs, objective)]
+    memory = request.memory * max(costs.microbatch, default=1.0)  # as many of the largest micro-batches
     try:
         result = search(
             request.ranks,
             request.microbatches,
-            replace(costs, backward=None),
-            request.memory,
+            costs,
+            memory,
             placement=request.placement,
             chunks=request.chunks,
             objective=objective,
@@ -87,31 +87,17 @@ def search_for(request: SearchRequest, costs: Costs, source: str) -> SearchOutco
             seed=request.seed,
         )
     except CapacityError:
-        if max(simulate(family, costs).peak_memory) > request.memory + TIME_TOLERANCE:
+        if max(simulate(family, costs).peak_memory) > memory + TIME_TOLERANCE:
             raise
         return SearchOutcome(family, costs, objective, baseline, baseline, 0.0, source)
     if result.interrupted:
         raise KeyboardInterrupt
-    candidates += [result.schedule, merge_backwards(result.schedule, costs, objective)]
+    candidates = [family, merge_backwards(family, costs, objective), result.schedule]
     best = min(candidates, key=lambda schedule: value_of(schedule, costs, objective))
     value = value_of(best, costs, objective)
-    bound = min(value, _bound(request, costs)) if costs.backward is not None else result.lower_bound
-    return SearchOutcome(best, costs, objective, value, baseline, bound, source, result.seconds)
-
-
-def _bound(request: SearchRequest, costs: Costs) -> float:
-    """Return a lower bound on the objective for costs whose B may take less time than I and W together."""
-    from pipeloom.schedule.bounds import memory_bound, work_bound
-    from pipeloom.solver.search import placements_of
-
-    places = placements_of(request.ranks, request.chunks, request.placement)
-    bounds = []
-    for place in places:
-        sizes = (place, request.microbatches, costs)
-        bounds.append(
-            max(work_bound(*sizes, request.objective), memory_bound(*sizes, request.memory, request.objective))
-        )
-    return min(bounds)
+    return SearchOutcome(
+        best, costs, objective, value, baseline, min(value, result.lower_bound), source, result.seconds
+    )
 
 
 def value_of(schedule: Schedule, costs: Costs, objective: str) -> float:
