@@ -11,7 +11,7 @@ from pipeloom.schedule.actions import KindName
 from pipeloom.schedule.costs import Costs
 from pipeloom.schedule.families.greedy import MemoryDeadlock, SchedulingProblem, programs_along, single_route
 from pipeloom.schedule.families.interleaved import Rounds, chunk_order, interleaved, round_sizes
-from pipeloom.schedule.families.layout import Coder, warmup_then_alternate
+from pipeloom.schedule.families.layout import Coder, require_sizes, warmup_then_alternate
 from pipeloom.schedule.families.steady import shortest
 from pipeloom.schedule.model import Program, Schedule
 from pipeloom.schedule.timeline import Timeline
@@ -51,6 +51,7 @@ def interleaved_zb(
     """
     if memory is not None and (isinstance(memory, bool) or not isinstance(memory, (int, float)) or not memory > 0):
         raise UsageError(f"memory is {memory!r:.200}; it must be a number above 0")
+    require_sizes(ranks=ranks, microbatches=microbatches, chunks=chunks)
     cost_model = costs if costs is not None else Costs()
     sizes = round_sizes(ranks, microbatches, rounds, group_size)
     usual = max(sizes, key=sizes.count)
@@ -68,7 +69,9 @@ def interleaved_zb(
                 name="interleaved-zb",
                 options=dict(base.options) | ({} if memory is None else {"memory": memory}),
             )
-            for programs in _within(_programs(base, round_sizes(ranks, size, rounds, group_size), cost_model), base, memory)
+            for programs in _within(
+                _programs(base, round_sizes(ranks, size, rounds, group_size), cost_model), base, memory
+            )
         ]
         factors = cost_model.microbatch if size == microbatches else ()
         best = shortest(schedules, microbatches, replace(cost_model, microbatch=factors), _quality, (usual,))
@@ -83,7 +86,9 @@ def _within(candidates: list[list[list[int]]], base: Schedule, memory: float | N
         return candidates
     peaks = [max(_alive(program, base.kind_stride) for program in programs) for programs in candidates]
     if min(peaks) > memory:
-        raise CapacityError(f"memory is {memory:g}; interleaved-zb needs at least {min(peaks)} stage-micro-batches here")
+        raise CapacityError(
+            f"memory is {memory:g}; interleaved-zb needs at least {min(peaks)} stage-micro-batches here"
+        )
     return [programs for programs, peak in zip(candidates, peaks, strict=True) if peak <= memory]
 
 
