@@ -54,10 +54,10 @@ def interleaved_zb(
     require_sizes(ranks=ranks, microbatches=microbatches, chunks=chunks)
     cost_model = costs if costs is not None else Costs()
     sizes = round_sizes(ranks, microbatches, rounds, group_size)
-    usual = max(sizes, key=sizes.count)
+    round_size = max(sizes, key=sizes.count)
     planned = microbatches
     if ranks * chunks * microbatches > MOST_TASKS_PLANNED and not cost_model.uneven:
-        planned -= max(0, sizes.count(usual) - ROUNDS_PLANNED) * usual
+        planned -= max(0, sizes.count(round_size) - ROUNDS_PLANNED) * round_size
     best = None
     for size in sorted({planned, microbatches}):
         base = interleaved(ranks, size, chunks, rounds, group_size)
@@ -74,7 +74,7 @@ def interleaved_zb(
             )
         ]
         factors = cost_model.microbatch if size == microbatches else ()
-        best = shortest(schedules, microbatches, replace(cost_model, microbatch=factors), _quality, (usual,))
+        best = shortest(schedules, microbatches, replace(cost_model, microbatch=factors), _quality, (round_size,))
         if best is not None:
             break
     return best if best is not None else schedules[0]
