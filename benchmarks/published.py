@@ -62,8 +62,9 @@ def ours(cell: Published) -> Ours:
     check(schedule)
     timeline = simulate(schedule, cell.costs)
     span = max(timeline.spans)
-    if cell.family == "zbv":
-        by_span = build(cell.family, cell.ranks, cell.microbatches, None, {"objective": "span"}, cell.costs)
+    if cell.family in ("zbv", "zb-auto"):
+        options |= {"objective": "span"}
+        by_span = build(cell.family, cell.ranks, cell.microbatches, None, options, cell.costs)
         span = max(simulate(by_span, cell.costs).spans)
     peak = max(timeline.peak_activations)
     assert peak <= cell.memory, cell

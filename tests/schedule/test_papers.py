@@ -20,5 +20,5 @@ def test_table_of_record(profile: Profile) -> None:
 @pytest.mark.parametrize("share", [0.5, 1, 1.5, 2])
 def test_automatic_schedule_keeps_to_its_memory(profile: Profile, share: float) -> None:
     memory = share * profile.ranks
-    timeline = simulate(zb_auto(profile.ranks, profile.microbatches, memory, profile.costs), profile.costs)
+    timeline = simulate(zb_auto(profile.ranks, profile.microbatches, memory, profile.costs, "span"), profile.costs)
     assert max(timeline.peak_memory) <= memory + 1e-9

@@ -69,7 +69,10 @@ def command(
 
         sys.stdout.write(to_csv(schedule))
     elif as_json:
-        print(json.dumps(as_dict(timeline), allow_nan=False))
+        from pipeloom.schedule.json_form import parts_of_json
+
+        sys.stdout.writelines(parts_of_json(schedule, _figures_and_costs(timeline)))
+        print()
     else:
         from pipeloom.draw import terminal
 
@@ -78,11 +81,15 @@ def command(
 
 def as_dict(timeline: Timeline) -> dict[str, object]:
     """Return the JSON form of the schedule together with the costs of a stage and the figures of the timeline."""
-    from pipeloom.draw import figures
     from pipeloom.schedule.json_form import to_dict
 
-    costs = {"of": "a stage", **costs_dict(timeline.costs)}
-    return to_dict(timeline.schedule) | {"costs": costs} | figures(timeline)
+    return to_dict(timeline.schedule) | _figures_and_costs(timeline)
+
+
+def _figures_and_costs(timeline: Timeline) -> dict[str, object]:
+    from pipeloom.draw import figures
+
+    return {"costs": {"of": "a stage", **costs_dict(timeline.costs)}} | figures(timeline)
 
 
 def costs_dict(costs: Costs) -> dict[str, object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeloom.errors import ScheduleError, UsageError
@@ -18,6 +19,28 @@ def to_dict(schedule: Schedule) -> dict[str, Any]:
     """The keys of the JSON form, ready for `json.dumps`: format, name, options, ranks, microbatches, placement (stage
     -> rank), routes, route_of (micro-batch -> route), programs (rank -> cells as in the CSV form), and where stages read
     tensors by name, tensors ([name, position of the producer, positions of the consumers] of each)."""
+    return {**_head(schedule), "programs": list(_programs_of(schedule)), **_tensors_of(schedule)}
+
+
+def to_json(schedule: Schedule) -> str:
+    """`to_dict` as text, one line."""
+    return "".join(parts_of_json(schedule)) + "\n"
+
+
+def parts_of_json(schedule: Schedule, more: Mapping[str, Any] | None = None) -> Iterator[str]:
+    """Yield the text of `to_dict(schedule) | more` in parts, one for each rank, so that the whole is never in memory.
+
+    Args:
+        more: keys that `to_dict` does not have.
+    """
+    yield json.dumps(_head(schedule), allow_nan=False)[:-1] + ', "programs": ['
+    for rank, program in enumerate(_programs_of(schedule)):
+        yield (", " if rank else "") + json.dumps(program)
+    tail = json.dumps({**_tensors_of(schedule), **(more or {})}, allow_nan=False)
+    yield "]" + (", " if len(tail) > 2 else "") + tail[1:]
+
+
+def _head(schedule: Schedule) -> dict[str, Any]:
     return {
         "format": SCHEDULE_FORMAT,
         "name": schedule.name,
@@ -27,16 +50,16 @@ def to_dict(schedule: Schedule) -> dict[str, Any]:
         "placement": list(schedule.placement),
         "routes": [list(route) for route in schedule.routes],
         "route_of": list(schedule.route_of),
-        "programs": [[str(cell) for cell in program] for program in schedule.programs],
-        **(
-            {"tensors": [[t.name, t.producer, list(t.consumers)] for t in schedule.tensors]} if schedule.tensors else {}
-        ),
     }
 
 
-def to_json(schedule: Schedule) -> str:
-    """`to_dict` as text, one line."""
-    return json.dumps(to_dict(schedule), allow_nan=False) + "\n"
+def _programs_of(schedule: Schedule) -> Iterator[list[str]]:
+    return ([str(schedule.decode(code)) for code in program] for program in schedule.codes)
+
+
+def _tensors_of(schedule: Schedule) -> dict[str, Any]:
+    tensors = [[tensor.name, tensor.producer, list(tensor.consumers)] for tensor in schedule.tensors]
+    return {"tensors": tensors} if tensors else {}
 
 
 def from_json(text: str, source: str = "json") -> Schedule:

@@ -75,7 +75,7 @@ def zero_bubble_rates(profile: Profile) -> tuple[float, ...]:
     costs, p, m = profile.costs, profile.ranks, profile.microbatches
     work = m * (profile.forward + profile.input_grad + profile.weight_grad)
 
-    def rate(name: str, **options: float) -> float:
+    def rate(name: str, **options: object) -> float:
         return 1 - work / max(simulate(build(name, p, m, None, options, costs), costs).spans)
 
     chunks = profile.model.chunks
@@ -85,6 +85,6 @@ def zero_bubble_rates(profile: Profile) -> tuple[float, ...]:
         1 - work / (looped.makespan - p * profile.p2p),
         rate("zb-h1"),
         rate("zb-h2"),
-        rate("zb-auto", memory=p),
-        rate("zb-auto", memory=2 * p),
+        rate("zb-auto", memory=p, objective="span"),
+        rate("zb-auto", memory=2 * p, objective="span"),
     )

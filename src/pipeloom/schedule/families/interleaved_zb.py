@@ -11,7 +11,7 @@ from pipeloom.schedule.actions import KindName
 from pipeloom.schedule.costs import Costs
 from pipeloom.schedule.families.greedy import MemoryDeadlock, SchedulingProblem, programs_along, single_route
 from pipeloom.schedule.families.interleaved import Rounds, chunk_order, interleaved, round_sizes
-from pipeloom.schedule.families.layout import Coder, warmup_then_alternate
+from pipeloom.schedule.families.layout import Coder, require_sizes, warmup_then_alternate
 from pipeloom.schedule.families.steady import shortest
 from pipeloom.schedule.model import Program, Schedule
 from pipeloom.schedule.timeline import Timeline
@@ -51,12 +51,13 @@ def interleaved_zb(
     """
     if memory is not None and (isinstance(memory, bool) or not isinstance(memory, (int, float)) or not memory > 0):
         raise UsageError(f"memory is {memory!r:.200}; it must be a number above 0")
+    require_sizes(ranks=ranks, microbatches=microbatches, chunks=chunks)
     cost_model = costs if costs is not None else Costs()
     sizes = round_sizes(ranks, microbatches, rounds, group_size)
-    usual = max(sizes, key=sizes.count)
+    round_size = max(sizes, key=sizes.count)
     planned = microbatches
     if ranks * chunks * microbatches > MOST_TASKS_PLANNED and not cost_model.uneven:
-        planned -= max(0, sizes.count(usual) - ROUNDS_PLANNED) * usual
+        planned -= max(0, sizes.count(round_size) - ROUNDS_PLANNED) * round_size
     best = None
     for size in sorted({planned, microbatches}):
         base = interleaved(ranks, size, chunks, rounds, group_size)
@@ -73,7 +74,7 @@ def interleaved_zb(
             )
         ]
         factors = cost_model.microbatch if size == microbatches else ()
-        best = shortest(schedules, microbatches, replace(cost_model, microbatch=factors), _quality, (usual,))
+        best = shortest(schedules, microbatches, replace(cost_model, microbatch=factors), _quality, (round_size,))
         if best is not None:
             break
     return best if best is not None else schedules[0]

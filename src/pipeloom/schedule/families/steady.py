@@ -24,6 +24,7 @@ from pipeloom.schedule.simulate import simulate
 from pipeloom.schedule.timeline import Objective, Timeline
 
 PERIODS = (1, 2, 3, 4, 6, 12)  # micro-batches of a period; each divides the last
+MOST_CELLS_PLANNED_WHOLE = 1_500  # largest p m for which nothing is repeated
 MORE_TO_SETTLE = 32  # micro-batches beyond the 2p that a route of 2p stages holds
 
 
@@ -61,7 +62,8 @@ def plan(
 
     ranks, microbatches = sizes
     settled = 2 * ranks + MORE_TO_SETTLE
-    if microbatches > settled + PERIODS[-1] and not costs.uneven:
+    many = ranks * microbatches > MOST_CELLS_PLANNED_WHOLE and microbatches > settled + PERIODS[-1]
+    if many and not costs.uneven:
         planned = settled + (microbatches - settled) % PERIODS[-1]
         best = shortest(candidates(planned), microbatches, replace(costs, microbatch=()), length)
         if best is not None:
@@ -81,7 +83,8 @@ def shortest(
 ) -> Schedule | None:
     """Return the schedule of the least `length` for `microbatches`, its steady state repeated where it has fewer.
 
-    `length` is given a schedule's timeline and the time that the repetitions add. Schedules that cannot run, or that have no steady state where one is needed, are left out; None if no schedule is left.
+    `length` is given a schedule's timeline and the time that the repetitions add. Schedules that cannot run, or that need a
+    steady state and have none, are left out; None if no schedule is left.
     """
     estimates = []
     for schedule in schedules:

@@ -84,14 +84,14 @@ def _programs(
         repeated = repeated_programs(block, placement, microbatches, memory_limit)
         yield from repeated[-1:]
         sequences = sequences_of_block(block, placement, microbatches, memory_limit)
-        orders = [] if sequences is None else [(sequences, plan) for plan in plans]
+        orders = [] if sequences is None else [(sequences, assumed) for assumed in plans]
         if not many:
             orders += [([_without_weights(program) for program in programs], counted) for programs in repeated]
         fitting = fitting or bool(orders or repeated)
-        for (order, plan), patience in product(orders, FIT_SHARES[:: 2 if many else 1]):
+        for (order, assumed), patience in product(orders, FIT_SHARES[:: 2 if many else 1]):
             with contextlib.suppress(MemoryDeadlock):
                 yield programs_along(
-                    single_route(placement, microbatches, plan, [memory_limit] * ranks), order, patience
+                    single_route(placement, microbatches, assumed, [memory_limit] * ranks), order, patience
                 )
     if not fitting or (costs != Costs() and not many):
         # One place is kept free for the second half of the V, without which the first could block it for ever.
