@@ -186,7 +186,7 @@ def _are_targets(value: Any) -> Any:
 ScheduleName = Annotated[str, Field(min_length=1), AfterValidator(canonical_name)]
 ClassName = Annotated[str, AfterValidator(_is_class)]
 Degree = Annotated[int, Field(le=MOST_WORKERS), AfterValidator(_is_degree)]
-Threads = Annotated[int | Literal["auto"], BeforeValidator(_is_threads)]
+Threads = Annotated[Annotated[int, Field(le=MOST_THREADS)] | Literal["auto"], BeforeValidator(_is_threads)]
 Timeout = Annotated[float | Literal["auto"], BeforeValidator(_is_timeout)]
 Dtype = Annotated[DtypeName, BeforeValidator(_is_dtype)]
 Transforms = Annotated[tuple[str, ...], BeforeValidator(_are_transforms)]
