@@ -20,6 +20,5 @@ def test_more_moves_are_never_worse(seed: int) -> None:
 
 
 def test_a_restart_finds_what_no_warm_start_leads_to() -> None:
-    """The warm starts end at 802 or more."""
     best = pl.search(4, 8, Costs(10, 12, 8, 2), 4, placement="loop", chunks=2, seed=3, iterations=2000)
     assert best.value == 754
