@@ -11,7 +11,16 @@ import pytest
 import pipeloom as pl
 from pipeloom.schedule import timeline_form
 from pipeloom.schedule.exposed import Exposed
-from pipeloom.schedule.measured import SPENT, drift, predict, predict_another, slow_stages, step_time, time_spent
+from pipeloom.schedule.measured import (
+    SPENT,
+    costs_of,
+    drift,
+    predict,
+    predict_another,
+    slow_stages,
+    step_time,
+    time_spent,
+)
 
 
 def _steps(slow: int | None, seed: int, count: int = 9) -> list[pl.Timeline]:
@@ -106,6 +115,27 @@ def test_stalls_that_hit_another_stage_in_each_step_are_predicted() -> None:
     assert abs(found.error) < 0.01
     without = pl.simulate(schedule, pl.Costs(1e-3, 1e-3, 1e-3)).makespan
     assert without / found.measured - 1 < -0.07
+
+
+def _uneven_steps(factors: tuple[float, ...], count: int) -> list[pl.Timeline]:
+    """Steps of micro-batches of different length, with 1 % noise, and costs that are means over them."""
+    rng = random.Random(1)
+    schedule = pl.schedules.zb_h1(ranks=2, microbatches=4)
+    steps = []
+    for _ in range(count):
+        costs = pl.Costs(2e-3, 1e-3, 1e-3, microbatch=tuple(rng.gauss(factor, 0.01) for factor in factors))
+        step = pl.simulate(schedule, costs)
+        steps.append(replace(step, costs=replace(costs, microbatch=()), source="measured"))
+    return steps
+
+
+def test_costs_of_steps_have_the_factors_of_their_micro_batches() -> None:
+    factors = (0.8, 1.6, 0.4, 1.2)
+    fitted = costs_of(_uneven_steps(factors, 5))
+    assert fitted.microbatch == pytest.approx(factors, abs=0.03)
+    assert abs(predict(_uneven_steps(factors, 8)).error) < 0.02
+    assert costs_of(_uneven_steps((1.0, 1.03, 0.97, 1.0), 5)).microbatch == ()
+    assert costs_of(_uneven_steps(factors, 1)).microbatch == ()  # which may be noise
 
 
 def test_drift_is_the_median_slope() -> None:
