@@ -516,7 +516,8 @@ def test_positions_of_padding_begin_no_document() -> None:
     whole = transformers.AutoModelForCausalLM.from_config(config).eval()
     mask = (torch.arange(12) >= torch.arange(5)[:, None]).long()
     given = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)}
-    pipeline = LocalPipeline(hf.layers(whole), SCHEDULES["1f1b"](), loss=cross_entropy)
+    layers = hf.layers(whole)
+    pipeline = LocalPipeline(layers, SCHEDULES["1f1b"](), loss=cross_entropy, tied=layers.tied)
     tokens = make_batch("opt").tokens
     with torch.no_grad():
         want = whole(tokens, **given).logits
