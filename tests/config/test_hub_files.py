@@ -25,7 +25,7 @@ ADAPTER = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_p
         ({"rope_scaling": [1]}, "rope_scaling = "),
         ({"rope_theta": "x"}, 'rope_theta = "x": it must be a number'),
         ({"rope_parameters": {"rope_theta": float("inf")}}, "it must be a finite number"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000: it must be at most 100000"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it must be at most 100000"),
         ({"num_hidden_layers": [2]}, "it must be a whole number"),
         ({"hidden_size": -32}, "hidden_size = -32: it must be at least 0"),
         ({"vocab_size": 64.0}, "vocab_size = 64.0: it must be a whole number"),
@@ -38,7 +38,7 @@ def test_a_value_of_another_type_in_a_models_configuration_is_named(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**MODEL, **changes}))
     for key, read in (("source", sizes), ("weights", own_sizes)):
-        with pytest.raises(ConfigError, match=rf'^model\.{key} = ".*": .*config\.json: .*{words}') as error:
+        with pytest.raises(ConfigError, match=rf'^model\.{key} = ".*": .*config\.json.*{words}') as error:
             read(str(tmp_path))
         assert len(str(error.value)) < 500 + 2 * len(str(tmp_path))
 

@@ -132,7 +132,9 @@ def test_inputs_that_nobody_changes_are_leaves_after_a_while() -> None:
     assert worst(gradients(pipeline), want) <= 1e-5
 
 
-def test_a_recomputed_layer_that_changes_its_input_is_refused() -> None:
+def test_a_recomputed_layer_may_change_its_input() -> None:
+    x, y = batch(4)
+    _, want = serial(chain("ssiss"), x, y, [1] * 4)
     for stages in ((2, 3), (3, 2)):
         pipeline = LocalPipeline(
             chain("ssiss"),
@@ -141,8 +143,8 @@ def test_a_recomputed_layer_that_changes_its_input_is_refused() -> None:
             stages=stages,
             options=RuntimeOptions(recompute="full"),
         )
-        with pytest.raises(UsageError, match="InPlace is recomputed, and its forward changes its input in place"):
-            pipeline.step(*batch(4))
+        pipeline.step(x, y)
+        assert worst(gradients(pipeline), want) <= 1e-5
     behind = LocalPipeline(
         chain("ssi"),
         pl.schedules.build("gpipe", 1, 4),
@@ -150,21 +152,6 @@ def test_a_recomputed_layer_that_changes_its_input_is_refused() -> None:
         options=RuntimeOptions(recompute=frozenset({"layer1"})),
     )
     behind.step(*batch(4))  # layer2 changes what layer1 has made, not what it got
-
-    class PassOn(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return x, x.sin()
-
-    class Second(Block):
-        def forward(self, x: Tensor, other: Tensor) -> Tensor:  # type: ignore[override]
-            return super().forward(x.add_(1) + other)
-
-    layers = [*chain("s"), Layer("pass", PassOn), Layer("second", lambda: Second(3))]
-    behind = LocalPipeline(
-        layers, pl.schedules.build("gpipe", 1, 2), loss=mse, options=RuntimeOptions(recompute=frozenset({"pass"}))
-    )
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        behind.step(*batch(4))
 
 
 @pytest.mark.parametrize("stages", [(1, 2), (2, 1)])

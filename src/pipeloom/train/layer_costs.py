@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pipeloom.config import Layout
 from pipeloom.config.sizes import LayerSize, layer_sizes
-from pipeloom.errors import UsageError
+from pipeloom.errors import ConfigError, PipeloomError, UsageError
 from pipeloom.ops.deferred import WeightGradContext, defer_weight_gradients
 from pipeloom.ops.microbatch import KEYWORD, MicrobatchContext
 from pipeloom.train.build import PARAMETER_DTYPES, model_layers, moe_classes, recomputed, training_loss
@@ -67,6 +67,7 @@ def measure_layers(layout: Layout) -> LayerCosts:
 
     Raises:
         UsageError: a layer is too large to be built, or returns more than one tensor.
+        ConfigError: a layer's forward or backward fails.
     """
     config = layout.config
     seq_len, rows = config.train.seq_len, max(layout.microbatch_sizes)
@@ -118,7 +119,15 @@ def _measure_kinds(
         module.train()
         defer_weight_gradients(module, WeightGradContext())
         last = (lambda out: loss(out, targets)) if size is sizes[-1] else None
-        cost, output = _measure(module, x, last, MicrobatchContext(samples=rows))
+        try:
+            cost, output = _measure(module, x, last, MicrobatchContext(samples=rows))
+        except PipeloomError:
+            raise
+        except (
+            Exception
+        ) as error:  # of a foreign model whose configuration contradicts itself, or of a class of the user's
+            reason = " ".join(str(error).split())[:300]
+            raise ConfigError(f"layer {source.name!r} cannot run: {type(error).__name__}: {reason}") from error
         kinds[size] = cost, x.nbytes
         x = output.detach().requires_grad_()
     return kinds

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipeloom.config import Layout
 from pipeloom.runtime import Pipeline
-from pipeloom.schedule import Timeline
+from pipeloom.schedule import Costs, Timeline
 from pipeloom.schedule.measured import costs_of
 from pipeloom.schedule.transforms import half_split
 from pipeloom.train.metrics import shared_cores
@@ -27,6 +28,7 @@ class MeasureThenSearch:
     def __init__(self, layout: Layout, pipeline: Pipeline, context: WorkerContext, report: Report | None) -> None:
         assert layout.search is not None
         self._request = layout.search
+        self._uneven = len(set(layout.microbatch_sizes)) > 1
         self._key = fingerprint(layout.config, context.device)
         self._pipeline, self._context, self._report = pipeline, context, report
         self._timelines: list[Timeline] = []
@@ -52,7 +54,7 @@ class MeasureThenSearch:
                 "searching for a schedule for the measured costs"
                 + (f" ({crowded}: CPU cores are oversubscribed, so these include waits for a core)" * bool(crowded))
             )
-        outcome = outcome_of_rank_0(self._context, lambda: search_for(self._request, costs_of(steady), words))
+        outcome = outcome_of_rank_0(self._context, lambda: search_for(self._request, self._costs(steady), words))
         assert outcome is not None
         self._pipeline.adopt(outcome.schedule)
         if self._report is not None:
@@ -63,6 +65,11 @@ class MeasureThenSearch:
         self._outcome = outcome
         self._trial = ABTrial((outcome.schedule, family), self._request.trial, outcome.objective)
         return False
+
+    def _costs(self, steady: Sequence[Timeline]) -> Costs:
+        """Return the fitted costs, with factors only for micro-batches that differ in rows: any others are noise."""
+        costs = costs_of(steady)
+        return costs if self._uneven else replace(costs, microbatch=())
 
     def _after_trial_step(self, trial: ABTrial) -> bool:
         assert self._outcome is not None

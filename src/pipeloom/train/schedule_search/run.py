@@ -72,7 +72,7 @@ def search_for(request: SearchRequest, costs: Costs, source: str) -> SearchOutco
 
     family, objective = request.family, request.objective
     baseline = value_of(family, costs, objective)
-    memory = request.memory * max(costs.microbatch, default=1.0)  # as many of the largest micro-batches
+    memory = memory_limit(request, costs)
     try:
         result = search(
             request.ranks,
@@ -98,6 +98,11 @@ def search_for(request: SearchRequest, costs: Costs, source: str) -> SearchOutco
     return SearchOutcome(
         best, costs, objective, value, baseline, min(value, result.lower_bound), source, result.seconds
     )
+
+
+def memory_limit(request: SearchRequest, costs: Costs) -> float:
+    """Return the limit of a request for micro-batches of these sizes: as many of the largest ones."""
+    return request.memory * max(costs.microbatch, default=1.0)
 
 
 def value_of(schedule: Schedule, costs: Costs, objective: str) -> float:

@@ -19,7 +19,7 @@ from pipeloom.schedule.costs import TIME_TOLERANCE
 from pipeloom.schedule.files import load
 from pipeloom.schedule.json_form import to_dict
 from pipeloom.train.report import Report
-from pipeloom.train.schedule_search.run import SearchOutcome, value_of
+from pipeloom.train.schedule_search.run import SearchOutcome, memory_limit, value_of
 
 FILE = "schedule.json"
 
@@ -56,7 +56,7 @@ def earlier_outcome(config: Config, request: SearchRequest, device: torch.device
             check(schedule)
             if schedule.ranks != request.ranks or schedule.microbatches != request.microbatches:
                 continue
-            if max(simulate(schedule, costs).peak_memory) > request.memory + TIME_TOLERANCE:
+            if max(simulate(schedule, costs).peak_memory) > memory_limit(request, costs) + TIME_TOLERANCE:
                 continue
             objective = request.objective
             return SearchOutcome(
