@@ -78,7 +78,7 @@ def test_a_wrong_gradient_is_named_with_its_stage_size_and_rule() -> None:
     with pytest.raises(VerifyError) as caught:
         pl.verify(built(1.01), pl.schedules.zbv(2, 4), x, y, loss=mean, shift=shift)
     assert re.fullmatch(
-        r"step 0 under zbv: the gradient of 'c\.linear\.bias' \(layer 'c' of stage 2\) differs from one process by 1\.0% of "
+        r"step 0 under zbv: the gradient of 'c\.linear\.bias' \(layer 'c' of stage 2\) differs from one process by 0\.99 % of "
         r"its largest value; the stage contract \(docs/own_model\.md, 'backwards'\): .*",
         str(caught.value),
     )
@@ -125,6 +125,25 @@ def test_missing_gradients_and_evaluation_are_compared() -> None:
         layers = [Layer("a", Shifted), Layer("b", lambda kind=kind, factors=factors: kind(next(factors)))]
         with pytest.raises(VerifyError, match=words):
             pl.verify(layers, pl.schedules.one_f_one_b(2, 2), x, y, loss=mean)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),  # the bias has no gradient but rounding
+        lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)),
+        lambda: torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh())),
+        lambda: nn.Linear(4, 4).double(),  # whose loss comes in fp32
+    ],
+    ids=["norm", "in place", "script", "double"],
+)
+def test_rounding_is_no_difference(make: Any) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 8, 4)
+    dtype = next(make().parameters()).dtype
+    layers = [Layer(name, make) for name in "abcd"]
+    pl.verify(layers, pl.schedules.zbv(2, 4), x.to(dtype), y.to(dtype), loss=mean)
 
 
 def test_what_cannot_be_copied_is_said() -> None:

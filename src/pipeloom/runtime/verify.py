@@ -45,6 +45,8 @@ _RATE = (
 )
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # of rounding; what breaks the contract differs by more
 _COARSE = 0.05  # of dtypes of 16 bits and less
+_OF_LOSS = 1e-6  # at least: a pipeline returns its loss in fp32
+_OF_LARGEST = 1e-3  # of the largest gradient; a smaller one (of a bias before a norm, say) may be nothing but rounding
 
 Rule = Literal["results", "backwards", "parameters", "buffers", "recomputation", "evaluation"]
 _RULES: dict[Rule, str] = {
@@ -64,7 +66,7 @@ class Verified:
     Attributes:
         steps: number of steps compared, with and without recomputation.
         loss_error: |a - b| / |b| of the losses, b that of one process.
-        errors: global parameter name -> max |a - b| / max |b| of its gradients.
+        errors: global parameter name -> max |a - b| / max |b| of its gradients, b at least 1e-3 of the largest one of the model.
     """
 
     steps: int = 0
@@ -161,7 +163,8 @@ class _Outputs:
         self.sums: dict[_Call, OutputSums] = {}
         self._call: _Call | None = None
         for name, module in modules:
-            module.register_forward_hook(partial(self._after, name))
+            if not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+                module.register_forward_hook(partial(self._after, name))
 
     def before(self, call: _Call) -> None:
         """Prepare for a call: seed the generators of torch, Python and NumPy."""
@@ -262,15 +265,16 @@ class _Sides:
         self.pipeline.zero_grad()
         actual = self.pipeline.step(inputs, targets, **keywords).item()
         self._compare_outputs("results")
-        error = self._compare("the loss", torch.tensor(actual), torch.tensor(expected), "results")
-        report.loss_error = max(report.loss_error, error)
+        report.loss_error = max(report.loss_error, self._compare_loss("the loss", actual, expected, "results"))
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None and p.grad.numel()]
+        least = _OF_LARGEST * max((_wide(gradient).abs().max().item() for gradient in gradients), default=0.0)
         order = {name: at for at, name in enumerate(self.parameters)}
         # from the end, as backwards run: a wrong gradient makes those of all layers before it wrong
         for name, parameter in sorted(self.pipeline.named_parameters(), key=lambda item: -order[item[0]]):
             where = f"the gradient of {self._place(name)}"
             serial = self.parameters[name].grad
             rule: Rule = "parameters" if (parameter.grad is None) != (serial is None) else "backwards"
-            error = self._compare(where, parameter.grad, serial, rule)
+            error = self._compare(where, parameter.grad, serial, rule, least)
             report.errors[name] = max(report.errors.get(name, 0.0), error)
         self._compare_buffers()
         self._optimize()
@@ -288,8 +292,7 @@ class _Sides:
             return  # layers that one process cannot evaluate either, such as those with hooks on gradients
         loss = self.pipeline.evaluate(inputs, targets, **keywords)
         self._compare_outputs("evaluation")
-        expected = torch.tensor(sum(float(share) for share in shares))
-        self._compare("the loss of evaluate", loss, expected, "evaluation")
+        self._compare_loss("the loss of evaluate", loss.item(), sum(float(share) for share in shares), "evaluation")
         inputs, targets, keywords = self.batch.of(step + 1)
         outputs = join([output for output, _ in self._serial_forwards(step + 1)])
         for got, want in zip(_strided(self.pipeline.predict(inputs, **keywords)), _strided(outputs), strict=True):
@@ -364,16 +367,22 @@ class _Sides:
                 if want is not None and want.layout is torch.strided and not torch.equal(got, want):
                     self._compare(f"buffer {self._place(name)}", got, want, "buffers")
 
-    def _compare(self, what: str, got: Tensor | None, want: Tensor | None, rule: Rule) -> float:
+    def _compare_loss(self, what: str, got: float, want: float, rule: Rule) -> float:
+        error = relative_error(torch.tensor(got), torch.tensor(want))
+        if not error <= max(self.tolerance, _OF_LOSS):
+            self._refuse(what, error, rule)
+        return error
+
+    def _compare(self, what: str, got: Tensor | None, want: Tensor | None, rule: Rule, least: float = 0.0) -> float:
         """Return the relative difference. Raises VerifyError above the tolerance."""
-        error = relative_error(got, want)
+        error = relative_error(got, want, least)
         if not error <= self.tolerance:
             self._refuse(what, error, rule)
         return error
 
     def _refuse(self, what: str, error: float, rule: Rule) -> None:
         how = (
-            f"by {error:.1%} of its largest value"
+            f"by {100 * error:.2g} % of its largest value"
             if error < float("inf")
             else "altogether (missing or not finite in one)"
         )
@@ -393,9 +402,9 @@ class _Sides:
         return f"{name!r} of stage {self.stage_of[name]}"
 
 
-def relative_error(a: Tensor | None, b: Tensor | None) -> float:
-    """Return max |a - b| / max |b|; 0 if both are None or zero; infinite if only one is None, the shapes differ, a value is
-    not finite, or only b is zero."""
+def relative_error(a: Tensor | None, b: Tensor | None, least: float = 0.0) -> float:
+    """Return max |a - b| / max |b|, or over `least` if that is larger; 0 if both are None or zero; infinite if only one is None,
+    the shapes differ, a value is not finite, or only b is zero."""
     if a is None or b is None:
         return 0.0 if a is b else float("inf")
     if a.shape != b.shape or not bool(a.isfinite().all()) or not bool(b.isfinite().all()):
@@ -403,7 +412,7 @@ def relative_error(a: Tensor | None, b: Tensor | None) -> float:
     if not a.numel():
         return 0.0
     a, b = _wide(a), _wide(b)
-    difference, size = float((a - b).abs().max()), float(b.abs().max())
+    difference, size = float((a - b).abs().max()), max(float(b.abs().max()), least)
     if size == 0:
         return 0.0 if difference == 0 else float("inf")
     return difference / size
@@ -429,7 +438,11 @@ def _built(layers: Sequence[LayerSource], names: Sequence[str], seed: int) -> li
     modules = []
     for layer, name in zip(layers, names, strict=True):
         with seeded(stable_seed("first weights", seed, name)):
-            module = layer if isinstance(layer, nn.Module) else copy.deepcopy(layer(), memo)
+            module = layer if isinstance(layer, nn.Module) else layer()
+            if module is not layer and not isinstance(
+                module, torch.jit.ScriptModule
+            ):  # whose copies lose their signature
+                module = copy.deepcopy(module, memo)
         on_meta = any(value.is_meta for value in (*module.parameters(), *module.buffers()))
         modules.append(module.to_empty(device="cpu") if on_meta else module)
     return modules
