@@ -10,9 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeloom.config.problems import file_sentence
 from pipeloom.errors import ConfigError, UsageError
-from pipeloom.limits import MOST_WIDTH, expanded, read_json
+from pipeloom.limits import expanded, read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
+_MOST_RANK = 65_536  # wider than the weights of published models, so that a damaged file asks for no terabytes
 _MOST_ADAPTER_BYTES = 10_000_000
 # Options of peft that make an adapter compute something other than s B A x on whole linear layers; None or empty: unused.
 _UNSUPPORTED = (
@@ -29,7 +30,7 @@ class _AdapterFile(BaseModel):
 
     peft_type: Literal["LORA"]
     bias: Literal["none"] = "none"
-    r: Annotated[int, Field(ge=1, le=MOST_WIDTH)]
+    r: Annotated[int, Field(ge=1, le=_MOST_RANK)]
     lora_alpha: float
     lora_dropout: float | None = None
     use_rslora: bool | None = None
