@@ -38,6 +38,7 @@ from pipeloom.runtime.loss import Loss
 from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.runtime.stage_modules import LayerSource, keywords_of, layer_name
 from pipeloom.runtime.tensor_spec import tensors_in
+from pipeloom.runtime.tied_weights import Tie, layer_of, share
 from pipeloom.schedule.model import Schedule
 
 _RATE = (
@@ -237,7 +238,8 @@ class _Sides:
         self.declared = [LayerNames.of(layer, name) for layer, name in zip(plain, names, strict=True)]
         seed = torch.initial_seed() if options.seed is None else options.seed
         self.modules = dict(zip(names, _built(plain, names, seed), strict=True))
-        _tie(self.modules, tied)
+        for names_of_one in tied:
+            share(Tie(tuple(names_of_one), ()), self.modules)
         self.parameters = _named(self.modules, "named_parameters")
         self.stage_of = {name: at for at, which in enumerate(self.pipeline.layer_names) for name in which}
         state = {**self.parameters, **_named(self.modules, "named_buffers")}
@@ -395,7 +397,8 @@ class _Sides:
         )
 
     def _place(self, name: str) -> str:
-        layer = max((layer for layer in self.modules if name.startswith(f"{layer}.")), key=len)
+        layer = layer_of(name, self.modules)
+        assert layer is not None
         return f"{name!r} (layer {self._layer(layer)})"
 
     def _layer(self, name: str) -> str:
@@ -454,18 +457,6 @@ def _named(modules: Mapping[str, nn.Module], method: str) -> dict[str, Any]:
         for layer, m in modules.items()
         for name, value in getattr(m, method)(remove_duplicate=False)
     }
-
-
-def _tie(modules: Mapping[str, nn.Module], tied: Sequence[Sequence[str]]) -> None:
-    """Make the parameters of each group one."""
-    for names in tied:
-        first: nn.Parameter | None = None
-        for name in names:
-            layer = max((layer for layer in modules if name.startswith(f"{layer}.")), key=len)
-            path, _, leaf = name[len(layer) + 1 :].rpartition(".")
-            home = modules[layer].get_submodule(path)
-            first = home.get_parameter(leaf) if first is None else first
-            setattr(home, leaf, first)
 
 
 def _rolled(value: Any, rows: int, by: int) -> Any:

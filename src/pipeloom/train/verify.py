@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeloom.config import Layout
 from pipeloom.mesh_shape import MeshShape, Place
@@ -26,6 +26,7 @@ from pipeloom.runtime.batch import (
     count_targets,
 )
 from pipeloom.runtime.health.watchdog import Watchdog
+from pipeloom.runtime.tied_weights import Tie, share
 from pipeloom.runtime.verify import relative_error
 from pipeloom.train.agreement import require_agreement
 from pipeloom.train.build import build_pipeline, model_layers, moe_classes, ties
@@ -152,21 +153,21 @@ def serial_step(layout: Layout, device: torch.device) -> ComparedStep:
         defer_weight_gradients(module, grad_context)  # the same matrix products as in a pipeline's layers
         module.train(not config.model.source)
     for names in ties(config):
-        _share(dict(built), names)
+        share(Tie(tuple(names), ()), dict(built))
     batch = make_batch(layout)
     sizes = list(layout.microbatch_sizes) * layout.mesh.dp
     parts = zip(torch.split(batch.tokens, sizes), torch.split(batch.targets, sizes), strict=True)
     loss, total, first = 0.0, count_targets(batch.targets), 0
     for number, (tokens, targets) in enumerate(parts):
-        share = count_targets(targets) / total
-        context = MicrobatchContext(0, number, share, first, len(tokens))
+        weight = count_targets(targets) / total
+        context = MicrobatchContext(0, number, weight, first, len(tokens))
         first += len(tokens)
         x = tokens.to(device)
         for module in modules:
             x = module(x, **({KEYWORD: context} if KEYWORD in signature(module.forward).parameters else {}))
-        if share == 0:  # a mean over no target is NaN
+        if weight == 0:  # a mean over no target is NaN
             continue
-        part = cross_entropy(x, targets.to(device), config.train.label_smoothing) * share
+        part = cross_entropy(x, targets.to(device), config.train.label_smoothing) * weight
         part.backward()  # type: ignore[no-untyped-call]
         loss += part.item()
     gradients: NamedGradients = {}
@@ -215,15 +216,3 @@ def _what_one_process_sees(layout: Layout) -> tuple[object, ...]:
         train.label_smoothing,
         sizes,
     )
-
-
-def _share(modules: Mapping[str, nn.Module], names: Sequence[str]) -> None:
-    """Replace the parameters called `names[1:]` by the one called `names[0]`."""
-    homes = []
-    for name in names:
-        layer = next(layer for layer in modules if name.startswith(f"{layer}."))
-        path, _, leaf = name[len(layer) + 1 :].rpartition(".")
-        homes.append((modules[layer].get_submodule(path), leaf))
-    owner, first = homes[0]
-    for home, leaf in homes[1:]:
-        setattr(home, leaf, owner.get_parameter(first))
