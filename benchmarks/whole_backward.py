@@ -21,7 +21,9 @@ CELLS = Path(__file__).with_suffix(".json")
 
 def search(cell: dict[str, Any], **options: Any) -> Any:
     costs = pl.Costs(
-        *(tuple(cell[name]) for name in ("forward", "input_grad", "weight_grad")),
+        forward=tuple(cell["forward"]),
+        input_grad=tuple(cell["input_grad"]),
+        weight_grad=tuple(cell["weight_grad"]),
         p2p=cell["p2p"],
         backward=tuple(cell["backward"]),
     )
