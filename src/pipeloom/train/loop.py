@@ -27,7 +27,6 @@ from pipeloom.runtime.batch import count_targets
 from pipeloom.runtime.health.process_identity import seconds_running
 from pipeloom.schedule import Timeline
 from pipeloom.schedule.json_form import to_dict
-from pipeloom.train.adapters import base_weights, begin_weights
 from pipeloom.train.agreement import require_agreement
 from pipeloom.train.bad_steps import BadSteps, NotFinite, first_not_finite
 from pipeloom.train.build import build_pipeline, ties
@@ -41,6 +40,8 @@ from pipeloom.train.data.prepare import Data, open_data, require_masks
 from pipeloom.train.experts import ExpertLoads, Loads, shows_all_to_all
 from pipeloom.train.failures import failure_of_run
 from pipeloom.train.garbage import StepGarbage
+from pipeloom.train.hub.generate import generate
+from pipeloom.train.hub.lora_files import base_weights, begin_weights
 from pipeloom.train.layer_norms import layer_norms
 from pipeloom.train.lock import RunClaim
 from pipeloom.train.metrics import StepMetrics, memory_in_use, model_flops_utilization, shared_cores, simulated
@@ -51,7 +52,6 @@ from pipeloom.train.rate import learning_rate
 from pipeloom.train.replica_check import ReplicaCheck
 from pipeloom.train.report import Report
 from pipeloom.train.restarts import note_run, restarted_run
-from pipeloom.train.sample import generate
 from pipeloom.train.schedule_search import MeasureThenSearch, resolve_before_start
 from pipeloom.train.signals import INTERRUPT, SAVE, STOP, together
 from pipeloom.train.speculative import Outcome, SpeculativeOptimizer
