@@ -72,7 +72,7 @@ ON_THE_CPU = {
     "runtime/batch.py": "a number that is put on the CPU",
     "runtime/measured_timeline.py": "clocks",
     "train/gather_numbers.py": "numbers of the host",
-    "train/worker.py": "a barrier has no tensor",
+    "train/workers/worker.py": "a barrier has no tensor",
     "train/verify.py": "a barrier has no tensor",
     "train/rehearse.py": "a barrier has no tensor",
 }

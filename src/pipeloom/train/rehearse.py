@@ -19,7 +19,7 @@ from pipeloom.schedule.segments import LayerSegments, PhaseTimes, SegmentCosts
 from pipeloom.train.emulated import Clock, EmulatedBlock, EmulatedLayer
 
 if TYPE_CHECKING:
-    from pipeloom.train.context import WorkerContext
+    from pipeloom.train.workers.context import WorkerContext
 
 
 @dataclass(frozen=True)

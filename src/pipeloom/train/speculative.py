@@ -24,7 +24,7 @@ from pipeloom.train.gather_numbers import NumberGather
 from pipeloom.train.layer_norms import LayerNorms
 from pipeloom.train.norm import NormRow, norm_of, own_square
 from pipeloom.train.optimizer import Optimizer
-from pipeloom.train.signals import together
+from pipeloom.train.workers.context import together
 
 _FLAG_COLUMNS = 2  # in front of a row: whether the rank speculates, and the requests that it has received
 
@@ -37,7 +37,7 @@ class Outcome:
         loss: nats, the mean over the batch's targets.
         norm: the global gradient norm before clipping; if it is not finite, the step was skipped.
         rate: the learning rate.
-        flags: requests received by any rank, as bits of `train.signals`.
+        flags: requests received by any rank, as bits of `train.workers.context`.
         rolled_back: whether any rank rolled its step back.
         norms: those of each layer, where they are logged in this step.
         bad: "nan" for a norm that is not finite, "spike" for one far above the last ones; "": neither.

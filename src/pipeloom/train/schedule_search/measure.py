@@ -19,7 +19,7 @@ from pipeloom.train.schedule_search.saved import fingerprint, report_outcome, sa
 from pipeloom.train.schedule_search.trial import ABTrial
 
 if TYPE_CHECKING:
-    from pipeloom.train.context import WorkerContext
+    from pipeloom.train.workers.context import WorkerContext
 
 
 class MeasureThenSearch:

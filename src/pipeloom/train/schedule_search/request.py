@@ -21,7 +21,7 @@ from pipeloom.train.schedule_search.run import SearchOutcome, from_plain, search
 from pipeloom.train.schedule_search.saved import earlier_outcome, fingerprint, report_outcome
 
 if TYPE_CHECKING:
-    from pipeloom.train.context import WorkerContext
+    from pipeloom.train.workers.context import WorkerContext
 
 
 def resolve_before_start(layout: Layout, context: WorkerContext, report: Report | None) -> Layout:
