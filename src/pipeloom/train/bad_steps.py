@@ -8,7 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from pipeloom.parallel.exchange import all_gather_json
-from pipeloom.runtime.health.names import Names
+from pipeloom.runtime.health.status import Names
 
 if TYPE_CHECKING:
     from pipeloom.runtime import Pipeline

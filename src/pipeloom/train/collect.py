@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeloom.parallel.through_host import carrier_of
+from pipeloom.parallel.collectives import carrier_of
 from pipeloom.runtime import LocalPipeline, Pipeline
 
 

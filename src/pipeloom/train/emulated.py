@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue
-from pipeloom.ops.microbatch import MicrobatchContext
+from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.ops.segments import Compute, Pending, Segment, Values, in_order
 from pipeloom.schedule.segments import LayerSegments, PhaseTimes
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from pipeloom.config import Config
 from pipeloom.models import names
 from pipeloom.models.gate import balance, gates_of, take_loads
-from pipeloom.parallel.dispatch_plan import ExpertParallel
+from pipeloom.parallel.collectives import carrier_of
+from pipeloom.parallel.dispatch import ExpertParallel
 from pipeloom.parallel.mesh import Mesh, PipelineMesh
-from pipeloom.parallel.through_host import carrier_of
 from pipeloom.runtime import Pipeline
 
 

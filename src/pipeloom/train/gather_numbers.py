@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import DistributedError
-from pipeloom.parallel.tags import Tag
+from pipeloom.parallel.collectives import Tag
 from pipeloom.runtime import Pipeline
 from pipeloom.runtime.health.report import plain_words, timed_out
 
