@@ -1,0 +1,1 @@
+"""What is reported about a run: figures, tables, profiles, and comparisons with one process."""
