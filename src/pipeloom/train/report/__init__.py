@@ -1,1 +1,1 @@
-"""What is reported about a run: figures, tables, profiles, and comparisons with one process."""
+"""Reports on a run and around it: figures, tables, profiles, rehearsals, and comparisons with one process."""
