@@ -19,7 +19,7 @@ import torch
 from pipeloom.cli.failures import exit_code_of
 from pipeloom.config import load
 from pipeloom.errors import ConfigError
-from pipeloom.train.report import Report
+from pipeloom.train.report.report import Report
 from pipeloom.train.workers.failures import record_failure
 from pipeloom.train.workers.worker import describe
 

@@ -17,7 +17,7 @@ from pipeloom.config import load
 from pipeloom.errors import CheckpointError, ConfigError
 from pipeloom.runtime import Pipeline
 from pipeloom.train.checkpoint import folder as lock
-from pipeloom.train.report import Report
+from pipeloom.train.report.report import Report
 from pipeloom.train.workers.failures import EXIT_FILE
 
 

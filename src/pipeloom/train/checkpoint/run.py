@@ -34,7 +34,7 @@ from pipeloom.train.checkpoint.manifest import EXTRA, MANIFEST, BaseWeights, Man
 from pipeloom.train.checkpoint.save import Saver
 from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.replica_check import ReplicaCheck
-from pipeloom.train.report import Report
+from pipeloom.train.report.report import Report
 from pipeloom.train.workers.failures import DIGESTS_FILE, restarted_run
 
 if TYPE_CHECKING:
