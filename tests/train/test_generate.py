@@ -18,7 +18,7 @@ from pipeloom.config import load
 from pipeloom.errors import CheckpointError, ConfigError, UsageError
 from pipeloom.models import cross_entropy, hf
 from pipeloom.runtime import LocalPipeline
-from pipeloom.train.checkpoint.whole import write_whole
+from pipeloom.train.checkpoint.save import write_whole
 from pipeloom.train.hub import conversion as hub
 from pipeloom.train.hub.families import SCHEDULES
 from pipeloom.train.hub.generate import Sampling, extend, open_model

@@ -24,7 +24,7 @@ from pipeloom.train.data.batches import sample
 from pipeloom.train.data.tokenizers import ByteTokenizer
 from pipeloom.train.hub.generate import SAMPLED_TOKENS, generate
 from pipeloom.train.loop import Trainer
-from pipeloom.train.verify import make_batch, pipeline_step, serial_step
+from pipeloom.train.report.verify import make_batch, pipeline_step, serial_step
 from processes import run_ranks
 
 CPU = torch.device("cpu")

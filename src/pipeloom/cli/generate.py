@@ -43,7 +43,7 @@ def command(
     """
     require_torch("generate")
     from pipeloom.train.hub.generate import Sampling, open_model
-    from pipeloom.train.worker import is_worker
+    from pipeloom.train.workers.worker import is_worker
 
     sampling = Sampling(0.0 if greedy else temperature, top_k, top_p, seed)
     opened = open_model(path, len(prompt), {"parallel.pp": pp, "parallel.tp": tp}, trust_code)

@@ -28,7 +28,7 @@ from pipeloom.schedule.check import TransportName
 if TYPE_CHECKING:
     from pipeloom.config import Layout
     from pipeloom.schedule import Costs, Schedule, Timeline
-    from pipeloom.train.rehearse import Rehearsal
+    from pipeloom.train.report.rehearse import Rehearsal
 
 _STEPS_FILE = "PIPELOOM_REHEARSAL"
 _PRINTED_WORDS = "words"
@@ -125,7 +125,7 @@ def _rehearsal(
     device: str,
 ) -> Rehearsal:
     """Return the rehearsal that the options describe. Raises UsageError for options that it cannot emulate."""
-    from pipeloom.train.rehearse import Rehearsal
+    from pipeloom.train.report.rehearse import Rehearsal
 
     if unit is not None and not (math.isfinite(unit) and 0 < unit <= MOST_SECONDS):
         raise UsageError(f"--unit is {unit:g}; give seconds above 0 and up to {MOST_SECONDS:g}, such as 0.02")
@@ -192,7 +192,7 @@ def _slow(words: Sequence[str], schedule: Schedule) -> dict[int, float]:
 def _run(rehearsal: Rehearsal, device: str, words: Sequence[str]) -> tuple[int, tuple[Timeline, ...]]:
     """Return the exit code and the recorded steps; no steps on workers, whose launcher returns them."""
     from pipeloom.schedule import timeline_form
-    from pipeloom.train.worker import is_worker
+    from pipeloom.train.workers.worker import is_worker
 
     if is_worker():
         return _work(rehearsal, device)
@@ -216,7 +216,7 @@ def _run(rehearsal: Rehearsal, device: str, words: Sequence[str]) -> tuple[int, 
 
 def _require_machine(rehearsal: Rehearsal, device: str) -> None:
     """Raise CapacityError if this machine has too little memory, UsageError if it has too few GPUs."""
-    from pipeloom.train.preflight import cuda_devices, memory_of_machine, require_room
+    from pipeloom.train.workers.preflight import cuda_devices, memory_of_machine, require_room
 
     schedule = rehearsal.schedule
     require_room(schedule.ranks, "--ranks")
@@ -239,7 +239,7 @@ def _require_machine(rehearsal: Rehearsal, device: str) -> None:
 def _work(rehearsal: Rehearsal, device: str) -> tuple[int, tuple[Timeline, ...]]:
     """Run one worker; rank 0 writes the steps for its launcher, or returns them where torchrun started it."""
     from pipeloom.schedule import timeline_form
-    from pipeloom.train.rehearse import run
+    from pipeloom.train.report.rehearse import run
 
     measured_steps: tuple[Timeline, ...] = ()
 
@@ -259,8 +259,8 @@ def _work(rehearsal: Rehearsal, device: str) -> tuple[int, tuple[Timeline, ...]]
 def _layout(rehearsal: Rehearsal, device: str) -> Layout:
     """Return a layout for the start-up of a worker: the number of ranks, the device and the watchdog's timeout."""
     from pipeloom.config import load_layout
-    from pipeloom.train.rehearse import patience
-    from pipeloom.train.worker import world_size_given
+    from pipeloom.train.report.rehearse import patience
+    from pipeloom.train.workers.worker import world_size_given
 
     ranks = rehearsal.schedule.ranks
     keys = {

@@ -23,11 +23,11 @@ from pipeloom.parallel.tensor import TensorParallel
 from pipeloom.parallel.vocabulary import whole_logits
 from pipeloom.runtime import LocalPipeline, Pipeline
 from pipeloom.train.build import build_pipeline
-from pipeloom.train.checkpoint.facts import RunFacts
 from pipeloom.train.checkpoint.folder import newest_checkpoint
 from pipeloom.train.checkpoint.load import load
+from pipeloom.train.checkpoint.run import RunFacts
 from pipeloom.train.collect import sums
-from pipeloom.train.data.choice import BYTES, tokenizer_name
+from pipeloom.train.data.sources import BYTES, tokenizer_name
 from pipeloom.train.data.tokenizers import Tokenizer, load_tokenizer
 from pipeloom.train.hub.lora_files import base_weights, begin_weights
 
