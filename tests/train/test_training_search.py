@@ -24,11 +24,18 @@ from pipeloom.schedule.measured import costs_of
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.data.tokenizers import ByteTokenizer
 from pipeloom.train.loop import Trainer
-from pipeloom.train.schedule_search import MeasureThenSearch, resolve_before_start
-from pipeloom.train.schedule_search.request import value_of_rank_0
-from pipeloom.train.schedule_search.run import SearchOutcome, search_for
-from pipeloom.train.schedule_search.saved import FILE, earlier_outcome, fingerprint, save_outcome
-from pipeloom.train.schedule_search.trial import ABTrial
+from pipeloom.train.schedule_search import (
+    FILE,
+    ABTrial,
+    MeasureThenSearch,
+    SearchOutcome,
+    earlier_outcome,
+    fingerprint,
+    resolve_before_start,
+    save_outcome,
+    search_for,
+    value_of_rank_0,
+)
 from processes import run_ranks
 
 CPU = torch.device("cpu")
