@@ -27,7 +27,7 @@ from pipeloom.schedule.check import TransportName
 if TYPE_CHECKING:
     from pipeloom.config import Layout
     from pipeloom.schedule import Costs, Schedule, Timeline
-    from pipeloom.train.rehearse import Rehearsal
+    from pipeloom.train.report.rehearse import Rehearsal
 
 _STEPS_FILE = "PIPELOOM_REHEARSAL"
 _PRINTED_WORDS = "words"
@@ -101,7 +101,7 @@ def command(
 
 def _rehearsal(schedule: Schedule, costs: Costs, options: Emulation) -> Rehearsal:
     """Return the rehearsal that the options describe. Raises UsageError for options that it cannot emulate."""
-    from pipeloom.train.rehearse import Rehearsal
+    from pipeloom.train.report.rehearse import Rehearsal
 
     unit, steps, on_gpus = options.unit, options.steps, options.device == "cuda"
     if unit is not None and not (math.isfinite(unit) and 0 < unit <= MOST_SECONDS):
@@ -217,7 +217,7 @@ def _require_machine(rehearsal: Rehearsal, device: str) -> None:
 def _work(rehearsal: Rehearsal, device: str) -> tuple[int, tuple[Timeline, ...]]:
     """Run one worker; rank 0 writes the steps for its launcher, or returns them where torchrun started it."""
     from pipeloom.schedule import timeline_form
-    from pipeloom.train.rehearse import run
+    from pipeloom.train.report.rehearse import run
 
     measured_steps: tuple[Timeline, ...] = ()
 
@@ -237,7 +237,7 @@ def _work(rehearsal: Rehearsal, device: str) -> tuple[int, tuple[Timeline, ...]]
 def _layout(rehearsal: Rehearsal, device: str) -> Layout:
     """Return a layout for the start-up of a worker: the number of ranks, the device and the watchdog's timeout."""
     from pipeloom.config import load_layout
-    from pipeloom.train.rehearse import patience
+    from pipeloom.train.report.rehearse import patience
     from pipeloom.train.worker import world_size_given
 
     ranks = rehearsal.schedule.ranks
