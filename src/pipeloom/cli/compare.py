@@ -14,7 +14,7 @@ from pipeloom.cli import papers
 from pipeloom.cli import sweep as sweeps
 from pipeloom.cli.options import (
     FLAGS,
-    CostOptions,
+    CostFlags,
     Sizes,
     message_with_flags,
     options_of,
@@ -23,7 +23,7 @@ from pipeloom.cli.options import (
     takes_chunks,
     with_options,
 )
-from pipeloom.cli.output import OutputOptions, aligned, as_dict, costs_dict
+from pipeloom.cli.output import OutputFlags, aligned, as_dict, costs_dict
 from pipeloom.cli.sweep import Sweep
 from pipeloom.errors import ConfigError, PipeloomError, UsageError
 
@@ -53,7 +53,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TableOptions:
+class TableFlags:
     """Tables of another kind than one comparison."""
 
     sweep: Annotated[
@@ -82,9 +82,9 @@ def command(
         list[str] | None, typer.Argument(metavar="NAME[:key=value,…] …", help="Schedules, with options; or all.")
     ] = None,
     sizes: Sizes,
-    costs: CostOptions,
-    output: OutputOptions,
-    tables: TableOptions,
+    costs: CostFlags,
+    output: OutputFlags,
+    tables: TableFlags,
 ) -> None:
     """Compare schedules that do the same work.
 
@@ -134,7 +134,7 @@ def _leave_out(names: Sequence[str] | None, why: str) -> None:
         raise UsageError(f"{why}; leave out {' '.join(names)}")
 
 
-def _print(output: OutputOptions, values: dict[str, Any], text: Callable[[], str]) -> None:
+def _print(output: OutputFlags, values: dict[str, Any], text: Callable[[], str]) -> None:
     print(json.dumps(values, allow_nan=False) if output.as_json else text())
 
 
@@ -191,7 +191,7 @@ def _schedules(spec: str) -> Iterable[str]:
     return FAMILIES if spec == "all" else (spec,)
 
 
-def _sweep(sweep: Sweep, names: Sequence[str], work: Work, output: OutputOptions) -> None:
+def _sweep(sweep: Sweep, names: Sequence[str], work: Work, output: OutputFlags) -> None:
     """Print or draw the comparison at every value of the sweep."""
     from pipeloom.draw.figures import cost_numbers
 

@@ -84,7 +84,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class FamilyOptions:
+class FamilyFlags:
     """Options of a family, and transforms."""
 
     option: Annotated[
@@ -99,7 +99,7 @@ class FamilyOptions:
         ),
     ] = None
 
-    def schedule(self, name: str, sizes: Sizes, costs: CostOptions) -> tuple[Schedule, Costs]:
+    def schedule(self, name: str, sizes: Sizes, costs: CostFlags) -> tuple[Schedule, Costs]:
         """Return the schedule called `name`, as `schedule_of` does, and its costs. Unknown transforms are refused first."""
         from pipeloom.schedule.transforms import parsed_transform
 
@@ -110,7 +110,7 @@ class FamilyOptions:
 
 
 @dataclass(frozen=True)
-class CostOptions:
+class CostFlags:
     """Costs as they are written on the command line: a number, or numbers separated by commas."""
 
     forward: Annotated[str, typer.Option(metavar="F", help="Time of one forward (F).")] = "1"
@@ -173,7 +173,7 @@ class CostOptions:
 
 
 FLAGS = {
-    **{field.name: f"--{field.name.replace('_', '-')}" for field in fields(CostOptions)},
+    **{field.name: f"--{field.name.replace('_', '-')}" for field in fields(CostFlags)},
     **{name: f"--{name.replace('_', '-')}" for name in ("memory", "time_limit", "prove", "pairs")},
     "held": "--held-until-weight-grad",
     "microbatch": "--microbatch-costs",

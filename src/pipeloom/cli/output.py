@@ -24,7 +24,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 
 
 @dataclass(frozen=True)
-class OutputOptions:
+class OutputFlags:
     """Where and in which form a command writes its result."""
 
     as_json: JsonOption = False

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from pipeloom.cli.options import CostOptions, FamilyOptions, Sizes, with_options
-from pipeloom.cli.output import OutputOptions
+from pipeloom.cli.options import CostFlags, FamilyFlags, Sizes, with_options
+from pipeloom.cli.output import OutputFlags
 from pipeloom.cli.show import Study
 from pipeloom.cli.workers import be_worker, require_torch, start_workers
 from pipeloom.errors import CapacityError, UsageError
@@ -78,10 +78,10 @@ def command(
         typer.Argument(metavar="NAME_OR_FILE", help="A family, module:function, or a schedule in CSV or JSON format."),
     ],
     sizes: Sizes,
-    family: FamilyOptions,
-    costs: CostOptions,
+    family: FamilyFlags,
+    costs: CostFlags,
     emulation: Emulation,
-    output: OutputOptions,
+    output: OutputFlags,
 ) -> None:
     """Run a schedule with real messages and emulated computation.
 
@@ -253,7 +253,7 @@ def _layout(rehearsal: Rehearsal, device: str) -> Layout:
     return load_layout(None, keys, world_size=world_size_given())
 
 
-def report(rehearsal: Rehearsal, timelines: Sequence[Timeline], output: OutputOptions) -> None:
+def report(rehearsal: Rehearsal, timelines: Sequence[Timeline], output: OutputFlags) -> None:
     """Write the drawings, and print the step, its figures and its difference from the simulation."""
     from pipeloom.cores import usable_cores
     from pipeloom.draw.figures import number, time_unit

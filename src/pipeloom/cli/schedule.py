@@ -7,17 +7,17 @@ from typing import Annotated
 
 import typer
 
-from pipeloom.cli.options import CostOptions, FamilyOptions, Sizes, with_options
-from pipeloom.cli.output import OutputOptions, figures_and_costs
+from pipeloom.cli.options import CostFlags, FamilyFlags, Sizes, with_options
+from pipeloom.cli.output import OutputFlags, figures_and_costs
 
 
 @with_options()
 def command(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A family, a CSV or JSON file, or module:function.")],
     sizes: Sizes,
-    family: FamilyOptions,
-    costs: CostOptions,
-    output: OutputOptions,
+    family: FamilyFlags,
+    costs: CostFlags,
+    output: OutputFlags,
 ) -> None:
     """Draw a schedule, or write it in another format.
 

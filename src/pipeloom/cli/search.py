@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipeloom.cli.options import CostOptions, Sizes, with_options
-from pipeloom.cli.output import OutputOptions, as_dict
+from pipeloom.cli.options import CostFlags, Sizes, with_options
+from pipeloom.cli.output import OutputFlags, as_dict
 from pipeloom.errors import INTERRUPTED, UsageError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class SearchOptions:
+class SearchFlags:
     """The limits of a search and its objective."""
 
     placement: Annotated[
@@ -48,7 +48,7 @@ class SearchOptions:
 
 
 @with_options(without=("message",))
-def command(sizes: Sizes, options: SearchOptions, costs: CostOptions, output: OutputOptions) -> None:
+def command(sizes: Sizes, options: SearchFlags, costs: CostFlags, output: OutputFlags) -> None:
     """Search for a schedule within a memory limit.
 
     Costs are those of one stage: one number, or one number per stage, separated by commas.
@@ -94,7 +94,7 @@ def _placement(text: str | None) -> str | list[int] | None:
         raise UsageError(f"--placement is {text!r:.200}; give linear, loop, vee, or the rank of each stage") from None
 
 
-def _as_dict(result: SearchResult, options: SearchOptions) -> dict[str, object]:
+def _as_dict(result: SearchResult, options: SearchFlags) -> dict[str, object]:
     """Return the keys of `schedule --json` and those of the search.
 
     With the objective makespan, `lower_bound` and `gap` are the search's, which take the memory limit into account.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipeloom.cli.options import with_options
-from pipeloom.cli.output import OutputOptions, as_dict
+from pipeloom.cli.output import OutputFlags, as_dict
 from pipeloom.errors import PipeloomError, UsageError, did_you_mean, shortened
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def command(
         typer.Option(metavar="S", min=0.1, help="Search S seconds for a better schedule within the same memory."),
     ] = None,
     every: Annotated[bool, typer.Option("--every", help="Draw every recorded step, one below the other.")] = False,
-    output: OutputOptions,
+    output: OutputFlags,
 ) -> None:
     """Show the measured steps of a run.
 
