@@ -55,8 +55,8 @@ def with_options(
         @wraps(command)
         def run(**values: Any) -> None:
             for name, group in groups.items():
-                own = [field.name for field in fields(group) if field.name in values]
-                values[name] = group(**{field: values.pop(field) for field in own})
+                names = [field.name for field in fields(group) if field.name in values]
+                values[name] = group(**{field: values.pop(field) for field in names})
             command(**values)
 
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -25,7 +25,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 
 @dataclass(frozen=True)
 class OutputFlags:
-    """Where and in which form a command writes its result."""
+    """The files and forms in which a command writes its result."""
 
     as_json: JsonOption = False
     csv: Annotated[bool, typer.Option("--csv", help="Print the schedule in torch's CSV format.")] = False

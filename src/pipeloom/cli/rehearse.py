@@ -46,7 +46,7 @@ class RehearseCommand(TyperCommand):
 
 @dataclass(frozen=True)
 class Emulation:
-    """How a rehearsal emulates the computation."""
+    """The emulation of computation in a rehearsal."""
 
     unit: Annotated[
         float | None,
