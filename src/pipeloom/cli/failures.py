@@ -102,7 +102,7 @@ def exit_code_of(run: Callable[[], Any], as_json: bool, given: Sequence[str] = (
     failure = _output_failure()
     if failure is None or code:
         return code
-    from pipeloom.train.failures import FAILURES
+    from pipeloom.train.workers.failures import FAILURES
 
     if FAILURES in os.environ:  # a worker of our own launcher, which reports the failure
         return code
@@ -172,7 +172,7 @@ def _report(error: Exception, message: str, code: int, as_json: bool, hint: bool
             report["problems"] = [sentence(problem) for problem in problems]
         print(json.dumps({"error": report}), flush=True)
         return code
-    from pipeloom.train.failures import first_to_say
+    from pipeloom.train.workers.failures import first_to_say
 
     if not first_to_say(message):
         return code

@@ -170,7 +170,7 @@ def _slow(words: Sequence[str], schedule: Schedule) -> dict[int, float]:
 def _run(rehearsal: Rehearsal, device: str, words: Sequence[str]) -> tuple[int, tuple[Timeline, ...]]:
     """Return the exit code and the recorded steps; no steps on workers, whose launcher returns them."""
     from pipeloom.schedule import timeline_form
-    from pipeloom.train.worker import is_worker
+    from pipeloom.train.workers.worker import is_worker
 
     if is_worker():
         return _work(rehearsal, device)
@@ -194,7 +194,7 @@ def _run(rehearsal: Rehearsal, device: str, words: Sequence[str]) -> tuple[int, 
 
 def _require_machine(rehearsal: Rehearsal, device: str) -> None:
     """Raise CapacityError if this machine has too little memory, UsageError if it has too few GPUs."""
-    from pipeloom.train.preflight import cuda_devices, memory_of_machine, require_room
+    from pipeloom.train.workers.preflight import cuda_devices, memory_of_machine, require_room
 
     schedule = rehearsal.schedule
     require_room(schedule.ranks, "--ranks")
@@ -238,7 +238,7 @@ def _layout(rehearsal: Rehearsal, device: str) -> Layout:
     """Return a layout for the start-up of a worker: the number of ranks, the device and the watchdog's timeout."""
     from pipeloom.config import load_layout
     from pipeloom.train.report.rehearse import patience
-    from pipeloom.train.worker import world_size_given
+    from pipeloom.train.workers.worker import world_size_given
 
     ranks = rehearsal.schedule.ranks
     keys = {
