@@ -120,9 +120,9 @@ def verify_families(arguments: Sequence[str]) -> int:
         raise UsageError(f"verify {_FAMILIES} takes one file, and {len(files)} are given: {files[0]} and {files[1]}")
     from pipeloom.train.hub import families
 
-    chosen = families.read_families(files[0] if files else None, [word for word in words if not word.endswith(".toml")])
+    selected = families.read_families(files[0] if files else None, [word for word in words if not word.endswith(".toml")])
     verdicts = []
-    for verdict in families.verify_families(chosen, TOLERANCE):
+    for verdict in families.verify_families(selected, TOLERANCE):
         verdicts.append(asdict(verdict))
         if not as_json:
             print(family_row(verdicts[-1]), flush=True)
@@ -132,7 +132,7 @@ def verify_families(arguments: Sequence[str]) -> int:
         print(json.dumps(_finite(report), indent=1, allow_nan=False))
     else:
         print(
-            f"{len(verdicts) - len(failed)} of {len(verdicts)} pass at {TOLERANCE:g}: {len(chosen)} families, fp32, eager "
+            f"{len(verdicts) - len(failed)} of {len(verdicts)} pass at {TOLERANCE:g}: {len(selected)} families, fp32, eager "
             "attention, ||a-b|| / ||b|| of each gradient; W: share of the parameters whose weight gradient can be computed in W"
         )
     return int(bool(failed))
