@@ -222,7 +222,7 @@ def require_gradients() -> None:
     """Raise UsageError if a step is called with gradients turned off: it would have no backward."""
     if not torch.is_grad_enabled():
         raise UsageError(
-            "step is called where gradients are turned off (torch.no_grad or torch.inference_mode); evaluate(inputs, "
+            "a step is called where gradients are turned off (torch.no_grad or torch.inference_mode); evaluate(inputs, "
             "targets) computes the loss alone"
         )
 

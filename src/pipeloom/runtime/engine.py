@@ -82,7 +82,6 @@ class RankEngine:
         transport: Callable[[RankProgram], Transport],
         hooks: StepHooks,
         specs: ShapeCache,
-        device: torch.device,
     ) -> None:
         self.rank = rank
         self.stages = {number: assembly.stages[number] for number in spec.schedule.stages_of[rank]}
@@ -91,7 +90,6 @@ class RankEngine:
         self._communications = communications
         self._transport = transport
         self._specs = specs
-        self._device = device
 
     def programs_of(self, schedule: Schedule) -> RankPrograms:
         """Return this rank's programs for `schedule`. Raises ConfigError if a layer's statistics depend on its order."""
@@ -116,7 +114,7 @@ class RankEngine:
             loss=self._spec.loss,
             specs=self._specs,
             communications=self._communications,
-            clock=clock_for(self._device, traced),
+            clock=clock_for(self._communications.device, traced),
             checksums=self._spec.options.checksum,
         )
 

@@ -23,7 +23,7 @@ from pipeloom.parallel.exchange import all_gather_json, all_gather_tree
 from pipeloom.parallel.mesh import Mesh, PipelineMesh
 from pipeloom.parallel.sharding import ParameterSharding
 from pipeloom.runtime import replicas
-from pipeloom.runtime.assembly import Assembly, BuiltParameters, PipelineSpec, assemble, copy_state
+from pipeloom.runtime.assembly import BuiltParameters, PipelineSpec, assemble, copy_state
 from pipeloom.runtime.batch import (
     IGNORE_INDEX,
     Microbatches,
@@ -38,7 +38,7 @@ from pipeloom.runtime.batch import (
     sum_over_replicas,
 )
 from pipeloom.runtime.engine import RankEngine, RankStats, clock_offset, measured_rank, merged_timeline
-from pipeloom.runtime.executor import Executor, StepHooks, StepResult
+from pipeloom.runtime.executor import Executor, StepResult
 from pipeloom.runtime.grad_sync import StepGradients, checked_max_norm, summed_over
 from pipeloom.runtime.health import handshake
 from pipeloom.runtime.health.fault_injection import Faults
@@ -124,33 +124,8 @@ class Pipeline:
             self._watched_by(options.watchdog)
         prefix, seed = self._shake_hands() if self.distributed else ("", spec.seed)
         with self._alarm.reporting():
-            summed = summed_over(self.mesh, options)
-            communications = CommStream(self.device, options.trace, self._status)
-            assembly = assemble(
-                spec,
-                {self.rank: communications},
-                device=self.device,
-                seed=seed,
-                exchange=self._exchange,
-                summed=summed,
-            )
-            gradients = StepGradients(assembly, self.mesh, options, self._alarm, summed)
-            specs = ShapeCache(options.shapes)
-            self._connections = P2PConnections(self.mesh, specs, self.device, options)
-            first = self.mesh.place.dp == self.mesh.place.tp == 0  # a fault is made in one pipeline
-            faults = Faults(options.fault if first else options.without_fault().fault, self.rank)
-            engine = RankEngine(
-                self.rank,
-                spec,
-                assembly,
-                communications,
-                self._connections.transport,
-                gradients.hooks(self._status, faults),
-                specs,
-                self.device,
-            )
-            self._hold(assembly, gradients, [engine], summed)
-            if first and self.mesh.dp.size > 1:
+            self._build({self.rank: self._status}, seed, summed_over(self.mesh, options))
+            if self.mesh.dp.size > 1 and self.mesh.place.dp == self.mesh.place.tp == 0:
                 self._warn_of_statistics()
             if self.distributed:
                 self._connect(prefix)
@@ -174,20 +149,49 @@ class Pipeline:
         self._status = Status(self.rank, Names(mesh))
         self._alarm = FailureReporter(self._status)
 
-    def _hold(
-        self, assembly: Assembly, gradients: StepGradients, engines: Sequence[RankEngine], summed: str | None
+    def _build(
+        self, statuses: Mapping[int, Status], seed: int, summed: str | None, separate_replicas: bool = False
     ) -> None:
-        """Hold what was built: the stages of this process, and an engine for each of its ranks."""
-        self._assembly = assembly
-        self._gradients = gradients
-        self._engines = engines
+        """Build the stages of the ranks in this process, and an engine for each of them."""
+        spec, options, mesh = self._spec, self.options, self.mesh
+        communications = {rank: CommStream(self.device, options.trace, status) for rank, status in statuses.items()}
+        assembly = self._assembly = assemble(
+            spec,
+            communications,
+            device=self.device,
+            seed=seed,
+            exchange=self._exchange,
+            summed=summed,
+            separate_replicas=separate_replicas,
+        )
+        specs = {rank: ShapeCache(options.shapes) for rank in statuses}
+        self._connections = P2PConnections(mesh, specs[self.rank], self.device, options)
+        self._gradients = StepGradients(assembly, mesh, options, self._alarm, summed)
+        first = mesh.place.dp == mesh.place.tp == 0  # a fault is injected into one pipeline
+        fault = options.fault if first else options.without_fault().fault
+        self._engines = [
+            RankEngine(
+                rank,
+                spec,
+                assembly,
+                communications[rank],
+                self._transport_of(rank),
+                self._gradients.hooks(status, Faults(fault, rank)),
+                specs[rank],
+            )
+            for rank, status in statuses.items()
+        ]
         self._built = BuiltParameters(assembly.modules, summed)
         self._compared = False  # whether replicas are known to hold the same values
-        self._batches = replicas.BatchCheck(self.mesh, self.options.check_every)
-        self.layouts: dict[str, ParameterSharding] = {each.name: each.sharding for each in assembly.held}
+        self._batches = replicas.BatchCheck(mesh, options.check_every)
         self._keywords = KnownKeywords.of(stage.layers for stage in assembly.stages.values())
-        self._losses = LossBroadcast(self.mesh, self.schedule, self.device, self._alarm, self._spec.terms)
-        self._follow(self.schedule)
+        self._losses = LossBroadcast(mesh, spec.schedule, self.device, self._alarm, spec.terms)
+        self.layouts: dict[str, ParameterSharding] = {each.name: each.sharding for each in assembly.held}
+        self._follow(spec.schedule)
+
+    def _transport_of(self, rank: int) -> Callable[[RankProgram], Transport]:
+        """Return the function from a program of `rank` to the transport for one run of it."""
+        return self._connections.transport
 
     def _shake_hands(self) -> tuple[str, int]:
         """Compare the arguments with those of the other ranks and start the watchdog. Return the prefix of the run's keys in the
@@ -212,14 +216,14 @@ class Pipeline:
 
     def _connect(self, prefix: str) -> None:
         """Connect with the other ranks, and share with them which keyword arguments layers take, and tied weights."""
-        start_seconds = self.options.start_seconds
-        self._status.wait_between("the other ranks at start-up")
+        status, start_seconds = self._status, self.options.start_seconds
+        status.wait_between("the other ranks at start-up")
         self._connections.open(prefix, self._engines[0].programs.step)
         self._keywords = handshake.shared_keywords(
             run_store(start_seconds), self.mesh, prefix, self._keywords, start_seconds
         )
         self._gradients.start_equal(self._connections.sums)
-        self._status.leave()
+        status.leave()
 
     def _watched_by(self, watchdog: Watchdog) -> None:
         watchdog.status = self._status
@@ -701,41 +705,16 @@ class LocalPipeline(Pipeline):
             check_first=check_first,
         )
         self._take(spec, Mesh.of_pipeline(PipelineMesh((0,), 0, None)))
-        statuses = [Status(rank) for rank in range(schedule.ranks)]
-        communications = {rank: CommStream(self.device, self.trace, status) for rank, status in enumerate(statuses)}
-        assembly = assemble(
-            spec,
-            communications,
-            device=self.device,
-            seed=spec.seed,
-            exchange=self._exchange,
-            separate_replicas=separate_replicas,
-        )
-        self._connections = P2PConnections(self.mesh, ShapeCache(options.shapes), self.device, options)
-        engines = [
-            RankEngine(
-                rank,
-                spec,
-                assembly,
-                communications[rank],
-                partial(self._transport, rank),
-                StepHooks(status, Faults(options.fault, rank)),
-                ShapeCache(options.shapes),
-                self.device,
-            )
-            for rank, status in enumerate(statuses)
-        ]
-        self._hold(assembly, StepGradients(assembly, self.mesh, options, self._alarm, None), engines, None)
+        self._transports = _InProcessTransports(schedule.ranks)
+        statuses = {rank: Status(rank) for rank in range(schedule.ranks)}
+        self._build(statuses, spec.seed, None, separate_replicas)
         self._status.phase = "first step"
 
-    def _transport(self, rank: int, program: RankProgram) -> Transport:
-        """Return the transport of `rank` for a run that `_executor` has begun."""
-        if program.batches is None:
-            return InProcessTransport(self._mailroom)
-        return InProcessBatches(self._communicator, rank, program.batches)
+    def _transport_of(self, rank: int) -> Callable[[RankProgram], Transport]:
+        return partial(self._transports.of, rank)
 
     def _executor(self, forwards: int | None) -> Any:
-        self._mailroom, self._communicator = Mailroom(), Communicator(len(self._engines))
+        self._transports.begin()
         return _ExecutorOfAllRanks([engine.executor(forwards, self.trace) for engine in self._engines])
 
     @property
@@ -747,6 +726,22 @@ class LocalPipeline(Pipeline):
     def peak_activations(self) -> tuple[int, ...]:  # type: ignore[override]  # of all ranks
         """rank -> the most stage-micro-batches alive at once in the last step, counted."""
         return tuple(result.peak_alive for result in self._results)
+
+
+class _InProcessTransports:
+    """The transports of all ranks of a process, for one run at a time."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+
+    def begin(self) -> None:
+        """Begin a run: messages that a failed one has left are dropped."""
+        self._mailroom, self._communicator = Mailroom(), Communicator(self._ranks)
+
+    def of(self, rank: int, program: RankProgram) -> Transport:
+        if program.batches is None:
+            return InProcessTransport(self._mailroom)
+        return InProcessBatches(self._communicator, rank, program.batches)
 
 
 class _ExecutorOfAllRanks:
