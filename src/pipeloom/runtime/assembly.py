@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from pipeloom.errors import ConfigError, DistributedError, UsageError, did_you_mean
 from pipeloom.ops import products
 from pipeloom.ops.deferred import StageBackward, WeightGradContext
-from pipeloom.ops.layouts import is_strided, layout_name, memory_of
 from pipeloom.ops.main_gradient import MainGradients
 from pipeloom.parallel.buckets import BucketParameter
 from pipeloom.parallel.data import AFTER_TIES
@@ -34,6 +33,7 @@ from pipeloom.runtime.stage_modules import (
     require_arguments,
     split_layers,
 )
+from pipeloom.runtime.tensor_spec import is_strided, layout_name, memory_of
 from pipeloom.runtime.tied_weights import (
     SharedParameters,
     Tie,

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from pipeloom.parallel.collectives import Tag
 from pipeloom.parallel.mesh import PipelineMesh
-from pipeloom.parallel.tags import Tag
 from pipeloom.runtime.assembly import Assembly, PipelineSpec
 from pipeloom.runtime.executor import Executor, StepHooks, StepResult, clock_for
 from pipeloom.runtime.overlap import CommStream

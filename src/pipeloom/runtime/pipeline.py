@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipeloom.errors import ConfigError, DistributedError, ScheduleError, UsageError
 from pipeloom.ops.checksum import checksums
-from pipeloom.ops.layouts import is_strided
 from pipeloom.parallel.data import GradientSync
 from pipeloom.parallel.exchange import all_gather_json, all_gather_tree
 from pipeloom.parallel.mesh import Mesh, PipelineMesh
@@ -42,10 +41,9 @@ from pipeloom.runtime.executor import Executor, StepResult
 from pipeloom.runtime.grad_sync import StepGradients, checked_max_norm, summed_over
 from pipeloom.runtime.health import handshake
 from pipeloom.runtime.health.fault_injection import Faults
-from pipeloom.runtime.health.names import Names
+from pipeloom.runtime.health.links import run_store
 from pipeloom.runtime.health.report import FailureReporter
-from pipeloom.runtime.health.status import Limits, Status
-from pipeloom.runtime.health.store import run_store
+from pipeloom.runtime.health.status import Limits, Names, Status
 from pipeloom.runtime.health.watchdog import Watchdog, start_watchdog
 from pipeloom.runtime.loss import Loss, LossBroadcast, PendingLoss
 from pipeloom.runtime.options import RuntimeOptions, device_of
@@ -54,7 +52,7 @@ from pipeloom.runtime.p2p.base import Communicator, InProcessBatches, InProcessT
 from pipeloom.runtime.p2p.connect import P2PConnections
 from pipeloom.runtime.program import RankProgram, as_executed, require_same_stages
 from pipeloom.runtime.stage_modules import KnownKeywords, LayerSource, carrying
-from pipeloom.runtime.tensor_spec import ShapeCache
+from pipeloom.runtime.tensor_spec import ShapeCache, is_strided
 from pipeloom.runtime.tied_weights import layer_of
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.timeline import Timeline
