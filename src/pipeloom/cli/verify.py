@@ -120,7 +120,9 @@ def verify_families(arguments: Sequence[str]) -> int:
         raise UsageError(f"verify {_FAMILIES} takes one file, and {len(files)} are given: {files[0]} and {files[1]}")
     from pipeloom.train.hub import families
 
-    selected = families.read_families(files[0] if files else None, [word for word in words if not word.endswith(".toml")])
+    selected = families.read_families(
+        files[0] if files else None, [word for word in words if not word.endswith(".toml")]
+    )
     verdicts = []
     for verdict in families.verify_families(selected, TOLERANCE):
         verdicts.append(asdict(verdict))
