@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 
 from pipeloom import schedules
-from pipeloom.config.files import read_toml
 from pipeloom.config.problems import file_sentence
+from pipeloom.config.settings import read_toml
 from pipeloom.errors import ConfigError, UsageError, did_you_mean
 from pipeloom.models import cross_entropy, hf
 from pipeloom.models.hf.library import transformers
