@@ -26,7 +26,11 @@ TESTS = {
     "schedule.check": ("unit/schedule/test_check.py", "unit/schedule/test_batched_p2p.py"),
     "schedule.graph": ("unit/schedule/test_check.py", "unit/schedule/test_simulate.py"),
     "schedule.simulate": ("unit/schedule/test_simulate.py", "unit/schedule/test_idle.py"),
-    "schedule.channels": ("unit/schedule/test_check.py", "unit/schedule/test_simulate.py", "unit/schedule/test_batched_p2p.py"),
+    "schedule.channels": (
+        "unit/schedule/test_check.py",
+        "unit/schedule/test_simulate.py",
+        "unit/schedule/test_batched_p2p.py",
+    ),
     "runtime.program": ("dist/runtime/test_executed_order.py", "unit/runtime/test_families.py"),
     "runtime.executor": ("dist/runtime/test_executed_order.py", "unit/runtime/test_families.py"),
     "runtime.stage": ("unit/runtime/test_families.py", "dist/runtime/test_split_backward.py"),
@@ -38,7 +42,14 @@ TESTS = {
 }
 _COMPARE = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
 _COMPARE |= {ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is}
-_OPERATE = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult, ast.Mod: ast.Mult}
+_OPERATE = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.FloorDiv: ast.Mult,
+    ast.Div: ast.Mult,
+    ast.Mod: ast.Mult,
+}
 _DROPPED = (ast.Expr, ast.Assign, ast.AugAssign, ast.Raise, ast.Continue, ast.Break)
 
 
@@ -87,9 +98,9 @@ def _skipped(node: ast.AST) -> Iterator[ast.AST]:
         roots.append(node.annotation)
     elif isinstance(node, ast.FunctionDef):
         roots.append(node.returns)
-    elif isinstance(node, ast.JoinedStr | ast.Import | ast.ImportFrom | ast.Assert):
-        roots.append(node)
-    elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+    elif isinstance(node, ast.JoinedStr | ast.Import | ast.ImportFrom | ast.Assert) or (
+        isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ):
         roots.append(node)
     for root in roots:
         if root is not None:
@@ -119,7 +130,6 @@ def main() -> int:
     if options.list:
         print("\n".join(row.title for row in rows))
         return 0
-    import torch._dynamo  # here once instead of in every fork
 
     compileall.compile_dir(chosen.SOURCE, quiet=2)
     if not chosen.check_unchanged({test for row in rows for test in row.tests}):
