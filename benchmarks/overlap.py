@@ -40,7 +40,7 @@ from pipeloom.schedule.measured import hops
 from pipeloom.schedule.model import parts
 from pipeloom.schedule.segments import LayerSegments, PhaseTimes, SegmentCosts, exposed, length, run_block
 from pipeloom.schedule.transforms import unpair
-from pipeloom.train.emulated import Clock, EmulatedBlock
+from pipeloom.train.report.rehearse import Clock, EmulatedBlock
 from processes import run_ranks
 
 STEPS = 5

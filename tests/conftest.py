@@ -44,8 +44,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     cost: dict[Path, float] = defaultdict(float)
     for item in items:
         tier = tier_of(item.path)
-        item.add_marker(tier)
-        cost[item.path] += BUDGETS.get(tier, 0.0)
+        if tier in BUDGETS:
+            item.add_marker(tier)
+            cost[item.path] += BUDGETS[tier]
     items.sort(key=lambda item: (-cost[item.path], str(item.path)))
 
 

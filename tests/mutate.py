@@ -92,19 +92,16 @@ def generated(path: Path) -> list[tuple[int, str, str]]:
 
 
 def _skipped(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the parts whose change no behaviour shows: annotations, sentences of errors, `__all__`."""
-    roots: list[ast.AST | None] = []
+    """Yield the parts whose change no behaviour shows: annotations, formatted sentences, imports, assertions."""
+    root: ast.AST | None = None
     if isinstance(node, ast.AnnAssign | ast.arg):
-        roots.append(node.annotation)
+        root = node.annotation
     elif isinstance(node, ast.FunctionDef):
-        roots.append(node.returns)
-    elif isinstance(node, ast.JoinedStr | ast.Import | ast.ImportFrom | ast.Assert) or (
-        isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-    ):
-        roots.append(node)
-    for root in roots:
-        if root is not None:
-            yield from ast.walk(root)
+        root = node.returns
+    elif isinstance(node, ast.JoinedStr | ast.Import | ast.ImportFrom | ast.Assert):
+        root = node
+    if root is not None:
+        yield from ast.walk(root)
 
 
 def main() -> int:

@@ -28,7 +28,7 @@ from pipeloom.schedule.check import TransportName
 if TYPE_CHECKING:
     from pipeloom.config import Layout
     from pipeloom.schedule import Costs, Schedule, Timeline
-    from pipeloom.train.rehearse import Rehearsal
+    from pipeloom.train.report.rehearse import Rehearsal
 
 _STEPS_FILE = "PIPELOOM_REHEARSAL"
 _PRINTED_WORDS = "words"
@@ -125,7 +125,7 @@ def _rehearsal(
     device: str,
 ) -> Rehearsal:
     """Return the rehearsal that the options describe. Raises UsageError for options that it cannot emulate."""
-    from pipeloom.train.rehearse import Rehearsal
+    from pipeloom.train.report.rehearse import Rehearsal
 
     if unit is not None and not (math.isfinite(unit) and 0 < unit <= MOST_SECONDS):
         raise UsageError(f"--unit is {unit:g}; give seconds above 0 and up to {MOST_SECONDS:g}, such as 0.02")
@@ -239,7 +239,7 @@ def _require_machine(rehearsal: Rehearsal, device: str) -> None:
 def _work(rehearsal: Rehearsal, device: str) -> tuple[int, tuple[Timeline, ...]]:
     """Run one worker; rank 0 writes the steps for its launcher, or returns them where torchrun started it."""
     from pipeloom.schedule import timeline_form
-    from pipeloom.train.rehearse import run
+    from pipeloom.train.report.rehearse import run
 
     measured_steps: tuple[Timeline, ...] = ()
 
@@ -259,7 +259,7 @@ def _work(rehearsal: Rehearsal, device: str) -> tuple[int, tuple[Timeline, ...]]
 def _layout(rehearsal: Rehearsal, device: str) -> Layout:
     """Return a layout for the start-up of a worker: the number of ranks, the device and the watchdog's timeout."""
     from pipeloom.config import load_layout
-    from pipeloom.train.rehearse import patience
+    from pipeloom.train.report.rehearse import patience
     from pipeloom.train.worker import world_size_given
 
     ranks = rehearsal.schedule.ranks

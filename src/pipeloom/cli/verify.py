@@ -152,7 +152,7 @@ def _work(request: Request) -> int:
     verdicts: list[dict[str, Any]] = []
 
     def verify(context: Any) -> None:
-        from pipeloom.train.verify import run
+        from pipeloom.train.report.verify import run
 
         width = min(_NAME_WIDTH, max(map(len, request.names)))
         results = run(request.layouts, context, request.tolerance)

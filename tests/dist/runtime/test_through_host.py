@@ -70,10 +70,9 @@ ON_THE_CPU = {
     "parallel/exchange.py": "JSON as bytes; trees are moved to the group's device",
     "runtime/batch.py": "a number that is put on the CPU",
     "runtime/measured_timeline.py": "clocks",
-    "train/gather_numbers.py": "numbers of the host",
     "train/worker.py": "a barrier has no tensor",
-    "train/verify.py": "a barrier has no tensor",
-    "train/rehearse.py": "a barrier has no tensor",
+    "train/report/verify.py": "a barrier has no tensor",
+    "train/report/rehearse.py": "a barrier has no tensor",
 }
 CALLS = re.compile(
     r"\b(?:dist\.(?:isend|irecv|send|recv|broadcast|reduce|all_reduce|all_gather\w*|all_to_all\w*|reduce_scatter\w*|barrier)|"

@@ -20,7 +20,7 @@ from pipeloom.cli.failures import exit_code_of
 from pipeloom.config import load
 from pipeloom.errors import ConfigError
 from pipeloom.train.failures import record_failure
-from pipeloom.train.report import Report
+from pipeloom.train.report.report import Report
 from pipeloom.train.worker import describe
 
 SCHEDULE = "schedule 1f1b --ranks 4 --microbatches 400 --csv"

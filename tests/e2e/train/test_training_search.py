@@ -24,11 +24,16 @@ from pipeloom.schedule.measured import costs_of
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.data.tokenizers import ByteTokenizer
 from pipeloom.train.loop import Trainer
-from pipeloom.train.schedule_search import MeasureThenSearch, resolve_before_start
-from pipeloom.train.schedule_search.request import value_of_rank_0
-from pipeloom.train.schedule_search.run import search_for
-from pipeloom.train.schedule_search.saved import FILE, earlier_outcome, fingerprint
-from pipeloom.train.schedule_search.trial import ABTrial
+from pipeloom.train.schedule_search import (
+    FILE,
+    ABTrial,
+    MeasureThenSearch,
+    earlier_outcome,
+    fingerprint,
+    resolve_before_start,
+    search_for,
+    value_of_rank_0,
+)
 from processes import run_ranks
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from pipeloom.errors import CheckpointError, ConfigError
 from pipeloom.runtime import Pipeline
 from pipeloom.train import lock
 from pipeloom.train.failures import EXIT_FILE
-from pipeloom.train.report import Report
+from pipeloom.train.report.report import Report
 
 
 @contextmanager

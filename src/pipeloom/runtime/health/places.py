@@ -21,7 +21,6 @@ _COMMUNICATES = (
     "runtime/measured_timeline.py",
     "runtime/batch.py",
     "train/collect.py",
-    "train/gather_numbers.py",
 )
 _PACKAGE = Path(__file__).parents[2]
 

@@ -18,7 +18,7 @@ from pipeloom.train.checkpoint.save import Saver
 from pipeloom.train.lock import TAKEN, RunClaim
 from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.replica_check import ReplicaCheck
-from pipeloom.train.report import Report
+from pipeloom.train.report.report import Report
 from pipeloom.train.restarts import restarted_run
 
 _PROBE = ".pipeloom-probe"

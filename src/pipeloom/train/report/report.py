@@ -1,9 +1,10 @@
-"""Output of a run: the terminal, and the files of its own folder."""
+"""Output of a run: the terminal, the files of its own folder, TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import sys
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -25,8 +26,72 @@ from pipeloom.train.checkpoint.resume import DIGESTS_FILE
 from pipeloom.train.environment import environment_lines
 from pipeloom.train.failures import EXIT_FILE
 from pipeloom.train.lock import locked
-from pipeloom.train.metrics import StepMetrics, simulated
-from pipeloom.train.writers import figure_writers, numbers_of
+from pipeloom.train.report.metrics import StepMetrics, simulated
+
+
+class FigureWriter(Protocol):
+    """Destination of figures."""
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        """Write the figures of a step, counted from 1. Step numbers never decrease, and one may be written several times."""
+
+    def close(self) -> None: ...
+
+
+class TensorBoardFigures:
+    """Event files in `tensorboard/` of the run's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"))
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbFigures:
+    """A run of Weights & Biases, named after the run's folder; offline unless WANDB_MODE is set."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        import wandb  # type: ignore[import-not-found]
+
+        self._run: Any = wandb.init(
+            project=config.log.wandb,
+            name=folder.name,
+            dir=str(folder),
+            config=config.model_dump(mode="json"),
+            mode=os.environ.get("WANDB_MODE", "offline"),
+        )
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        self._run.log(dict(figures), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def figure_writers(config: Config, folder: Path) -> list[FigureWriter]:
+    """Return the writers that `[log]` enables."""
+    writers: list[FigureWriter] = []
+    if config.log.tensorboard:
+        writers.append(TensorBoardFigures(folder))
+    if config.log.wandb:
+        writers.append(WandbFigures(config, folder))
+    return writers
+
+
+def numbers_of(figures: Mapping[str, Any]) -> dict[str, float]:
+    """Return the figures that are finite numbers, without the step."""
+    return {
+        name: float(value)
+        for name, value in figures.items()
+        if name != "step" and isinstance(value, int | float) and math.isfinite(value)
+    }
 
 
 @dataclass(frozen=True)

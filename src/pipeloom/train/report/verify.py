@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.config import Layout
-from pipeloom.mesh_shape import MeshShape, Place
+from pipeloom.mesh_shape import AXES, MeshShape, Place
 from pipeloom.models import cross_entropy
 from pipeloom.models.init import stable_seed
 from pipeloom.ops.deferred import WeightGradContext, defer_weight_gradients
 from pipeloom.ops.microbatch import KEYWORD, MicrobatchContext
 from pipeloom.parallel.exchange import gather_tree
 from pipeloom.parallel.mesh import Mesh
-from pipeloom.parallel.sharding import from_plain, to_plain
+from pipeloom.parallel.sharding import ParameterSharding, from_plain, join, to_plain
 from pipeloom.runtime.batch import (
     IGNORE_INDEX,
     count_targets,
@@ -31,11 +31,11 @@ from pipeloom.runtime.verify import relative_error
 from pipeloom.train.agreement import require_agreement
 from pipeloom.train.build import build_pipeline, model_layers, moe_classes, ties
 from pipeloom.train.data.batches import Batch
-from pipeloom.train.rank_tensors import RankTensors, whole
 from pipeloom.train.schedule_search import estimated
 
 if TYPE_CHECKING:
     from pipeloom.train.context import WorkerContext
+
 
 NamedGradients = dict[str, Tensor | None]
 
@@ -216,3 +216,48 @@ def _what_one_process_sees(layout: Layout) -> tuple[object, ...]:
         train.label_smoothing,
         sizes,
     )
+
+
+@dataclass(frozen=True)
+class RankTensors:
+    """Tensors of one process.
+
+    Attributes:
+        place: its place on the mesh.
+        values: global name -> this process's part of the tensor, or None where it has none.
+        layouts: global name -> how the parameter is sharded.
+    """
+
+    place: Place
+    values: Mapping[str, Tensor | None]
+    layouts: Mapping[str, ParameterSharding]
+
+
+def whole(holdings: Sequence[RankTensors]) -> list[dict[str, Tensor | None]]:
+    """Return, for each process, the whole tensors whose first part (or only part) it holds.
+
+    Each copy of a parameter thus occurs exactly once. A whole tensor is None if all of its parts are None, and filled with
+    NaN if only some are.
+    """
+    copies: dict[tuple[str, tuple[int, ...]], dict[tuple[int, ...], int]] = {}
+    for number, holding in enumerate(holdings):
+        for name in holding.values:
+            shards = [shard.axis for shard in holding.layouts[name].shards]
+            elsewhere = tuple(getattr(holding.place, axis) for axis in AXES if axis not in shards)
+            part = tuple(getattr(holding.place, axis) for axis in shards)
+            copies.setdefault((name, elsewhere), {})[part] = number
+    tensors: list[dict[str, Tensor | None]] = [{} for _ in holdings]
+    for (name, _), parts in copies.items():
+        first = parts[min(parts)]
+        sharding = holdings[first].layouts[name]
+        tensors[first][name] = _join({part: holdings[number].values[name] for part, number in parts.items()}, sharding)
+    return tensors
+
+
+def _join(parts: Mapping[tuple[int, ...], Tensor | None], sharding: ParameterSharding) -> Tensor | None:
+    present = {part: value for part, value in parts.items() if value is not None}
+    if not present:
+        return None
+    if len(present) < len(parts):
+        return torch.full(sharding.full_shape(next(iter(present.values())).shape), float("nan"))
+    return join(present, sharding)

@@ -10,24 +10,8 @@ import torch.distributed as dist
 from pipeloom.config import Config
 from pipeloom.models import names
 from pipeloom.models.gate import balance, gates_of, take_loads
-from pipeloom.parallel.dispatch_plan import ExpertParallel
-from pipeloom.parallel.mesh import Mesh, PipelineMesh
 from pipeloom.parallel.through_host import carrier_of
 from pipeloom.runtime import Pipeline
-
-
-def spread_of(config: Config, mesh: Mesh | PipelineMesh | None) -> ExpertParallel | None:
-    """Return how the layout's experts are spread over `mesh`; None: every rank has all of them."""
-    if not isinstance(mesh, Mesh) or mesh.ep.size == 1:
-        return None
-    parallel = config.parallel
-    inside, across = (mesh.inside, mesh.across) if parallel.ep_nodes > 1 else (None, None)
-    return ExpertParallel(mesh.ep, parallel.ep_nodes, inside, across, parallel.ep_chunks, parallel.ep_blocks)
-
-
-def shows_all_to_all(config: Config) -> bool:
-    """Return whether experts exchange tokens between ranks, so that computation may wait for an all-to-all."""
-    return config.parallel.ep > 1
 
 
 @dataclass(frozen=True)
