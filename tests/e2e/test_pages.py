@@ -23,7 +23,7 @@ from pipeloom.ops.segments import Compute
 from pipeloom.parallel import tensor as linear
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Pipeline
-from pipeloom.train import launch
+from pipeloom.train.workers import launch
 from processes import run_ranks
 
 PAGES = {path.name: path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}

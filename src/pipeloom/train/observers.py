@@ -10,7 +10,7 @@ import torch.distributed as dist
 from pipeloom.config import Config
 from pipeloom.models import names
 from pipeloom.models.gate import balance, gates_of, take_loads
-from pipeloom.parallel.through_host import carrier_of
+from pipeloom.parallel.collectives import carrier_of
 from pipeloom.runtime import Pipeline
 
 

@@ -34,7 +34,7 @@ from pipeloom.train.report.metrics import shared_cores
 from pipeloom.train.report.report import Report
 
 if TYPE_CHECKING:
-    from pipeloom.train.context import WorkerContext
+    from pipeloom.train.workers.context import WorkerContext
 
 
 @dataclass(frozen=True)

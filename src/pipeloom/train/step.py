@@ -13,7 +13,7 @@ from pipeloom.config.sections import OptimizerSection
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.parallel.grad_norm import exact_sum, global_norm
 from pipeloom.runtime import Pipeline
-from pipeloom.runtime.health.names import Names
+from pipeloom.runtime.health.status import Names
 from pipeloom.runtime.tied_weights import layer_of
 from pipeloom.train.collect import maxima
 from pipeloom.train.optimizer import Optimizer
@@ -176,7 +176,7 @@ class Outcome:
         loss: nats, the mean over the batch's targets.
         norm: the global gradient norm before clipping; if it is not finite, the step was skipped.
         rate: the learning rate.
-        flags: requests received by any rank, as bits of `train.signals`.
+        flags: requests received by any rank, as bits of `train.workers.context`.
         rolled_back: whether any rank rolled its step back.
         norms: those of each layer, where they are logged in this step.
         bad: "nan" for a norm that is not finite, "spike" for one far above the last ones; "": neither.

@@ -12,7 +12,7 @@ import pipeloom as pl
 from layouts import LENGTH, model, worst
 from pipeloom.config import MeshShape
 from pipeloom.models import layers, tied, token_loss
-from pipeloom.ops.microbatch import MicrobatchContext
+from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.sharding import join
 from pipeloom.parallel.tensor import TensorParallel

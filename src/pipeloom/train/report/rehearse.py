@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue
-from pipeloom.ops.microbatch import MicrobatchContext
+from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.ops.segments import Compute, Pending, Segment, Values, in_order
 from pipeloom.runtime import Pipeline, RuntimeOptions
 from pipeloom.schedule import Costs, Schedule, Timeline, simulate
@@ -27,7 +27,7 @@ from pipeloom.schedule.check import TransportName
 from pipeloom.schedule.segments import LayerSegments, PhaseTimes, SegmentCosts
 
 if TYPE_CHECKING:
-    from pipeloom.train.context import WorkerContext
+    from pipeloom.train.workers.context import WorkerContext
 
 
 _BACK_TO_BACK = 0.002

@@ -17,7 +17,7 @@ from pipeloom.mesh_shape import AXES, MeshShape, Place
 from pipeloom.models import cross_entropy
 from pipeloom.models.init import stable_seed
 from pipeloom.ops.deferred import WeightGradContext, defer_weight_gradients
-from pipeloom.ops.microbatch import KEYWORD, MicrobatchContext
+from pipeloom.ops.layer import KEYWORD, MicrobatchContext
 from pipeloom.parallel.exchange import gather_tree
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.sharding import ParameterSharding, from_plain, join, to_plain
@@ -28,13 +28,13 @@ from pipeloom.runtime.batch import (
 from pipeloom.runtime.health.watchdog import Watchdog
 from pipeloom.runtime.tied_weights import Tie, share
 from pipeloom.runtime.verify import relative_error
-from pipeloom.train.agreement import require_agreement
 from pipeloom.train.build import build_pipeline, model_layers, moe_classes, ties
 from pipeloom.train.data.batches import Batch
 from pipeloom.train.schedule_search import estimated
+from pipeloom.train.workers.context import require_agreement
 
 if TYPE_CHECKING:
-    from pipeloom.train.context import WorkerContext
+    from pipeloom.train.workers.context import WorkerContext
 
 
 NamedGradients = dict[str, Tensor | None]
