@@ -14,7 +14,7 @@ import pytest
 import pipeloom
 from pipeloom.cli.options import message_with_flags
 from pipeloom.config import SECTIONS
-from pipeloom.config.keys import KEYS, naming_keys, sentence
+from pipeloom.config.problems import KEYS, naming_keys, sentence
 from pipeloom.config.sections import ModelSection, ParallelSection
 from pipeloom.cores import usable_cores
 from pipeloom.decoder_shape import DecoderShape
