@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.config import Config
-from pipeloom.models import names
 from pipeloom.models.gate import balance, gates_of, take_loads
+from pipeloom.models.layers import block_name
 from pipeloom.parallel.collectives import carrier_of
 from pipeloom.runtime import Pipeline
 
@@ -36,7 +36,7 @@ class ExpertLoads:
         self._experts = 0 if config.model.source else config.model.num_experts  # Hugging Face gates count no tokens
         self._biased = config.model.router == "sigmoid"
         sparse = config.model.expert_blocks if self._experts else ()
-        blocks = [names.block(number) for number, experts in enumerate(sparse) if experts]
+        blocks = [block_name(number) for number, experts in enumerate(sparse) if experts]
         self._blocks = len(blocks)
         held = [(at, pipeline.modules[name]) for at, name in enumerate(blocks) if name in pipeline.modules]
         self._gates = [(at, gate) for at, module in held for gate in gates_of([module])]
