@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeloom.errors import printable
-from pipeloom.runtime.health.links import Link, LinkClosed, RunStore, meet, read_secret
+from pipeloom.runtime.health.links import Link, LinkClosed, RunStore, meet
 from pipeloom.runtime.health.status import Limits, Status, identity, is_stopped, machine, main_thread_communicates
 
 POLL_SECONDS = 0.25
@@ -538,7 +538,7 @@ def start_watchdog(
         index, size: this process's number in the run, and the number of processes.
         timeout: seconds to wait for the others.
     """
-    links = meet(store, prefix, index, size, read_secret() or b"", timeout)
+    links = meet(store, prefix, index, size, timeout)
     watchdog = Watchdog(links, status, size, limits)
     watchdog.start()
     return watchdog
