@@ -137,8 +137,8 @@ def meet(store: RunStore, prefix: str, rank: int, world: int, seconds: float) ->
     store.set(f"{prefix}/machine/{rank}", f"{machine('net', 'mnt')} {os.getuid()}")
     machines = {store.get(f"{prefix}/machine/{other}") for other in range(world)}
     local = len(machines) == 1 and bool(machine())
-    found = connect(store, f"{prefix}/control", rank, neighbours(rank, world), seconds, local=local)
-    return [Link(peer, found[peer]) for peer in sorted(found)]
+    connections = connect(store, f"{prefix}/control", rank, neighbours(rank, world), seconds, local=local)
+    return [Link(peer, connection) for peer, connection in sorted(connections.items())]
 
 
 # -- meeting ---------------------------------------------------------------------------------------------------------------
@@ -169,21 +169,21 @@ def connect(
     try:
         store.set(f"{prefix}/{rank}", json.dumps(door.address))
         for peer in sorted(peer for peer in peers if peer < rank):
-            door.found[peer] = _call(store, prefix, rank, peer, kind, deadline)
+            door.connections[peer] = _call(store, prefix, rank, peer, kind, deadline)
         with door.change:
             door.change.wait_for(lambda: not door.missing, timeout=max(0.0, deadline - time.monotonic()))
             if door.missing:
                 raise DistributedError(f"{', '.join(f'rank {peer}' for peer in sorted(door.missing))} did not connect")
-            found = dict(door.found)
+            connections = dict(door.connections)
     except (OSError, DistributedError) as error:
         door.close()
-        for connection in door.found.values():
+        for connection in door.connections.values():
             connection.close()
         raise DistributedError(f"rank {rank}: {error} (within {seconds:g} s)") from None
     door.close()
-    for connection in found.values():
+    for connection in connections.values():
         connection.setblocking(False)
-    return found
+    return connections
 
 
 class _Door:
@@ -193,15 +193,15 @@ class _Door:
     Attributes:
         address: the private folder of its unix socket, or its (host, port).
         missing: ranks that have not connected yet.
-        found: rank -> connection.
-        change: condition of `missing` and `found`.
+        connections: rank -> connection.
+        change: condition of `missing` and `connections`.
     """
 
     def __init__(
         self, store: RunStore, prefix: str, rank: int, missing: set[int], kind: socket.SocketKind, local: bool
     ) -> None:
         self.missing = missing
-        self.found: dict[int, socket.socket] = {}
+        self.connections: dict[int, socket.socket] = {}
         self.change = threading.Condition()
         self._store, self._prefix, self._rank = store, prefix, rank
         self._socket = socket.socket(socket.AF_UNIX if local else socket.AF_INET, kind)
@@ -231,7 +231,7 @@ class _Door:
         with self.change:
             if peer in self.missing:
                 self.missing.discard(peer)
-                self.found[peer] = connection
+                self.connections[peer] = connection
                 self.change.notify_all()
 
     def close(self) -> None:
