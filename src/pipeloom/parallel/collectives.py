@@ -70,7 +70,7 @@ class ThroughHost:
             self._out.copy_(self._host[0])
 
 
-Result = TypeVar("Result")
+Received = TypeVar("Received")
 
 # torch 2.13 calls them so, and warns of the older names
 _GATHER, _SCATTER = (
@@ -81,7 +81,7 @@ _GATHER, _SCATTER = (
 
 
 @dataclass(frozen=True)
-class PendingCollective(Generic[Result]):
+class PendingCollective(Generic[Received]):
     """A collective in progress.
 
     Attributes:
@@ -92,11 +92,11 @@ class PendingCollective(Generic[Result]):
     """
 
     work: Any
-    finish: Callable[[], Result]
+    finish: Callable[[], Received]
     read: Tensor
     kind: CommunicationKind = "tp"
 
-    def wait(self) -> Result:
+    def wait(self) -> Received:
         """Wait for the collective and return its result. On CUDA the current stream waits, not the process."""
         with standstill("collective", self.kind):
             self.work.wait()

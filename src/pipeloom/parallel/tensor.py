@@ -71,7 +71,7 @@ class TensorParallel:
         return (*(base,) * (self.size - 1), count - base * (self.size - 1))
 
 
-def spread(tensor: TensorParallel | None) -> TensorParallel | None:
+def if_parallel(tensor: TensorParallel | None) -> TensorParallel | None:
     """Return `tensor`, or None if it has only one rank, so that layers are built unsharded."""
     return tensor if tensor is not None and tensor.size > 1 else None
 
