@@ -146,7 +146,7 @@ def test_one_rank_learns_a_text() -> None:
     after = trainer.held_out_loss(held_out)
     assert abs(before - math.log(256)) < 0.5
     assert after < 0.2
-    assert len(trainer.traces) == 3
+    assert len(trainer.log.traces) == 3
     written = generate(pipeline, ByteTokenizer(), 16, seed=0, prompt="abc")
     assert len(written) == 3 + SAMPLED_TOKENS
     assert "abcdefghabcdefgh" in written
