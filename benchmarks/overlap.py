@@ -32,7 +32,7 @@ from parts import run_parts
 from pipeloom.config import MeshShape, load
 from pipeloom.models import layers
 from pipeloom.ops.deferred import WeightGradContext, defer_weight_gradients
-from pipeloom.parallel.dispatch_plan import ExpertParallel
+from pipeloom.parallel.dispatch import ExpertParallel
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import LocalPipeline, Pipeline
 from pipeloom.schedule.actions import Action, Pair

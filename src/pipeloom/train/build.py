@@ -15,7 +15,7 @@ from pipeloom.limits import expanded
 from pipeloom.models import MoeClasses, cross_entropy, hf, layers, names, tied, token_loss
 from pipeloom.models.adapters import LoraOptions, with_adapters
 from pipeloom.ops.layer import Layer
-from pipeloom.parallel.dispatch_plan import ExpertParallel
+from pipeloom.parallel.dispatch import ExpertParallel
 from pipeloom.parallel.mesh import Mesh, PipelineMesh
 from pipeloom.parallel.shared_memory_sum import SharedMemoryAllReduce
 from pipeloom.parallel.tensor import TensorParallel

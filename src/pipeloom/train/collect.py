@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import DistributedError
-from pipeloom.parallel.tags import Tag
-from pipeloom.parallel.through_host import carrier_of
+from pipeloom.parallel.collectives import Tag, carrier_of
 from pipeloom.runtime import LocalPipeline, Pipeline
 from pipeloom.runtime.health.report import plain_words, timed_out
 

@@ -23,7 +23,7 @@ from pipeloom.ops.random_state import stable_seed
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime import Pipeline
 from pipeloom.runtime.batch import count_targets
-from pipeloom.runtime.health.process_identity import seconds_running
+from pipeloom.runtime.health.status import seconds_running
 from pipeloom.schedule.json_form import to_dict
 from pipeloom.train.adapters import base_weights, begin_weights
 from pipeloom.train.agreement import require_agreement

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from pipeloom.config import Config, training_flops
 from pipeloom.models import names
 from pipeloom.models.gate import balance, gates_of, take_loads
-from pipeloom.parallel.through_host import carrier_of
+from pipeloom.parallel.collectives import carrier_of
 from pipeloom.runtime import Pipeline
 from pipeloom.schedule import Timeline
 from pipeloom.train.collect import maxima

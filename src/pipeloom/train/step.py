@@ -13,7 +13,7 @@ from pipeloom.config.sections import OptimizerSection
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.parallel.grad_norm import exact_sum, global_norm
 from pipeloom.runtime import Pipeline
-from pipeloom.runtime.health.names import Names
+from pipeloom.runtime.health.status import Names
 from pipeloom.runtime.tied_weights import layer_of
 from pipeloom.train.collect import maxima
 from pipeloom.train.optimizer import Optimizer

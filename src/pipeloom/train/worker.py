@@ -28,10 +28,9 @@ from pipeloom.errors import (
     printable,
     sentence,
 )
-from pipeloom.runtime.health.links import Link, inherited, meet, read_secret
+from pipeloom.runtime.health.links import Link, RunStore, inherited, meet, read_secret, within
 from pipeloom.runtime.health.report import lost_peer
 from pipeloom.runtime.health.status import Limits, Status
-from pipeloom.runtime.health.store import RunStore, within
 from pipeloom.runtime.health.watchdog import Failure, Watchdog
 from pipeloom.train.context import WorkerContext
 from pipeloom.train.environment import worker_threads

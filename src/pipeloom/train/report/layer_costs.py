@@ -16,7 +16,7 @@ from pipeloom.config import Layout
 from pipeloom.config.sizes import LayerSize, layer_sizes
 from pipeloom.errors import ConfigError, PipeloomError, UsageError
 from pipeloom.ops.deferred import WeightGradContext, defer_weight_gradients
-from pipeloom.ops.microbatch import KEYWORD, MicrobatchContext
+from pipeloom.ops.layer import KEYWORD, MicrobatchContext
 from pipeloom.train.build import PARAMETER_DTYPES, model_layers, moe_classes, recomputed, training_loss
 from pipeloom.train.environment import worker_threads
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue
-from pipeloom.ops.microbatch import MicrobatchContext
+from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.ops.segments import Compute, Pending, Segment, Values, in_order
 from pipeloom.runtime import Pipeline, RuntimeOptions
 from pipeloom.schedule import Costs, Schedule, Timeline, simulate
