@@ -12,7 +12,7 @@ from pipeloom.config import load_layout
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.loop import Trainer
 from pipeloom.train.observers import StepEnd, StepObserver, observers
-from pipeloom.train.signals import INTERRUPT, SAVE, STOP
+from pipeloom.train.workers.context import INTERRUPT, SAVE, STOP
 
 CPU = torch.device("cpu")
 KEYS = {"parallel.pp": 1, "train.steps": 5, "log.every": 2, "checkpoint.every": 0, "train.eval_every": 0}

@@ -75,8 +75,8 @@ def command(arguments: Sequence[str]) -> int:
         return 0
     if families.FLAG in arguments:
         return families.command(arguments)
-    from pipeloom.train.preflight import require_cuda, require_room
-    from pipeloom.train.worker import is_worker, world_size_given
+    from pipeloom.train.workers.preflight import require_cuda, require_room
+    from pipeloom.train.workers.worker import is_worker, world_size_given
 
     require_torch("verify")
     request = read_request(arguments)

@@ -12,17 +12,17 @@ import torch
 
 from pipeloom.config import Layout, load_layout
 from pipeloom.config.adapter import ADAPTER_CONFIG, read_adapter_config
-from pipeloom.config.expert_checks import CLASS_KEYS
+from pipeloom.config.checks import CLASS_KEYS
 from pipeloom.config.hub import is_directory
 from pipeloom.errors import CheckpointError, ConfigError, UsageError
 from pipeloom.models.hf.library import read_config
 from pipeloom.runtime import Pipeline
 from pipeloom.train.adapters import base_weights, begin_weights
 from pipeloom.train.build import build_pipeline
-from pipeloom.train.checkpoint.facts import RunFacts
 from pipeloom.train.checkpoint.folder import newest_checkpoint
 from pipeloom.train.checkpoint.load import load
-from pipeloom.train.data.choice import BYTES, tokenizer_name
+from pipeloom.train.checkpoint.run import RunFacts
+from pipeloom.train.data.sources import BYTES, tokenizer_name
 from pipeloom.train.data.tokenizers import load_tokenizer
 from pipeloom.train.sample import Sampling, extend
 

@@ -26,27 +26,21 @@ from pipeloom.runtime.batch import count_targets
 from pipeloom.runtime.health.status import seconds_running
 from pipeloom.schedule.json_form import to_dict
 from pipeloom.train.adapters import base_weights, begin_weights
-from pipeloom.train.agreement import require_agreement
 from pipeloom.train.build import build_pipeline, ties
-from pipeloom.train.checkpoint.facts import RunFacts
+from pipeloom.train.checkpoint.folder import RunClaim
 from pipeloom.train.checkpoint.load import Loaded, load
-from pipeloom.train.checkpoint.resume import Start, digests, find_start
-from pipeloom.train.checkpoint.run import RunCheckpoints
+from pipeloom.train.checkpoint.run import RunCheckpoints, RunFacts, Start, digests, find_start
 from pipeloom.train.collect import gather
 from pipeloom.train.data.batches import Batch, Batches, Mixture, Rows, SortedDocuments
 from pipeloom.train.data.prepare import Data, open_data, require_masks
-from pipeloom.train.failures import failure_of_run
-from pipeloom.train.lock import RunClaim
 from pipeloom.train.observers import ExpertLoads, StepEnd, StepLog, StepObserver, observers, profiled_steps, with_calls
 from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.replica_check import ReplicaCheck
 from pipeloom.train.report.metrics import shared_cores
 from pipeloom.train.report.report import Report
 from pipeloom.train.report.tables import table, what_ranks_hold
-from pipeloom.train.restarts import note_run, restarted_run
 from pipeloom.train.sample import generate
 from pipeloom.train.schedule_search import MeasureThenSearch, resolve_before_start
-from pipeloom.train.signals import INTERRUPT, SAVE, STOP, together
 from pipeloom.train.speculative import SpeculativeOptimizer
 from pipeloom.train.step import (
     BadSteps,
@@ -58,10 +52,12 @@ from pipeloom.train.step import (
     norm_of,
 )
 from pipeloom.train.tuning import GarbageCollection, trim_freed_memory
+from pipeloom.train.workers.context import INTERRUPT, SAVE, STOP, require_agreement, together
+from pipeloom.train.workers.failures import failure_of_run, note_run, restarted_run
 
 if TYPE_CHECKING:
-    from pipeloom.train.context import WorkerContext
     from pipeloom.train.report.profile import OperatorProfile
+    from pipeloom.train.workers.context import WorkerContext
 
 
 def run(layout: Layout, context: WorkerContext, observers: Sequence[StepObserver] = ()) -> None:
@@ -359,7 +355,7 @@ class Trainer:
         return self._run_folder / "save"
 
     def _flags(self) -> int:
-        """Return the requests that this rank has received, as bits of `train.signals`."""
+        """Return the requests that this rank has received, as bits of `train.workers.context`."""
         asked = self._report is not None and self._run_folder.is_absolute() and self._save_file.exists()
         return self._context.flags | SAVE * asked
 

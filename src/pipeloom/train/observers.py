@@ -22,9 +22,9 @@ from pipeloom.schedule import Timeline
 from pipeloom.train.collect import maxima
 from pipeloom.train.data.batches import Batch
 from pipeloom.train.report.metrics import StepMetrics, memory_in_use, model_flops_utilization, simulated
-from pipeloom.train.signals import INTERRUPT, SAVE, STOP, together
 from pipeloom.train.step import Outcome
 from pipeloom.train.tuning import EVERY_STEPS
+from pipeloom.train.workers.context import INTERRUPT, SAVE, STOP, together
 
 if TYPE_CHECKING:
     from pipeloom.train.report.report import Report

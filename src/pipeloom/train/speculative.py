@@ -25,8 +25,8 @@ from pipeloom.runtime import Pipeline
 from pipeloom.runtime.loss import PendingLoss
 from pipeloom.train.collect import NumberGather
 from pipeloom.train.optimizer import Optimizer
-from pipeloom.train.signals import together
 from pipeloom.train.step import NormRow, Outcome, norm_of, own_square
+from pipeloom.train.workers.context import together
 
 
 class Copies:

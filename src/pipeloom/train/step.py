@@ -189,7 +189,7 @@ class Outcome:
         loss: nats, the mean over the batch's targets.
         norm: the global gradient norm before clipping; if it is not finite, the step was skipped.
         rate: the learning rate.
-        flags: requests received by any rank, as bits of `train.signals`.
+        flags: requests received by any rank, as bits of `train.workers.context`.
         rolled_back: whether any rank rolled its step back.
         norms: those of each layer, where they are logged in this step.
         bad: "nan" for a norm that is not finite, "spike" for one far above the last ones; "": neither.

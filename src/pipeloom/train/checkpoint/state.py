@@ -22,7 +22,7 @@ from pipeloom.parallel.sharding import ParameterSharding
 from pipeloom.runtime import Pipeline
 from pipeloom.runtime.tensor_spec import layout_name, memory_of
 from pipeloom.train.checkpoint.boxes import Box, boxes_of_run
-from pipeloom.train.checkpoint.files import DTYPE_NAMES
+from pipeloom.train.checkpoint.folder import DTYPE_NAMES
 
 Number = float | int | bool
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.config import Layout
-from pipeloom.config.sizes import LayerSize, layer_sizes
+from pipeloom.config.stages import LayerSize, layer_sizes
 from pipeloom.errors import ConfigError, PipeloomError, UsageError
 from pipeloom.ops.deferred import WeightGradContext, defer_weight_gradients
 from pipeloom.ops.layer import KEYWORD, MicrobatchContext
 from pipeloom.train.build import PARAMETER_DTYPES, model_layers, moe_classes, recomputed, training_loss
-from pipeloom.train.environment import worker_threads
+from pipeloom.train.workers.preflight import worker_threads
 
 # Most operations of a pass over one layer (a second or two on one core); longer sequences are shortened to stay below.
 MOST_FLOPS = 2e10

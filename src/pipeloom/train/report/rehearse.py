@@ -27,7 +27,7 @@ from pipeloom.schedule.check import TransportName
 from pipeloom.schedule.segments import LayerSegments, PhaseTimes, SegmentCosts
 
 if TYPE_CHECKING:
-    from pipeloom.train.context import WorkerContext
+    from pipeloom.train.workers.context import WorkerContext
 
 
 _BACK_TO_BACK = 0.002

@@ -22,11 +22,10 @@ from pipeloom.config import Config, to_toml
 from pipeloom.errors import ConfigError, printable
 from pipeloom.limits import expanded
 from pipeloom.schedule import Timeline, timeline_form
-from pipeloom.train.checkpoint.resume import DIGESTS_FILE
-from pipeloom.train.environment import environment_lines
-from pipeloom.train.failures import EXIT_FILE
-from pipeloom.train.lock import locked
+from pipeloom.train.checkpoint.folder import locked
 from pipeloom.train.report.metrics import StepMetrics, simulated
+from pipeloom.train.workers.failures import DIGESTS_FILE, EXIT_FILE
+from pipeloom.train.workers.preflight import environment_lines
 
 
 class FigureWriter(Protocol):

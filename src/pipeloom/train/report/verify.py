@@ -28,13 +28,13 @@ from pipeloom.runtime.batch import (
 from pipeloom.runtime.health.watchdog import Watchdog
 from pipeloom.runtime.tied_weights import Tie, share
 from pipeloom.runtime.verify import relative_error
-from pipeloom.train.agreement import require_agreement
 from pipeloom.train.build import build_pipeline, model_layers, moe_classes, ties
 from pipeloom.train.data.batches import Batch
 from pipeloom.train.schedule_search import estimated
+from pipeloom.train.workers.context import require_agreement
 
 if TYPE_CHECKING:
-    from pipeloom.train.context import WorkerContext
+    from pipeloom.train.workers.context import WorkerContext
 
 
 NamedGradients = dict[str, Tensor | None]

@@ -26,8 +26,8 @@ from pathlib import Path
 from pipeloom.errors import INTERRUPTED, DistributedError, Preempted, UsageError, printable
 from pipeloom.runtime.health.links import LINKS, neighbours
 from pipeloom.runtime.health.watchdog import NOTICE
-from pipeloom.train.failures import FAILURES, OBEYED, STORE, WorkerFailure, first_failure, read_failures
-from pipeloom.train.private_network import NETWORK, Network, private_network, wanted
+from pipeloom.train.workers.failures import FAILURES, OBEYED, STORE, WorkerFailure, first_failure, read_failures
+from pipeloom.train.workers.network import NETWORK, Network, private_network, wanted
 
 _PR_SET_PDEATHSIG = 1
 _KEPT_LINES = 400

@@ -1,4 +1,4 @@
-"""Notes on failures, with rank, time and reason: for the launcher in a private folder, for people in the run's folder."""
+"""Reports of workers that outlive them: failures, for the launcher and for people, the run's folder, and each rank's output."""
 
 from __future__ import annotations
 
@@ -6,20 +6,26 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import signal
+import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, TextIO, cast
 
 from pipeloom.errors import DistributedError, Interrupted, Preempted
 
 FAILURES = "PIPELOOM_FAILURES"
 _STORE_SECONDS = 2.0  # limit for connecting to torchrun's store; one that can be reached answers sooner
 STORE = "PIPELOOM_STORE"  # the file through which the workers of one machine meet
-EXIT_FILE = "exit.json"
+# In a run's folder: how it ended, and the digests of its model and data.
+EXIT_FILE, DIGESTS_FILE = "exit.json", "run.json"
 OBEYED = (Preempted.exit_code, Interrupted.exit_code)  # exit codes of a worker that stopped on request
 # Signals that are a worker's own failure or come from outside the run. SIGABRT and SIGTERM are left out: a worker also ends by
 # them because another one failed.
@@ -148,3 +154,110 @@ def first_to_say(text: str) -> bool:
         return bool(store.add(key, 1) == 1)
     except RuntimeError:  # no store of torchrun's or rank 0's: better twice than never
         return True
+
+
+NOTE = "PIPELOOM_RUN_NOTE"  # a file into which a run's first rank writes the path of its folder
+FOLDER = "PIPELOOM_RUN_FOLDER"  # of the previous attempt, in which to continue
+
+
+def note_run(folder: Path) -> None:
+    """Report the run's folder to the launcher, so that another attempt can continue in it."""
+    path = os.environ.get(NOTE)
+    if path:
+        with contextlib.suppress(OSError):
+            Path(path).write_text(str(folder), encoding="utf-8")
+
+
+def restarted_run() -> Path | None:
+    """Return the folder of the previous attempt; None: this is the first."""
+    folder = os.environ.get(FOLDER)
+    return Path(folder) if folder else None
+
+
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colours and cursor movements of a terminal
+_KEPT_LINES = 1000  # lines kept until the run's folder is known
+_PATIENCE = 1.0  # seconds; the watchdog must not wait for a thread that is stuck in a write to a slow disk
+
+
+class RankLog:
+    """Copies what this process writes to `sys.stdout` and `sys.stderr` into `RUN_DIR/rank_N.log`, inside a `with` block.
+
+    Output to the terminal is unchanged; each line is written to the file when it is complete, without the frames of a
+    progress bar. The last 1000 lines from before `open` are kept until then. Errors of writing to the file are ignored:
+    training does not depend on it. Output that native code writes directly to the process's descriptors is not copied.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._lock = threading.RLock()
+        self._file: int | None = None
+        self._held: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._unfinished: dict[str, str] = {}
+        self._streams: dict[str, tuple[TextIO, TextIO]] = {}  # name -> the original stream, and its replacement
+
+    def open(self, folder: Path) -> None:
+        """Write into `folder` from now on; a host that does not share the run's folder creates its own of that name."""
+        with contextlib.suppress(OSError):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._file = os.open(folder / f"rank_{self._rank}.log", flags, 0o600)
+        began = time.strftime("%Y-%m-%d %H:%M:%S")
+        held, self._held = [*self._held], deque(maxlen=_KEPT_LINES)
+        self._write([f"--- rank {self._rank}, process {os.getpid()} on {os.uname().nodename}, {began}", *held])
+
+    def take(self, name: str, text: str) -> None:
+        """Copy `text`, which was written to the stream `name`."""
+        if not self._lock.acquire(timeout=_PATIENCE):
+            return
+        try:
+            *lines, rest = (self._unfinished.get(name, "") + text).split("\n")
+            self._unfinished[name] = rest.rpartition("\r")[2]
+            self._write([_CONTROL.sub("", line.rstrip("\r").rpartition("\r")[2]) for line in lines])
+        finally:
+            self._lock.release()
+
+    def _write(self, lines: list[str]) -> None:
+        if self._file is None:
+            self._held.extend(lines)
+        elif lines:
+            with contextlib.suppress(OSError):
+                os.write(self._file, "".join(f"{line}\n" for line in lines).encode(errors="replace"))
+
+    def __enter__(self) -> RankLog:
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            ours = cast(TextIO, _Copied(stream, name, self))
+            self._streams[name] = (stream, ours)
+            setattr(sys, name, ours)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for name, (before, ours) in self._streams.items():
+            if getattr(sys, name) is ours:
+                setattr(sys, name, before)
+            if self._unfinished.get(name):
+                self.take(name, "\n")
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+class _Copied:
+    """A stream whose text is also copied to a RankLog; all other attributes are those of the wrapped stream."""
+
+    def __init__(self, stream: TextIO, name: str, log: RankLog) -> None:
+        self._stream, self._name, self._log = stream, name, log
+
+    def write(self, text: str) -> int:
+        written = self._stream.write(text)
+        self._log.take(self._name, text)
+        return written
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

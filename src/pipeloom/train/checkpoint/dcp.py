@@ -20,8 +20,15 @@ from torch import Tensor
 
 from pipeloom.errors import CheckpointError, ConfigError
 from pipeloom.train.checkpoint.boxes import Box
-from pipeloom.train.checkpoint.files import DTYPE_NAMES, write_bytes, write_tensors
-from pipeloom.train.checkpoint.folder import newest_checkpoint, partial_path, publish, step_path
+from pipeloom.train.checkpoint.folder import (
+    DTYPE_NAMES,
+    newest_checkpoint,
+    partial_path,
+    publish,
+    step_path,
+    write_bytes,
+    write_tensors,
+)
 from pipeloom.train.checkpoint.load import Reader, verified
 from pipeloom.train.checkpoint.manifest import (
     EXTRA,

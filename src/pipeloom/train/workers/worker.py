@@ -32,18 +32,15 @@ from pipeloom.runtime.health.links import Link, RunStore, inherited, meet, read_
 from pipeloom.runtime.health.report import lost_peer
 from pipeloom.runtime.health.status import Limits, Status
 from pipeloom.runtime.health.watchdog import Failure, Watchdog
-from pipeloom.train.context import WorkerContext
-from pipeloom.train.environment import worker_threads
-from pipeloom.train.failures import FAILURES, STORE, first_to_say, record_failure, write_exit
-from pipeloom.train.interfaces import require_interface
-from pipeloom.train.listeners import allow_descriptors
-from pipeloom.train.preflight import require_devices
-from pipeloom.train.rank_log import RankLog
-from pipeloom.train.signals import Requests
+from pipeloom.train.workers.context import Requests, WorkerContext
+from pipeloom.train.workers.failures import FAILURES, STORE, RankLog, first_to_say, record_failure, write_exit
+from pipeloom.train.workers.network import allow_descriptors, require_interface
+from pipeloom.train.workers.preflight import require_devices, worker_threads
 
 if TYPE_CHECKING:
     import torch
     from torch._C._distributed_c10d import Store
+
 
 _MEET_SECONDS = 300.0
 
