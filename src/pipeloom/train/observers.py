@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 TRACES = 9  # logged steps whose median is drawn at the end; a trace takes 50 KB for a tiny model, and megabytes for a large one
 
-Need = Literal["outcome", "norms", "trace"]
+StepNeed = Literal["outcome", "norms", "trace"]
 
 
 @dataclass
@@ -82,7 +82,7 @@ class StepObserver:
     every: int = 1
     also: Collection[int] = ()
     requests: int = 0
-    needs: tuple[Need, ...] = ()
+    needs: tuple[StepNeed, ...] = ()
 
     def due(self, step: int) -> bool:
         """Return whether it is called before and after step `step` without a request."""
@@ -109,7 +109,7 @@ def observers(config: Config, first: int = 1, searches: bool = False) -> list[St
     """
     train, last = config.train, config.train.steps
     experts = bool(config.model.num_experts and not config.model.source)  # Hugging Face gates count no tokens
-    logged: tuple[Need, ...] = ("outcome", "trace") if config.log.norms == "none" else ("outcome", "trace", "norms")
+    logged: tuple[StepNeed, ...] = ("outcome", "trace") if config.log.norms == "none" else ("outcome", "trace", "norms")
     rows = [
         StepObserver("profile", every=0, also=profiled_steps(config), needs=("trace",)),
         # Routers with biases need the loads of every step; otherwise they are only for the log.
