@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeloom.config import SECTIONS, load, load_layout, split_arguments, to_toml
-from pipeloom.config.files import built_in, read_toml
+from pipeloom.config.settings import built_in, read_toml
 from pipeloom.errors import ConfigError, UsageError, from_machine
 
 

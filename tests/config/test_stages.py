@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeloom.config.balance import balance
-from pipeloom.config.stages_text import expand, parse_stages
+from pipeloom.config.stages import balance, expand, parse_stages
 from pipeloom.errors import UsageError
 
 

@@ -18,8 +18,7 @@ from pipeloom.models import cross_entropy, layers
 from pipeloom.models.gate import TopKGate, balance, gates_of, take_loads
 from pipeloom.models.moe import SparseBlock, SparseFeedForward
 from pipeloom.ops.layer import MicrobatchContext
-from pipeloom.runtime import RuntimeOptions
-from pipeloom.runtime.local import LocalPipeline
+from pipeloom.runtime import LocalPipeline, RuntimeOptions
 
 OPTIONS = {"norm_topk_prob": False, "attention_bias": True, "head_dim": 12, "rms_norm_eps": 1e-3}
 

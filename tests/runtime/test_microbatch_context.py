@@ -14,8 +14,7 @@ from pipeloom.config import MeshShape
 from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.ops.random_state import Dropout, RandomSource
 from pipeloom.parallel.mesh import Mesh
-from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
-from pipeloom.runtime.local import LocalPipeline
+from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
 from processes import run_ranks
 
 

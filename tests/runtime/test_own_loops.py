@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import pipeloom as pl
 from models import WIDTH, batch, mse
 from pipeloom.config import MeshShape
-from pipeloom.config.load import load
+from pipeloom.config.settings import load
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
 from pipeloom.train.optimizer import Optimizer

@@ -69,7 +69,7 @@ def test_values_arrive_through_host_memory() -> None:
 ON_THE_CPU = {
     "parallel/exchange.py": "JSON as bytes; trees are moved to the group's device",
     "runtime/batch.py": "a number that is put on the CPU",
-    "runtime/measured_timeline.py": "clocks",
+    "runtime/engine.py": "clocks",
     "train/workers/worker.py": "a barrier has no tensor",
     "train/report/verify.py": "a barrier has no tensor",
     "train/report/rehearse.py": "a barrier has no tensor",

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import pipeloom as pl
 from pipeloom.config import load_layout
-from pipeloom.config.dump import to_toml
+from pipeloom.config.settings import to_toml
 from pipeloom.errors import ConfigError
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.train.build import build_pipeline

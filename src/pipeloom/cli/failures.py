@@ -15,7 +15,7 @@ from typing import Any
 
 import typer
 
-from pipeloom.cli import flags
+from pipeloom.cli.options import message_with_flags
 from pipeloom.errors import (
     INTERRUPTED,
     LONGEST_ECHO,
@@ -129,7 +129,7 @@ def _exit_code_of(run: Callable[[], Any], as_json: bool, given: Sequence[str]) -
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one does not change how the command ends
         return INTERRUPTED
     except PipeloomError as error:
-        return _report(error, _shortened(flags.words(error), given), error.exit_code, as_json)
+        return _report(error, _shortened(message_with_flags(error), given), error.exit_code, as_json)
     except _ClickError as error:
         return _usage(error, as_json, given)
     except Exception as error:

@@ -135,6 +135,9 @@ def value_of(schedule: Schedule, costs: Costs, objective: str) -> float:
 
 
 FILE = "schedule.json"
+# The fields of `Costs` that a search in training sets. A reused schedule must fit into the memory with all of them: that of
+# micro-batches of several sizes does not without their factors.
+_SAVED_COSTS = ("forward", "input_grad", "weight_grad", "backward", "p2p", "held", "microbatch")
 
 
 def fingerprint(config: Config, device: torch.device) -> str:
@@ -221,7 +224,7 @@ def figures_of(request: SearchRequest, outcome: SearchOutcome) -> dict[str, Any]
         "costs": {
             name: value
             for name, value in asdict(outcome.costs).items()
-            if name in ("forward", "input_grad", "weight_grad", "backward", "p2p", "held") and value is not None
+            if name in _SAVED_COSTS and value not in (None, ())
         },
     }
 
