@@ -21,7 +21,7 @@ from pipeloom.ops.random_state import set_sources, stable_seed
 from pipeloom.parallel import vocabulary
 from pipeloom.parallel.dispatch import ExpertParallel
 from pipeloom.parallel.sharding import ParameterSharding, shard_of, shardings_of
-from pipeloom.parallel.tensor import TensorParallel, spread
+from pipeloom.parallel.tensor import TensorParallel, if_parallel
 from pipeloom.parallel.vocabulary import VocabularyEmbedding
 
 EMBEDDING = "model.embed_tokens"
@@ -165,7 +165,7 @@ def layers(
     residual = deviation / math.sqrt(2 * shape.num_hidden_layers)
     deviations = Deviations(deviation, {"o_proj": residual, "down_proj": residual})
     same = {HEAD_WEIGHT: EMBEDDING_WEIGHT} if shape.tie_word_embeddings else {}
-    cut = spread(tensor)
+    cut = if_parallel(tensor)
     index = {"tp": cut.index if cut is not None else 0, "ep": expert.axis.index if expert is not None else 0}
     drawing = InitSpec(seed, deviations, same, index)
     overlaps = expert is not None and expert.size > 1 and max(expert.chunks, expert.blocks) > 1
@@ -227,7 +227,7 @@ def token_loss(
     shape: DecoderShape, label_smoothing: float = 0.0, tensor: TensorParallel | None = None
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """`cross_entropy` of what the decoder's last layer puts out: under `tensor`, each rank's part of the logits."""
-    cut = spread(tensor)
+    cut = if_parallel(tensor)
     if cut is None:
         return partial(cross_entropy, label_smoothing=label_smoothing)
     return partial(vocabulary.cross_entropy, tensor=cut, vocabulary=shape.vocab_size, label_smoothing=label_smoothing)
