@@ -22,7 +22,7 @@ again = || { echo "once more, alone:"; $(PYTEST) --last-failed --last-failed-no-
 
 # the checks, all of tests/unit, and the tests marked `core` of tests/dist and tests/e2e: minutes
 test: install lint
-	$(PYTEST) -n 2 -m "unit or core" $(again)
+	$(PYTEST) -n 2 -m "(unit or core) and not full" $(again)
 
 # the rest of tests/dist and tests/e2e, and six of the mutants
 test-all: install

@@ -1,7 +1,7 @@
 """Code lines of each package: lines that are neither blank nor a comment nor part of a docstring.
 
-    python tests/support/code_lines.py             per package
-    python tests/support/code_lines.py --files     per file too
+python tests/support/code_lines.py             per package
+python tests/support/code_lines.py --files     per file too
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def code_lines(text: str) -> int:
         if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
             without.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
     lines = enumerate(text.splitlines(), 1)
-    return sum(1 for number, line in lines if number not in without and line.strip() and not line.lstrip().startswith("#"))
+    return sum(
+        1 for number, line in lines if number not in without and line.strip() and not line.lstrip().startswith("#")
+    )
 
 
 def package_of(path: Path) -> str:
