@@ -14,8 +14,8 @@ from browser import Opened, browser
 
 import pipeloom as pl
 from pipeloom.draw import html, svg
-from pipeloom.schedule.exposed import Exposed
 from pipeloom.schedule.files import load
+from pipeloom.schedule.timeline import Exposed
 
 pytestmark = pytest.mark.slow
 

@@ -311,7 +311,7 @@ def table(rows: Sequence[Row], refused: Sequence[tuple[str, str]], costs: Costs,
 def _cells(timeline: Timeline) -> dict[tuple[str, str], str]:
     from pipeloom.draw.figures import full_rank, messages, number
     from pipeloom.schedule import period
-    from pipeloom.schedule.messages import size_words
+    from pipeloom.schedule.channels import size_words
 
     full = full_rank(timeline.schedule)
     peaks = [peak * full for peak in timeline.peak_activations]

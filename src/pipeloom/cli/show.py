@@ -28,8 +28,7 @@ def command(
         Path,
         typer.Argument(
             metavar="RUN_DIR_OR_TRACE",
-            help="The folder of a run, its timelines.json, a folder of pp_rank_N.json timer files, a Chrome trace or a folder of "
-            "such traces, or a CSV with durations.",
+            help="The folder of a run, its timelines.json, a Chrome trace or a folder of such traces, or a CSV with durations.",
         ),
     ],
     predict: Annotated[
@@ -62,7 +61,7 @@ def command(
     """
     require_outputs(svg=svg, png=png, html=html, trace=trace)
     from pipeloom.schedule import simulate
-    from pipeloom.schedule.measured import predict as fit
+    from pipeloom.traces.measured import predict as fit
 
     steps, memory, notes = steps_of(run)
     others = tuple((path, steps_of(path)[0]) for path in predict or ())
@@ -84,18 +83,16 @@ def command(
 
 def steps_of(path: Path) -> tuple[tuple[Timeline, ...], tuple[float, ...], tuple[str, ...]]:
     """Return the measured steps of a run or of another program's trace, the GB of each rank where known, and notes."""
-    from pipeloom.schedule.foreign import is_foreign, load_foreign
+    from pipeloom.traces import reader_of
 
     ours = path.is_dir() and (path / TIMELINES_FILE).is_file()  # a run's folder also contains the trace of one step
-    if not ours and is_foreign(path):
-        foreign = load_foreign(path)
-        return foreign.timelines, foreign.memory, foreign.notes
-    return timelines_of(path), (), ()
+    reader = None if ours else reader_of(path)
+    return reader.read(path) if reader is not None else (timelines_of(path), (), ())
 
 
 def timelines_of(path: Path) -> tuple[Timeline, ...]:
     """Return the measured steps in a run's folder or in a file of timelines. Raises UsageError where there are none."""
-    from pipeloom.schedule import timeline_form
+    from pipeloom.traces import timelines as timeline_files
 
     file = path / TIMELINES_FILE if path.is_dir() else path
     if not file.is_file():
@@ -107,7 +104,7 @@ def timelines_of(path: Path) -> tuple[Timeline, ...]:
         raise UsageError(
             f"there is no {shortened(str(path))}{did_you_mean(path.name, names) if len(names) < 200 else ''}"
         )
-    timelines = timeline_form.load(file)
+    timelines = timeline_files.load(file)
     if not timelines:
         raise UsageError(f"{file} contains no steps")
     return timelines

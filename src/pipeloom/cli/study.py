@@ -13,8 +13,8 @@ from pipeloom.cli.schedule import as_dict
 
 if TYPE_CHECKING:
     from pipeloom.schedule import Timeline
-    from pipeloom.schedule.measured import Prediction
     from pipeloom.solver import SearchResult
+    from pipeloom.traces.measured import Prediction
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Study:
     @property
     def typical(self) -> Timeline:
         """The settled step with the median makespan."""
-        from pipeloom.schedule.measured import settled
+        from pipeloom.traces.measured import settled
 
         ordered = sorted(settled(self.steps), key=lambda step: step.makespan)
         return ordered[len(ordered) // 2]
@@ -71,7 +71,7 @@ class Study:
 
     def predicted(self) -> list[tuple[Path, float, float]]:
         """Return (run, simulated makespan, measured makespan) of each run in `others`."""
-        from pipeloom.schedule.measured import predict_another
+        from pipeloom.traces.measured import predict_another
 
         fitted = self.typical.schedule
         return [(path, *predict_another(self.prediction.costs, fitted, steps)) for path, steps in self.others]
@@ -101,8 +101,8 @@ class Study:
         return f"the same placement ({where}), {split}, and activations held until W"
 
     def as_dict(self) -> dict[str, Any]:
-        from pipeloom.schedule.measured import drift, settled, slow_stages, step_time, time_spent
-        from pipeloom.schedule.timeline_form import costs_dict
+        from pipeloom.traces.measured import drift, settled, slow_stages, step_time, time_spent
+        from pipeloom.traces.timelines import costs_dict
 
         prediction = self.prediction
         return as_dict(self.typical) | {
@@ -146,7 +146,7 @@ class Study:
     def lines(self) -> list[str]:
         """Return the lines below the drawing in the terminal."""
         from pipeloom.draw.figures import number, time_unit
-        from pipeloom.schedule.measured import drift, settled, slow_stages, time_spent
+        from pipeloom.traces.measured import drift, settled, slow_stages, time_spent
 
         factor, unit = time_unit([self.typical])
         prediction = self.prediction

@@ -67,7 +67,7 @@ def as_dict(rows: Sequence[LayoutVolume]) -> dict[str, Any]:
 
 def table(rows: Sequence[LayoutVolume]) -> str:
     """Return a line for each layout: bytes, and messages or collective operations, by kind, of all workers in a step."""
-    from pipeloom.schedule.messages import size_words
+    from pipeloom.schedule.channels import size_words
 
     kinds = [kind for kind in _VOLUME_KINDS if any(volume.kind == kind for row in rows for volume in row.volumes)]
     lines = [["layout", "workers", *kinds, "total"]]

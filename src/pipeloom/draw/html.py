@@ -18,9 +18,9 @@ from pipeloom.draw.figures import assumptions, heading, messages, time_unit
 from pipeloom.errors import printable
 from pipeloom.schedule import Timeline
 from pipeloom.schedule.actions import EVENTS, MOST_KINDS, Kind, kinds
+from pipeloom.schedule.channels import size_words
 from pipeloom.schedule.costs import StageCosts
 from pipeloom.schedule.json_form import to_dict
-from pipeloom.schedule.messages import size_words
 
 PAGE_FORMAT = "pipeloom.page/1"
 

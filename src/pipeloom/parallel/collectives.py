@@ -19,7 +19,7 @@ from pipeloom.errors import UsageError
 from pipeloom.ops.segments import standstill
 from pipeloom.parallel.mesh import Axis
 from pipeloom.parallel.through_host import goes_through_host, start
-from pipeloom.schedule.exposed import CommunicationKind
+from pipeloom.schedule.timeline import CommunicationKind
 
 # torch 2.13 calls them so, and warns of the older names
 _GATHER, _SCATTER = (

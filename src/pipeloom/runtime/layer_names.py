@@ -11,8 +11,7 @@ from torch import Tensor
 from pipeloom.errors import ConfigError, UsageError, did_you_mean
 from pipeloom.ops.layer import Layer, LossTerm
 from pipeloom.ops.microbatch import KEYWORD
-from pipeloom.schedule.model import Schedule
-from pipeloom.schedule.named import NamedTensor
+from pipeloom.schedule.model import NamedTensor, Schedule
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,8 @@ from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.parallel.mesh import PipelineMesh
 from pipeloom.parallel.tags import Tag
 from pipeloom.runtime.executor import StepResult
-from pipeloom.schedule.exposed import Exposed
-from pipeloom.schedule.measured import measured_costs
 from pipeloom.schedule.model import Schedule
-from pipeloom.schedule.timeline import Timeline
+from pipeloom.schedule.timeline import Exposed, Timeline
 
 _ROUND_TRIPS = 5
 
@@ -76,5 +74,4 @@ def timeline_of(schedule: Schedule, everyone: Sequence[Sequence[Any]]) -> Timeli
             Exposed(inside, after, max(end - off - origin, last[-1]))
             for (*_, (inside, after), end, off), last in zip(everyone, ends, strict=True)
         )
-    costs = measured_costs(schedule, starts, ends, turns)
-    return Timeline(schedule, costs, starts, ends, source="measured", exposed=exposed)
+    return Timeline.measured(schedule, starts, ends, turns, exposed)

@@ -12,9 +12,15 @@ from pipeloom.errors import PipeloomError
 from pipeloom.schedule.actions import KindName
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs
 from pipeloom.schedule.families import BASELINES, ONE_ROUTE, build
-from pipeloom.schedule.families.greedy import MemoryDeadlock, PriorityRule, programs_along, programs_of, single_route
+from pipeloom.schedule.families.construct.layout import warmup_then_alternate
+from pipeloom.schedule.families.construct.list_scheduling import (
+    MemoryDeadlock,
+    PriorityRule,
+    programs_along,
+    programs_of,
+    single_route,
+)
 from pipeloom.schedule.families.interleaved import chunk_order, round_sizes
-from pipeloom.schedule.families.layout import warmup_then_alternate
 from pipeloom.schedule.model import Schedule, parts
 from pipeloom.schedule.placement import loop, name_of
 from pipeloom.schedule.transforms import cut_stages

@@ -11,7 +11,7 @@ from pipeloom.errors import ArgumentError, CapacityError, UsageError, did_you_me
 from pipeloom.limits import MOST_SEARCHED_CELLS, MOST_SECONDS, MOST_STEPS, require_at_most
 from pipeloom.schedule import Costs, Schedule, Timeline, simulate
 from pipeloom.schedule.costs import TIME_TOLERANCE
-from pipeloom.schedule.families.layout import require_sizes
+from pipeloom.schedule.families.construct.layout import require_sizes
 from pipeloom.schedule.placement import NAMED, named, require_placement
 from pipeloom.schedule.timeline import Objective
 from pipeloom.solver.bounds import pairs_gain

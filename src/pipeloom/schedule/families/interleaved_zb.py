@@ -6,13 +6,24 @@ from collections import deque
 from dataclasses import replace
 from itertools import accumulate
 
-from pipeloom.errors import CapacityError, UsageError
+from pipeloom.errors import CapacityError
 from pipeloom.schedule.actions import KindName
 from pipeloom.schedule.costs import Costs
-from pipeloom.schedule.families.greedy import MemoryDeadlock, SchedulingProblem, programs_along, single_route
+from pipeloom.schedule.families.construct.layout import (
+    Coder,
+    family,
+    require_memory,
+    require_sizes,
+    warmup_then_alternate,
+)
+from pipeloom.schedule.families.construct.list_scheduling import (
+    MemoryDeadlock,
+    SchedulingProblem,
+    programs_along,
+    single_route,
+)
+from pipeloom.schedule.families.construct.steady import shortest
 from pipeloom.schedule.families.interleaved import Rounds, chunk_order, interleaved, round_sizes
-from pipeloom.schedule.families.layout import Coder, require_sizes, warmup_then_alternate
-from pipeloom.schedule.families.steady import shortest
 from pipeloom.schedule.model import Program, Schedule
 from pipeloom.schedule.timeline import Timeline
 
@@ -25,6 +36,7 @@ MOST_TASKS_PLANNED = 40_000
 ROUNDS_PLANNED = 4
 
 
+@family("interleaved-zb", "interleavedzerobubble", "zbvpp", placement="loop", baseline=True, order=80)
 def interleaved_zb(
     ranks: int,
     microbatches: int,
@@ -49,8 +61,7 @@ def interleaved_zb(
     Raises:
         CapacityError: no plan fits the memory.
     """
-    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, (int, float)) or not memory > 0):
-        raise UsageError(f"memory is {memory!r:.200}; it must be a number above 0")
+    require_memory(memory)
     require_sizes(ranks=ranks, microbatches=microbatches, chunks=chunks)
     cost_model = costs if costs is not None else Costs()
     sizes = round_sizes(ranks, microbatches, rounds, group_size)

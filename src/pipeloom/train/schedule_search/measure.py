@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from pipeloom.config import Layout
 from pipeloom.runtime import Pipeline
 from pipeloom.schedule import Costs, Timeline
-from pipeloom.schedule.measured import costs_of
 from pipeloom.schedule.transforms import half_split
+from pipeloom.traces.measured import costs_of
 from pipeloom.train.metrics import shared_cores
 from pipeloom.train.report import Report
 from pipeloom.train.schedule_search.request import outcome_of_rank_0, value_of_rank_0

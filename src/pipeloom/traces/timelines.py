@@ -13,9 +13,8 @@ from pipeloom.errors import PipeloomError, ScheduleError, UsageError
 from pipeloom.limits import SCHEDULE_BYTES, read_file
 from pipeloom.schedule import json_form
 from pipeloom.schedule.costs import Costs
-from pipeloom.schedule.exposed import COMMUNICATIONS, Exposed
 from pipeloom.schedule.model import Schedule
-from pipeloom.schedule.timeline import Timeline
+from pipeloom.schedule.timeline import COMMUNICATIONS, Exposed, Timeline
 
 TIMELINES_FORMAT = "pipeloom.timelines/1"
 
