@@ -27,7 +27,6 @@ from pipeloom.runtime.batch import count_targets
 from pipeloom.runtime.health.status import seconds_running
 from pipeloom.schedule import Timeline
 from pipeloom.schedule.json_form import to_dict
-from pipeloom.train.adapters import base_weights, begin_weights
 from pipeloom.train.build import build_pipeline, shows_all_to_all, ties
 from pipeloom.train.checkpoint.folder import RunClaim
 from pipeloom.train.checkpoint.load import Loaded, load
@@ -35,13 +34,14 @@ from pipeloom.train.checkpoint.run import RunCheckpoints, RunFacts, Start, diges
 from pipeloom.train.collect import gather, maxima
 from pipeloom.train.data.batches import Batch, Batches, Mixture, Rows, SortedDocuments
 from pipeloom.train.data.prepare import Data, open_data, require_masks
+from pipeloom.train.hub.generate import generate
+from pipeloom.train.hub.lora_files import base_weights, begin_weights
 from pipeloom.train.observers import ExpertLoads, Loads
 from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.replica_check import ReplicaCheck
 from pipeloom.train.report.metrics import StepMetrics, memory_in_use, model_flops_utilization, shared_cores, simulated
 from pipeloom.train.report.report import Report
 from pipeloom.train.report.tables import table, what_ranks_hold
-from pipeloom.train.sample import generate
 from pipeloom.train.schedule_search import MeasureThenSearch, resolve_before_start
 from pipeloom.train.speculative import SpeculativeOptimizer
 from pipeloom.train.step import (

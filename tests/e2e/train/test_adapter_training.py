@@ -15,19 +15,19 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from hf_families import MODEL_FAMILIES
 from pipeloom import checkpoint
 from pipeloom.config import load, load_layout
 from pipeloom.errors import CheckpointError, ConfigError
 from pipeloom.models.adapters import is_adapter
 from pipeloom.runtime import Pipeline
-from pipeloom.train import hub
-from pipeloom.train.adapters import base_weights, begin_weights
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.checkpoint import folder as folder_module
 from pipeloom.train.checkpoint import load as load_module
 from pipeloom.train.checkpoint.manifest import read_manifest
-from pipeloom.train.families import MODEL_FAMILIES
-from pipeloom.train.generation import open_model, open_pipeline
+from pipeloom.train.hub import conversion as hub
+from pipeloom.train.hub.generate import open_model, open_pipeline
+from pipeloom.train.hub.lora_files import base_weights, begin_weights
 from pipeloom.train.loop import Trainer
 from pipeloom.train.optimizer import Optimizer
 from processes import run_ranks

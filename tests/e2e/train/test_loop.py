@@ -22,9 +22,9 @@ from pipeloom.config import load_layout
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.data.batches import sample
 from pipeloom.train.data.tokenizers import ByteTokenizer
+from pipeloom.train.hub.generate import SAMPLED_TOKENS, generate
 from pipeloom.train.loop import Trainer
 from pipeloom.train.report.verify import make_batch, pipeline_step, serial_step
-from pipeloom.train.sample import SAMPLED_TOKENS, generate
 from processes import run_ranks
 
 CPU = torch.device("cpu")
