@@ -109,7 +109,7 @@ def require_outputs(
 ) -> None:
     """Raise UsageError for files that cannot be written, before the work whose result they are to hold."""
     if png is not None:
-        from pipeloom.draw.png import require_png
+        from pipeloom.draw.svg import require_png
 
         require_png()
     for path in (svg, png, html, trace):
@@ -144,7 +144,7 @@ def write_files(
 
 def write_pictures(drawing: Callable[[], str], svg: Path | None, png: Path | None) -> None:
     """Write an SVG document to `svg`, and rendered as PNG to `png`, where they are given."""
-    from pipeloom.draw.png import png as rendered
+    from pipeloom.draw.svg import png as rendered
 
     if svg is not None:
         write(svg, drawing)
