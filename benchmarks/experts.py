@@ -27,8 +27,7 @@ from pipeloom.config import MeshShape, load
 from pipeloom.models import layers, moe_overlap
 from pipeloom.models.decoder import Attention
 from pipeloom.ops.segments import report_standstills_to
-from pipeloom.parallel.dispatch import permute_for_dispatch
-from pipeloom.parallel.dispatch_plan import ExpertParallel, begin_dispatch
+from pipeloom.parallel.dispatch import ExpertParallel, begin_dispatch, permute_for_dispatch
 from pipeloom.parallel.expert import Experts
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.router import Gate, Routing, route

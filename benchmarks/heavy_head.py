@@ -29,7 +29,7 @@ from pipeloom.solver.merge_backward import merge_backwards
 from pipeloom.traces.measured import costs_of
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.data.batches import Batch
-from pipeloom.train.verify import make_batch
+from pipeloom.train.report.verify import make_batch
 from processes import run_ranks
 
 RANKS, MICROBATCHES = 2, 8

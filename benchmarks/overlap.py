@@ -32,7 +32,7 @@ from parts import run_parts
 from pipeloom.config import MeshShape, load
 from pipeloom.models import layers
 from pipeloom.ops.deferred import WeightGradContext, defer_weight_gradients
-from pipeloom.parallel.dispatch_plan import ExpertParallel
+from pipeloom.parallel.dispatch import ExpertParallel
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import LocalPipeline, Pipeline
 from pipeloom.schedule.actions import Action, Pair
@@ -40,7 +40,7 @@ from pipeloom.schedule.model import parts
 from pipeloom.schedule.segments import LayerSegments, PhaseTimes, SegmentCosts, exposed, length, run_block
 from pipeloom.schedule.transforms import unpair
 from pipeloom.traces.measured import hops
-from pipeloom.train.emulated import Clock, EmulatedBlock
+from pipeloom.train.report.rehearse import Clock, EmulatedBlock
 from processes import run_ranks
 
 STEPS = 5

@@ -43,7 +43,7 @@ from parts import run_parts
 from pipeloom import schedules
 from pipeloom.config import MeshShape, load
 from pipeloom.models import cross_entropy, layers
-from pipeloom.parallel import zero
+from pipeloom.parallel import data as data_parallel
 from pipeloom.parallel.collectives import PendingCollective, start_gather_slices
 from pipeloom.parallel.data import GradientSync
 from pipeloom.parallel.mesh import Axis, Mesh
@@ -232,7 +232,7 @@ class SlowLink:
 
 def measure_gathers(rank: int, emulated: bool) -> Times:
     if emulated:
-        vars(zero)["start_gather_slices"] = SlowLink().start
+        vars(data_parallel)["start_gather_slices"] = SlowLink().start
     vars(grad_sync)["GradientSync"] = partial(GradientSync, capacity=CAPACITY)
     tokens = torch.randint(0, 256, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(rank))
     mesh = Mesh.of(MeshShape(dp=PROCESSES))

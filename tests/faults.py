@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeloom.train.private_network import private_network
+from pipeloom.train.workers.network import private_network
 
 TIMEOUT = 12.0
 MARGIN = 5.0
@@ -199,7 +199,7 @@ main(sys.argv[1:])
 LAUNCHER = """
 import sys
 from pipeloom.cli import main
-from pipeloom.train import launch
+from pipeloom.train.workers import launch
 inner = launch.launch
 
 def faulty(words, world, **more):

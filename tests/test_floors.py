@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import pipeloom
-from pipeloom.cli import flags
+from pipeloom.cli.options import message_with_flags
 from pipeloom.config import SECTIONS
 from pipeloom.config.keys import KEYS, naming_keys, sentence
 from pipeloom.config.sections import ModelSection, ParallelSection
@@ -132,7 +132,7 @@ def test_a_configuration_says_the_key() -> None:
 def test_a_command_says_the_flag(costs: dict[str, float], words: str) -> None:
     with pytest.raises(ArgumentError) as refusal:
         Costs(**costs)
-    assert flags.words(refusal.value) == words
+    assert message_with_flags(refusal.value) == words
     assert "--" not in str(refusal.value)
 
 

@@ -20,8 +20,8 @@ from pipeloom.errors import LONGEST_ECHO, CapacityError, ConfigError, PipeloomEr
 from pipeloom.mesh_shape import MeshShape
 from pipeloom.schedule.families import FAMILIES, build
 from pipeloom.schedule.files import load
-from pipeloom.train.data.corpus import read_corpus
-from pipeloom.train.preflight import require_room
+from pipeloom.train.data.sources import read_corpus
+from pipeloom.train.workers.preflight import require_room
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "pipeloom"
@@ -202,7 +202,7 @@ def test_workers_of_a_run_and_of_a_machine_are_bounded(monkeypatch: pytest.Monke
         MeshShape(pp=4096, dp=64, tp=2)
     with pytest.raises(CapacityError, match="at most 1,024"):
         require_room(1_025)
-    monkeypatch.setattr("pipeloom.train.preflight.memory_of_machine", lambda: 10 * limits.WORKER_BYTES)
+    monkeypatch.setattr("pipeloom.train.workers.preflight.memory_of_machine", lambda: 10 * limits.WORKER_BYTES)
     require_room(10)
     with pytest.raises(CapacityError, match="at most 10 workers fit"):
         require_room(11)
@@ -228,12 +228,12 @@ def test_only_regular_files_of_a_bounded_size_are_read(tmp_path: Path) -> None:
 def test_a_corpus_has_a_size_and_a_number_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for at in range(4):
         (tmp_path / f"{at}.txt").write_text("0123456789")
-    monkeypatch.setattr("pipeloom.train.data.corpus.CORPUS_BYTES", 40)
+    monkeypatch.setattr("pipeloom.train.data.sources.CORPUS_BYTES", 40)
     assert read_corpus(str(tmp_path)).files == 4
-    monkeypatch.setattr("pipeloom.train.data.corpus.CORPUS_BYTES", 39)
+    monkeypatch.setattr("pipeloom.train.data.sources.CORPUS_BYTES", 39)
     with pytest.raises(ConfigError, match="which every worker would hold"):
         read_corpus(str(tmp_path))
-    monkeypatch.setattr("pipeloom.train.data.corpus.CORPUS_FILES", 3)
+    monkeypatch.setattr("pipeloom.train.data.sources.CORPUS_FILES", 3)
     with pytest.raises(ConfigError, match="more than 3 files"):
         read_corpus(str(tmp_path))
 
@@ -270,7 +270,7 @@ def test_files_of_users_are_read_in_one_way() -> None:
     for path in [
         *(SOURCE / "schedule").rglob("*.py"),
         *(SOURCE / "config").rglob("*.py"),
-        SOURCE / "train" / "data" / "corpus.py",
+        SOURCE / "train" / "data" / "sources.py",
     ]:
         for function in ast.walk(ast.parse(path.read_text())):
             if isinstance(function, ast.FunctionDef) and f"{path.name}:{function.name}" not in own:

@@ -22,7 +22,7 @@ from pipeloom.ops.segments import Compute
 from pipeloom.parallel import tensor as linear
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Pipeline
-from pipeloom.train import launch
+from pipeloom.train.workers import launch
 from processes import run_ranks
 
 ROOT = Path(__file__).parents[1]

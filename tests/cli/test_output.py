@@ -19,9 +19,9 @@ import torch
 from pipeloom.cli.failures import exit_code_of
 from pipeloom.config import load
 from pipeloom.errors import ConfigError
-from pipeloom.train.failures import record_failure
-from pipeloom.train.report import Report
-from pipeloom.train.worker import describe
+from pipeloom.train.report.report import Report
+from pipeloom.train.workers.failures import record_failure
+from pipeloom.train.workers.worker import describe
 
 SCHEDULE = "schedule 1f1b --ranks 4 --microbatches 400 --csv"
 PIPELOOM = f"{sys.executable} -m pipeloom"
@@ -191,7 +191,7 @@ def test_a_run_without_room_for_its_folder_is_refused(tmp_path: Path, monkeypatc
 
 LAUNCHER = """
 import sys, time
-from pipeloom.train.launch import launch, Patience
+from pipeloom.train.workers.launch import launch, Patience
 code = launch([sys.executable, "-c", {worker!r}], 2, patience=Patience(term=1.0))
 time.sleep(0.5)  # a signal that comes now must not change the code either
 sys.exit(code)

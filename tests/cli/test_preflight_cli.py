@@ -12,7 +12,7 @@ import pytest
 
 from pipeloom.cli import train, verify
 from pipeloom.config import load_layout, parameter_count
-from pipeloom.train import preflight
+from pipeloom.train.workers import preflight
 
 Run = Callable[[str], Any]
 

@@ -17,7 +17,7 @@ from pipeloom.config import load
 from pipeloom.errors import ConfigError, ScheduleError, printable
 from pipeloom.schedule.files import load as load_schedule
 from pipeloom.schedule.json_form import from_json, to_dict, to_json
-from pipeloom.train.report import make_folder
+from pipeloom.train.report.report import make_folder
 
 BAD = ["\x1b[31mred", "bell\a", "two\nlines", "\x9b2J", "lone \ud800", "right \u202e to left", "nul\0"]
 

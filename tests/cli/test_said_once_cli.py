@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from pipeloom.train import launch
-from pipeloom.train.failures import WorkerFailure
+from pipeloom.train.workers import launch
+from pipeloom.train.workers.failures import WorkerFailure
 
 pytestmark = pytest.mark.dist
 TINY = ("train", "tiny", "--train.steps", "3", "--parallel.pp", "2", "--schedule.name", "1f1b")

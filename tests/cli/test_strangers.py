@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeloom.train.private_network import Network, private_network
+from pipeloom.train.workers.network import Network, private_network
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(600)]
 

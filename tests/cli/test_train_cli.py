@@ -97,7 +97,7 @@ def test_workers_get_the_same_command_line(started: list[Any], capsys: pytest.Ca
 
 
 def test_start_workers_reruns_this_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipeloom.train import launch
+    from pipeloom.train.workers import launch
 
     seen: list[Any] = []
     monkeypatch.setattr(launch, "launch", lambda command, world, obedient: seen.append((command, world, obedient)) or 7)

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
-from pipeloom.ops.microbatch import MicrobatchContext
+from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.ops.segments import Compute, Done, Pending, Segment, Values, in_order
 
 WIDTH, LENGTH, IDS = 4, 3, 5

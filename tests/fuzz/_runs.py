@@ -22,7 +22,7 @@ from fuzz._cases import Case, schedule_of
 from fuzz._layers import DERIVING, LENGTH, WIDTH, build, share, tied_weight
 from pipeloom.errors import PipeloomError
 from pipeloom.mesh_shape import MeshShape
-from pipeloom.ops.microbatch import KEYWORD, MicrobatchContext
+from pipeloom.ops.layer import KEYWORD, MicrobatchContext
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -37,6 +38,20 @@ def test_a_defect_is_found(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = files.failure(good, 1, Counter()) or ""
     assert wrong.startswith("exit code 1: ")
     assert "has no attribute 'items'" in wrong
+
+
+def test_settings_that_a_family_refuses_in_its_forward_are_answered(good: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "llama"
+    shutil.copytree(good / "llama", folder)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "attention_dropout": 2**63}))
+    with files._inside(str(tmp_path)):
+        code, said, _, seconds = files.answer(
+            (*files.TRAIN, "--model.source", str(folder), "--data.tokenizer", "bytes")
+        )
+    assert code == 2
+    assert files.complaint(code, said, seconds, 0.0) is None
+    assert said.rstrip().endswith("dropout probability has to be between 0 and 1, but got 9.22337e+18")
 
 
 def test_slow_answers_echoes_and_silence_are_failures() -> None:

@@ -15,8 +15,8 @@ from pipeloom.config import MeshShape, ModelSection, load
 from pipeloom.models import layers, token_loss
 from pipeloom.models.gate import gates_of, take_loads
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients
-from pipeloom.ops.microbatch import MicrobatchContext
-from pipeloom.parallel.dispatch_plan import ExpertParallel
+from pipeloom.ops.layer import MicrobatchContext
+from pipeloom.parallel.dispatch import ExpertParallel
 from pipeloom.parallel.mesh import ALONE, Mesh
 from pipeloom.parallel.sharding import join, shardings_of
 from pipeloom.parallel.tensor import TensorParallel

@@ -13,8 +13,8 @@ from pipeloom.config import MeshShape, ModelSection, load
 from pipeloom.models import documents, layers, tied, token_loss
 from pipeloom.models.documents import attend, document_numbers, visible
 from pipeloom.models.rotary import rotary_rows, rotary_table
-from pipeloom.ops.microbatch import MicrobatchContext
-from pipeloom.parallel.dispatch_plan import ExpertParallel
+from pipeloom.ops.layer import MicrobatchContext
+from pipeloom.parallel.dispatch import ExpertParallel
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.sharding import join
 from pipeloom.parallel.tensor import TensorParallel

@@ -427,6 +427,52 @@ def test_a_count_above_its_limit_is_refused_before_anything_is_built(counts: dic
         hf.layers(tmp_path)
 
 
+def small_llama(**settings: Any) -> hf.ModelLayers:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return hf.layers(transformers.LlamaConfig(**sizes, vocab_size=256, **settings))
+
+
+def train_one_step(model: hf.ModelLayers) -> None:
+    pipeline = LocalPipeline(model, SCHEDULES["1f1b"](), loss=cross_entropy, tied=model.tied)
+    pipeline.step(torch.zeros(4, 4, dtype=torch.int64), torch.zeros(4, 4, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("settings", [{"attention_dropout": 2**63}, {"attention_dropout": None}], ids=str)
+def test_settings_with_which_the_family_fails_are_a_configuration_error(settings: dict[str, Any]) -> None:
+    """The configuration class accepts them, and so does construction: only a training step fails."""
+    model = small_llama(**settings)
+    with pytest.raises(ConfigError, match=r"^LlamaDecoderLayer of transformers fails with its .*: .*drop") as error:
+        train_one_step(model)
+    assert "\n" not in str(error.value)
+
+
+def test_a_rule_for_first_weights_that_fails_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rule(*_: Any) -> None:
+        raise ValueError("std is not a number")
+
+    model = small_llama()
+    monkeypatch.setattr(transformers.LlamaPreTrainedModel, "_init_weights", rule)
+    with pytest.raises(
+        ConfigError, match=r"^LlamaForCausalLM of transformers fails with its .*: ValueError: std is not"
+    ):
+        train_one_step(model)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("full"), torch.AcceleratorError("lost"), torch.distributed.DistNetworkError("gone")],
+)
+def test_errors_of_the_machine_in_a_decoder_layer_stay_as_they_are(error: Exception) -> None:
+    def forward(*_: Any, **__: Any) -> None:
+        raise error
+
+    model = small_llama()
+    model.cut.trunk[1].forward = forward
+    with pytest.raises(type(error)) as raised:
+        train_one_step(model)
+    assert raised.value is error
+
+
 @pytest.mark.parametrize("model_type", ["unknown", "vit"])  # a configuration of the folder, and one of transformers
 def test_code_of_a_model_folder_never_runs(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -13,7 +13,7 @@ from pipeloom.config import load
 from pipeloom.models import cross_entropy, layers, tied
 from pipeloom.models.init import BLOCK, stable_seed
 from pipeloom.ops.layer import Layer
-from pipeloom.parallel.dispatch_plan import ExpertParallel
+from pipeloom.parallel.dispatch import ExpertParallel
 from pipeloom.parallel.mesh import Axis
 from pipeloom.parallel.sharding import join, shardings_of
 from pipeloom.parallel.tensor import TensorParallel

@@ -17,7 +17,7 @@ from pipeloom.errors import UsageError
 from pipeloom.models import cross_entropy, layers
 from pipeloom.models.gate import TopKGate, balance, gates_of, take_loads
 from pipeloom.models.moe import SparseBlock, SparseFeedForward
-from pipeloom.ops.microbatch import MicrobatchContext
+from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.runtime import RuntimeOptions
 from pipeloom.runtime.local import LocalPipeline
 

@@ -18,8 +18,7 @@ from torch.nn import functional as F
 from pipeloom.config import ModelSection
 from pipeloom.models import MoeClasses, layers, moe
 from pipeloom.models.gate import TopKGate
-from pipeloom.parallel.dispatch import AllToAll
-from pipeloom.parallel.dispatch_plan import ExpertParallel
+from pipeloom.parallel.dispatch import AllToAll, ExpertParallel
 from pipeloom.parallel.expert import ExpertLinear, Experts
 from processes import run_ranks
 

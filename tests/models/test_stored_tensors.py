@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from pipeloom.errors import ConfigError
 from pipeloom.models.stored_tensors import StoredTensors
-from pipeloom.train.checkpoint.files import DTYPES_BY_NAME, write_tensors
+from pipeloom.train.checkpoint.folder import DTYPES_BY_NAME, write_tensors
 
 
 def tensor(**changes: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from pipeloom.config import MeshShape, ModelSection, load
 from pipeloom.models import layers, token_loss
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients
-from pipeloom.ops.microbatch import MicrobatchContext
+from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.ops.random_state import stable_seed
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.sharding import ParameterSharding, join, shard_of, shardings_of

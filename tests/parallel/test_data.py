@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from pipeloom.config import MeshShape
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients
 from pipeloom.parallel.buckets import Bucket, BucketParameter
-from pipeloom.parallel.data import AFTER_TIES, GradientSync, allreduce_gradients
+from pipeloom.parallel.data import AFTER_TIES, GradientSync, Reducer, Reduction, allreduce_gradients
 from pipeloom.parallel.mesh import Mesh
-from pipeloom.parallel.reduction import Reducer, Reduction
 from pipeloom.parallel.sharding import WHOLE, ParameterSharding, Shard
 from processes import run_ranks
 

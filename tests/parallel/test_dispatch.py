@@ -19,6 +19,9 @@ from pipeloom.ops.token_permute import TokenPermutation
 from pipeloom.parallel import dispatch as dispatch_module
 from pipeloom.parallel.dispatch import (
     AllToAll,
+    DispatchPlan,
+    ExpertParallel,
+    begin_dispatch,
     bytes_across_nodes,
     combine_segments,
     dispatch_segments,
@@ -27,7 +30,6 @@ from pipeloom.parallel.dispatch import (
     ungroup,
     unpermute_and_mix,
 )
-from pipeloom.parallel.dispatch_plan import DispatchPlan, ExpertParallel, begin_dispatch
 from pipeloom.parallel.expert import Experts
 from pipeloom.parallel.mesh import Axis, Mesh
 from pipeloom.parallel.router import Gate, Routing, limit, route

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeloom.errors import UsageError
 from pipeloom.models import layers
-from pipeloom.ops.microbatch import MicrobatchContext
+from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.ops.random_state import Dropout, RandomSource, TokenPart, set_sources, stable_seed
 
 CONTEXT = MicrobatchContext(step=3, index=2, first=4, samples=2)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import ConfigError
-from pipeloom.ops.aux_loss import attach_loss
+from pipeloom.ops.layer import attach_loss
 from pipeloom.parallel.router import (
     Gate,
     RouterNoise,

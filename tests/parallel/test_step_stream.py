@@ -13,10 +13,10 @@ from torch import nn
 
 from pipeloom.mesh_shape import MeshShape
 from pipeloom.ops.deferred import StageBackward
-from pipeloom.parallel import data, mesh, reduction
+from pipeloom.parallel import data, mesh
 from pipeloom.parallel.buckets import BucketParameter
+from pipeloom.parallel.data import StepStream
 from pipeloom.parallel.mesh import Axis
-from pipeloom.parallel.step_stream import StepStream
 
 
 class FakeStream:
@@ -67,7 +67,7 @@ def test_a_reduction_that_a_backward_starts_is_started_in_that_order(monkeypatch
         return SimpleNamespace(wait=lambda: flat)
 
     monkeypatch.setattr(data, "StepStream", Noted)
-    monkeypatch.setattr(reduction, "start_all_reduce", reduced)
+    monkeypatch.setattr(data, "start_all_reduce", reduced)
     two, one = Axis((0, 1), 0, None), Axis((0,), 0, None)
     replicas: Any = SimpleNamespace(shape=MeshShape(dp=2), dp=two, edp=two, tp=one, everyone=two)
     weight = nn.Parameter(torch.ones(3))

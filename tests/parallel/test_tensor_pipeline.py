@@ -12,7 +12,7 @@ from torch import Tensor
 import pipeloom as pl
 from pipeloom.config import MeshShape
 from pipeloom.models import layers, tied, token_loss
-from pipeloom.ops.microbatch import MicrobatchContext
+from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.sharding import join
 from pipeloom.parallel.tensor import TensorParallel

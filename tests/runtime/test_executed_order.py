@@ -12,7 +12,7 @@ import pipeloom as pl
 from models import mse
 from pipeloom.errors import PipeloomError
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue
-from pipeloom.ops.microbatch import MicrobatchContext
+from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.families import FAMILIES

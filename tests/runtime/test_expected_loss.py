@@ -11,7 +11,7 @@ import torch
 
 import pipeloom
 from pipeloom import schedules as S
-from pipeloom.parallel.tags import Tag
+from pipeloom.parallel.collectives import Tag
 from pipeloom.runtime.health.report import FailureReporter
 from pipeloom.runtime.health.status import Status
 from pipeloom.runtime.loss import LossBroadcast, LossSum

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import pipeloom as pl
 from pipeloom.config import MeshShape, load
 from pipeloom.models import layers, token_loss
-from pipeloom.parallel.dispatch_plan import ExpertParallel
+from pipeloom.parallel.dispatch import ExpertParallel
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
 from processes import run_ranks

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pipeloom.runtime.health.process_identity import is_stopped
+from pipeloom.runtime.health.status import is_stopped
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks /proc")
 
 SLEEPER = (
-    "from pipeloom.runtime.health.process_identity import identity; import time\n"
-    "print(identity(), flush=True); time.sleep(60)"
+    "from pipeloom.runtime.health.status import identity; import time\nprint(identity(), flush=True); time.sleep(60)"
 )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import pipeloom as pl
 from pipeloom.config import MeshShape
-from pipeloom.ops.microbatch import MicrobatchContext
+from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.ops.random_state import Dropout, RandomSource
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions

@@ -14,7 +14,7 @@ from pipeloom.config import MeshShape, ModelSection, load
 from pipeloom.models import layers, token_loss
 from pipeloom.models.gate import gates_of, take_loads
 from pipeloom.ops.deferred import WeightGradQueue
-from pipeloom.parallel.dispatch_plan import ExpertParallel
+from pipeloom.parallel.dispatch import ExpertParallel
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import LocalPipeline, RuntimeOptions
 from pipeloom.schedule.model import Schedule

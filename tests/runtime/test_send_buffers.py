@@ -16,8 +16,7 @@ from torch import Tensor
 
 import pipeloom as pl
 from pipeloom.runtime import RuntimeOptions
-from pipeloom.runtime.p2p.base import Outgoing
-from pipeloom.runtime.p2p.buffer_pool import BufferPool
+from pipeloom.runtime.p2p.base import BufferPool, Outgoing
 from pipeloom.runtime.p2p.shared_memory import SharedLinks, SharedMemoryTransport, _SharedSegment
 from pipeloom.runtime.p2p.torch_p2p import TorchTransport
 from pipeloom.runtime.program import lower

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeloom.runtime.p2p.base import Outgoing, PeerGone
-from pipeloom.runtime.p2p.buffer_pool import BufferPool
+from pipeloom.runtime.p2p.base import BufferPool, Outgoing, PeerGone
 from pipeloom.runtime.p2p.shared_memory import SharedLinks, SharedMemoryTransport
 from pipeloom.runtime.tensor_spec import boundary_of
 from pipeloom.schedule.channels import Channel, Edge, Message

@@ -15,7 +15,7 @@ import pipeloom as pl
 from models import Block, gradients, worst
 from pipeloom.errors import UsageError
 from pipeloom.mesh_shape import MeshShape
-from pipeloom.ops.microbatch import MicrobatchContext
+from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
 from pipeloom.runtime.batch import count_targets

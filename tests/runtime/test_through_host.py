@@ -14,14 +14,13 @@ import torch.distributed as dist
 import pipeloom as pl
 from models import batch, blocks, gradients, mse, serial, worst
 from pipeloom.mesh_shape import MeshShape
-from pipeloom.parallel import collectives, through_host
+from pipeloom.parallel import collectives
 from pipeloom.parallel.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
 from pipeloom.parallel.mesh import Axis, Mesh
 from pipeloom.runtime import Pipeline, RuntimeOptions
 from pipeloom.runtime.batch import split_sizes
 from pipeloom.runtime.p2p import torch_p2p
-from pipeloom.runtime.p2p.base import Outgoing
-from pipeloom.runtime.p2p.buffer_pool import BufferPool
+from pipeloom.runtime.p2p.base import BufferPool, Outgoing
 from pipeloom.runtime.tensor_spec import ShapeCache, boundary_of
 from pipeloom.schedule.actions import OUTPUT
 from pipeloom.schedule.channels import Channel, Edge, Message
@@ -29,7 +28,7 @@ from processes import run_ranks
 
 
 def work(rank: int) -> dict[str, Any]:
-    through_host.goes_through_host = torch_p2p.goes_through_host = lambda device, group: True
+    collectives.goes_through_host = torch_p2p.goes_through_host = lambda device, group: True
     mesh = Mesh.of(MeshShape(pp=1, dp=2))
     assert mesh is not None
     x = torch.arange(8.0).view(1, 4, 2) + rank
@@ -71,10 +70,9 @@ ON_THE_CPU = {
     "parallel/exchange.py": "JSON as bytes; trees are moved to the group's device",
     "runtime/batch.py": "a number that is put on the CPU",
     "runtime/measured_timeline.py": "clocks",
-    "train/gather_numbers.py": "numbers of the host",
-    "train/worker.py": "a barrier has no tensor",
-    "train/verify.py": "a barrier has no tensor",
-    "train/rehearse.py": "a barrier has no tensor",
+    "train/workers/worker.py": "a barrier has no tensor",
+    "train/report/verify.py": "a barrier has no tensor",
+    "train/report/rehearse.py": "a barrier has no tensor",
 }
 CALLS = re.compile(
     r"\b(?:dist\.(?:isend|irecv|send|recv|broadcast|reduce|all_reduce|all_gather\w*|all_to_all\w*|reduce_scatter\w*|barrier)|"
@@ -84,7 +82,7 @@ CALLS = re.compile(
 
 def test_every_direct_call_of_a_collective_is_known_to_move_what_gloo_can() -> None:
     """A tensor of a GPU that is given to gloo's send arrives as an error on another rank."""
-    source = Path(through_host.__file__).parents[1]
+    source = Path(collectives.__file__).parents[1]
     direct = {str(path.relative_to(source)): path.read_text() for path in sorted(source.rglob("*.py"))}
     unknown = [
         name
@@ -103,7 +101,7 @@ def test_nccl_and_the_cpu_move_tensors_themselves(monkeypatch: pytest.MonkeyPatc
         ("cpu:gloo,cuda:gloo", "cpu", False),
     ):
         monkeypatch.setattr(dist, "get_backend_config", lambda group, backend=backend: backend)
-        assert through_host.goes_through_host(torch.device(device), None) == expected
+        assert collectives.goes_through_host(torch.device(device), None) == expected
 
 
 # What ProcessGroupNCCL has a type for, of the dtypes that may cross a boundary.

@@ -28,11 +28,9 @@ import torch.distributed as dist
 from pipeloom.errors import DistributedError
 from pipeloom.runtime.health import links as linking
 from pipeloom.runtime.health import watchdog as watching
-from pipeloom.runtime.health.links import Link, LinkClosed, inherited, meet, neighbours, read_secret
-from pipeloom.runtime.health.places import main_thread_communicates
+from pipeloom.runtime.health.links import Link, LinkClosed, RunStore, inherited, meet, neighbours, read_secret, within
 from pipeloom.runtime.health.report import FailureReporter, PeerGone, lost_peer
-from pipeloom.runtime.health.status import Limits, Status
-from pipeloom.runtime.health.store import RunStore, within
+from pipeloom.runtime.health.status import Limits, Status, main_thread_communicates
 from pipeloom.runtime.health.watchdog import Failure, RankState, Watchdog, judge, printable
 from pipeloom.schedule.actions import Action
 

@@ -19,8 +19,8 @@ from pipeloom.config import load_layout
 from pipeloom.errors import DistributedError
 from pipeloom.runtime.health import handshake
 from pipeloom.runtime.health.handshake import source_digests, source_facts
-from pipeloom.train.agreement import fingerprint, require_agreement
-from pipeloom.train.data.corpus import Corpus
+from pipeloom.train.data.sources import Corpus
+from pipeloom.train.workers.context import fingerprint, require_agreement
 from processes import free_port, run_ranks
 
 SAME = {"parallel.pp": 2, "train.device": "cpu"}

@@ -11,10 +11,10 @@ import torch
 
 from pipeloom.config import load_layout
 from pipeloom.errors import PipeloomError
-from pipeloom.train.bad_steps import BadSteps
 from pipeloom.train.build import build_pipeline
-from pipeloom.train.checkpoint.resume import Start
+from pipeloom.train.checkpoint.run import Start
 from pipeloom.train.loop import Trainer
+from pipeloom.train.step import BadSteps
 from processes import run_ranks
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import torch
 
 from pipeloom.errors import ConfigError
 from pipeloom.train.data.batches import sample, spread
-from pipeloom.train.data.corpus import HELD_OUT_EVERY, read_corpus, split, stdlib_files
+from pipeloom.train.data.sources import HELD_OUT_EVERY, read_corpus, split, stdlib_files
 from pipeloom.train.data.tokenizers import ByteTokenizer
 
 

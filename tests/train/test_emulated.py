@@ -12,9 +12,8 @@ import pipeloom as pl
 from pipeloom.runtime import LocalPipeline
 from pipeloom.schedule import Costs, Schedule
 from pipeloom.schedule.segments import LayerSegments, PhaseTimes
-from pipeloom.train import emulated
-from pipeloom.train.emulated import Clock, EmulatedBlock
-from pipeloom.train.rehearse import Rehearsal
+from pipeloom.train.report import rehearse
+from pipeloom.train.report.rehearse import Clock, EmulatedBlock, Rehearsal
 
 
 class Hands:
@@ -34,7 +33,7 @@ class Hands:
 @pytest.fixture
 def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
     clock = Hands()
-    monkeypatch.setattr(emulated, "time", clock)
+    monkeypatch.setattr(rehearse, "time", clock)
     return clock
 
 

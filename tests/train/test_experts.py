@@ -13,7 +13,7 @@ from pipeloom.config import load, resolve
 from pipeloom.models.gate import gates_of
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.train.build import build_pipeline
-from pipeloom.train.experts import ExpertLoads, Loads
+from pipeloom.train.observers import ExpertLoads, Loads
 from processes import run_ranks
 
 MODEL = {
@@ -87,6 +87,6 @@ def test_loads_are_largest_over_mean_by_block(monkeypatch: pytest.MonkeyPatch) -
     def made_up(gate: Any) -> Tensor:
         return next(tables)
 
-    monkeypatch.setattr("pipeloom.train.experts.take_loads", made_up)
+    monkeypatch.setattr("pipeloom.train.observers.take_loads", made_up)
     assert ExpertLoads(layout.config, pipeline).after_step(True) == Loads(largest=4.0, dropped=0.25)
     pipeline.close()

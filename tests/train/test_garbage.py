@@ -12,8 +12,8 @@ import torch
 
 from pipeloom.config import load_layout
 from pipeloom.train.build import build_pipeline
-from pipeloom.train.garbage import EVERY_STEPS, StepGarbage
 from pipeloom.train.loop import Trainer
+from pipeloom.train.tuning import EVERY_STEPS, StepGarbage
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,7 @@ from pipeloom.errors import CheckpointError, ConfigError, UsageError
 from pipeloom.models import cross_entropy, hf
 from pipeloom.runtime import LocalPipeline
 from pipeloom.train import hub
-from pipeloom.train.checkpoint.whole import write_whole
+from pipeloom.train.checkpoint.save import write_whole
 from pipeloom.train.families import MODEL_FAMILIES, SCHEDULES
 from pipeloom.train.generation import open_model
 from pipeloom.train.sample import Sampling, extend

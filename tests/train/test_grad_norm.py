@@ -16,8 +16,7 @@ from pipeloom.models import tied
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
 from pipeloom.train.build import build_pipeline
-from pipeloom.train.rank_tensors import RankTensors, whole
-from pipeloom.train.verify import make_batch, serial_step
+from pipeloom.train.report.verify import RankTensors, make_batch, serial_step, whole
 from processes import run_ranks
 
 CPU = torch.device("cpu")

@@ -17,8 +17,8 @@ import pytest
 import faults
 from faults import MARGIN, TIMEOUT, Hosts, ended, exit_file
 from pipeloom.errors import ConfigError
-from pipeloom.train import interfaces
-from pipeloom.train.interfaces import require_interface
+from pipeloom.train.workers import network as interfaces
+from pipeloom.train.workers.network import require_interface
 
 
 def refusal() -> str:

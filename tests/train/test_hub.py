@@ -31,8 +31,8 @@ from pipeloom.train.build import build_pipeline
 from pipeloom.train.checkpoint.boxes import Box
 from pipeloom.train.checkpoint.load import Reader, verified
 from pipeloom.train.checkpoint.state import holders
-from pipeloom.train.data.choice import tokenizer_name
 from pipeloom.train.data.prepare import require_data
+from pipeloom.train.data.sources import tokenizer_name
 from processes import run_ranks
 
 _SIZES = {

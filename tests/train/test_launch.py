@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeloom.train.failures import WorkerFailure, first_failure, read_failures, record_failure, write_exit
-from pipeloom.train.launch import Patience, launch
+from pipeloom.train.workers.failures import WorkerFailure, first_failure, read_failures, record_failure, write_exit
+from pipeloom.train.workers.launch import Patience, launch
 
 QUICK = Patience(reports=1.0, term=1.0)
 
@@ -47,7 +47,7 @@ def start_launcher(code: str, world: int = 2, before: str = "") -> subprocess.Po
     """A launcher in a process of its own, so that it can be sent signals."""
     command = worker(code)
     script = (
-        f"import sys\nfrom pipeloom.train.launch import Patience, launch\n{before}\n"
+        f"import sys\nfrom pipeloom.train.workers.launch import Patience, launch\n{before}\n"
         f"sys.exit(launch({command!r}, {world}, patience=Patience(reports=1.0, term=1.0)))"
     )
     return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -211,7 +211,7 @@ def test_a_rank_that_told_the_others_of_its_failure_may_say_why(
 ) -> None:
     """A busy machine takes its time for a traceback; the peer has ended by then. A rank that is silent is killed at once."""
     text = f"""
-    from pipeloom.train.failures import record_failure
+    from pipeloom.train.workers.failures import record_failure
     folder = pathlib.Path(os.environ['PIPELOOM_FAILURES'])
     if rank == 0:
         while not (folder / 'listening').exists():

@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_leaves
 from pipeloom.cli.dry_run import measured_timeline, peak_bytes
 from pipeloom.config import Layout, load_layout
 from pipeloom.errors import UsageError
-from pipeloom.train import layer_costs
 from pipeloom.train.build import build_pipeline
-from pipeloom.train.layer_costs import LayerCost, LayerCosts, measure_layers
-from pipeloom.train.verify import make_batch
+from pipeloom.train.report import layer_costs
+from pipeloom.train.report.layer_costs import LayerCost, LayerCosts, measure_layers
+from pipeloom.train.report.verify import make_batch
 from processes import run_ranks
 
 TOLERANCE = 0.25  # of the bytes: temporaries of operations, and messages, come on top

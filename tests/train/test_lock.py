@@ -16,9 +16,9 @@ from pipeloom import checkpoint
 from pipeloom.config import load
 from pipeloom.errors import CheckpointError, ConfigError
 from pipeloom.runtime import Pipeline
-from pipeloom.train import lock
-from pipeloom.train.failures import EXIT_FILE
-from pipeloom.train.report import Report
+from pipeloom.train.checkpoint import folder as lock
+from pipeloom.train.report.report import Report
+from pipeloom.train.workers.failures import EXIT_FILE
 
 
 @contextmanager

@@ -24,11 +24,11 @@ from pipeloom.errors import ConfigError
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.data.batches import Batches, spread
-from pipeloom.train.environment import READ, SECRET
-from pipeloom.train.layer_norms import LayerNorms, layer_norms
 from pipeloom.train.loop import Trainer
 from pipeloom.train.optimizer import Optimizer
-from pipeloom.train.report import Report
+from pipeloom.train.report.report import Report
+from pipeloom.train.step import LayerNorms, layer_norms
+from pipeloom.train.workers.preflight import READ, SECRET
 from processes import run_ranks
 
 CPU = torch.device("cpu")

@@ -23,8 +23,8 @@ from pipeloom.train.build import build_pipeline
 from pipeloom.train.data.batches import sample
 from pipeloom.train.data.tokenizers import ByteTokenizer
 from pipeloom.train.loop import Trainer
+from pipeloom.train.report.verify import make_batch, pipeline_step, serial_step
 from pipeloom.train.sample import SAMPLED_TOKENS, generate
-from pipeloom.train.verify import make_batch, pipeline_step, serial_step
 from processes import run_ranks
 
 CPU = torch.device("cpu")

@@ -12,8 +12,8 @@ from test_loop import train
 
 from pipeloom.config import load_layout
 from pipeloom.train.build import build_pipeline
-from pipeloom.train.operator_profile import OperatorProfile
-from pipeloom.train.verify import make_batch
+from pipeloom.train.report.profile import OperatorProfile
+from pipeloom.train.report.verify import make_batch
 
 
 def test_the_longest_operators_stay_and_the_profiler_does_not(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from pipeloom.config import load
 from pipeloom.config.sections import OptimizerSection
 from pipeloom.errors import CheckpointError
 from pipeloom.parallel.grad_norm import clip, exact_sum, global_norm, square_norm, squares
-from pipeloom.train.copies import OptimizerCopy
 from pipeloom.train.optimizer import Optimizer
-from pipeloom.train.rate import learning_rate
+from pipeloom.train.speculative import OptimizerCopy
+from pipeloom.train.step import learning_rate
 
 
 def options(**changes: Any) -> OptimizerSection:

@@ -19,9 +19,8 @@ from pipeloom import checkpoint
 from pipeloom.config import load
 from pipeloom.config.sections import ModelSection, OptimizerSection
 from pipeloom.errors import CheckpointError, ConfigError
-from pipeloom.train.muon import direction_of, orthogonalized, scale_of
-from pipeloom.train.optimizer import Optimizer
-from pipeloom.train.roles import fused_in, role_of
+from pipeloom.train.muon import direction_of, fused_in, orthogonalized, scale_of
+from pipeloom.train.optimizer import Optimizer, role_of
 from processes import run_ranks
 
 RATE, STEPS = 0.02, 6

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from pipeloom.errors import ConfigError
-from pipeloom.train import private_network
-from pipeloom.train.launch import Patience, launch
-from pipeloom.train.private_network import Network
+from pipeloom.train.workers import network as private_network
+from pipeloom.train.workers.launch import Patience, launch
+from pipeloom.train.workers.network import Network
 
 NOBODY = 65534
 

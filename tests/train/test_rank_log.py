@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeloom.train.rank_log import RankLog
+from pipeloom.train.workers.failures import RankLog
 
 
 def test_lines_go_to_the_terminal_at_once_and_to_the_file_when_complete(

@@ -7,7 +7,7 @@ import torch
 from pipeloom.config import MeshShape, load_layout
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.optimizer import Optimizer
-from pipeloom.train.rank_summary import RankSummary, layer_words, table, what_ranks_hold
+from pipeloom.train.report.tables import RankSummary, layer_words, table, what_ranks_hold
 
 
 def rank(shape: MeshShape, number: int) -> RankSummary:

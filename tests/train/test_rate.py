@@ -10,7 +10,7 @@ import torch
 
 from pipeloom.config import load, load_layout
 from pipeloom.errors import ConfigError
-from pipeloom.train.rate import batch_factor, learning_rate
+from pipeloom.train.step import batch_factor, learning_rate
 
 STEPS = 60
 

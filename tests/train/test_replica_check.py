@@ -14,11 +14,11 @@ from pipeloom.errors import DistributedError, PipeloomError
 from pipeloom.mesh_shape import MeshShape
 from pipeloom.models import tied
 from pipeloom.train.build import build_pipeline
-from pipeloom.train.data.corpus import Corpus
+from pipeloom.train.data.sources import Corpus
 from pipeloom.train.data.tokenizers import ByteTokenizer
 from pipeloom.train.loop import Trainer
 from pipeloom.train.replica_check import CUDA_TP_TOLERANCE, ReplicaCheck, differences
-from pipeloom.train.worker import WorkerContext
+from pipeloom.train.workers.worker import WorkerContext
 from processes import run_ranks
 
 CORPUS = Corpus(b"the loom weaves thread over thread, and back under the other\n" * 400, b"", 1, "here")

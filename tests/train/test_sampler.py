@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from pipeloom.config import load_layout
 from pipeloom.errors import ConfigError
-from pipeloom.train.data.batches import Batches
-from pipeloom.train.data.sampler import Sampler
+from pipeloom.train.data.batches import Batches, Sampler
 
 ORDERS = ["shuffle-then-split", "split-then-shuffle"]
 

@@ -19,8 +19,8 @@ from pipeloom.parallel.buckets import BucketParameter
 from pipeloom.parallel.data import GradientSync
 from pipeloom.parallel.grad_norm import global_norm
 from pipeloom.parallel.mesh import Mesh
-from pipeloom.train.copies import OptimizerCopy
 from pipeloom.train.optimizer import Optimizer
+from pipeloom.train.speculative import OptimizerCopy
 from processes import run_ranks
 
 STEPS, RATE = 5, 1e-2

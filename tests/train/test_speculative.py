@@ -18,11 +18,10 @@ from pipeloom.models import cross_entropy
 from pipeloom.runtime import Layer, Pipeline
 from pipeloom.runtime.executor import Executor
 from pipeloom.train.build import build_pipeline
-from pipeloom.train.copies import OptimizerCopy
 from pipeloom.train.data.batches import Batch
 from pipeloom.train.loop import Trainer
 from pipeloom.train.optimizer import Optimizer
-from pipeloom.train.speculative import Outcome, SpeculativeOptimizer
+from pipeloom.train.speculative import OptimizerCopy, Outcome, SpeculativeOptimizer
 from processes import run_ranks
 
 CPU = torch.device("cpu")

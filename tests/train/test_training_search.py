@@ -24,11 +24,18 @@ from pipeloom.traces.measured import costs_of
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.data.tokenizers import ByteTokenizer
 from pipeloom.train.loop import Trainer
-from pipeloom.train.schedule_search import MeasureThenSearch, resolve_before_start
-from pipeloom.train.schedule_search.request import value_of_rank_0
-from pipeloom.train.schedule_search.run import search_for
-from pipeloom.train.schedule_search.saved import FILE, earlier_outcome, fingerprint
-from pipeloom.train.schedule_search.trial import ABTrial
+from pipeloom.train.schedule_search import (
+    FILE,
+    ABTrial,
+    MeasureThenSearch,
+    SearchOutcome,
+    earlier_outcome,
+    fingerprint,
+    resolve_before_start,
+    save_outcome,
+    search_for,
+    value_of_rank_0,
+)
 from processes import run_ranks
 
 CPU = torch.device("cpu")
@@ -272,6 +279,24 @@ def test_another_configuration_is_searched_anew(tmp_path: Path) -> None:
     tight = load_layout("tiny", {**SEARCH, "log.dir": str(tmp_path)})
     small = replace(tight.search, memory=1.0)
     assert earlier_outcome(tight.config, small, CPU) is None
+
+
+def test_a_schedule_of_uneven_microbatches_is_taken_over(tmp_path: Path) -> None:
+    """The memory is that of so many of the largest micro-batches, and holds more of the small ones."""
+    layout = load_layout("tiny", {**SEARCH, "log.dir": str(tmp_path)})
+    request = replace(layout.search, memory=3.5)
+    schedule = pl.schedules.build("interleaved", 2, 5, chunks=2)
+    costs = pl.Costs(1.0, 1.0, 0.5, microbatch=(1.5, 0.5, 0.5, 0.5, 1.5))
+    assert max(pl.simulate(schedule, costs).peak_memory) <= 3.5 * 1.5
+    assert max(pl.simulate(schedule, replace(costs, microbatch=())).peak_memory) > 3.5
+    outcome = SearchOutcome(schedule, costs, request.objective, 2.0, 3.0, 1.0, "measured")
+    report: Any = Notes(tmp_path / "20260101-000000-search")
+    report.folder.root.mkdir()
+    save_outcome(report, fingerprint(layout.config, CPU), request, outcome)
+    found = earlier_outcome(layout.config, request, CPU)
+    assert found is not None
+    assert found.schedule.codes == schedule.codes
+    assert found.costs == costs
 
 
 def _kept(folder: Path, layout: Layout, text: str) -> Any:

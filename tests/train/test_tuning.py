@@ -147,7 +147,8 @@ WORKER = """
 import sys
 from pipeloom.config import load_layout
 from pipeloom.ops import products
-from pipeloom.train import tuning, worker
+from pipeloom.train import tuning
+from pipeloom.train.workers import worker
 products.machine_prefers_onednn = lambda: True
 kept = []
 tuning.keep_freed_memory = lambda: kept.append(True)

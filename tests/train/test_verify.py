@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pipeloom.config import load_layout
-from pipeloom.train.verify import ComparedStep, compare, make_batch, relative_error, serial_step
+from pipeloom.train.report.verify import ComparedStep, compare, make_batch, relative_error, serial_step
 
 CPU = torch.device("cpu")
 

@@ -19,8 +19,7 @@ from pipeloom.parallel.data import GradientSync
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.sharding import ParameterSharding, Shard, shard_of
 from pipeloom.runtime import grad_sync as gradients
-from pipeloom.train.rank_tensors import RankTensors, whole
-from pipeloom.train.verify import compare, pipeline_step, serial_step
+from pipeloom.train.report.verify import RankTensors, compare, pipeline_step, serial_step, whole
 from processes import run_ranks
 
 CPU = torch.device("cpu")
@@ -109,7 +108,7 @@ def mutated(rank: int, name: str) -> list[Any] | None:
 def test_what_is_left_out_is_seen(name: str) -> None:
     layout = layout_of(name)
     found = run_ranks(mutated, layout.world_size, name)[0]
-    from pipeloom.train.verify import ComparedStep
+    from pipeloom.train.report.verify import ComparedStep
 
     steps = [
         ComparedStep(loss, {key: None if g is None else torch.from_numpy(g) for key, g in held.items()})

@@ -18,7 +18,7 @@ from pipeloom.schedule.csv_form import to_csv
 from pipeloom.schedule.files import load
 from pipeloom.schedule.json_form import to_json
 from pipeloom.train.build import build_pipeline
-from pipeloom.train.verify import make_batch, run
+from pipeloom.train.report.verify import make_batch, run
 from processes import run_ranks
 
 sys.path += [str(Path(__file__).parent.parent / folder) for folder in ("torch_behaviour", "runtime")]

@@ -16,9 +16,9 @@ from pipeloom.parallel.collectives import PendingCollective, start_gather_slices
 from pipeloom.parallel.data import GradientSync
 from pipeloom.parallel.mesh import Axis
 from pipeloom.train.build import build_pipeline
-from pipeloom.train.copies import OptimizerCopy
 from pipeloom.train.data.batches import Batch
 from pipeloom.train.loop import Trainer
+from pipeloom.train.speculative import OptimizerCopy
 from processes import run_ranks
 
 CPU = torch.device("cpu")

@@ -14,9 +14,9 @@ import torch
 
 from pipeloom.config import load_layout
 from pipeloom.errors import ConfigError, DistributedError, Preempted, ScheduleError
-from pipeloom.train import worker
-from pipeloom.train.environment import worker_threads
-from pipeloom.train.launch import Patience, launch
+from pipeloom.train.workers import worker
+from pipeloom.train.workers.launch import Patience, launch
+from pipeloom.train.workers.preflight import worker_threads
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -25,7 +25,7 @@ import os, signal, sys, time, pathlib
 import torch, torch.distributed as dist
 from pipeloom.config import load_layout
 from pipeloom.errors import Preempted, ScheduleError
-from pipeloom.train.worker import leave, main
+from pipeloom.train.workers.worker import leave, main
 
 def body(context):
     total = torch.tensor([context.rank + 1.0])
@@ -82,7 +82,7 @@ def test_workers_compute_with_as_many_threads_as_the_user_asks_for(
 def test_the_variable_replaces_the_key_unless_torchrun_set_it(
     monkeypatch: pytest.MonkeyPatch, variable: str | None, torchrun: bool, configured: Any, threads: int
 ) -> None:
-    monkeypatch.setattr("pipeloom.train.environment.usable_cores", lambda: 9)
+    monkeypatch.setattr("pipeloom.train.workers.preflight.usable_cores", lambda: 9)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     if variable is not None:
@@ -139,7 +139,7 @@ def test_sigterm_asks_for_a_stop(tmp_path: Path, capfd: pytest.CaptureFixture[st
     raise Preempted("stopped after this step")
     """
     path = script(tmp_path, body)
-    code = f"import sys\nfrom pipeloom.train.launch import launch\nsys.exit(launch([sys.executable, {str(path)!r}], 2))"
+    code = f"import sys\nfrom pipeloom.train.workers.launch import launch\nsys.exit(launch([sys.executable, {str(path)!r}], 2))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 75, done.stderr
     assert done.stderr.count("stopped after this step") == 1

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from pipeloom.cli.schedule_arguments import JsonOption
+from pipeloom.cli.output import JsonOption
 from pipeloom.errors import UsageError
 
 

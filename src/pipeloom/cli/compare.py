@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import inspect
 import json
-import shutil
-from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from pipeloom.cli import flags, papers, schedule_arguments, volumes
+from pipeloom.cli import papers
 from pipeloom.cli import sweep as sweeps
-from pipeloom.cli.schedule import require_outputs, write_files, write_pictures
-from pipeloom.cli.sweep import SIZES, Sweep
-from pipeloom.errors import PipeloomError, UsageError
+from pipeloom.cli.options import (
+    FLAGS,
+    CostFlags,
+    Sizes,
+    message_with_flags,
+    options_of,
+    require_schedule,
+    schedule_of,
+    takes_chunks,
+    with_options,
+)
+from pipeloom.cli.output import OutputFlags, aligned, as_dict, costs_dict
+from pipeloom.cli.sweep import Sweep
+from pipeloom.errors import ConfigError, PipeloomError, UsageError
 
 if TYPE_CHECKING:
+    from pipeloom.config.volume import Volume
     from pipeloom.schedule import Costs, Schedule, Timeline
 
-Sizes = tuple[int | None, int | None, int | None]
 _FIGURES = (
     ("", "makespan"),
     ("bubble", "ratio"),
@@ -43,47 +52,39 @@ class Row(NamedTuple):
     timeline: Timeline
 
 
-def command(
-    names: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME[:key=value,…] …", help="Schedules, with options; or all.")
-    ] = None,
-    ranks: schedule_arguments.RanksOption = None,
-    microbatches: schedule_arguments.MicrobatchesOption = None,
-    chunks: schedule_arguments.ChunksOption = None,
-    forward: schedule_arguments.ForwardOption = "1",
-    input_grad: schedule_arguments.InputGradOption = "1",
-    weight_grad: schedule_arguments.WeightGradOption = "1",
-    p2p: schedule_arguments.P2pOption = "0",
-    held: schedule_arguments.HeldOption = "1",
-    all_to_all: schedule_arguments.AllToAllOption = "0",
-    pair: schedule_arguments.PairOption = None,
-    microbatch_costs: schedule_arguments.MicrobatchCostsOption = None,
-    message: schedule_arguments.MessageOption = None,
-    overlap_p2p: schedule_arguments.OverlapP2pOption = True,
-    as_json: schedule_arguments.JsonOption = False,
-    svg: schedule_arguments.SvgOption = None,
-    png: schedule_arguments.PngOption = None,
-    html: schedule_arguments.HtmlOption = None,
-    width: schedule_arguments.WidthOption = None,
+@dataclass(frozen=True)
+class TableFlags:
+    """Tables of another kind than one comparison."""
+
     sweep: Annotated[
         str | None,
         typer.Option(
-            "--sweep",
             metavar="SIZE=A..B",
             help="Tabulate makespan and memory over a range of ranks, microbatches or chunks; --svg draws them.",
         ),
-    ] = None,
+    ] = None
     volume: Annotated[
         str | None,
         typer.Option(
-            "--volume",
             metavar="CONFIG",
             help="Compare the bytes that a step of this configuration sends, as a pipeline and as tensor parallelism.",
         ),
-    ] = None,
+    ] = None
     paper: Annotated[
-        str | None, typer.Option("--paper", metavar="NAME", help="Recompute a paper's table; available: zero-bubble.")
+        str | None, typer.Option(metavar="NAME", help="Recompute a paper's table; available: zero-bubble.")
+    ] = None
+
+
+@with_options(without=("csv", "trace"))
+def command(
+    *,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="NAME[:key=value,…] …", help="Schedules, with options; or all.")
     ] = None,
+    sizes: Sizes,
+    costs: CostFlags,
+    output: OutputFlags,
+    tables: TableFlags,
 ) -> None:
     """Compare schedules that do the same work.
 
@@ -97,128 +98,118 @@ def command(
 
     pipeloom compare --paper zero-bubble
     """
-    require_outputs(svg=svg, png=png, html=html)
-    sizes = (ranks, microbatches, chunks)
-    if paper is not None:
-        _print_paper(paper, names or (), as_json)
+    output.require()
+    if tables.paper is not None:
+        _leave_out(names, "--paper has its own schedules")
+        rows = papers.recompute(tables.paper)
+        _print(output, {"paper": tables.paper, "rows": rows}, lambda: papers.table(rows))
         return
-    if volume is not None:
-        _print_volumes(volume, names or (), sizes, as_json)
+    if tables.volume is not None:
+        _leave_out(names, "--volume compares layouts of one configuration")
+        layouts = volumes_of(tables.volume, sizes)
+        _print(output, volumes_as_dict(layouts), lambda: volume_table(layouts))
         return
     if not names:
         raise UsageError("name the schedules to compare, or give all")
     for spec in names if len(names) > 1 else ():  # before others are simulated
         if spec != "all":
-            schedule_arguments.require_schedule(*parse_spec(spec))
-    costs = schedule_arguments.costs_of(
-        (forward, input_grad, weight_grad, p2p), held, (all_to_all, pair), microbatch_costs, message
-    )
-    if sweep is not None:
-        if html is not None:
+            require_schedule(*parse_spec(spec))
+    work = Work(sizes, costs.values(), costs.overlap_p2p)
+    if tables.sweep is not None:
+        if output.html is not None:
             raise UsageError("--html draws timelines and --sweep compares figures; leave one of them out, or use --svg")
-        _sweep(Sweep.of(sweep), names, sizes, (costs, overlap_p2p), as_json, (svg, png, width))
+        _sweep(Sweep.of(tables.sweep), names, work, output)
         return
-    rows, refused = _rows(names, sizes, costs, overlap_p2p)
-    write_files([row.timeline for row in rows], svg=svg, png=png, html=html, width=width)
-    if as_json:
-        print(json.dumps(_as_dict(rows, refused, costs), allow_nan=False))
-    else:
-        print(table(rows, refused, costs, width or shutil.get_terminal_size().columns))
+    compared, refused = _rows(names, work)
+    output.draw([row.timeline for row in compared])
+    _print(
+        output,
+        _as_dict(compared, refused, work.costs),
+        lambda: table(compared, refused, work.costs, output.columns),
+    )
 
 
-def _print_paper(paper: str, names: Sequence[str], as_json: bool) -> None:
+def _leave_out(names: Sequence[str] | None, why: str) -> None:
     if names:
-        raise UsageError(f"--paper has its own schedules; leave out {' '.join(names)}")
-    rows = papers.recompute(paper)
-    print(json.dumps({"paper": paper, "rows": rows}, allow_nan=False) if as_json else papers.table(rows))
+        raise UsageError(f"{why}; leave out {' '.join(names)}")
 
 
-def _print_volumes(config: str, names: Sequence[str], sizes: Sizes, as_json: bool) -> None:
-    if names:
-        raise UsageError(f"--volume compares layouts of one configuration; leave out {' '.join(names)}")
-    ranks, microbatches, _ = sizes
-    layouts = volumes.of(config, ranks, microbatches)
-    print(json.dumps(volumes.as_dict(layouts)) if as_json else volumes.table(layouts))
+def _print(output: OutputFlags, values: dict[str, Any], text: Callable[[], str]) -> None:
+    print(json.dumps(values, allow_nan=False) if output.as_json else text())
 
 
-def _rows(
-    names: Sequence[str], sizes: Sizes, costs: Costs, overlap_p2p: bool
-) -> tuple[list[Row], list[tuple[str, str]]]:
+@dataclass(frozen=True)
+class Work:
+    """The work that all schedules of a comparison do; the costs are those of 1/p of the model."""
+
+    sizes: Sizes
+    costs: Costs
+    overlap_p2p: bool
+
+    def timeline(self, spec: str) -> Timeline:
+        """Simulate the schedule called `spec`, with options, for this work."""
+        from pipeloom.schedule import simulate
+        from pipeloom.schedule.families import FAMILIES, canonical_name
+
+        name, options = parse_spec(spec)
+        name, sizes = canonical_name(name), self.sizes
+        if "chunks" in options:
+            sizes = replace(sizes, chunks=options.pop("chunks"))
+        elif not takes_chunks(name):
+            sizes = replace(sizes, chunks=None)
+        schedule = schedule_of(name, sizes, options)
+        costs = share(self.costs, schedule)
+        if name in FAMILIES and "costs" in inspect.signature(FAMILIES[name]).parameters:
+            schedule = schedule_of(name, sizes, options, costs)
+        return simulate(schedule, costs, overlap_p2p=self.overlap_p2p)
+
+
+def _rows(names: Sequence[str], work: Work) -> tuple[list[Row], list[tuple[str, str]]]:
     """Return a row for each schedule, and (name, reason) of each family of `all` that does not support these sizes.
 
     Raises the error of a schedule named explicitly, and UsageError if no schedule supports the sizes.
     """
-    from pipeloom.schedule.families import FAMILIES
-
     rows: list[Row] = []
     refused: list[tuple[str, str]] = []
     for spec in names:
-        for one in FAMILIES if spec == "all" else (spec,):
+        for one in _schedules(spec):
             try:
-                rows.append(_row(one, sizes, costs, overlap_p2p))
+                rows.append(Row(one, work.timeline(one)))
             except PipeloomError as error:
-                if spec != "all" or None in sizes[:2]:
+                if spec != "all" or work.sizes.missing:
                     raise
-                refused.append((one, flags.words(error)))
+                refused.append((one, message_with_flags(error)))
     if not rows:
         raise UsageError("no schedule supports these sizes:\n" + "\n".join(f"  {n}: {why}" for n, why in refused))
     return rows, refused
 
 
-def _sweep(
-    sweep: Sweep,
-    names: Sequence[str],
-    sizes: Sizes,
-    simulation: tuple[Costs, bool],
-    as_json: bool,
-    files: tuple[Path | None, Path | None, int | None],
-) -> None:
-    """Print or draw the comparison at every value of the sweep."""
-    from pipeloom.draw import LEAST_WIDTH, USUAL_WIDTH
-    from pipeloom.draw.figures import cost_numbers
+def _schedules(spec: str) -> Iterable[str]:
+    """Return the names that a word of the command line stands for."""
     from pipeloom.schedule.families import FAMILIES
 
-    given = sizes[SIZES.index(sweep.size)]
-    if given is not None:
-        raise UsageError(f"--{sweep.size} is {given}, but --sweep varies it; leave one of them out")
+    return FAMILIES if spec == "all" else (spec,)
+
+
+def _sweep(sweep: Sweep, names: Sequence[str], work: Work, output: OutputFlags) -> None:
+    """Print or draw the comparison at every value of the sweep."""
+    from pipeloom.draw.figures import cost_numbers
+
+    sizes = {size: value for size, value in vars(work.sizes).items() if value is not None}
+    if sweep.size in sizes:
+        raise UsageError(f"--{sweep.size} is {sizes[sweep.size]}, but --sweep varies it; leave one of them out")
 
     def simulated(name: str, value: int) -> Timeline:
-        at = SIZES.index(sweep.size)
-        point: Any = (*sizes[:at], value, *sizes[at + 1 :])
-        if sweep.size == "chunks" and not schedule_arguments.takes_chunks(parse_spec(name)[0]):
+        if sweep.size == "chunks" and not takes_chunks(parse_spec(name)[0]):
             raise UsageError(f"the number of chunks of {name} is fixed")
-        return _row(name, point, *simulation).timeline
+        return replace(work, sizes=replace(work.sizes, **{sweep.size: value})).timeline(name)
 
-    every = [one for spec in names for one in (FAMILIES if spec == "all" else (spec,))]
-    series = sweep.run(every, simulated)
-    costs = cost_numbers(simulation[0])
-    svg, png, width = files
-    given_sizes = [
-        f"{value} {size.replace('microbatches', 'micro-batches')}"
-        for size, value in zip(SIZES, sizes, strict=True)
-        if value
-    ]
-    fixed = ", ".join([*given_sizes, f"costs of 1/p of the model: {costs}"])
-    write_pictures(lambda: sweeps.drawing(sweep, series, fixed, max(width or USUAL_WIDTH, LEAST_WIDTH)), svg, png)
-    print(json.dumps(sweeps.as_dict(sweep, series), allow_nan=False) if as_json else sweeps.table(sweep, series, costs))
-
-
-def _row(spec: str, sizes: Sizes, costs: Costs, overlap_p2p: bool) -> Row:
-    from pipeloom.schedule import simulate
-    from pipeloom.schedule.families import FAMILIES, canonical_name
-
-    name, options = parse_spec(spec)
-    name = canonical_name(name)
-    ranks, microbatches, chunks = sizes
-    if "chunks" in options:
-        chunks = options.pop("chunks")
-    elif not schedule_arguments.takes_chunks(name):
-        chunks = None
-    schedule = schedule_arguments.schedule_of(name, (ranks, microbatches, chunks), options)
-    costs = share(costs, schedule)
-    if name in FAMILIES and "costs" in inspect.signature(FAMILIES[name]).parameters:
-        schedule = schedule_arguments.schedule_of(name, (ranks, microbatches, chunks), options, costs)
-    return Row(spec, simulate(schedule, costs, overlap_p2p=overlap_p2p))
+    series = sweep.run([one for spec in names for one in _schedules(spec)], simulated)
+    costs = cost_numbers(work.costs)
+    given = [f"{value} {size.replace('microbatches', 'micro-batches')}" for size, value in sizes.items()]
+    fixed = ", ".join([*given, f"costs of 1/p of the model: {costs}"])
+    output.draw_as(lambda width: sweeps.drawing(sweep, series, fixed, width))
+    _print(output, sweeps.as_dict(sweep, series), lambda: sweeps.table(sweep, series, costs))
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
@@ -226,7 +217,7 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     name, colon, options = spec.rpartition(":")
     if not colon or "=" not in options:
         return spec, {}
-    return name, schedule_arguments.options_of(options.split(","))
+    return name, options_of(options.split(","))
 
 
 def share(costs: Costs, schedule: Schedule) -> Costs:
@@ -242,7 +233,7 @@ def share(costs: Costs, schedule: Schedule) -> Costs:
         if isinstance(values, tuple):
             if len(values) != schedule.ranks:
                 raise UsageError(
-                    f"{flags.COSTS[name]} has {len(values)} values; compare takes costs of 1/p of the model: give one number, "
+                    f"{FLAGS[name]} has {len(values)} values; compare takes costs of 1/p of the model: give one number, "
                     f"or {schedule.ranks}"
                 )
             spread[name] = tuple(values[at * schedule.ranks // schedule.positions] for at in schedule.position_of)
@@ -250,7 +241,6 @@ def share(costs: Costs, schedule: Schedule) -> Costs:
 
 
 def _as_dict(rows: Sequence[Row], refused: Sequence[tuple[str, str]], costs: Costs) -> dict[str, Any]:
-    from pipeloom.cli.schedule import as_dict, costs_dict
     from pipeloom.draw.figures import full_rank
 
     schedules = []
@@ -329,3 +319,78 @@ def _cells(timeline: Timeline) -> dict[tuple[str, str], str]:
         number(max(timeline.peak_memory)),
     )
     return dict(zip(_FIGURES, values, strict=True))
+
+
+class LayoutVolume(NamedTuple):
+    """Bytes that one layout of the model sends in a step, or the reason why the model cannot have that layout."""
+
+    label: str
+    workers: int
+    volumes: tuple[Volume, ...] = ()
+    refused: str = ""
+
+
+def volumes_of(config: str, sizes: Sizes) -> list[LayoutVolume]:
+    """Return the volumes of the model of `config`, as a pipeline and tensor-parallel; sizes that are None are as configured.
+
+    `refused` holds the reason for a layout that the model cannot have. Raises ConfigError if it can have none of them, or if
+    `config` cannot be read.
+    """
+    from pipeloom.config import load, load_layout
+    from pipeloom.config.volume import volumes
+
+    config_of_file = load(config)
+    count = sizes.ranks if sizes.ranks is not None else max(config_of_file.parallel.pp, config_of_file.parallel.tp, 2)
+    m = sizes.microbatches if sizes.microbatches is not None else config_of_file.schedule.microbatches
+    line = {"parallel.pp": count, "parallel.tp": 1, "parallel.sp": False}
+    alone = {"parallel.pp": 1, "parallel.tp": count, "schedule.name": "gpipe"}
+    rows = []
+    for label, axes in (
+        (f"pipeline, {config_of_file.schedule.name}", line),
+        ("tensor parallel", alone | {"parallel.sp": False}),
+        ("tensor and sequence parallel", alone | {"parallel.sp": True}),
+    ):
+        try:
+            layout = load_layout(config, {"schedule.microbatches": m, **axes})
+        except PipeloomError as error:
+            rows.append(LayoutVolume(label, count, refused=str(error).splitlines()[0]))
+        else:
+            rows.append(LayoutVolume(label, layout.world_size, volumes(layout)))
+    if all(row.refused for row in rows):
+        raise ConfigError([f"{row.label}: {row.refused}" for row in rows])
+    return rows
+
+
+def volumes_as_dict(rows: Sequence[LayoutVolume]) -> dict[str, Any]:
+    return {
+        "layouts": [
+            {"label": row.label, "workers": row.workers, "volumes": [asdict(each) for each in row.volumes]}
+            for row in rows
+            if not row.refused
+        ],
+        "refused": [{"label": row.label, "reason": row.refused} for row in rows if row.refused],
+    }
+
+
+def volume_table(rows: Sequence[LayoutVolume]) -> str:
+    """Return a line for each layout: bytes, and messages or collective operations, by kind, of all workers in a step."""
+    from pipeloom.schedule.channels import size_words
+
+    kinds = [
+        kind
+        for kind in ("pipeline", "tensor", "data", "experts")
+        if any(volume.kind == kind for row in rows for volume in row.volumes)
+    ]
+    lines = [["layout", "workers", *kinds, "total"]]
+    for row in rows:
+        if row.refused:
+            continue
+        by_kind = {volume.kind: f"{size_words(volume.bytes)} in {volume.count:,}" for volume in row.volumes}
+        total = size_words(sum(volume.bytes for volume in row.volumes))
+        lines.append([row.label, str(row.workers), *(by_kind.get(kind, "-") for kind in kinds), total])
+    text = [
+        *aligned(lines),
+        "",
+        "bytes that all workers send in a step, and the number of messages or collective operations",
+    ]
+    return "\n".join([*text, *(f"skipped: {row.label}: {row.refused}" for row in rows if row.refused)])

@@ -15,7 +15,7 @@ from pipeloom.mesh_shape import MeshShape
 from pipeloom.schedule import Costs, Timeline, simulate
 
 if TYPE_CHECKING:
-    from pipeloom.train.layer_costs import LayerCosts
+    from pipeloom.train.report.layer_costs import LayerCosts
 
 _ROWS, _COLUMNS = 16, 10  # largest size of the table of workers that fits on a screen
 # Bytes of fp32 state per element, besides its value: two moments, or one. For Muon an upper bound: its matrices have one.
@@ -93,7 +93,7 @@ def _spans(layout: Layout) -> list[tuple[int, int]]:
 
 def _measured_lines(layout: Layout) -> list[str]:
     """Return lines with the predicted activations of each rank and the time of a step, and the assumptions behind both."""
-    from pipeloom.train.layer_costs import measure_layers
+    from pipeloom.train.report.layer_costs import measure_layers
 
     config = layout.config
     try:
@@ -219,7 +219,7 @@ def _bytes(total: float) -> str:
 
 
 def _rates(config: Config, steps: int, replicas: int) -> Sequence[tuple[int, float]]:
-    from pipeloom.train.rate import learning_rate
+    from pipeloom.train.step import learning_rate
 
     warm = min(config.optimizer.warmup_steps, steps - 1)
     steps_to_print = sorted({0, warm, (warm + steps - 1) // 2, steps - 1})

@@ -15,7 +15,7 @@ from typing import Any
 
 import typer
 
-from pipeloom.cli import flags
+from pipeloom.cli.options import message_with_flags
 from pipeloom.errors import (
     INTERRUPTED,
     LONGEST_ECHO,
@@ -102,7 +102,7 @@ def exit_code_of(run: Callable[[], Any], as_json: bool, given: Sequence[str] = (
     failure = _output_failure()
     if failure is None or code:
         return code
-    from pipeloom.train.failures import FAILURES
+    from pipeloom.train.workers.failures import FAILURES
 
     if FAILURES in os.environ:  # a worker of our own launcher, which reports the failure
         return code
@@ -129,7 +129,7 @@ def _exit_code_of(run: Callable[[], Any], as_json: bool, given: Sequence[str]) -
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one does not change how the command ends
         return INTERRUPTED
     except PipeloomError as error:
-        return _report(error, _shortened(flags.words(error), given), error.exit_code, as_json)
+        return _report(error, _shortened(message_with_flags(error), given), error.exit_code, as_json)
     except _ClickError as error:
         return _usage(error, as_json, given)
     except Exception as error:
@@ -172,7 +172,7 @@ def _report(error: Exception, message: str, code: int, as_json: bool, hint: bool
             report["problems"] = [sentence(problem) for problem in problems]
         print(json.dumps({"error": report}), flush=True)
         return code
-    from pipeloom.train.failures import first_to_say
+    from pipeloom.train.workers.failures import first_to_say
 
     if not first_to_say(message):
         return code

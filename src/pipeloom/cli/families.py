@@ -33,7 +33,7 @@ def command(arguments: Sequence[str]) -> int:
         if word.startswith("-"):
             raise UsageError(f"verify {FLAG} has no option {word!r:.200}; it takes names of families and --json")
     from pipeloom.train.families import MICROBATCHES, RANKS, chosen
-    from pipeloom.train.worker import is_worker
+    from pipeloom.train.workers.worker import is_worker
 
     families = chosen(names)
     layout = load_layout(

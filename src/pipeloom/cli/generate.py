@@ -44,7 +44,7 @@ def command(
     require_torch("generate")
     from pipeloom.train.generation import open_model
     from pipeloom.train.sample import Sampling
-    from pipeloom.train.worker import is_worker
+    from pipeloom.train.workers.worker import is_worker
 
     sampling = Sampling(0.0 if greedy else temperature, top_k, top_p, seed)
     opened = open_model(path, len(prompt), {"parallel.pp": pp, "parallel.tp": tp}, trust_code)

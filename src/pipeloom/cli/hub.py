@@ -39,7 +39,7 @@ def export(
     require_torch("export")
     if form == "dcp":
         from pipeloom.errors import UsageError
-        from pipeloom.train.dcp import export_dcp
+        from pipeloom.train.checkpoint.dcp import export_dcp
 
         if merge:
             raise UsageError("--merge requires --format hf; dcp writes the checkpoint as it is")
@@ -81,7 +81,7 @@ def import_(
     _require_format(form)
     require_torch("import")
     if form == "dcp":
-        from pipeloom.train.dcp import import_dcp
+        from pipeloom.train.checkpoint.dcp import import_dcp
 
         print(
             f"{source / '.metadata'} is a pickle file, which can run any code when it is read: import only from "

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -17,9 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from pipeloom.cli import schedule_arguments
-from pipeloom.cli.schedule import require_outputs, write_files
-from pipeloom.cli.study import Study
+from pipeloom.cli.options import CostFlags, FamilyFlags, Sizes, with_options
+from pipeloom.cli.output import OutputFlags
+from pipeloom.cli.show import Study
 from pipeloom.cli.workers import be_worker, require_torch, start_workers
 from pipeloom.errors import CapacityError, UsageError
 from pipeloom.limits import MOST_SECONDS
@@ -28,7 +27,7 @@ from pipeloom.schedule.check import TransportName
 if TYPE_CHECKING:
     from pipeloom.config import Layout
     from pipeloom.schedule import Costs, Schedule, Timeline
-    from pipeloom.train.rehearse import Rehearsal
+    from pipeloom.train.report.rehearse import Rehearsal
 
 _STEPS_FILE = "PIPELOOM_REHEARSAL"
 _PRINTED_WORDS = "words"
@@ -45,53 +44,44 @@ class RehearseCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
 
+@dataclass(frozen=True)
+class Emulation:
+    """The emulation of computation in a rehearsal."""
+
+    unit: Annotated[
+        float | None,
+        typer.Option(
+            metavar="S", help="Seconds that a cost of 1 takes; default: chosen for this machine, and printed."
+        ),
+    ] = None
+    steps: Annotated[int, typer.Option(metavar="N", min=2, max=10_000, help="Steps to record.")] = 8
+    slow: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="STAGE=X", help="Make a stage X times slower without changing the simulation; repeatable."
+        ),
+    ] = None
+    transport: Annotated[TransportName, typer.Option(metavar="NAME", help="auto, individual, batched or shared.")] = (
+        "auto"
+    )
+    device: Annotated[
+        Literal["cpu", "cuda"],
+        typer.Option(metavar="NAME", help="cpu: emulated computation sleeps; cuda: it keeps one GPU per rank busy."),
+    ] = "cpu"
+
+
+@with_options(without=("p2p", "pair", "overlap_p2p", "csv"), message="64KiB")
 def command(
     context: typer.Context,
     name: Annotated[
         str,
         typer.Argument(metavar="NAME_OR_FILE", help="A family, module:function, or a schedule in CSV or JSON format."),
     ],
-    ranks: schedule_arguments.RanksOption = None,
-    microbatches: schedule_arguments.MicrobatchesOption = None,
-    chunks: schedule_arguments.ChunksOption = None,
-    option: schedule_arguments.FamilyOption = None,
-    transform: schedule_arguments.TransformsOption = None,
-    forward: schedule_arguments.ForwardOption = "1",
-    input_grad: schedule_arguments.InputGradOption = "1",
-    weight_grad: schedule_arguments.WeightGradOption = "1",
-    held: schedule_arguments.HeldOption = "1",
-    all_to_all: schedule_arguments.AllToAllOption = "0",
-    microbatch_costs: schedule_arguments.MicrobatchCostsOption = None,
-    unit: Annotated[
-        float | None,
-        typer.Option(
-            "--unit", metavar="S", help="Seconds that a cost of 1 takes; default: chosen for this machine, and printed."
-        ),
-    ] = None,
-    message: schedule_arguments.MessageOption = "64KiB",
-    steps: Annotated[int, typer.Option("--steps", metavar="N", min=2, max=10_000, help="Steps to record.")] = 8,
-    slow: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--slow", metavar="STAGE=X", help="Make a stage X times slower without changing the simulation; repeatable."
-        ),
-    ] = None,
-    transport: Annotated[
-        TransportName,
-        typer.Option("--transport", metavar="NAME", help="auto, individual, batched or shared."),
-    ] = "auto",
-    device: Annotated[
-        Literal["cpu", "cuda"],
-        typer.Option(
-            "--device", metavar="NAME", help="cpu: emulated computation sleeps; cuda: it keeps one GPU per rank busy."
-        ),
-    ] = "cpu",
-    as_json: schedule_arguments.JsonOption = False,
-    svg: schedule_arguments.SvgOption = None,
-    png: schedule_arguments.PngOption = None,
-    html: schedule_arguments.HtmlOption = None,
-    trace: schedule_arguments.TraceOption = None,
-    width: schedule_arguments.WidthOption = None,
+    sizes: Sizes,
+    family: FamilyFlags,
+    costs: CostFlags,
+    emulation: Emulation,
+    output: OutputFlags,
 ) -> None:
     """Run a schedule with real messages and emulated computation.
 
@@ -101,38 +91,26 @@ def command(
     with more ranks than cores, a larger unit keeps the timing right. Prints the step and how far it is from its simulation.
     """
     require_torch("rehearse")
-    require_outputs(svg=svg, png=png, html=html, trace=trace)
-    transforms = schedule_arguments.transforms_of(transform or ())
-    costs = schedule_arguments.costs_of(
-        (forward, input_grad, weight_grad, "0"), held, (all_to_all, None), microbatch_costs, message
-    )
-    options = schedule_arguments.options_of(option or ())
-    schedule = schedule_arguments.schedule_of(name, (ranks, microbatches, chunks), options, costs, transforms)
-    rehearsal = _rehearsal(schedule, costs, unit, steps, slow or (), transport, device)
-    code, timelines = _run(rehearsal, device, context.meta[_PRINTED_WORDS])
+    output.require()
+    rehearsal = _rehearsal(*family.schedule(name, sizes, costs), emulation)
+    code, timelines = _run(rehearsal, emulation.device, context.meta[_PRINTED_WORDS])
     if code or not timelines:
         raise typer.Exit(code)
-    report(rehearsal, timelines, (svg, png, html, trace), width, as_json)
+    report(rehearsal, timelines, output)
 
 
-def _rehearsal(
-    schedule: Schedule,
-    costs: Costs,
-    unit: float | None,
-    steps: int,
-    slow: Sequence[str],
-    transport: Any,
-    device: str,
-) -> Rehearsal:
+def _rehearsal(schedule: Schedule, costs: Costs, options: Emulation) -> Rehearsal:
     """Return the rehearsal that the options describe. Raises UsageError for options that it cannot emulate."""
-    from pipeloom.train.rehearse import Rehearsal
+    from pipeloom.train.report.rehearse import Rehearsal
 
+    unit, steps, on_gpus = options.unit, options.steps, options.device == "cuda"
     if unit is not None and not (math.isfinite(unit) and 0 < unit <= MOST_SECONDS):
         raise UsageError(f"--unit is {unit:g}; give seconds above 0 and up to {MOST_SECONDS:g}, such as 0.02")
-    if schedule.ranks == 1 and device == "cuda":
+    if schedule.ranks == 1 and on_gpus:
         raise UsageError("--device cuda needs at least 2 ranks; use --device cpu, or --ranks 2")
-    rehearsal = Rehearsal(schedule, costs, unit or 1.0, steps, _slow(slow, schedule), transport)
-    if rehearsal.communicates and device == "cuda":
+    slow = _slow(options.slow or (), schedule)
+    rehearsal = Rehearsal(schedule, costs, unit or 1.0, steps, slow, options.transport)
+    if rehearsal.communicates and on_gpus:
         raise UsageError("--device cuda does not emulate --all-to-all; leave it out, or use --device cpu")
     _require_one_cost(rehearsal)
     if unit is None:
@@ -192,7 +170,7 @@ def _slow(words: Sequence[str], schedule: Schedule) -> dict[int, float]:
 def _run(rehearsal: Rehearsal, device: str, words: Sequence[str]) -> tuple[int, tuple[Timeline, ...]]:
     """Return the exit code and the recorded steps; no steps on workers, whose launcher returns them."""
     from pipeloom.traces import timelines as timeline_files
-    from pipeloom.train.worker import is_worker
+    from pipeloom.train.workers.worker import is_worker
 
     if is_worker():
         return _work(rehearsal, device)
@@ -216,7 +194,7 @@ def _run(rehearsal: Rehearsal, device: str, words: Sequence[str]) -> tuple[int, 
 
 def _require_machine(rehearsal: Rehearsal, device: str) -> None:
     """Raise CapacityError if this machine has too little memory, UsageError if it has too few GPUs."""
-    from pipeloom.train.preflight import cuda_devices, memory_of_machine, require_room
+    from pipeloom.train.workers.preflight import cuda_devices, memory_of_machine, require_room
 
     schedule = rehearsal.schedule
     require_room(schedule.ranks, "--ranks")
@@ -239,7 +217,7 @@ def _require_machine(rehearsal: Rehearsal, device: str) -> None:
 def _work(rehearsal: Rehearsal, device: str) -> tuple[int, tuple[Timeline, ...]]:
     """Run one worker; rank 0 writes the steps for its launcher, or returns them where torchrun started it."""
     from pipeloom.traces import timelines as timeline_files
-    from pipeloom.train.rehearse import run
+    from pipeloom.train.report.rehearse import run
 
     measured_steps: tuple[Timeline, ...] = ()
 
@@ -259,8 +237,8 @@ def _work(rehearsal: Rehearsal, device: str) -> tuple[int, tuple[Timeline, ...]]
 def _layout(rehearsal: Rehearsal, device: str) -> Layout:
     """Return a layout for the start-up of a worker: the number of ranks, the device and the watchdog's timeout."""
     from pipeloom.config import load_layout
-    from pipeloom.train.rehearse import patience
-    from pipeloom.train.worker import world_size_given
+    from pipeloom.train.report.rehearse import patience
+    from pipeloom.train.workers.worker import world_size_given
 
     ranks = rehearsal.schedule.ranks
     keys = {
@@ -275,16 +253,9 @@ def _layout(rehearsal: Rehearsal, device: str) -> Layout:
     return load_layout(None, keys, world_size=world_size_given())
 
 
-def report(
-    rehearsal: Rehearsal,
-    timelines: Sequence[Timeline],
-    files: tuple[Path | None, Path | None, Path | None, Path | None],
-    width: int | None,
-    as_json: bool,
-) -> None:
+def report(rehearsal: Rehearsal, timelines: Sequence[Timeline], output: OutputFlags) -> None:
     """Write the drawings, and print the step, its figures and its difference from the simulation."""
     from pipeloom.cores import usable_cores
-    from pipeloom.draw import terminal
     from pipeloom.draw.figures import number, time_unit
     from pipeloom.traces.measured import predict, settled
 
@@ -292,9 +263,8 @@ def report(
     simulated = rehearsal.simulated()
     rehearsed = median(step.makespan for step in settled(timelines))
     error = rehearsed / simulated.makespan - 1
-    svg, png, html, trace = files
-    write_files([study.typical, simulated], svg=svg, png=png, html=html, trace=trace, width=width)
-    if as_json:
+    output.draw([study.typical, simulated])
+    if output.as_json:
         about = {
             "unit": rehearsal.unit,
             "message": int(rehearsal.costs.message),
@@ -305,7 +275,7 @@ def report(
         }
         print(json.dumps(study.as_dict() | {"rehearsal": about}, allow_nan=False))
         return
-    sys.stdout.write(terminal(study.typical, width=width or shutil.get_terminal_size().columns))
+    output.print_timeline(study.typical)
     factor, unit = time_unit([study.typical])
     print(
         f"\nmakespan: simulated {number(simulated.makespan * factor)} {unit} without messages, rehearsed "

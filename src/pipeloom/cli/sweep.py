@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pipeloom.cli.output import aligned
 from pipeloom.errors import PipeloomError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
@@ -139,11 +140,7 @@ def table(sweep: Sweep, series: Sequence[Series], costs: str) -> str:
             ]
             for p in one.points
         ]
-    wide = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
-    lines = [
-        "  ".join([row[0].ljust(wide[0]), *(c.rjust(w) for c, w in zip(row[1:], wide[1:], strict=True))])
-        for row in rows
-    ]
+    lines = aligned(rows)
     lines += ["", f"costs of 1/p of the model: {costs}", "peaks in full-rank units (micro-batches of 1/p of the model)"]
     for one in series:
         if one.refused:

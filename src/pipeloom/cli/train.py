@@ -41,7 +41,7 @@ def command(arguments: Sequence[str]) -> int:
         print(TRAIN_USAGE + describe_keys())
         return 0
     from pipeloom.config import load_layout, split_arguments
-    from pipeloom.train.worker import is_worker, launched_here, world_size_given
+    from pipeloom.train.workers.worker import is_worker, launched_here, world_size_given
 
     require_torch("train")
     dry = "--dry-run" in arguments
@@ -51,7 +51,7 @@ def command(arguments: Sequence[str]) -> int:
         return 0
     if dry:
         from pipeloom.cli.dry_run import report_lines
-        from pipeloom.train.preflight import require_machine
+        from pipeloom.train.workers.preflight import require_machine
 
         if not is_worker():
             require_machine(layout)
@@ -59,7 +59,7 @@ def command(arguments: Sequence[str]) -> int:
         print("\n".join(report_lines(layout)))
         return 0
     if not is_worker():
-        from pipeloom.train.preflight import require_machine
+        from pipeloom.train.workers.preflight import require_machine
 
         require_machine(layout)
         announce(layout)
@@ -83,7 +83,7 @@ def _attempts(arguments: Sequence[str], layout: Layout) -> int:
     checkpoint or a signal ends the run without a restart.
     """
     from pipeloom.errors import DistributedError
-    from pipeloom.train.restarts import FOLDER, NOTE
+    from pipeloom.train.workers.failures import FOLDER, NOTE
 
     restarts = layout.config.train.restarts
     if not restarts:
@@ -137,7 +137,7 @@ def announce(layout: Layout) -> None:
     for note in layout.notes:
         print(f"  {printable(note)}")
     if config.model.source:
-        from pipeloom.train.data.choice import BYTES, tokenizer_name
+        from pipeloom.train.data.sources import BYTES, tokenizer_name
 
         alien = tokenizer_name(config.data.tokenizer, config.model.source) == BYTES
         print(

@@ -75,8 +75,8 @@ def command(arguments: Sequence[str]) -> int:
         return 0
     if families.FLAG in arguments:
         return families.command(arguments)
-    from pipeloom.train.preflight import require_cuda, require_room
-    from pipeloom.train.worker import is_worker, world_size_given
+    from pipeloom.train.workers.preflight import require_cuda, require_room
+    from pipeloom.train.workers.worker import is_worker, world_size_given
 
     require_torch("verify")
     request = read_request(arguments)
@@ -152,7 +152,7 @@ def _work(request: Request) -> int:
     verdicts: list[dict[str, Any]] = []
 
     def verify(context: Any) -> None:
-        from pipeloom.train.verify import run
+        from pipeloom.train.report.verify import run
 
         width = min(_NAME_WIDTH, max(map(len, request.names)))
         results = run(request.layouts, context, request.tolerance)

@@ -32,7 +32,7 @@ def start_workers(command: str, arguments: Sequence[str], world_size: int) -> in
     The working directory is on the workers' import path only if it contains the package itself, which then need not be
     installed.
     """
-    from pipeloom.train.launch import launch
+    from pipeloom.train.workers.launch import launch
 
     here = Path(__file__).parents[2] == Path.cwd()
     return launch(
@@ -44,7 +44,7 @@ def start_workers(command: str, arguments: Sequence[str], world_size: int) -> in
 
 def be_worker(layout: Layout, body: Callable[[Any], None]) -> int:
     """Run `body` as one worker of `layout`. Return 0, or exit with the exit code of the failure."""
-    from pipeloom.train.worker import leave, main
+    from pipeloom.train.workers.worker import leave, main
 
     code = main(layout, body)
     if code:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pipeloom.decoder_shape import DecoderShape
 from pipeloom.models.documents import attend
 from pipeloom.models.rotary import rotary_rows, rotary_table, rotate
-from pipeloom.ops.microbatch import MicrobatchContext
+from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.ops.random_state import Dropout, TokenPart
 from pipeloom.parallel.sharding import ParameterSharding
 from pipeloom.parallel.tensor import TensorParallel, column_linear, project, row_linear

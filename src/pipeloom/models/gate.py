@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from pipeloom.decoder_shape import DecoderShape
 from pipeloom.errors import UsageError
-from pipeloom.ops.aux_loss import attach_loss
 from pipeloom.ops.deferred import WeightGradContext, apply_linear
-from pipeloom.ops.microbatch import MicrobatchContext
+from pipeloom.ops.layer import MicrobatchContext, attach_loss
 from pipeloom.ops.random_state import RandomSource
 from pipeloom.parallel.router import (
     NO_DRAWS,

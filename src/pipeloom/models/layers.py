@@ -18,7 +18,7 @@ from pipeloom.models.moe import MoeClasses, SparseBlock
 from pipeloom.models.moe_overlap import OverlappedSparseBlock
 from pipeloom.ops.layer import Layer
 from pipeloom.ops.random_state import set_sources
-from pipeloom.parallel.dispatch_plan import ExpertParallel
+from pipeloom.parallel.dispatch import ExpertParallel
 from pipeloom.parallel.tensor import TensorParallel, spread
 from pipeloom.parallel.vocabulary import VocabularyEmbedding
 

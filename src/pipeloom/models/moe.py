@@ -16,11 +16,14 @@ from torch.nn import functional as F
 from pipeloom.decoder_shape import DecoderShape
 from pipeloom.models.decoder import Attention, RMSNorm
 from pipeloom.models.gate import TopKGate
-from pipeloom.ops.microbatch import MicrobatchContext
+from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.ops.random_state import Dropout, TokenPart
 from pipeloom.ops.segments import Compute, Segment, Values, beside, in_order
 from pipeloom.parallel.dispatch import (
     AllToAll,
+    DispatchPlan,
+    ExpertParallel,
+    begin_dispatch,
     combine_segments,
     dispatch_segments,
     group_by_expert,
@@ -28,7 +31,6 @@ from pipeloom.parallel.dispatch import (
     ungroup,
     unpermute_and_mix,
 )
-from pipeloom.parallel.dispatch_plan import DispatchPlan, ExpertParallel, begin_dispatch
 from pipeloom.parallel.expert import Experts, PartialSumLinear
 from pipeloom.parallel.router import Routing, dropped_between
 from pipeloom.parallel.tensor import TensorParallel, enter, sum_over_ranks

@@ -17,10 +17,17 @@ from torch.nn import functional as F
 from pipeloom.models.decoder import Attention
 from pipeloom.models.documents import visible
 from pipeloom.models.moe import SparseBlock, SparseFeedForward
-from pipeloom.ops.microbatch import MicrobatchContext
+from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.ops.segments import Communication, Compute, Segment, Values, begin, in_order
-from pipeloom.parallel.dispatch import combine_segments, dispatch_segments, permute_for_dispatch, unpermute_and_mix
-from pipeloom.parallel.dispatch_plan import DispatchPlan, ExpertParallel, begin_dispatch
+from pipeloom.parallel.dispatch import (
+    DispatchPlan,
+    ExpertParallel,
+    begin_dispatch,
+    combine_segments,
+    dispatch_segments,
+    permute_for_dispatch,
+    unpermute_and_mix,
+)
 from pipeloom.parallel.router import RouterNoise, Routing
 
 Finish = Callable[[], Values]

@@ -1,4 +1,4 @@
-"""A layer of a model as a factory with a name: what models return, and what a pipeline builds on the rank that holds it."""
+"""A layer of a model as a factory with a name, built on the rank that holds it; its losses, and its context in a micro-batch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from pipeloom.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -46,3 +49,70 @@ class Layer:
 
     def __call__(self) -> nn.Module:
         return self.build()
+
+
+def attach_loss(x: Tensor, loss: Tensor) -> Tensor:
+    """Return `x` unchanged; when its gradient is computed, the gradient of `loss` is added to the parameters'.
+
+    So the loss belongs to the micro-batch that `x` belongs to, whatever else is in flight. `loss` is 0-dim and already
+    scaled by its share of the step's loss.
+    """
+    if not (torch.is_grad_enabled() and x.requires_grad and loss.requires_grad):
+        return x
+    return _AttachedLoss.apply(x, loss)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _AttachedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (loss,) = ctx.saved_tensors
+        return gradients[0], torch.ones_like(loss)
+
+
+KEYWORD = "microbatch"
+
+
+@dataclass(frozen=True)
+class MicrobatchContext:
+    """The context that the runtime passes to every layer whose forward has a keyword argument `microbatch`.
+
+    It depends only on the step and the micro-batch, not on schedule, rank or recomputation. So the random numbers that a layer
+    draws and the losses that it adds are the same in every schedule, and two micro-batches in flight never mix.
+
+    Attributes:
+        step: the step's number.
+        index: the micro-batch's number, counted over all data-parallel replicas.
+        share: its weight in the step's loss; the shares of a step sum to 1 over all replicas. 0 where none of its targets
+            counts.
+        first: the number of its first sample in the step's batch, over all data-parallel replicas.
+        samples: its number of samples.
+    """
+
+    step: int = 0
+    index: int = 0
+    share: float = 1.0
+    first: int = 0
+    samples: int = 1
+
+
+class ContextWithoutShare(MicrobatchContext):
+    """The context on a rank whose targets are on the meta device, so that nothing says how many of them count."""
+
+    def __init__(self, step: int, index: int, first: int = 0, samples: int = 1) -> None:
+        for name, value in (("step", step), ("index", index), ("first", first), ("samples", samples)):
+            object.__setattr__(self, name, value)
+
+    @property
+    def share(self) -> float:
+        raise UsageError(
+            "a layer needs the micro-batch's share of the loss, and this rank's targets are on the meta device: pass the "
+            "real targets on every rank, or ignore_index=None where all of them count"
+        )
+
+    def __repr__(self) -> str:
+        return f"ContextWithoutShare(step={self.step}, index={self.index})"

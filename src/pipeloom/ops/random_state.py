@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import UsageError
-from pipeloom.ops.microbatch import MicrobatchContext
+from pipeloom.ops.layer import MicrobatchContext
 
 
 def stable_seed(*parts: object) -> int:

@@ -124,6 +124,48 @@ class Bucket:
             yield slot, flat[slot.start : slot.stop].view(slot.held.parameter.shape)
 
 
+class FlatParameters:
+    """The parameters of one bucket as views of one buffer, laid out as the bucket's gradients.
+
+    Attributes:
+        bucket: the bucket that holds the gradients.
+        sharded: whether this rank steps only its slice; `WeightGathers` brings the other ranks' slices.
+        flat: the buffer, in the parameters' dtype.
+    """
+
+    @torch.no_grad()
+    def __init__(self, bucket: Bucket, sharded: bool) -> None:
+        self.bucket = bucket
+        self.sharded = sharded and bucket.axis.size > 1
+        first = bucket.slots[0].held.parameter
+        self.flat = torch.zeros(bucket.size, dtype=first.dtype, device=first.device)
+        for slot, view in bucket.views(self.flat):
+            view.copy_(slot.held.parameter)
+            slot.held.parameter.data = view
+
+    @property
+    def mine(self) -> slice:
+        """The elements that this rank steps."""
+        return self.bucket.share if self.sharded else slice(0, self.bucket.size)
+
+    def gradient(self, run: slice) -> Tensor:
+        """The reduced gradient of the elements `run`, a part of `mine`."""
+        return self.bucket.part[run.start - self.mine.start : run.stop - self.mine.start]
+
+    def masters(self) -> list[tuple[slice, nn.Parameter]]:
+        """Return the masters for an optimizer as (elements, values); matrices and vectors are separate.
+
+        Values of fp32 and above are a view of the buffer; for others an fp32 copy, to be written with `publish`.
+        """
+        return [(run, nn.Parameter(self.flat[run].to(self.bucket.dtype))) for run in self.bucket.runs(self.mine)]
+
+    @torch.no_grad()
+    def publish(self, run: slice, master: Tensor) -> None:
+        """Round a master's values into the buffer. A master that is a view of the buffer needs nothing."""
+        if master.dtype != self.flat.dtype:
+            self.flat[run].copy_(master)
+
+
 def make_buckets(held: Sequence[BucketParameter], mesh: Mesh, capacity: int) -> tuple[Bucket, ...]:
     """Return buckets for the trainable parameters in the order of their reductions, which is the same on all ranks of an axis.
 

@@ -1,10 +1,15 @@
 """Collectives along one axis; each returns a handle to wait for.
 
 The tokens of [..., tokens, width] are the dimension that all-gather and reduce-scatter cut.
+
+Several processes on one GPU have no NCCL, which refuses to run there: their collectives go through host memory and gloo, to
+debug a layout on one device. These are slow: each call waits for the device before it starts, and copies its result back in
+`wait`.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -18,8 +23,52 @@ from torch.nn import functional as F
 from pipeloom.errors import UsageError
 from pipeloom.ops.segments import standstill
 from pipeloom.parallel.mesh import Axis
-from pipeloom.parallel.through_host import goes_through_host, start
 from pipeloom.schedule.timeline import CommunicationKind
+
+
+def goes_through_host(device: torch.device, group: Any) -> bool:
+    """Return whether `group` cannot move tensors of `device` itself: they are on a GPU, and it has no NCCL."""
+    return device.type == "cuda" and "nccl" not in str(dist.get_backend_config(group))
+
+
+def carrier_of(device: torch.device, group: Any) -> torch.device:
+    """Return the device from which small results of `device` are sent over `group`: the CPU if they go through host memory.
+
+    gloo can sum GPU tensors itself, but its sends treat the address of a GPU tensor as host memory.
+    """
+    return torch.device("cpu") if group is not None and goes_through_host(device, group) else device
+
+
+def as_sent(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor in the form in which it is sent between two ranks: as bytes if NCCL lacks its dtype.
+
+    NCCL refuses complex and 16-bit integer tensors; both ends have the same dtype, so both convert alike.
+    """
+    return tensor.view(-1).view(torch.uint8) if tensor.is_complex() or tensor.dtype == torch.int16 else tensor
+
+
+def start_collective(call: Callable[..., Any], out: Tensor, given: Tensor | None, *rest: Any, group: Any) -> Any:
+    """Start the collective `call(out, given, *rest)`, without `given` if that is None; return a handle with `wait()`."""
+    operands = (out,) if given is None else (out, given)
+    if not goes_through_host(out.device, group):
+        return call(*operands, *rest, group=group, async_op=True)
+    return ThroughHost(lambda *host: call(*host, *rest, group=group, async_op=True), operands)
+
+
+class ThroughHost:
+    """A collective on copies of `operands` in host memory, the first of which is its result."""
+
+    def __init__(self, begin: Callable[..., Any], operands: tuple[Tensor, ...]) -> None:
+        self._out = operands[0]
+        # A copy to pageable memory waits for the current stream, so the operands have been computed by then.
+        self._host = tuple(operand.detach().to("cpu", copy=True).contiguous() for operand in operands)
+        self._work = begin(*self._host)
+
+    def wait(self) -> None:
+        self._work.wait()
+        with torch.no_grad():
+            self._out.copy_(self._host[0])
+
 
 # torch 2.13 calls them so, and warns of the older names
 _GATHER, _SCATTER = (
@@ -71,14 +120,14 @@ class PendingParts:
 
 def start_all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> PendingCollective:
     """Start the sum (or another `op`) over the axis in place: `x` must be contiguous, and holds the result."""
-    return PendingCollective(start(dist.all_reduce, x, None, op, group=axis.group), lambda: x, x)
+    return PendingCollective(start_collective(dist.all_reduce, x, None, op, group=axis.group), lambda: x, x)
 
 
 def start_all_gather(x: Tensor, axis: Axis) -> PendingCollective:
     """[..., t, width] of each rank -> [..., size · t, width]: the ranks' tokens one after the other."""
     part = x.contiguous()
     parts = part.new_empty((axis.size, *part.shape))
-    work = start(getattr(dist, _GATHER), _rows(parts), _rows(part), group=axis.group)
+    work = start_collective(getattr(dist, _GATHER), _rows(parts), _rows(part), group=axis.group)
 
     def finish() -> Tensor:
         # without leading dimensions, or with one sequence, this is a view
@@ -91,7 +140,7 @@ def start_gather_slices(flat: Tensor, axis: Axis) -> PendingCollective:
     """Start to gather every rank's slice of `flat` [size · n] in place: rank r's slice is r·n to (r+1)·n."""
     parts = flat.view(axis.size, -1)
     part = parts[axis.index].clone() if flat.device.type == "cpu" else parts[axis.index]  # NCCL works in place
-    work = start(getattr(dist, _GATHER), flat, part, group=axis.group)
+    work = start_collective(getattr(dist, _GATHER), flat, part, group=axis.group)
     return PendingCollective(work, lambda: flat, part, "dp")
 
 
@@ -131,7 +180,7 @@ def _exchange(parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], axis: 
     counts = [prod(shape) for shape in shapes]
     received = sending.new_empty(sum(counts))
     lengths = [part.numel() for part in parts]
-    work = start(dist.all_to_all_single, received, sending, counts, lengths, group=axis.group)
+    work = start_collective(dist.all_to_all_single, received, sending, counts, lengths, group=axis.group)
 
     def finish() -> list[Tensor]:
         work.wait()
@@ -163,14 +212,14 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> PendingCollective:
     out, given = (
         torch.view_as_real(x) if x.is_complex() else x for x in (total, parts)
     )  # as torch does in its other sums
-    work = start(getattr(dist, _SCATTER), _rows(out), _rows(given), group=axis.group)
+    work = start_collective(getattr(dist, _SCATTER), _rows(out), _rows(given), group=axis.group)
     return PendingCollective(work, lambda: total, parts)
 
 
 def _exchange_and_sum(parts: Tensor, axis: Axis) -> PendingCollective:
     """Reduce-scatter by an all-to-all, summed in rank order: gloo's is an all-reduce, which sends twice as much."""
     received = torch.empty_like(parts)
-    work = start(dist.all_to_all_single, _rows(received), _rows(parts), group=axis.group)
+    work = start_collective(dist.all_to_all_single, _rows(received), _rows(parts), group=axis.group)
     return PendingCollective(work, lambda: received.sum(0), parts)
 
 
@@ -181,3 +230,18 @@ def _rows(x: Tensor) -> Tensor:
 def _multiples(count: int, of: int) -> list[int]:
     below = count // of * of
     return [n for n in (below, below + of) if n]
+
+
+@enum.unique
+class Tag(enum.IntEnum):
+    """The contents of a message in a process group. The numbers differ, so that no receive matches a message of another kind."""
+
+    ACTIVATION = 11
+    GRADIENT = 12
+    ACTIVATION_HEADER = 13
+    TIED_WEIGHT = 14
+    CLOCK = 15
+    LOSS = 16
+    NUMBERS = 17
+    GRADIENT_HEADER = 18
+    ROWS = 19

@@ -1,4 +1,5 @@
-"""Data parallelism: each dp rank processes different micro-batches, and the gradients of all dp ranks are summed.
+"""Data parallelism: each dp rank processes different micro-batches, and the gradients of all dp ranks are summed, by collectives
+or through memory that the ranks of a machine share.
 
 Gradients are sums, not means: the runtime weights the loss of each micro-batch by its share of the tokens of all dp ranks, so
 gradients are never rescaled.
@@ -9,29 +10,174 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from pipeloom.cores import usable_cores
 from pipeloom.errors import UsageError
 from pipeloom.ops.deferred import StageBackward
 from pipeloom.ops.main_gradient import MainGradients
-from pipeloom.parallel.buckets import Bucket, BucketParameter, make_buckets
-from pipeloom.parallel.collectives import PendingCollective, start_all_reduce, start_gather_slices
-from pipeloom.parallel.mesh import Mesh
-from pipeloom.parallel.reduction import Reducer, Reduction
-from pipeloom.parallel.step_stream import StepStream
-from pipeloom.parallel.through_host import start
-from pipeloom.parallel.zero import WeightGathers
+from pipeloom.parallel.buckets import Bucket, BucketParameter, FlatParameters, make_buckets
+from pipeloom.parallel.collectives import (
+    PendingCollective,
+    start_all_reduce,
+    start_collective,
+    start_gather_slices,
+    start_reduce_scatter,
+)
+from pipeloom.parallel.mesh import Axis, Mesh, group_of_members
+from pipeloom.parallel.shared_memory_sum import SharedBuffers
+
+
+class Reduction(Protocol):
+    """A reduction in progress."""
+
+    def wait(self) -> Tensor:
+        """Wait for the reduction; return the sum, or this rank's slice of it."""
+
+
+@dataclass(frozen=True)
+class _Through:
+    """A reduction through shared memory, of the bucket that is buffer `at`."""
+
+    buffers: SharedBuffers
+    at: int
+    bucket: Bucket
+    timeout: float
+
+    def wait(self) -> Tensor:
+        self.buffers.wait(self.at, self.timeout)
+        return self.bucket.flat[self.bucket.share] if self.buffers.sharded else self.bucket.flat
+
+
+@dataclass(frozen=True)
+class _Nothing:
+    """The reduction over a single rank: nothing to do."""
+
+    flat: Tensor
+
+    def wait(self) -> Tensor:
+        return self.flat
+
+
+class Reducer:
+    """Starts the reductions of buckets. Every rank of their axes constructs a Reducer with the same buckets.
+
+    Args:
+        sharded: whether a rank gets only its slice of each bucket.
+        share_memory: sum through shared memory where all ranks of a bucket's axis can; the buckets then live there.
+        timeout: seconds to wait for another rank's gradients in shared memory before that rank is taken for dead.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], mesh: Mesh, *, sharded: bool, share_memory: bool, timeout: float
+    ) -> None:
+        self._sharded = sharded
+        self._through: dict[Bucket, _Through] = {}
+        for axis in dict.fromkeys(bucket.axis for bucket in buckets) if share_memory else ():
+            mine = [bucket for bucket in buckets if bucket.axis == axis]
+            if axis.size == 1 or any(bucket.flat.device.type != "cpu" for bucket in mine):
+                continue
+            shared = SharedBuffers.connect(axis, [b.size for b in mine], [b.dtype for b in mine])
+            if shared is None:
+                continue
+            shared.sharded = sharded
+            shared.spins = mesh.everyone.size <= usable_cores()
+            for at, bucket in enumerate(mine):
+                bucket.flat = bucket.part = shared.own[at]
+                self._through[bucket] = _Through(shared, at, bucket, timeout)
+
+    def start(self, bucket: Bucket) -> Reduction:
+        """Start the reduction of a bucket that holds all its gradients."""
+        through = self._through.get(bucket)
+        if through is not None:
+            through.buffers.start(through.at)
+            return through
+        if bucket.axis.size == 1:
+            return _Nothing(bucket.flat)
+        if self._sharded:
+            return start_reduce_scatter(bucket.flat.view(bucket.axis.size, -1), bucket.axis)
+        return start_all_reduce(bucket.flat, bucket.axis)
+
+
+class StepStream:
+    """The stream that was current on `device` when the step began; on a CPU nothing.
+
+    Autograd calls a parameter's hook on the stream that was current when the parameter's node was created. That stream may differ
+    from the step's, and it is not ordered after a gradient that a layer has added to its buffer without autograd.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = None
+
+    def begin(self) -> None:
+        """Record the current stream as the step's."""
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self._device)
+
+    @contextlib.contextmanager
+    def in_order(self) -> Iterator[None]:
+        """Run the work inside on the step's stream: after all work on the current stream so far, and before its later work."""
+        here = None if self._stream is None else torch.cuda.current_stream(self._device)
+        if here is None or here == self._stream:
+            yield
+            return
+        self._stream.wait_stream(here)
+        with torch.cuda.stream(self._stream):
+            yield
+        here.wait_stream(self._stream)
+
 
 CAPACITY = 25 * 2**20  # bytes of a bucket
-AFTER_TIES = (
-    -1
-)  # the "stage" of a weight that other pipeline ranks hold too: done once its gradient is summed over them
+# the "stage" of a weight that other pipeline ranks hold too: done once its gradient is summed over them
+AFTER_TIES = -1
+
+
+class WeightGathers:
+    """Gathers of the slices that other ranks have stepped, overlapped with this rank's next forward.
+
+    They use separate process groups; otherwise the small sums and exchanges of the next step would queue behind them.
+    Construction is collective over the buckets' axes, and so is `start`.
+    """
+
+    def __init__(self, buckets: Iterable[Bucket]) -> None:
+        self._axes: dict[tuple[int, ...], Axis] = {}
+        for bucket in buckets:
+            axis = bucket.axis
+            if axis.size > 1 and axis.ranks not in self._axes:
+                group = group_of_members(axis.ranks)
+                self._axes[axis.ranks] = replace(axis, group=group)
+        self._pending: dict[Bucket, PendingCollective] = {}
+
+    @property
+    def pending(self) -> bool:
+        """Return whether any gather is still to be waited for."""
+        return bool(self._pending)
+
+    def start(self, flats: Sequence[FlatParameters]) -> None:
+        """Start to gather the other ranks' slices, once all of this rank's are written: those of the first layers first.
+
+        Args:
+            flats: in the order in which their gradients are reduced, the same on all ranks of an axis.
+        """
+        self.wait()
+        for flat in reversed(flats):
+            if flat.sharded:
+                axis = self._axes[flat.bucket.axis.ranks]
+                self._pending[flat.bucket] = start_gather_slices(flat.flat, axis)
+
+    def wait(self, buckets: Iterable[Bucket] | None = None) -> None:
+        """Wait for the slices of the parameters in these buckets, or for all of them (None)."""
+        for bucket in list(self._pending) if buckets is None else buckets:
+            if bucket in self._pending:
+                self._pending.pop(bucket).wait()
 
 
 class GradientSync:
@@ -372,7 +518,7 @@ def allreduce_gradients(parameters: Iterable[nn.Parameter], group: Any = None) -
         present = [float(p.grad is not None) for p in members]
         marks = torch.tensor(present, dtype=grads[0].dtype, device=grads[0].device)
         flat = torch.cat([gradient.reshape(-1) for gradient in [*grads, marks]])
-        start(dist.all_reduce, flat, None, dist.ReduceOp.SUM, group=group).wait()
+        start_collective(dist.all_reduce, flat, None, dist.ReduceOp.SUM, group=group).wait()
         *pieces, marks = torch.split(flat, [*(p.numel() for p in members), len(members)])
         anywhere = present if all(present) else marks.tolist()
         for parameter, piece, mark in zip(members, pieces, anywhere, strict=True):

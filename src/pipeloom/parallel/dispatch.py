@@ -1,11 +1,12 @@
 """Dispatch and combine: rows to their experts and back over the expert-parallel ranks, as segments of a layer.
 
+A dispatch plan holds the rows that each rank sends to each other rank, and is computed before any row is sent.
 The segments pass on these values: rows, the weights of the mixture, the dispatch plan, and then any others of the layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,10 +14,257 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeloom.ops.segments import Compute, Done, Pending, Segment, Values
-from pipeloom.ops.token_permute import TokenPermutation, combine_rows, gather_rows, permute
-from pipeloom.parallel.dispatch_plan import AllToAllSplit, DispatchPlan, ExpertParallel
-from pipeloom.parallel.through_host import start
+from pipeloom.errors import ArgumentError, divisors, nearest
+from pipeloom.ops.segments import Compute, Done, Pending, Segment, Values, standstill
+from pipeloom.ops.token_permute import TokenPermutation, assign, combine_rows, gather_rows, permute
+from pipeloom.parallel.collectives import start_collective
+from pipeloom.parallel.mesh import Axis
+from pipeloom.parallel.router import Routing
+
+
+@dataclass(frozen=True)
+class ExpertParallel:
+    """Placement of experts: rank i of the axis holds the i-th block of consecutive experts, all of equal size.
+
+    Attributes:
+        axis: the expert-parallel ranks.
+        nodes: number of machines that the axis spans, each with consecutive ranks. A token's outputs are summed node by node.
+        inside, across: for two-level dispatch: the ranks of this node, and the ranks at this rank's position in each node;
+            rank i has position i % L in node i // L, L = size / nodes. None for flat dispatch, directly to the experts.
+        chunks: parts of a micro-batch's tokens whose dispatch, experts and combine overlap each other.
+        blocks: parts of each sequence whose dispatch, experts and combine overlap the attention of the next.
+    """
+
+    axis: Axis
+    nodes: int = 1
+    inside: Axis | None = None
+    across: Axis | None = None
+    chunks: int = 1
+    blocks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or self.axis.size % self.nodes:
+            near = nearest(self.nodes, divisors(self.axis.size))
+            raise ArgumentError(
+                "nodes", f"={self.nodes} does not divide {self.axis.size} expert-parallel ranks; {near}"
+            )
+
+    @property
+    def size(self) -> int:
+        return self.axis.size
+
+    @property
+    def two_level(self) -> bool:
+        return self.inside is not None
+
+    def own(self, experts: int) -> tuple[int, ...]:
+        """Return the number of experts of each rank. Raises ArgumentError if the ranks do not divide `experts`."""
+        if experts % self.size:
+            raise ArgumentError(
+                "ep", f"={self.size} does not divide {experts} experts; {nearest(self.size, divisors(experts))}"
+            )
+        return (experts // self.size,) * self.size
+
+
+@dataclass(frozen=True)
+class AllToAllSplit:
+    """Split sizes of one all-to-all: number of rows to send to, and to receive from, each rank of the axis."""
+
+    axis: Axis
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """Permutation of rows from the order of arrival to the order of the experts: by expert, then by source rank.
+
+    Attributes:
+        order, inverse: the permutation and its inverse, or None if the rows already arrive in that order.
+        counts: number of rows of each expert of this rank.
+    """
+
+    order: Tensor | None
+    inverse: Tensor | None
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DispatchPlan:
+    """Plan of the dispatch of one routing to the experts; the combine reverses it.
+
+    Attributes:
+        leaving: tokens -> rows that leave this rank: one for each choice, or with two levels one for each node of a token.
+        hops: all-to-alls in order: none for one rank, one if flat, two if two-level (across nodes, then inside).
+        arrival: order of the rows at the experts.
+        routes: two-level: for each row [rows, k] its experts in the node that it goes to, -1 for choices of other nodes. They
+            cross nodes with the rows, so before the first hop they are those of the rows that leave, after it of those that came.
+        fan: two-level, after the first hop: rows that came across -> rows for this node's ranks.
+    """
+
+    leaving: TokenPermutation
+    hops: tuple[AllToAllSplit, ...]
+    arrival: ExpertRows
+    routes: Tensor | None = None
+    fan: TokenPermutation | None = None
+
+    def fanned(self) -> DispatchPlan:
+        """Return the plan with `fan`, once the rows' routes have crossed."""
+        assert self.routes is not None
+        first, second = self.hops
+        nodes = first.axis.size
+        source = torch.repeat_interleave(torch.arange(nodes), torch.tensor(first.receive)).to(self.routes.device)
+        keys = self.routes.clamp_min(0) * nodes + source.unsqueeze(1)
+        experts = len(self.arrival.counts) * second.axis.size
+        fan, _ = assign(keys, experts * nodes, self.routes >= 0, rows=sum(second.send))
+        return replace(self, routes=None, fan=fan)
+
+
+class Dispatch:
+    """Pending dispatch of several routings: the rows to send are known, the exchange of row counts is still running.
+
+    Attributes:
+        leaving: for each routing, tokens -> rows that leave this rank.
+    """
+
+    def __init__(self, leaving: Sequence[TokenPermutation], finish: Callable[[], list[DispatchPlan]]) -> None:
+        self.leaving = tuple(leaving)
+        self._finish = finish
+
+    def plans(self) -> list[DispatchPlan]:
+        """Wait for the counts and return the plan of each routing. Call it once, in the same order on all ranks of the axis."""
+        return self._finish()
+
+
+def begin_dispatch(routings: Sequence[Routing], parallel: ExpertParallel | None) -> Dispatch:
+    """Start the exchange of row counts of all routings, one small message per pair of ranks. Collective over the axis.
+
+    Computation before `Dispatch.plans`, such as gathering the rows to send, overlaps with the exchange.
+    """
+    if parallel is None or parallel.size == 1:
+        return _at_home(routings)
+    return _two_level(routings, parallel) if parallel.two_level else _flat(routings, parallel)
+
+
+def _at_home(routings: Sequence[Routing]) -> Dispatch:
+    assigned = [assign(routing.experts, routing.tally.counts.numel(), routing.kept) for routing in routings]
+
+    def finish() -> list[DispatchPlan]:
+        return [
+            DispatchPlan(leaving, (), ExpertRows(None, None, tuple(counts.tolist()))) for leaving, counts in assigned
+        ]
+
+    return Dispatch([leaving for leaving, _ in assigned], finish)
+
+
+def _flat(routings: Sequence[Routing], parallel: ExpertParallel) -> Dispatch:
+    size, total = parallel.size, routings[0].tally.counts.numel()
+    local_experts = parallel.own(total)[0]
+    per_node = total // parallel.nodes
+    leaving, counts = [], []
+    for routing in routings:
+        nodes = routing.experts // per_node if parallel.nodes > 1 else None
+        assignment, rows = assign(routing.experts, total, routing.kept, nodes, parallel.nodes)
+        leaving.append(assignment)
+        counts.append(rows.view(size, local_experts))
+    exchange = _CountExchange(torch.stack(counts, dim=1), parallel.axis)  # rank, routing, expert of the rank
+
+    def finish() -> list[DispatchPlan]:
+        sending, receiving = exchange.wait()
+        # chunks arrive by rank, then by expert
+        keys = torch.arange(local_experts) * size + torch.arange(size).unsqueeze(1)
+        plans = []
+        for assignment, sent, received in zip(leaving, sending.unbind(1), receiving.unbind(1), strict=True):
+            split = AllToAllSplit(parallel.axis, tuple(sent.sum(1).tolist()), tuple(received.sum(1).tolist()))
+            arrival = _arrival(keys, received, local_experts, assignment.order.device)
+            plans.append(DispatchPlan(assignment, (split,), arrival))
+        return plans
+
+    return Dispatch(leaving, finish)
+
+
+def _two_level(routings: Sequence[Routing], parallel: ExpertParallel) -> Dispatch:
+    """Send a row once to each node with an expert of its token, to the rank at this rank's position, which forwards it.
+
+    Each rank sends every other rank the number of rows for that rank's node and of choices of each expert there. The counts
+    from ranks at the same position give the rows that a rank forwards. Those from the other positions, over all nodes, give the
+    rows that are forwarded to it. So no second exchange of counts is needed inside the node.
+    """
+    across, inside = parallel.across, parallel.inside
+    assert across is not None
+    assert inside is not None
+    total = routings[0].tally.counts.numel()
+    local_experts, per_node, nodes, places = (
+        parallel.own(total)[0],
+        total // parallel.nodes,
+        parallel.nodes,
+        inside.size,
+    )
+    leaving, routes, counts = [], [], []
+    for routing in routings:
+        experts = routing.experts if routing.kept is None else torch.where(routing.kept, routing.experts, -per_node)
+        node = torch.div(experts, per_node, rounding_mode="floor")
+        every = torch.arange(nodes, device=experts.device)
+        needed = (node.unsqueeze(-1) == every).any(1)
+        assignment, rows = assign(every.expand(experts.shape[0], -1), nodes, needed)
+        leaving.append(assignment)
+        target = (assignment.order % nodes).unsqueeze(1)
+        choices = experts.index_select(0, assignment.token)
+        in_target = node.index_select(0, assignment.token) == target
+        routes.append(torch.where(in_target, choices % per_node, choices.new_tensor(-1)))
+        wanted = torch.bincount(torch.where(experts < 0, total, experts).flatten(), minlength=total + 1)[:total]
+        counts.append(torch.cat([rows.unsqueeze(1), wanted.view(nodes, per_node)], dim=1))
+    # ranks are numbered node · places + place; every place of a node receives the same counts
+    table = torch.stack(counts, dim=1).repeat_interleave(places, dim=0)
+    exchange = _CountExchange(table, parallel.axis)
+
+    def finish() -> list[DispatchPlan]:
+        told, heard = (x.view(nodes, places, len(routings), 1 + per_node) for x in exchange.wait())
+        # chunks arrive by place, expert and node
+        place = torch.arange(places).view(-1, 1, 1)
+        keys = torch.arange(local_experts).view(-1, 1) * parallel.size + torch.arange(nodes) * places + place
+        plans = []
+        for at, (assignment, route) in enumerate(zip(leaving, routes, strict=True)):
+            sent, received = told[:, inside.index, at, 0], heard[:, inside.index, at, 0]
+            first = AllToAllSplit(across, tuple(sent.tolist()), tuple(received.tolist()))
+            handed_on = heard[:, inside.index, at, 1:].view(nodes, places, local_experts).sum((0, 2))
+            handed_here = (
+                heard[:, :, at, 1:].view(nodes, places, places, local_experts)[:, :, inside.index].permute(1, 2, 0)
+            )
+            second = AllToAllSplit(inside, tuple(handed_on.tolist()), tuple(handed_here.sum((1, 2)).tolist()))
+            arrival = _arrival(keys, handed_here, local_experts, route.device)
+            plans.append(DispatchPlan(assignment, (first, second), arrival, route))
+        return plans
+
+    return Dispatch(leaving, finish)
+
+
+def _arrival(keys: Tensor, received: Tensor, local_experts: int, device: torch.device) -> ExpertRows:
+    """Return the order of arriving chunks of `received` rows sorted by `keys`, expert first; both are CPU tensors."""
+    chunks, rows = keys.flatten(), received.flatten()
+    experts = torch.div(chunks, max(len(chunks) // local_experts, 1), rounding_mode="floor")
+    counts = torch.zeros(local_experts, dtype=torch.int64).index_add_(0, experts, rows)
+    order = torch.argsort(torch.repeat_interleave(chunks, rows), stable=True)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order))
+    return ExpertRows(order.to(device), inverse.to(device), tuple(counts.tolist()))
+
+
+class _CountExchange:
+    """Pending all-to-all of a table [rank, …] with one row per rank; only `wait` blocks."""
+
+    def __init__(self, sending: Tensor, axis: Axis) -> None:
+        self._sent = sending.contiguous()
+        self._received = torch.empty_like(self._sent)
+        self._work = start_collective(dist.all_to_all_single, self._received, self._sent, group=axis.group)
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """Return the table, and the rows from each rank, both on the CPU."""
+        with standstill("count exchange"):
+            self._work.wait()
+            both: Any = torch.stack([self._sent, self._received]).cpu()
+        return both[0], both[1]
+
 
 ROWS, WEIGHTS, PLAN = 0, 1, 2
 
@@ -73,7 +321,7 @@ class _TensorAllToAll:
         send, receive = (split.receive, split.send) if back else (split.send, split.receive)
         self._rows = rows.contiguous()  # held until the end: it is read while it is sent
         self._received = rows.new_empty((sum(receive), *rows.shape[1:]))
-        self._work = start(
+        self._work = start_collective(
             dist.all_to_all_single, self._received, self._rows, list(receive), list(send), group=split.axis.group
         )
 

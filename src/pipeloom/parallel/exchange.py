@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import DistributedError, UsageError
-from pipeloom.parallel.tags import Tag
+from pipeloom.parallel.collectives import Tag
 
 _EXCHANGED_DTYPES = {
     str(dtype).removeprefix("torch."): dtype

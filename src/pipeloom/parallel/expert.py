@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from pipeloom.ops.deferred import WeightGradContext, apply_linear
 from pipeloom.ops.grouped import apply_grouped_linear
-from pipeloom.parallel.dispatch_plan import ExpertParallel
+from pipeloom.parallel.dispatch import ExpertParallel
 from pipeloom.parallel.sharding import ParameterSharding, Shard
 from pipeloom.parallel.tensor import TensorParallel
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from pipeloom.errors import ConfigError, DistributedError, UsageError, did_you_mean
 from pipeloom.ops import products
 from pipeloom.ops.deferred import StageBackward, WeightGradContext
-from pipeloom.ops.layouts import is_strided, layout_name, memory_of
 from pipeloom.ops.main_gradient import MainGradients
 from pipeloom.parallel.buckets import BucketParameter
 from pipeloom.parallel.data import AFTER_TIES
@@ -24,6 +23,7 @@ from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.runtime.overlap import CommStream
 from pipeloom.runtime.stage import Stage
 from pipeloom.runtime.stage_modules import LayerSource, build_stage, layer_name, split_layers
+from pipeloom.runtime.tensor_spec import is_strided, layout_name, memory_of
 from pipeloom.runtime.tied_weights import (
     SharedParameters,
     Tie,

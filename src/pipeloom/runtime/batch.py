@@ -12,11 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import UsageError
-from pipeloom.ops.layouts import is_strided, layout_name
-from pipeloom.ops.microbatch import KEYWORD, ContextWithoutShare, MicrobatchContext
+from pipeloom.ops.layer import KEYWORD, ContextWithoutShare, MicrobatchContext
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime.health.report import FailureReporter
-from pipeloom.runtime.tensor_spec import signature, tensors_in
+from pipeloom.runtime.tensor_spec import is_strided, layout_name, signature, tensors_in
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from pipeloom.ops.segments import report_standstills_to
 from pipeloom.runtime.batch import Microbatches
 from pipeloom.runtime.clock import ActionClock
 from pipeloom.runtime.health.fault_injection import Faults
-from pipeloom.runtime.health.names import Names
-from pipeloom.runtime.health.status import Status
+from pipeloom.runtime.health.status import Names, Status
 from pipeloom.runtime.loss import Loss, LossSum, share_of_loss
 from pipeloom.runtime.overlap import CommStream, Coroutine, interleave
 from pipeloom.runtime.p2p.base import Delivery, Outgoing, Transport

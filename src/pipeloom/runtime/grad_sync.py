@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from pipeloom.errors import UsageError
 from pipeloom.ops.segments import standstill
 from pipeloom.parallel.buckets import Bucket
+from pipeloom.parallel.collectives import carrier_of
 from pipeloom.parallel.data import AFTER_TIES, GradientSync
 from pipeloom.parallel.grad_norm import clip, global_norm, square_norm
 from pipeloom.parallel.mesh import Axis, Mesh
-from pipeloom.parallel.through_host import carrier_of
 from pipeloom.runtime import tied_weights as ties
 from pipeloom.runtime.assembly import Assembly
 from pipeloom.runtime.health.report import FailureReporter

@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from pipeloom.errors import ConfigError, UsageError, did_you_mean
-from pipeloom.ops.layer import Layer, LossTerm
-from pipeloom.ops.microbatch import KEYWORD
+from pipeloom.ops.layer import KEYWORD, Layer, LossTerm
 from pipeloom.schedule.model import NamedTensor, Schedule
 
 

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeloom.errors import ConfigError, UsageError
+from pipeloom.parallel.collectives import Tag, carrier_of
 from pipeloom.parallel.mesh import Mesh
-from pipeloom.parallel.tags import Tag
-from pipeloom.parallel.through_host import carrier_of
 from pipeloom.runtime.health.report import FailureReporter
 from pipeloom.runtime.p2p.base import PeerGone
 from pipeloom.runtime.tensor_spec import tensors_in

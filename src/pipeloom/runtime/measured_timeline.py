@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from pipeloom.parallel.collectives import Tag
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.parallel.mesh import PipelineMesh
-from pipeloom.parallel.tags import Tag
 from pipeloom.runtime.executor import StepResult
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.timeline import Exposed, Timeline

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipeloom.errors import ConfigError, DistributedError, UsageError
 from pipeloom.ops.checksum import checksums
-from pipeloom.ops.layouts import is_strided
 from pipeloom.parallel.data import GradientSync
 from pipeloom.parallel.exchange import all_gather_json, all_gather_tree
 from pipeloom.parallel.mesh import Mesh, PipelineMesh
@@ -42,10 +41,9 @@ from pipeloom.runtime.executor import Executor, StepHooks, StepResult
 from pipeloom.runtime.grad_sync import StepGradients, checked_max_norm, summed_over
 from pipeloom.runtime.health import handshake
 from pipeloom.runtime.health.fault_injection import Faults
-from pipeloom.runtime.health.names import Names
+from pipeloom.runtime.health.links import RunStore, run_store
 from pipeloom.runtime.health.report import FailureReporter
-from pipeloom.runtime.health.status import Limits, Status
-from pipeloom.runtime.health.store import RunStore, run_store
+from pipeloom.runtime.health.status import Limits, Names, Status
 from pipeloom.runtime.health.watchdog import Watchdog, start_watchdog
 from pipeloom.runtime.layer_names import carrying
 from pipeloom.runtime.loss import Loss, LossBroadcast, PendingLoss, require_weighing
@@ -55,7 +53,7 @@ from pipeloom.runtime.p2p.connect import P2PConnections
 from pipeloom.runtime.program import RankProgram, RankPrograms, as_executed, require_same_stages
 from pipeloom.runtime.stage_modules import KnownKeywords, LayerSource, layer_name, model_names, require_arguments
 from pipeloom.runtime.stats import RankStats
-from pipeloom.runtime.tensor_spec import ShapeCache
+from pipeloom.runtime.tensor_spec import ShapeCache, is_strided
 from pipeloom.runtime.tied_weights import layer_of
 from pipeloom.schedule.check import check
 from pipeloom.schedule.model import Schedule

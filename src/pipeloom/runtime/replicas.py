@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from pipeloom.errors import DistributedError
 from pipeloom.ops.checksum import checksums
-from pipeloom.ops.layouts import memory_of
+from pipeloom.parallel.collectives import start_collective
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.parallel.mesh import Axis, Mesh
 from pipeloom.parallel.sharding import WHOLE, ParameterSharding
-from pipeloom.parallel.through_host import start
 from pipeloom.runtime import tied_weights as ties
 from pipeloom.runtime.assembly import Assembly
-from pipeloom.runtime.health.names import Names
+from pipeloom.runtime.health.status import Names
+from pipeloom.runtime.tensor_spec import memory_of
 
 _LOG = logging.getLogger("pipeloom")
 
@@ -215,4 +215,4 @@ def _kind(tensor: Tensor) -> str:
 
 def _broadcast(data: Tensor, axis: Axis) -> None:
     if axis.size > 1:
-        start(dist.broadcast, data, None, axis.ranks[0], group=axis.group).wait()
+        start_collective(dist.broadcast, data, None, axis.ranks[0], group=axis.group).wait()

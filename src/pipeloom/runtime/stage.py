@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeloom.errors import ConfigError, UsageError
-from pipeloom.ops.backward_pass import run_backward
-from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients
+from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients, run_backward
 from pipeloom.ops.layer import LossTerm
 from pipeloom.ops.recompute import recomputed
 from pipeloom.ops.segments import Communication, carries, is_segmented, saved_of

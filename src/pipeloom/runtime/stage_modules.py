@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from pipeloom.errors import ConfigError, UsageError, did_you_mean
+from pipeloom.ops.layer import KEYWORD
 from pipeloom.ops.layer import Layer as Layer
 from pipeloom.ops.layer import LossTerm as LossTerm
-from pipeloom.ops.microbatch import KEYWORD
 from pipeloom.ops.random_state import seeded, stable_seed
 from pipeloom.runtime.layer_names import LayerNames, ModelNames
 from pipeloom.schedule.model import Schedule

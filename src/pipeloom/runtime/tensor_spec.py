@@ -1,4 +1,7 @@
-"""Values sent between two stages: tensors and None, their shapes, and the header that carries the shapes."""
+"""Values sent between two stages: tensors and None, their shapes, and the header that carries the shapes.
+
+Only strided tensors are sent: not sparse and nested ones, nor subclasses that wrap other tensors.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from pipeloom.errors import UsageError
-from pipeloom.ops.layouts import is_strided, layout_name
 from pipeloom.schedule.actions import OUTPUT
 from pipeloom.schedule.channels import Edge, Message
 
@@ -269,3 +271,25 @@ def _reason(known: TensorSpecs, boundary: TensorSpecs) -> str:
         "it now carries a gradient where it carried none, or none where it carried one, as when layers are frozen or "
         f"unfrozen between steps; create a new pipeline, or {advice}"
     )
+
+
+def is_strided(value: Tensor) -> bool:
+    """Return whether a tensor is a view of one block of memory."""
+    return value.layout is torch.strided and not value.is_nested
+
+
+def memory_of(value: Tensor) -> int | None:
+    """Return the address of a tensor's storage; None for one that has none of its own, as wrappers such as quantized weights."""
+    if not is_strided(value) or value.is_meta:
+        return None
+    try:
+        return value.untyped_storage().data_ptr()
+    except RuntimeError:
+        return None
+
+
+def layout_name(value: Tensor) -> str:
+    """Return in a word what a tensor is: its layout, such as "strided", "nested" or "sparse_coo", or the class of a wrapper."""
+    if is_strided(value) and not value.is_meta and memory_of(value) is None:
+        return type(value).__name__
+    return "nested" if value.is_nested else str(value.layout).removeprefix("torch.")

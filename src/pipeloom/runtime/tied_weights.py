@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import ConfigError, did_you_mean
-from pipeloom.parallel.tags import Tag
-from pipeloom.parallel.through_host import as_sent, goes_through_host
+from pipeloom.parallel.collectives import Tag, as_sent, goes_through_host
 
 Owners = Mapping[str, tuple[int, ...]]
 

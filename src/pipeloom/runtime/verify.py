@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import UsageError, VerifyError
-from pipeloom.ops.microbatch import KEYWORD
+from pipeloom.ops.layer import KEYWORD
 from pipeloom.ops.random_state import seeded, stable_seed
 from pipeloom.runtime.batch import (
     IGNORE_INDEX,

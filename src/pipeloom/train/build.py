@@ -15,12 +15,12 @@ from pipeloom.limits import expanded
 from pipeloom.models import MoeClasses, cross_entropy, hf, layers, names, tied, token_loss
 from pipeloom.models.adapters import LoraOptions, with_adapters
 from pipeloom.ops.layer import Layer
+from pipeloom.parallel.dispatch import ExpertParallel
 from pipeloom.parallel.mesh import Mesh, PipelineMesh
 from pipeloom.parallel.shared_memory_sum import SharedMemoryAllReduce
 from pipeloom.parallel.tensor import TensorParallel
 from pipeloom.runtime import Pipeline, RuntimeOptions
 from pipeloom.runtime.health.watchdog import Watchdog
-from pipeloom.train.experts import spread_of
 
 PARAMETER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -88,6 +88,20 @@ def model_layers(
         spread = spread_of(config, mesh)
         model = layers(config.model.shape(), config.train.seed, dtype, device, tensor, spread, classes)
     return model if options is None else with_adapters(model, options, config.train.seed)
+
+
+def spread_of(config: Config, mesh: Mesh | PipelineMesh | None) -> ExpertParallel | None:
+    """Return how the layout's experts are spread over `mesh`; None: every rank has all of them."""
+    if not isinstance(mesh, Mesh) or mesh.ep.size == 1:
+        return None
+    parallel = config.parallel
+    inside, across = (mesh.inside, mesh.across) if parallel.ep_nodes > 1 else (None, None)
+    return ExpertParallel(mesh.ep, parallel.ep_nodes, inside, across, parallel.ep_chunks, parallel.ep_blocks)
+
+
+def shows_all_to_all(config: Config) -> bool:
+    """Return whether experts exchange tokens between ranks, so that computation may wait for an all-to-all."""
+    return config.parallel.ep > 1
 
 
 def moe_classes(layout: Layout) -> MoeClasses:

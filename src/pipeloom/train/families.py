@@ -22,7 +22,7 @@ from pipeloom.runtime.batch import IGNORE_INDEX
 from pipeloom.schedule.model import Schedule
 
 if TYPE_CHECKING:
-    from pipeloom.train.context import WorkerContext
+    from pipeloom.train.workers.context import WorkerContext
 
 RANKS, MICROBATCHES, SEQUENCE_LENGTH = 2, 4, 12
 SCHEDULES: dict[str, Callable[[], Schedule]] = {

@@ -19,10 +19,10 @@ from pipeloom.models.hf.library import read_config
 from pipeloom.runtime import Pipeline
 from pipeloom.train.adapters import base_weights, begin_weights
 from pipeloom.train.build import build_pipeline
-from pipeloom.train.checkpoint.facts import RunFacts
 from pipeloom.train.checkpoint.folder import newest_checkpoint
 from pipeloom.train.checkpoint.load import load
-from pipeloom.train.data.choice import BYTES, tokenizer_name
+from pipeloom.train.checkpoint.run import RunFacts
+from pipeloom.train.data.sources import BYTES, tokenizer_name
 from pipeloom.train.data.tokenizers import load_tokenizer
 from pipeloom.train.sample import Sampling, extend
 

@@ -26,12 +26,12 @@ from pipeloom.models.hf.library import causal_model, read_config, transformers
 from pipeloom.models.names import own_name
 from pipeloom.train.adapters import checkpoint_digest, directory_digest, write_adapter
 from pipeloom.train.checkpoint.boxes import Box
-from pipeloom.train.checkpoint.facts import RunFacts, validated
 from pipeloom.train.checkpoint.folder import newest_checkpoint
 from pipeloom.train.checkpoint.load import Reader, verified
 from pipeloom.train.checkpoint.manifest import BaseWeights
-from pipeloom.train.checkpoint.whole import write_whole
-from pipeloom.train.data.choice import FILES
+from pipeloom.train.checkpoint.run import RunFacts, validated
+from pipeloom.train.checkpoint.save import write_whole
+from pipeloom.train.data.sources import FILES
 
 _SHARD_BYTES = 2 * 10**9  # bytes of weights in memory at a time and per file; readers can read parts of a file
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".index.json")

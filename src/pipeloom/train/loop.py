@@ -24,42 +24,43 @@ from pipeloom.ops.random_state import stable_seed
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime import Pipeline
 from pipeloom.runtime.batch import count_targets
-from pipeloom.runtime.health.process_identity import seconds_running
+from pipeloom.runtime.health.status import seconds_running
 from pipeloom.schedule import Timeline
 from pipeloom.schedule.json_form import to_dict
 from pipeloom.train.adapters import base_weights, begin_weights
-from pipeloom.train.agreement import require_agreement
-from pipeloom.train.bad_steps import BadSteps, NotFinite, first_not_finite
-from pipeloom.train.build import build_pipeline, ties
-from pipeloom.train.checkpoint.facts import RunFacts
+from pipeloom.train.build import build_pipeline, shows_all_to_all, ties
+from pipeloom.train.checkpoint.folder import RunClaim
 from pipeloom.train.checkpoint.load import Loaded, load
-from pipeloom.train.checkpoint.resume import Start, digests, find_start
-from pipeloom.train.checkpoint.run import RunCheckpoints
+from pipeloom.train.checkpoint.run import RunCheckpoints, RunFacts, Start, digests, find_start
 from pipeloom.train.collect import gather, maxima
 from pipeloom.train.data.batches import Batch, Batches, Mixture, Rows, SortedDocuments
 from pipeloom.train.data.prepare import Data, open_data, require_masks
-from pipeloom.train.experts import ExpertLoads, Loads, shows_all_to_all
-from pipeloom.train.failures import failure_of_run
-from pipeloom.train.garbage import StepGarbage
-from pipeloom.train.layer_norms import layer_norms
-from pipeloom.train.lock import RunClaim
-from pipeloom.train.metrics import StepMetrics, memory_in_use, model_flops_utilization, shared_cores, simulated
-from pipeloom.train.norm import NormRow, norm_of
+from pipeloom.train.observers import ExpertLoads, Loads
 from pipeloom.train.optimizer import Optimizer
-from pipeloom.train.rank_summary import table, what_ranks_hold
-from pipeloom.train.rate import learning_rate
 from pipeloom.train.replica_check import ReplicaCheck
-from pipeloom.train.report import Report
-from pipeloom.train.restarts import note_run, restarted_run
+from pipeloom.train.report.metrics import StepMetrics, memory_in_use, model_flops_utilization, shared_cores, simulated
+from pipeloom.train.report.report import Report
+from pipeloom.train.report.tables import table, what_ranks_hold
 from pipeloom.train.sample import generate
 from pipeloom.train.schedule_search import MeasureThenSearch, resolve_before_start
-from pipeloom.train.signals import INTERRUPT, SAVE, STOP, together
-from pipeloom.train.speculative import Outcome, SpeculativeOptimizer
-from pipeloom.train.tuning import trim_freed_memory
+from pipeloom.train.speculative import SpeculativeOptimizer
+from pipeloom.train.step import (
+    BadSteps,
+    NormRow,
+    NotFinite,
+    Outcome,
+    first_not_finite,
+    layer_norms,
+    learning_rate,
+    norm_of,
+)
+from pipeloom.train.tuning import StepGarbage, trim_freed_memory
+from pipeloom.train.workers.context import INTERRUPT, SAVE, STOP, require_agreement, together
+from pipeloom.train.workers.failures import failure_of_run, note_run, restarted_run
 
 if TYPE_CHECKING:
-    from pipeloom.train.context import WorkerContext
-    from pipeloom.train.operator_profile import OperatorProfile
+    from pipeloom.train.report.profile import OperatorProfile
+    from pipeloom.train.workers.context import WorkerContext
 
 TRACES = 9  # logged steps whose median is drawn at the end; a trace takes 50 KB for a tiny model, and megabytes for a large one
 
@@ -185,7 +186,7 @@ class Trainer:
                 self._report.record("resume", step=self.made, batch=self.batch, path=str(start.path))
         self._run_folder = folder
         if self.config.train.profile_from:
-            from pipeloom.train.operator_profile import OperatorProfile
+            from pipeloom.train.report.profile import OperatorProfile
 
             first, steps = self.config.train.profile_from, self.config.train.profile_steps
             self._profile = OperatorProfile(
@@ -346,7 +347,7 @@ class Trainer:
         return self._run_folder / "save"
 
     def _flags(self) -> int:
-        """Return the requests that this rank has received, as bits of `train.signals`."""
+        """Return the requests that this rank has received, as bits of `train.workers.context`."""
         asked = self._report is not None and self._run_folder.is_absolute() and self._save_file.exists()
         return self._context.flags | SAVE * asked
 

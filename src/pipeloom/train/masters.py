@@ -9,9 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from pipeloom.parallel.buckets import BucketSlot
+from pipeloom.parallel.buckets import BucketSlot, FlatParameters
 from pipeloom.parallel.data import GradientSync
-from pipeloom.parallel.zero import FlatParameters
 
 Counts = Callable[[str], bool]  # whether this process counts a parameter in norms and checkpoints
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeloom.config.sections import ModelSection
 from pipeloom.errors import UsageError
 from pipeloom.parallel.buckets import Bucket
 from pipeloom.parallel.collectives import start_all_gather, start_gather_slices
@@ -22,11 +23,16 @@ from pipeloom.parallel.data import GradientSync
 from pipeloom.parallel.mesh import Axis
 from pipeloom.parallel.sharding import WHOLE, ParameterSharding, join, shard_of
 from pipeloom.train.masters import MasterPiece
-from pipeloom.train.roles import Fused
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of torch.optim.Muon
 _ITERATIONS = 5
 _SMALLEST_NORM = 1e-7
+
+_QKV = ("c_attn", "qkv_proj", "Wqkv")  # queries, keys, values one after the other: GPT-2, Phi-3, MPT
+_QKV_BY_HEAD = (
+    "query_key_value",
+)  # queries, keys and values of each key-value head side by side: GPT-NeoX, BLOOM, Falcon
+_GATE_UP = ("gate_up_proj",)
 
 
 def orthogonalized(matrix: Tensor, dtype: torch.dtype) -> Tensor:
@@ -47,6 +53,44 @@ def scale_of(shape: Sequence[int], rule: str) -> float:
     if rule == "original":
         return math.sqrt(max(1.0, shape[0] / shape[1]))
     return 0.2 * math.sqrt(max(shape))
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Matrices that one weight fuses: the indices along `dim` of each."""
+
+    dim: int
+    indices: tuple[Tensor, ...]
+
+
+def fused_in(name: str, shape: tuple[int, ...], model: ModelSection | None) -> Fused | None:
+    """Return the projections fused in a foreign model's weight, from its name and the model's sizes; None: it is one matrix.
+
+    The name of the weight and the sizes of the model decide. Pipeloom's own decoder (`model` is None) has one weight for each
+    projection.
+    """
+    words = name.split(".")
+    if model is None or len(shape) < 2:
+        return None
+    # a weight is [outputs, inputs], except GPT-2's and stacked experts that are stored transposed
+    outputs = len(shape) - 2 if shape[-1] == model.hidden_size else len(shape) - 1
+    if "c_attn" in words:
+        outputs = len(shape) - 1
+    count = shape[outputs]
+    rows = torch.arange(count)
+    if any(word in _GATE_UP for word in words) and count % 2 == 0:
+        return Fused(outputs, (rows[: count // 2], rows[count // 2 :]))
+    keys = model.num_key_value_heads
+    heads = model.num_attention_heads + 2 * keys
+    if count % heads:
+        return None
+    width = count // heads
+    if any(word in _QKV for word in words):
+        return Fused(outputs, torch.split(rows, [model.num_attention_heads * width, keys * width, keys * width]))
+    if any(word in _QKV_BY_HEAD for word in words):
+        by_head = rows.view(keys, heads // keys, width)
+        return Fused(outputs, tuple(part.flatten() for part in (by_head[:, :-2], by_head[:, -2], by_head[:, -1])))
+    return None
 
 
 def direction_of(update: Tensor, fused: Fused | None, rule: str, dtype: torch.dtype) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,23 @@ from pipeloom.parallel.grad_norm import clip, exact_sum, squares
 from pipeloom.parallel.sharding import WHOLE, ParameterSharding
 from pipeloom.runtime import Pipeline
 from pipeloom.train.masters import Buckets, Counts, Masters, Parameters, Replaced, Setting
-from pipeloom.train.muon import Muon, MuonWeight, WholeMatrices
-from pipeloom.train.roles import fused_in, role_of
+from pipeloom.train.muon import Muon, MuonWeight, WholeMatrices, fused_in
 
 _MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",), "muon": ("momentum_buffer",)}
+RoleName = Literal["matrix", "embedding", "vector"]
+
+
+def role_of(name: str, dimensions: int) -> RoleName:
+    """Return the role of a parameter by its global name.
+
+    - vector: norms and biases, which have one dimension or a name that ends in `bias`;
+    - matrix: any other parameter of a numbered block (`model.layers.3.mlp.up_proj.weight`), a stack of experts included;
+    - embedding: any other matrix, the output layer included.
+    """
+    words = name.split(".")
+    if dimensions < 2 or words[-1] == "bias" or words[-1].endswith("_bias"):
+        return "vector"
+    return "matrix" if any(word.isdecimal() for word in words) else "embedding"
 
 
 class Optimizer:

@@ -22,7 +22,7 @@ from pipeloom.mesh_shape import MeshShape
 from pipeloom.ops.checksum import checksums, joint_checksum
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime import Pipeline
-from pipeloom.runtime.health.names import Names
+from pipeloom.runtime.health.status import Names
 from pipeloom.runtime.tied_weights import layer_of
 from pipeloom.train.optimizer import Optimizer
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from pipeloom.config import load_layout
-from pipeloom.train.context import WorkerContext
 from pipeloom.train.loop import run
+from pipeloom.train.workers.context import WorkerContext
 
 TEXT = "".join(f"line {n}: the loom weaves thread {n * 7919 % 10007} over thread {n * 31 % 997}\n" for n in range(3000))
 

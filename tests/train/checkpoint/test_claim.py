@@ -14,9 +14,8 @@ import pytest
 from checkpoint_runs import run_here, runs, steps_of
 
 from pipeloom.errors import CheckpointError, ConfigError
-from pipeloom.train import lock
-from pipeloom.train.checkpoint.folder import complete
-from pipeloom.train.lock import RUN_ID, RunClaim
+from pipeloom.train.checkpoint import folder as lock
+from pipeloom.train.checkpoint.folder import RUN_ID, RunClaim, complete
 from pipeloom.train.loop import Trainer
 
 pytestmark = pytest.mark.timeout(120)

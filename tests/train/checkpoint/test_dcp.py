@@ -14,8 +14,8 @@ from pipeloom import checkpoint, schedules
 from pipeloom.cli import main
 from pipeloom.errors import CheckpointError
 from pipeloom.runtime import Layer, Pipeline
+from pipeloom.train.checkpoint.dcp import RECORD, export_dcp, import_dcp
 from pipeloom.train.checkpoint.load import Reader, verified
-from pipeloom.train.dcp import RECORD, export_dcp, import_dcp
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

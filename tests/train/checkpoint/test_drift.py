@@ -15,8 +15,8 @@ from checkpoint_states import contents
 from pipeloom.errors import DistributedError
 from pipeloom.train.checkpoint.folder import complete
 from pipeloom.train.checkpoint.manifest import read_manifest
-from pipeloom.train.failures import write_exit
 from pipeloom.train.optimizer import Optimizer
+from pipeloom.train.workers.failures import write_exit
 from processes import run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]

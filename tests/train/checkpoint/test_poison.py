@@ -22,9 +22,9 @@ from pipeloom.cli import main
 from pipeloom.errors import CheckpointError
 from pipeloom.runtime import Layer, Pipeline
 from pipeloom.train.checkpoint.boxes import Box
-from pipeloom.train.checkpoint.facts import RunFacts
 from pipeloom.train.checkpoint.load import Reader, verified
 from pipeloom.train.checkpoint.manifest import read_manifest
+from pipeloom.train.checkpoint.run import RunFacts
 
 FILE = "rank-00000.safetensors"
 

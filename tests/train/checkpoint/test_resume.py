@@ -18,7 +18,7 @@ from checkpoint_states import Run, contents, layout_of
 from pipeloom import checkpoint
 from pipeloom.train.checkpoint.folder import complete
 from pipeloom.train.loop import Trainer
-from pipeloom.train.signals import SAVE, Requests
+from pipeloom.train.workers.context import SAVE, Requests
 from processes import run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(300)]

@@ -23,10 +23,10 @@ from pipeloom.config import load_layout
 from pipeloom.errors import CheckpointError, UsageError
 from pipeloom.runtime import Layer, Pipeline
 from pipeloom.train.checkpoint.boxes import Box
-from pipeloom.train.checkpoint.files import verify, write_tensors
+from pipeloom.train.checkpoint.folder import verify, write_tensors
 from pipeloom.train.checkpoint.manifest import MANIFEST, TensorEntry, read_manifest, to_bytes
-from pipeloom.train.checkpoint.resume import digests, find_start
-from pipeloom.train.checkpoint.whole import write_whole
+from pipeloom.train.checkpoint.run import digests, find_start
+from pipeloom.train.checkpoint.save import write_whole
 from processes import run_ranks
 
 DTYPES = [

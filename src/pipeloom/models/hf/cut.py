@@ -15,7 +15,7 @@ from pipeloom.errors import ConfigError, UsageError
 from pipeloom.models.hf.conv1d import with_separate_weight_gradients
 from pipeloom.models.hf.first_weights import initialize
 from pipeloom.models.hf.library import require_decoder
-from pipeloom.models.hf.parts import FirstPart, LastPart, TrunkLayer
+from pipeloom.models.hf.parts import FamilyErrors, FirstPart, LastPart, TrunkLayer
 from pipeloom.models.hf.recorders import Altered, Recorder, Replay, Stop, Tape
 from pipeloom.models.hf.stubs import Stubs, set_tensor
 from pipeloom.models.hf.weights import PretrainedWeights
@@ -90,6 +90,10 @@ class Cut:
         return partial(self._build, name)
 
     def _build(self, name: str) -> nn.Module:
+        with FamilyErrors(type(self.model).__name__):
+            return self._layer(name)
+
+    def _layer(self, name: str) -> nn.Module:
         if name in (FIRST, LAST):
             shell, tape = self._shell()
             held = {each for each in self._shell_parameters() if (each in self.before) == (name == FIRST)}

@@ -5,12 +5,38 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeloom.errors import ConfigError, from_machine
 from pipeloom.models.hf.recorders import Replay, Stop, Tape
 
 if TYPE_CHECKING:
     from pipeloom.models.hf.stubs import Stubs
+
+# What a family raises under settings that its configuration class has accepted, such as a dropout of 2^63. Errors of a device
+# and of other processes are RuntimeErrors too.
+_OF_SETTINGS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, AssertionError, RuntimeError)
+_OF_MACHINE = (torch.AcceleratorError, dist.DistError)
+
+
+class FamilyErrors:
+    """A context for calls of a family's code, in which an error that is not the machine's becomes a ConfigError.
+
+    Args:
+        name: of the module that is called.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: object) -> None:
+        if isinstance(error, _OF_SETTINGS) and not isinstance(error, _OF_MACHINE) and from_machine(error) is None:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise ConfigError(f"{self._name} of transformers fails with its configuration: {reason}") from error
 
 
 class _View(nn.Module):
@@ -20,6 +46,7 @@ class _View(nn.Module):
     """
 
     _inner: Any
+    _errors: FamilyErrors
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -27,6 +54,7 @@ class _View(nn.Module):
             _inner=inner, _parameters=inner._parameters, _buffers=inner._buffers, _modules=inner._modules
         )
         self.__dict__["_non_persistent_buffers_set"] = inner._non_persistent_buffers_set
+        self.__dict__["_errors"] = FamilyErrors(type(inner).__name__)
 
     def train(self, mode: bool = True) -> Any:
         self._inner.train(mode)
@@ -49,7 +77,8 @@ class FirstPart(_View):
         self._stubs.place(tokens.device)
         self._tape.run(stop_at=0)
         try:
-            self._inner(tokens, **_given(attention_mask, position_ids))
+            with self._errors:
+                self._inner(tokens, **_given(attention_mask, position_ids))
         except Stop:
             return self._tape.entered
         raise AssertionError("the model's forward did not call its first decoder layer")
@@ -68,8 +97,9 @@ class TrunkLayer(_View):
     def forward(
         self, hidden: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
     ) -> Tensor:
-        handed = self._replay.handed(hidden, _given(attention_mask, position_ids))
-        return handed[self._index].call(self._inner, hidden)
+        with self._errors:
+            handed = self._replay.handed(hidden, _given(attention_mask, position_ids))
+            return handed[self._index].call(self._inner, hidden)
 
 
 class LastPart(_View):
@@ -90,7 +120,8 @@ class LastPart(_View):
         self._stubs.place(hidden.device)
         self._tape.run(stop_at=-1, inject=hidden)
         embedded = torch.zeros(*hidden.shape[:2], self._width, dtype=self._dtype, device=hidden.device)
-        logits: Tensor = self._inner(inputs_embeds=embedded, **_given(attention_mask, position_ids)).logits
+        with self._errors:
+            logits: Tensor = self._inner(inputs_embeds=embedded, **_given(attention_mask, position_ids)).logits
         return logits
 
 

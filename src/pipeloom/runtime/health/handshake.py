@@ -15,7 +15,7 @@ import torch
 
 from pipeloom.errors import DistributedError
 from pipeloom.parallel.mesh import Axis, Mesh
-from pipeloom.runtime.health.store import RunStore
+from pipeloom.runtime.health.links import RunStore
 from pipeloom.runtime.layer_names import LayerNames
 from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.runtime.stage_modules import KnownKeywords

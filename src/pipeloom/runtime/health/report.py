@@ -11,8 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from pipeloom.errors import DistributedError, from_machine
-from pipeloom.runtime.health.places import communicates
-from pipeloom.runtime.health.status import Status
+from pipeloom.runtime.health.status import Status, communicates
 from pipeloom.runtime.health.watchdog import Watchdog
 from pipeloom.schedule.channels import Message
 

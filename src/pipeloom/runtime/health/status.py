@@ -1,18 +1,59 @@
-"""Progress of a rank, for the watchdog: written by the executor, read by the watchdog's thread."""
+"""A rank as the watchdogs see it: its name, its progress (written by the executor, read by the watchdog's thread), whether its
+main thread communicates, and its process.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeloom.schedule.actions import Action
 from pipeloom.schedule.channels import Message
 
 if TYPE_CHECKING:
-    from pipeloom.runtime.health.names import Names
+    from pipeloom.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names of the ranks of a run; without a mesh, the number of the pipeline rank.
+
+    Attributes:
+        mesh: the run's processes, or None for one process with all ranks.
+    """
+
+    mesh: Mesh | None = None
+
+    def place(self, number: int) -> str:
+        """Return the place of a rank, by its number in the run: `"pp 1, dp 0, tp 1"`; empty if the run is a single pipeline."""
+        if self.mesh is None or self.mesh.shape.world == self.mesh.shape.pp:
+            return ""
+        place, shape = self.mesh.shape.place(number), self.mesh.shape
+        axes = (("pp", place.pp), ("dp", place.dp), ("tp", place.tp))
+        return ", ".join(f"{axis} {index}" for axis, index in axes if getattr(shape, axis) > 1)
+
+    def of(self, number: int) -> str:
+        """Return `"rank 5 (pp 1, dp 0, tp 1)"` for a number in the run."""
+        where = self.place(number)
+        return f"rank {number} ({where})" if where else f"rank {number}"
+
+    def on_line(self, rank: int) -> str:
+        """Return the same for a rank of this process's pipeline."""
+        return self.of(self.number(rank))
+
+    def number(self, rank: int) -> int:
+        """Return the number in the run of a rank of this process's pipeline."""
+        if self.mesh is None:
+            return rank
+        return self.mesh.everyone.ranks.index(self.mesh.pipeline.ranks[rank])
+
 
 _SLOWEST_STEPS = 20.0  # the limit of a step, as a multiple of the slowest one so far; within these bounds, in seconds
 _SHORTEST_LIMIT = 30.0
@@ -139,3 +180,83 @@ class Status:
         """Return `text` after this rank's name, as every line of a report begins."""
         where = "" if self.names is None else self.names.place(self.number)
         return f"[rank {self.number}] {f'({where}) ' if where else ''}{text}"
+
+
+_COMMUNICATES = (
+    "parallel/collectives.py",
+    "parallel/data.py",
+    "parallel/dispatch.py",
+    "parallel/exchange.py",
+    "parallel/data.py",
+    "parallel/shared_memory_sum.py",
+    "parallel/dispatch.py",
+    "runtime/loss.py",
+    "runtime/p2p/shared_memory.py",
+    "runtime/tied_weights.py",
+    "runtime/p2p/torch_p2p.py",
+    "runtime/measured_timeline.py",
+    "runtime/batch.py",
+    "train/collect.py",
+)
+_PACKAGE = Path(__file__).parents[2]
+
+
+def communicates(file: str) -> bool:
+    """Return whether code of this file communicates with other ranks, so that an error there means the loss of one."""
+    path = Path(file)
+    if "torch/distributed/" in path.as_posix():
+        return True
+    return path.is_relative_to(_PACKAGE) and path.relative_to(_PACKAGE).as_posix() in _COMMUNICATES
+
+
+def main_thread_communicates() -> bool:
+    """Return whether this process's main thread is inside a communication now, by its innermost Python frame."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return frame is not None and communicates(frame.f_code.co_filename)
+
+
+def identity() -> str:
+    """Return an identity of this process that is never reused: machine, process namespace, number, start; "" if unknown."""
+    return f"{_here()} {os.getpid()} {_stat(os.getpid())[1]}" if _here() else ""
+
+
+def is_stopped(who: str) -> bool:
+    """Return whether the process with this `identity` is known to be stopped (SIGSTOP, a debugger)."""
+    place, _, process = who.partition(" ")
+    if not place or place != _here():
+        return False
+    try:
+        number, _, start = process.partition(" ")
+        state, since = _stat(int(number))
+        return since == start and state in "Tt"
+    except OSError:
+        return False
+
+
+def seconds_running() -> float | None:
+    """Return the seconds since the start of this process; None if the system does not provide it."""
+    try:
+        ticks = float(_stat(os.getpid())[1])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, ValueError):
+        return None
+
+
+def machine(*namespaces: str) -> str:
+    """Return an identity of this machine since its boot and of these namespaces of this process; "" if unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return "/".join([boot, *(str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in namespaces)])
+    except OSError:
+        return ""
+
+
+def _here() -> str:
+    return machine("pid")
+
+
+def _stat(number: int) -> tuple[str, str]:
+    """Return (state, start in clock ticks since boot) of a process (proc(5), /proc/PID/stat). Raises OSError if there is none."""
+    text = Path(f"/proc/{number}/stat").read_text()
+    fields = text[text.rindex(")") + 2 :].split()  # the name before it may contain any characters
+    return fields[0], fields[19]

@@ -22,11 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeloom.errors import printable
-from pipeloom.runtime.health.links import Link, LinkClosed, meet, read_secret
-from pipeloom.runtime.health.places import main_thread_communicates
-from pipeloom.runtime.health.process_identity import identity, is_stopped, machine
-from pipeloom.runtime.health.status import Limits, Status
-from pipeloom.runtime.health.store import RunStore
+from pipeloom.runtime.health.links import Link, LinkClosed, RunStore, meet, read_secret
+from pipeloom.runtime.health.status import Limits, Status, identity, is_stopped, machine, main_thread_communicates
 
 POLL_SECONDS = 0.25
 SUSPENDED_SECONDS = 3.0  # seconds; after a longer pause of this thread the process counts as suspended

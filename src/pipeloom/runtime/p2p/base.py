@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from pipeloom.runtime.health.report import PeerGone as PeerGone
-from pipeloom.runtime.tensor_spec import BoundaryValues, TensorSpecs
+from pipeloom.runtime.tensor_spec import BoundaryValues, TensorSpec, TensorSpecs
 from pipeloom.schedule.actions import OUTPUT
 from pipeloom.schedule.batched_p2p import MessageBatch
 from pipeloom.schedule.channels import Channel, Message
@@ -214,3 +215,36 @@ def tensors(values: BoundaryValues) -> list[Tensor]:
     A lazy conjugate or negative is computed: a message carries memory, not those bits.
     """
     return [value.detach().resolve_conj().resolve_neg().contiguous() for value in values if value is not None]
+
+
+class BufferPool:
+    """Buffers by shape and dtype. A buffer is returned after its micro-batch's backward.
+
+    It is reused only if no other tensor shares its storage: a module that keeps its input keeps it intact.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.made = 0
+        self._free: dict[tuple[torch.dtype, tuple[int, ...]], list[Tensor]] = defaultdict(list)
+
+    def take(self, spec: TensorSpec) -> Tensor:
+        """Return an uninitialized tensor of this shape and dtype."""
+        free = self._free[spec.dtype, spec.shape]
+        for at, buffer in enumerate(free):
+            if _holders(buffer) == 1:
+                return free.pop(at)
+        self.made += 1
+        return spec.empty(self.device)
+
+    def give(self, buffer: Tensor) -> None:
+        """Return a buffer to the pool."""
+        # A new tensor on the same storage: a queued weight gradient, for instance, may still hold the old tensor object, and
+        # only tensors are counted.
+        self._free[buffer.dtype, tuple(buffer.shape)].append(buffer.detach())
+
+
+def _holders(buffer: Tensor) -> int:
+    """Return the number of tensors that share the storage of `buffer`, including itself."""
+    storage = buffer.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # less the storage object asked through

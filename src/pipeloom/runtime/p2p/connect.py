@@ -13,11 +13,10 @@ import torch.distributed as dist
 from pipeloom.cores import usable_cores
 from pipeloom.errors import ConfigError
 from pipeloom.parallel.mesh import Mesh, group_of_members
-from pipeloom.runtime.health.process_identity import machine
-from pipeloom.runtime.health.store import run_store
+from pipeloom.runtime.health.links import run_store
+from pipeloom.runtime.health.status import machine
 from pipeloom.runtime.options import NOTHING_TO_TURN_OFF, RuntimeOptions
-from pipeloom.runtime.p2p.base import InProcessTransport, Mailroom, Transport
-from pipeloom.runtime.p2p.buffer_pool import BufferPool
+from pipeloom.runtime.p2p.base import BufferPool, InProcessTransport, Mailroom, Transport
 from pipeloom.runtime.p2p.shared_memory import SharedLinks, SharedMemoryTransport
 from pipeloom.runtime.p2p.torch_p2p import Links, TorchTransport
 from pipeloom.runtime.program import RankProgram

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import DistributedError, UsageError
-from pipeloom.runtime.p2p.base import Delivery, Outgoing, PeerGone
-from pipeloom.runtime.p2p.buffer_pool import BufferPool
+from pipeloom.runtime.p2p.base import BufferPool, Delivery, Outgoing, PeerGone
 from pipeloom.runtime.p2p.local_sockets import meet
 from pipeloom.runtime.tensor_spec import BoundaryValues, TensorSpecs, boundary_of, from_numbers, to_numbers
 from pipeloom.schedule.channels import Channel, Message, MessageKind

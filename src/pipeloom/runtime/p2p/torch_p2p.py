@@ -15,11 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import DistributedError, UsageError
+from pipeloom.parallel.collectives import Tag, as_sent, goes_through_host
 from pipeloom.parallel.mesh import PipelineMesh, group_of_members
-from pipeloom.parallel.tags import Tag
-from pipeloom.parallel.through_host import as_sent, goes_through_host
-from pipeloom.runtime.p2p.base import BatchQueue, Delivery, Outgoing, tensors
-from pipeloom.runtime.p2p.buffer_pool import BufferPool
+from pipeloom.runtime.p2p.base import BatchQueue, BufferPool, Delivery, Outgoing, tensors
 from pipeloom.runtime.tensor_spec import (
     HEADER_LENGTH,
     BoundaryValues,

@@ -1,18 +1,128 @@
-"""A folder of checkpoints: one directory per step, complete when its manifest is there."""
+"""Folders of checkpoints: one directory per step, complete when its manifest is there; durable files, and locks."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
+import json
+import os
 import re
+import secrets
 import shutil
+import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from pipeloom.errors import CheckpointError, UsageError
+import torch
+from torch import Tensor
+
+from pipeloom.errors import CheckpointError, ConfigError, UsageError
 from pipeloom.limits import CONFIG_BYTES, expanded, read_file
-from pipeloom.train.checkpoint.files import sync_directory
-from pipeloom.train.checkpoint.manifest import MANIFEST
+from pipeloom.train.checkpoint.manifest import MANIFEST, StoredFile
+
+# Bytes hashed and then written at a time: few enough that a piece is still in the processor's cache when it is written.
+_PIECE = 2**20
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+}
+DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> StoredFile:
+    """Write contiguous CPU tensors as a safetensors file, and wait until it is on disk.
+
+    The safetensors library would first copy all of them into one buffer, and the file would have to be read again for its
+    checksum. Tensors with the largest elements are first, so that every tensor is aligned to the size of its elements.
+    """
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, tensor in ordered:
+        end = position + tensor.nbytes
+        header[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return _write(path, iter([len(text).to_bytes(8, "little") + text, *(_bytes_of(tensor) for _, tensor in ordered)]))
+
+
+def write_bytes(path: Path, data: bytes) -> StoredFile:
+    """Write a file, and wait until it is on disk."""
+    return _write(path, iter([data]))
+
+
+def sync_directory(path: Path) -> None:
+    """Wait until the names in a directory are on disk. Errors are ignored: file systems without this call do not need it."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def verify(directory: Path, name: str, stored: StoredFile) -> str:
+    """Compare a file with its entry in the manifest. Return a message with what was expected and found; "" if they match."""
+    path = directory / name
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        return f"{path}: expected a file, found a {'symbolic link' if path.is_symlink() else 'directory or device'}"
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != stored.size:
+                return f"{path}: expected {stored.size:,} bytes, found {size:,}"
+            actual = hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:
+        return f"{path}: expected {stored.size:,} bytes, found no file"
+    except OSError as error:
+        return f"{path}: cannot be read: {error.strerror or error}"
+    if actual != stored.sha256:
+        return f"{path}: expected SHA-256 {stored.sha256}, found {actual}: it is damaged"
+    return ""
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    if not tensor.is_contiguous():
+        raise CheckpointError("a tensor to be written is not contiguous")
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+
+
+def _write(path: Path, parts: Iterator[bytes | memoryview]) -> StoredFile:
+    hasher, size = hashlib.sha256(), 0
+    with path.open("wb", buffering=0) as file:
+        for part in parts:
+            view = memoryview(part)
+            for start in range(0, len(view), _PIECE):
+                piece = view[start : start + _PIECE]
+                hasher.update(piece)
+                _write_all(file.fileno(), piece)
+            size += len(view)
+        os.fsync(file.fileno())
+    return StoredFile(size, hasher.hexdigest())
+
+
+def _write_all(descriptor: int, piece: memoryview) -> None:
+    while piece:
+        piece = piece[os.write(descriptor, piece) :]
+
 
 _STEP = re.compile(r"step-(\d{6,15})")
 _REPLACED = re.compile(r"\.(step-\d+)\.replaced")
@@ -126,3 +236,105 @@ def prune(folder: Path, step: int, keep: int, keep_every: int) -> None:
         with contextlib.suppress(OSError):
             path.rename(hidden)
             shutil.rmtree(hidden)
+
+
+RUN_ID = "run-id"  # in a folder of checkpoints: the id of the run that saves there, and the number of its attempt
+TAKEN = "another run saves there now, or another attempt of this one"
+LOCK_SECONDS = 10.0  # to wait for another holder: a process that was killed may take a moment to exit
+_POLL_SECONDS = 0.1
+
+
+def locked(descriptor: int) -> bool | None:
+    """Lock an open file exclusively until its descriptor is closed.
+
+    Return False if another process holds it for LOCK_SECONDS, and None on a file system without locks.
+    """
+    until = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(_POLL_SECONDS)
+        except OSError:
+            return None
+        else:
+            return True
+
+
+class RunClaim:
+    """The claim of one run to the folder of its checkpoints; the first rank's worker makes it, and keeps it to the run's end.
+
+    The file `run-id` there is locked. It holds the run's id, which restarts and requeued jobs keep, and the number of the
+    attempt: each save compares them, because they alone tell runs apart where the file system has no locks, or where the
+    folder was deleted and made again.
+
+    Attributes:
+        locks: whether the file system has locks.
+    """
+
+    def __init__(self) -> None:
+        self.locks = True
+        self._folder: Path | None = None
+        self._file: int | None = None
+        self._text = ""
+
+    def lock(self, folder: Path, key: str) -> None:
+        """Lock the folder, created if it does not exist, unless this claim has locked it already.
+
+        Args:
+            key: the key of the configuration that names the folder, with its value.
+
+        Raises:
+            ConfigError: another run holds it for LOCK_SECONDS, or the folder cannot be written.
+        """
+        if self._folder == folder:
+            return
+        self.close()
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file = os.open(folder / RUN_ID, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(f"{key}: cannot write there: {error.strerror or error}") from None
+        state = locked(self._file)
+        if state is False:
+            self.close()
+            raise ConfigError(
+                f"{key}: {folder} is the folder of a run that is still active; end that run first, or give each run its own "
+                "checkpoint.dir"
+            )
+        self.locks, self._folder = state is True, folder
+
+    def begin(self, continues: bool) -> None:
+        """Write the id of this run into the locked folder, or keep the one there if this run continues that one."""
+        assert self._folder is not None
+        name, _, attempt = self._written().partition(" ")
+        if not continues or not name:
+            name, attempt = secrets.token_hex(8), "0"
+        self._text = f"{name} {int(attempt) + 1 if attempt.isdecimal() else 1}"
+        self._write()
+
+    def problem(self) -> str:
+        """Return why this run must not save in its folder; "" if it may. Raises OSError if the file cannot be read or written."""
+        text = self._written()
+        if not text:  # someone deleted the folder, which each save creates again
+            self._write()
+        return "" if text in ("", self._text) else f"{self._folder}: {TAKEN} ({text}; this is {self._text})"
+
+    def close(self) -> None:
+        """Unlock the folder."""
+        if self._file is not None:
+            os.close(self._file)
+        self._file = self._folder = None
+
+    def _written(self) -> str:
+        assert self._folder is not None
+        try:
+            return (self._folder / RUN_ID).read_text(encoding="utf-8", errors="replace").strip()[:200]
+        except FileNotFoundError:
+            return ""
+
+    def _write(self) -> None:
+        assert self._folder is not None
+        (self._folder / RUN_ID).write_text(f"{self._text}\n", encoding="utf-8")

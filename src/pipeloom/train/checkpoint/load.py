@@ -16,8 +16,7 @@ from pipeloom.models.stored_tensors import StoredTensors
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime import Pipeline
 from pipeloom.train.checkpoint.boxes import Box
-from pipeloom.train.checkpoint.files import DTYPE_NAMES, DTYPES_BY_NAME, verify
-from pipeloom.train.checkpoint.folder import newest_checkpoint
+from pipeloom.train.checkpoint.folder import DTYPE_NAMES, DTYPES_BY_NAME, newest_checkpoint, verify
 from pipeloom.train.checkpoint.manifest import EXTRA, BaseWeights, Manifest, read_manifest
 from pipeloom.train.checkpoint.state import (
     AnyOptimizer,

@@ -16,7 +16,7 @@ import shutil
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -30,8 +30,18 @@ from pipeloom.errors import CheckpointError, UsageError
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime import Pipeline
 from pipeloom.train.checkpoint.boxes import Box, tiling_problem
-from pipeloom.train.checkpoint.files import DTYPE_NAMES, write_bytes, write_tensors
-from pipeloom.train.checkpoint.folder import partial_path, prune, publish, remove_leftovers, step_path
+from pipeloom.train.checkpoint.folder import (
+    DTYPE_NAMES,
+    RunClaim,
+    locked,
+    partial_path,
+    prune,
+    publish,
+    remove_leftovers,
+    step_path,
+    write_bytes,
+    write_tensors,
+)
 from pipeloom.train.checkpoint.manifest import (
     EXTRA,
     MANIFEST,
@@ -43,7 +53,6 @@ from pipeloom.train.checkpoint.manifest import (
     to_bytes,
 )
 from pipeloom.train.checkpoint.state import AnyOptimizer, Number, Part, model_parts, optimizer_parts
-from pipeloom.train.lock import RunClaim, locked
 
 # A rank whose part has not appeared after this time has exited, or writes into another directory.
 PATIENCE_SECONDS = 900.0
@@ -484,3 +493,52 @@ def package_version() -> str:
         return version("pipeloom")
     except PackageNotFoundError:
         return "unknown"
+
+
+def write_whole(folder: Path, step: int, groups: Iterable[Mapping[str, Tensor]], extra: Mapping[str, Any]) -> Path:
+    """Write a checkpoint of weights, one file for each of `groups`, of which one at a time is in memory.
+
+    Args:
+        groups: name in the checkpoint -> whole tensor, on the CPU.
+        extra: values, as JSON can hold them, that a run that starts from the checkpoint needs besides the tensors.
+
+    Returns:
+        the checkpoint's directory.
+
+    Raises:
+        CheckpointError: it cannot be written, or another process is writing it.
+    """
+    final, partial = step_path(folder, step), partial_path(folder, step)
+    entries: dict[str, TensorEntry] = {}
+    files: dict[str, StoredFile] = {}
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        partial.mkdir(mode=0o700)
+    except FileExistsError:  # it may be another process's, so it must stay
+        raise CheckpointError(
+            f"{partial}: it exists, so another process is writing this checkpoint, or was killed while it did; remove the "
+            "directory if none is"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{partial}: cannot be created: {error.strerror or error}") from error
+    try:
+        for number, group in enumerate(groups):
+            if not group:
+                continue
+            file = file_name(number)
+            named = {f"model.{name}": tensor.contiguous() for name, tensor in group.items()}
+            files[file] = write_tensors(partial / file, named)
+            for key, tensor in named.items():
+                box = Box((0,) * tensor.ndim, tuple(tensor.shape))
+                entries[key] = TensorEntry(DTYPE_NAMES[tensor.dtype], box.shape, (StoredBox(file, key, *box),))
+        files[EXTRA] = write_bytes(partial / EXTRA, json.dumps(dict(extra), allow_nan=False).encode())
+        now = datetime.now().astimezone().isoformat(timespec="seconds")
+        writer = {"pipeloom": package_version(), "ranks": 1, "time": now}
+        manifest = Manifest(step, ("model", "extra"), dict(sorted(entries.items())), {}, files, writer)
+        write_bytes(partial / MANIFEST, to_bytes(manifest))
+        publish(partial, final)
+    except OSError as error:
+        raise CheckpointError(f"{partial}: cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return final

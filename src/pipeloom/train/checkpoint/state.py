@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from pipeloom.errors import CheckpointError, UsageError
 from pipeloom.limits import MOST_STEPS
 from pipeloom.mesh_shape import Place
-from pipeloom.ops.layouts import layout_name, memory_of
 from pipeloom.parallel.sharding import ParameterSharding
 from pipeloom.runtime import Pipeline
+from pipeloom.runtime.tensor_spec import layout_name, memory_of
 from pipeloom.train.checkpoint.boxes import Box, boxes_of_run
-from pipeloom.train.checkpoint.files import DTYPE_NAMES
+from pipeloom.train.checkpoint.folder import DTYPE_NAMES
 
 Number = float | int | bool
 

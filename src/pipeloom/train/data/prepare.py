@@ -14,18 +14,15 @@ from pipeloom.config import Config
 from pipeloom.errors import ConfigError
 from pipeloom.limits import expanded
 from pipeloom.parallel.exchange import all_gather_json
-from pipeloom.train.agreement import fingerprint
 from pipeloom.train.data import cache, store
 from pipeloom.train.data.batches import Batch, Batches, Mixture, PackedRows, Rows, SortedDocuments, SpanRows, spread
-from pipeloom.train.data.choice import BYTES, is_plain_text, tokenizer_name
-from pipeloom.train.data.corpus import read_corpus, require_length
-from pipeloom.train.data.packing import Spans, packed, pieces_of, split
-from pipeloom.train.data.sorting import MULTIPLE
-from pipeloom.train.data.sources import Source, find
+from pipeloom.train.data.packing import MULTIPLE, Spans, packed, pieces_of, split
+from pipeloom.train.data.sources import BYTES, Source, find, is_plain_text, read_corpus, require_length, tokenizer_name
 from pipeloom.train.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
+from pipeloom.train.workers.context import fingerprint
 
 if TYPE_CHECKING:
-    from pipeloom.train.context import WorkerContext
+    from pipeloom.train.workers.context import WorkerContext
 
 Plan = list[dict[str, Any]]
 """For each source, as JSON: the paths of its entries in the cache."""

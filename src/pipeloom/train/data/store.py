@@ -12,11 +12,18 @@ import numpy as np
 
 from pipeloom.errors import ConfigError, UsageError, shortened
 from pipeloom.limits import open_file
-from pipeloom.train.agreement import fingerprint
 from pipeloom.train.data import cache
-from pipeloom.train.data.chat import BadConversation, Piece, SimpleTemplate, Template, TokenizerTemplate, has_template
 from pipeloom.train.data.sources import BadRecord, Record, Source, records
-from pipeloom.train.data.tokenizers import Tokenizer
+from pipeloom.train.data.tokenizers import (
+    BadConversation,
+    Piece,
+    SimpleTemplate,
+    Template,
+    Tokenizer,
+    TokenizerTemplate,
+    has_template,
+)
+from pipeloom.train.workers.context import fingerprint
 
 _BATCH_CHARACTERS = 4 * 2**20  # characters that are tokenized at once, on all cores
 _BATCH_DOCUMENTS = 4_096

@@ -1,11 +1,11 @@
-"""Tokenizers: bytes, a file of the package `tokenizers`, or a directory of `transformers`."""
+"""Tokenizers: bytes, a file of the package `tokenizers`, or a directory of `transformers`; and conversations rendered as text."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeloom.errors import ConfigError, UsageError, did_you_mean, shortened
 from pipeloom.limits import TOKENIZER_BYTES, expanded, read_file, read_json
-from pipeloom.train.data.choice import AUTO, BYTES, NONE
+from pipeloom.train.data.sources import AUTO, BYTES, NONE
 
 # Usual names of the token that ends a document, tried where no configuration names it.
 _USUAL_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
@@ -196,3 +196,113 @@ def _specials(folder: Path) -> dict[str, str | None]:
         value = value.get("content") if isinstance(value, dict) else value
         specials[key] = value if isinstance(value, str) else None
     return specials
+
+
+ANSWERS = "assistant"
+
+
+class Piece(NamedTuple):
+    """Part of a document: a text or a token; `counts`: whether its tokens are targets."""
+
+    content: str | int
+    counts: bool
+
+
+class BadConversation(ValueError):
+    """A conversation that cannot be rendered as text, with the reason."""
+
+
+class Template(Protocol):
+    """Renders conversations as pieces. `name` is part of the cache's key."""
+
+    name: str
+
+    def pieces(self, messages: Sequence[Any]) -> list[Piece]:
+        """Return the pieces of one conversation. Raises BadConversation if it cannot be rendered."""
+
+
+def checked(messages: Sequence[Any]) -> list[dict[str, str]]:
+    """Return the messages as dictionaries of role and content.
+
+    Raises BadConversation for a message of another form, and if there is no answer.
+    """
+    conversation = []
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise BadConversation(f'message {number} is not {{"role": text, "content": text}}')
+        try:
+            (message["role"] + message["content"]).encode()
+        except UnicodeEncodeError:
+            raise BadConversation(f"message {number} holds half of a surrogate pair, which is not text") from None
+        conversation.append({"role": message["role"], "content": message["content"]})
+    if not any(message["role"] == ANSWERS for message in conversation):
+        raise BadConversation(f'no message has the role "{ANSWERS}", so there is nothing to learn')
+    return conversation
+
+
+class SimpleTemplate:
+    r"""Template of `<|role|>`, a newline, the content; answers end with the tokenizer's eos, everything else with a newline."""
+
+    name = "simple"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._bos, self._eos = tokenizer.bos, tokenizer.eos
+
+    def pieces(self, messages: Sequence[Any]) -> list[Piece]:
+        pieces = [] if self._bos is None else [Piece(self._bos, False)]
+        for message in checked(messages):
+            answer = message["role"] == ANSWERS
+            pieces.append(Piece(f"<|{message['role']}|>\n", False))
+            pieces.append(Piece(message["content"], answer))
+            pieces.append(Piece("\n" if self._eos is None or not answer else self._eos, answer))
+        return pieces
+
+
+class TokenizerTemplate:
+    """The chat template of a tokenizer's directory, as `transformers` renders it.
+
+    An answer is the text that the template appends to the prompt that asks for it. Training therefore sees the same pieces as
+    generation: the tokens of the prompt, and then those of the answer with the token that ends it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._tokenizer = transformers_tokenizer(folder)
+        self.name = f"template {self._tokenizer.chat_template}"
+
+    def pieces(self, messages: Sequence[Any]) -> list[Piece]:
+        given = checked(messages)
+        pieces, done = [], ""
+        for number, message in enumerate(given):
+            if message["role"] != ANSWERS:
+                continue
+            prompt, whole = self._render(given[:number], True), self._render(given[: number + 1], False)
+            plain = self._render(given[:number], False)
+            if plain.startswith(done) and whole.startswith(plain) and not whole.startswith(prompt):
+                raise BadConversation(
+                    f"the tokenizer's chat template prompts for an answer with {shortened(prompt.removeprefix(plain))!r}, which "
+                    f'it does not write before message {number + 1}; use data.template = "simple"'
+                )
+            if not prompt.startswith(done) or not whole.startswith(prompt):
+                raise BadConversation(
+                    f"the tokenizer's chat template writes message {number + 1} differently when others follow it; "
+                    'use data.template = "simple"'
+                )
+            pieces += [Piece(prompt[len(done) :], False), Piece(whole[len(prompt) :], True)]
+            done = whole
+        return pieces
+
+    def _render(self, messages: list[dict[str, str]], prompts: bool) -> str:
+        try:
+            text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompts)
+        except Exception as error:
+            words = next(iter(str(error).splitlines()), type(error).__name__)
+            raise BadConversation(f"the tokenizer's chat template refuses it: {words}") from None
+        return text
+
+
+def has_template(folder: Path) -> bool:
+    """Return whether a tokenizer's directory has a chat template."""
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    config = folder / "tokenizer_config.json"
+    return config.is_file() and b'"chat_template"' in config.read_bytes()

@@ -1,0 +1,145 @@
+"""Output of commands: JSON, drawings in files, tables of text."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipeloom.errors import UsageError
+
+if TYPE_CHECKING:
+    from pipeloom.schedule import Costs, Timeline
+
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+@dataclass(frozen=True)
+class OutputFlags:
+    """The files and forms in which a command writes its result."""
+
+    as_json: JsonOption = False
+    csv: Annotated[bool, typer.Option("--csv", help="Print the schedule in torch's CSV format.")] = False
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the drawing as SVG.")] = None
+    png: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write the drawing as PNG, at twice its size in pixels (needs the extra png)."
+        ),
+    ] = None
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write an interactive HTML page, which works offline."),
+    ] = None
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace that Perfetto opens.")] = None
+    width: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=20,
+            max=20000,
+            help="Width of the drawing: columns in the terminal, pixels in the SVG.",
+        ),
+    ] = None
+
+    @property
+    def columns(self) -> int:
+        """The width of text in the terminal."""
+        return self.width or shutil.get_terminal_size().columns
+
+    def require(self) -> None:
+        """Raise UsageError for files that cannot be written, before the work whose result they are to hold."""
+        if self.as_json and self.csv:
+            raise UsageError("--json and --csv both print on standard output; choose one")
+        if self.png is not None:
+            from pipeloom.draw.svg import require_png
+
+            require_png()
+        for path in (self.svg, self.png, self.html, self.trace):
+            if path is None:
+                continue
+            if path.is_dir():
+                raise UsageError(f"cannot write {path}: it is a directory")
+            if not path.parent.is_dir():
+                raise UsageError(f"cannot write {path}: there is no directory {path.parent}")
+            if not os.access(path if path.exists() else path.parent, os.W_OK):
+                raise UsageError(f"cannot write {path}: {os.strerror(errno.EACCES)}")
+
+    def draw(self, timelines: Sequence[Timeline]) -> None:
+        """Write the files that the options name; the trace contains only the first timeline."""
+        from pipeloom import draw
+
+        self.draw_as(lambda width: draw.svg(timelines, width))
+        if self.html is not None:
+            _write(self.html, lambda: draw.html(timelines))
+        if self.trace is not None:
+            _write(self.trace, lambda: json.dumps(draw.trace(timelines[0])))
+
+    def draw_as(self, drawing: Callable[[int], str]) -> None:
+        """Write an SVG document, width -> text, to the files of `--svg` and `--png`, where they are given."""
+        from pipeloom.draw import LEAST_WIDTH, USUAL_WIDTH
+        from pipeloom.draw.svg import png as rendered
+
+        width = max(self.width or USUAL_WIDTH, LEAST_WIDTH)
+        if self.svg is not None:
+            _write(self.svg, lambda: drawing(width))
+        if self.png is not None:
+            _write(self.png, lambda: rendered(drawing(width)))
+
+    def print_timeline(self, timeline: Timeline) -> None:
+        """Draw `timeline` in the terminal."""
+        from pipeloom.draw import terminal
+
+        sys.stdout.write(terminal(timeline, width=self.columns))
+
+
+def _write(path: Path, content: Callable[[], str | bytes]) -> None:
+    """Write the file and report it on standard error, which keeps standard output free for the command's result.
+
+    Raises UsageError if the file cannot be written.
+    """
+    data = content()
+    try:
+        path.write_bytes(data if isinstance(data, bytes) else data.encode("utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
+    print(f"wrote {path}", file=sys.stderr)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line of text for each row: the first column to the left, the others to the right."""
+    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([row[0].ljust(wide[0]), *(cell.rjust(w) for cell, w in zip(row[1:], wide[1:], strict=True))])
+        for row in rows
+    ]
+
+
+def as_dict(timeline: Timeline) -> dict[str, object]:
+    """Return the JSON form of the schedule together with the costs of a stage and the figures of the timeline."""
+    from pipeloom.schedule.json_form import to_dict
+
+    return to_dict(timeline.schedule) | figures_and_costs(timeline)
+
+
+def figures_and_costs(timeline: Timeline) -> dict[str, object]:
+    """Return the JSON form of the costs of a stage and of the figures of the timeline."""
+    from pipeloom.draw import figures
+
+    return {"costs": {"of": "a stage", **costs_dict(timeline.costs)}} | figures(timeline)
+
+
+def costs_dict(costs: Costs) -> dict[str, object]:
+    """Return the costs by their names in `Costs`; optional ones only where they are set."""
+    always = ("forward", "input_grad", "weight_grad", "p2p", "activation", "held")
+    optional = ("message", "all_to_all", "pair", "microbatch")
+    return {name: getattr(costs, name) for name in (*always, *optional) if name in always or getattr(costs, name)}

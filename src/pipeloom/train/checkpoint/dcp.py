@@ -1,0 +1,169 @@
+"""Export and import of checkpoints in the format of `torch.distributed.checkpoint` (DCP), for programs that read no other.
+
+DCP describes its files in `.metadata`, a pickle without a checksum, and to read a pickle is to run the code in it. A directory
+is therefore imported only on an explicit command. Everything is exported as tensors, other values as the bytes of a JSON text,
+so that nothing but `.metadata` is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeloom.errors import CheckpointError, ConfigError
+from pipeloom.train.checkpoint.boxes import Box
+from pipeloom.train.checkpoint.folder import (
+    DTYPE_NAMES,
+    newest_checkpoint,
+    partial_path,
+    publish,
+    step_path,
+    write_bytes,
+    write_tensors,
+)
+from pipeloom.train.checkpoint.load import Reader, verified
+from pipeloom.train.checkpoint.manifest import (
+    EXTRA,
+    MANIFEST,
+    BaseWeights,
+    Manifest,
+    StoredBox,
+    TensorEntry,
+    read_manifest,
+    to_bytes,
+)
+
+RECORD = "pipeloom.json"  # the key of the values that are not tensors
+_FILE = "rank-00000.safetensors"
+
+
+def export_dcp(path: Path, out: Path) -> Path:
+    """Write a checkpoint, optimizer state included, as a directory that `torch.distributed.checkpoint.load` reads.
+
+    Keys are those of the manifest (`model.NAME`, `optimizer.NAME.STATE`), each for a whole tensor. All of them are in memory at
+    once.
+
+    Args:
+        path: a checkpoint, or a folder of checkpoints, of which the newest complete one is exported.
+        out: a directory that does not exist, or is empty.
+
+    Returns:
+        the directory of the exported checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or there is none.
+        ConfigError: `out` is not empty.
+    """
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    directory = newest_checkpoint(path)
+    _require_new(out)
+    manifest, problem = verified(directory, None)
+    if manifest is None:
+        raise CheckpointError(problem)
+    reader = Reader(directory, manifest)
+    state = {key: reader.region(key, Box((0,) * len(shape), shape)) for key, shape in reader.tensors.items()}
+    record = {
+        "step": manifest.step,
+        "stored": list(manifest.stored),
+        "numbers": dict(manifest.numbers),
+        "base": None if manifest.base is None else asdict(manifest.base),
+        "extra": reader.extra(),
+    }
+    state[RECORD] = torch.tensor(list(json.dumps(record).encode()), dtype=torch.uint8)
+    out.mkdir(parents=True, exist_ok=True)
+    save(state, checkpoint_id=out, no_dist=True)
+    return directory
+
+
+def import_dcp(source: Path, folder: Path) -> Path:
+    """Make a checkpoint from a DCP directory written by `export_dcp`, or by a program that kept its keys.
+
+    Unpickles `source/.metadata`: use it only for directories that you trust.
+
+    Args:
+        folder: a new folder of checkpoints.
+
+    Returns:
+        the checkpoint's directory.
+
+    Raises:
+        CheckpointError: the directory is damaged, or lacks the keys of `export_dcp`.
+        ConfigError: `folder` is not empty.
+    """
+    _require_new(folder)
+    state = _read(source)
+    packed = state.pop(RECORD)
+    try:
+        record = json.loads(bytes(packed.tolist()))
+        step, numbers, base = int(record["step"]), dict(record["numbers"]), record["base"]
+        stored = tuple(str(each) for each in record["stored"])
+        final, partial = step_path(folder, step), partial_path(folder, step)
+        weights = None if base is None else BaseWeights(base["kind"], base["path"], base["digest"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{source}: {RECORD!r} is damaged: {type(error).__name__} {str(error)[:200]}") from None
+    partial.mkdir(mode=0o700, parents=True)
+    try:
+        files = {_FILE: write_tensors(partial / _FILE, {key: tensor.contiguous() for key, tensor in state.items()})}
+        if "extra" in stored:
+            files[EXTRA] = write_bytes(partial / EXTRA, json.dumps(record["extra"]).encode())
+        entries = {key: _entry(key, tensor) for key, tensor in state.items()}
+        writer = {
+            "imported": "torch.distributed.checkpoint",
+            "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+        }
+        manifest = Manifest(step, stored, entries, numbers, files, writer, weights)
+        write_bytes(partial / MANIFEST, to_bytes(manifest))
+        # Refuse what another program has made invalid before the directory gets its final name.
+        read_manifest(partial)
+        publish(partial, final)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return final
+
+
+def _read(source: Path) -> dict[str, Tensor]:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    if not (source / ".metadata").is_file():
+        raise CheckpointError(f"{source}: expected a directory of torch.distributed.checkpoint, found no .metadata")
+    try:
+        described: Mapping[str, Any] = FileSystemReader(source).read_metadata().state_dict_metadata
+        if not isinstance(described.get(RECORD), TensorStorageMetadata):
+            raise CheckpointError(f"{source}: expected the key {RECORD!r}, which `pipeloom export --format dcp` writes")
+        others = [key for key, entry in described.items() if not isinstance(entry, TensorStorageMetadata)]
+        if others:
+            raise CheckpointError(f"{source}: {others[0]!r} is not a tensor, and would be unpickled")
+        for key, entry in described.items():
+            if entry.properties.dtype not in DTYPE_NAMES:
+                raise CheckpointError(
+                    f"{source}: {key!r} has the dtype {entry.properties.dtype}, which no checkpoint holds"
+                )
+        state = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in described.items()}
+        load(state, checkpoint_id=source, no_dist=True)
+    except CheckpointError:
+        raise
+    except Exception as error:  # reading a damaged pickle can raise any exception
+        words = str(error).strip().splitlines() or [""]
+        raise CheckpointError(f"{source}: cannot be read: {type(error).__name__} {words[-1][:200]}") from None
+    return state
+
+
+def _entry(key: str, tensor: Tensor) -> TensorEntry:
+    shape = tuple(tensor.shape)
+    return TensorEntry(DTYPE_NAMES[tensor.dtype], shape, (StoredBox(_FILE, key, (0,) * len(shape), shape),))
+
+
+def _require_new(path: Path) -> None:
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(f"{path} exists and is not empty; give a new directory")

@@ -1,0 +1,349 @@
+"""Rehearsal of a schedule: real processes, transports and messages, and emulated computation of given costs.
+
+Emulated layers take given times instead of computing: they sleep, or spin on a GPU, and pass on their input.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue
+from pipeloom.ops.layer import MicrobatchContext
+from pipeloom.ops.segments import Compute, Pending, Segment, Values, in_order
+from pipeloom.runtime import Pipeline, RuntimeOptions
+from pipeloom.schedule import Costs, Schedule, Timeline, simulate
+from pipeloom.schedule.check import TransportName
+from pipeloom.schedule.segments import LayerSegments, PhaseTimes, SegmentCosts
+
+if TYPE_CHECKING:
+    from pipeloom.train.workers.context import WorkerContext
+
+
+_BACK_TO_BACK = 0.002
+"""Seconds between two computations within which the second makes up for the oversleeping of the first. The executor needs
+about 0.3 ms from one action to the next; after a longer gap the rank waited for a message, and has nothing to make up for."""
+
+_CALIBRATION_CYCLES = 50_000_000
+
+
+class Clock:
+    """The device of one process, as its emulated layers use it.
+
+    On a CPU a computation sleeps until a deadline. The deadline of a computation that follows another at once is counted from
+    the other's deadline, not from its end, so that the errors of sleeps do not add up. On a GPU a computation is a spinning
+    kernel.
+
+    Args:
+        device: device that the computations occupy; None: the CPU.
+
+    Attributes:
+        seconds: (part of a layer, "F", "I" or "W") -> durations of its computations on a CPU.
+        free: time (`perf_counter`) at which the last communication started so far ends.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
+        self.free = 0.0
+        self._due = self._woken = 0.0
+        self._cycles = cycles_per_second(device) if device is not None and device.type == "cuda" else 0.0
+
+    def compute(self, name: str, kind: str, seconds: float) -> None:
+        """Occupy the device for `seconds`; on a GPU, enqueue a kernel that does. `name` and `kind` are the key in `seconds`."""
+        if self._cycles:
+            torch.cuda._sleep(round(seconds * self._cycles))  # type: ignore[no-untyped-call]
+            return
+        begun = time.perf_counter()
+        overslept = self._woken - self._due if begun - self._woken < _BACK_TO_BACK else 0.0
+        self._due = begun + seconds - overslept
+        time.sleep(max(0.0, self._due - begun))
+        self._woken = time.perf_counter()
+        self.seconds[name, kind].append(self._woken - begun)
+
+    def times(self, name: str) -> PhaseTimes:
+        """Return the mean durations of F, I and W of the part `name`, in seconds."""
+        return PhaseTimes(*(fmean(self.seconds[name, kind]) for kind in "FIW"))
+
+
+def cycles_per_second(device: torch.device) -> float:
+    """Return the cycles per second that a spinning kernel counts on this GPU.
+
+    Only the last of four kernels is timed: a GPU that was idle raises its clock during the first ones.
+    """
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device):
+        for _ in range(4):
+            begin.record()
+            torch.cuda._sleep(_CALIBRATION_CYCLES)  # type: ignore[no-untyped-call]
+            end.record()
+            end.synchronize()
+    milliseconds: float = begin.elapsed_time(end)
+    return _CALIBRATION_CYCLES / (milliseconds * 1e-3)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """The times of one part of a layer for one micro-batch, and the queue for its W; None: W runs at once."""
+
+    clock: Clock
+    name: str
+    times: PhaseTimes
+    queue: WeightGradQueue | None
+
+
+class _Emulated(torch.autograd.Function):
+    """Passes on a copy of its input, and takes the times of F, I and W."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, work: _Work) -> Tensor:
+        ctx.work = work
+        work.clock.compute(work.name, "F", work.times.forward)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        work: _Work = ctx.work
+        work.clock.compute(work.name, "I", work.times.input_grad)
+        later = partial(work.clock.compute, work.name, "W", work.times.weight_grad)
+        if work.queue is None:
+            later()
+        else:
+            work.queue.put(later)
+        return gradients[0], gradients[0].new_zeros(()), None
+
+
+class EmulatedLayer(nn.Module):
+    """A layer with given times of F, I and W.
+
+    Args:
+        times: times of one micro-batch, in seconds.
+        factors: factor on the times of each micro-batch; empty: 1 for all.
+    """
+
+    def __init__(self, clock: Clock, times: PhaseTimes, factors: Sequence[float] = ()) -> None:
+        super().__init__()
+        self.clock, self.times, self.factors = clock, times, factors
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.grad_context = WeightGradContext()
+
+    def set_weight_grad_context(self, grad_context: WeightGradContext) -> None:
+        self.grad_context = grad_context
+
+    def forward(self, x: Tensor, microbatch: MicrobatchContext | None = None) -> Tensor:
+        times = _times(self.times, _factor(self.factors, microbatch))
+        return _Emulated.apply(x, self.weight, _Work(self.clock, "layer", times, self.grad_context.queue))  # type: ignore[no-any-return, no-untyped-call]
+
+
+class EmulatedBlock(nn.Module):
+    """A block of attention, dispatch, experts and combine with given times; each all-to-all is a timer.
+
+    Args:
+        times: times of one micro-batch, in seconds.
+        split: whether its weight gradients can be deferred to W.
+        factors: factor on the times of each micro-batch; empty: 1 for all.
+    """
+
+    def __init__(self, clock: Clock, times: LayerSegments, split: bool = True, factors: Sequence[float] = ()) -> None:
+        super().__init__()
+        self.clock, self.times, self.split, self.factors = clock, times, split, factors
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.grad_context = WeightGradContext()
+
+    def set_weight_grad_context(self, grad_context: WeightGradContext) -> None:
+        self.grad_context = grad_context
+
+    def segments(self, microbatch: MicrobatchContext | None = None) -> Sequence[Segment]:
+        times, factor = self.times, _factor(self.factors, microbatch)
+        combine_backward, dispatch_backward = times.backward_talk
+        return (
+            self._part("attention", _times(times.attention, factor)),
+            _Timed("dispatch", self.clock, factor * times.dispatch, factor * dispatch_backward),
+            self._part("experts", _times(times.experts, factor)),
+            _Timed("combine", self.clock, factor * times.combine, factor * combine_backward),
+        )
+
+    def _part(self, name: str, times: PhaseTimes) -> Compute:
+        def run(values: Values) -> Values:
+            queue = self.grad_context.queue if self.split else None  # queue of the micro-batch whose forward runs now
+            return (_Emulated.apply(values[0], self.weight, _Work(self.clock, name, times, queue)),)  # type: ignore[no-untyped-call]
+
+        return Compute(name, run)
+
+    def forward(self, x: Tensor, microbatch: MicrobatchContext | None = None) -> Tensor:
+        (out,) = in_order(self.segments(microbatch), (x,))
+        return out  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class _Timer:
+    """An all-to-all whose end is known from its start."""
+
+    values: Values
+    end: float
+
+    def wait(self) -> Values:
+        time.sleep(max(self.end - time.perf_counter(), 0.0))
+        return self.values
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """An emulated all-to-all; those of one process run one after the other, as on one link."""
+
+    name: str
+    clock: Clock
+    seconds: float
+    backward_seconds: float
+    quick = False
+
+    def start(self, values: Values) -> Pending:
+        return self._start(values, self.seconds)
+
+    def start_backward(self, gradients: Values, saved: Values) -> Pending:
+        return self._start(gradients, self.backward_seconds)
+
+    def _start(self, values: Values, seconds: float) -> Pending:
+        self.clock.free = max(time.perf_counter(), self.clock.free) + seconds
+        return _Timer(values, self.clock.free)
+
+
+def _factor(factors: Sequence[float], microbatch: MicrobatchContext | None) -> float:
+    return factors[microbatch.index] if factors and microbatch is not None else 1.0
+
+
+def _times(times: PhaseTimes, factor: float) -> PhaseTimes:
+    return times if factor == 1 else PhaseTimes(*(factor * time for time in times))
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A rehearsal's schedule and settings.
+
+    Attributes:
+        schedule: the schedule, already checked.
+        costs: costs of a stage; those of a pair follow from `all_to_all`. `message` is the bytes of each message.
+        unit: seconds that a cost of 1 takes.
+        steps: number of recorded steps; one step that is not recorded precedes them.
+        slow: stage -> factor by which its emulated times exceed its costs, to show the effect of a slow stage.
+        transport: name of the transport that carries the messages.
+    """
+
+    schedule: Schedule
+    costs: Costs
+    unit: float
+    steps: int = 8
+    slow: Mapping[int, float] = field(default_factory=dict)
+    transport: TransportName = "auto"
+
+    @property
+    def communicates(self) -> bool:
+        """Return whether any stage has all-to-all costs, which pairs can hide."""
+        return any(self.costs.per_stage("all_to_all", self.schedule.stages))
+
+    @property
+    def seconds(self) -> Costs:
+        """The costs in seconds; the costs of pairs follow from the emulated segments."""
+        costs = replace(self.costs.scaled(self.unit), activation=self.costs.activation)
+        if not self.communicates:
+            return costs
+        others = {name: getattr(costs, name) for name in ("activation", "held", "microbatch", "message")}
+        return SegmentCosts(tuple((layer,) for layer in self._segments())).costs(**others)
+
+    def simulated(self) -> Timeline:
+        """Return the timeline simulated with the costs, in seconds; messages take no time in it."""
+        return simulate(self.schedule, self.seconds)
+
+    def work(self) -> list[float]:
+        """Return stage -> the sum of its F, I and W costs, in seconds."""
+        stages = self.schedule.stages
+        rows = [self.costs.per_stage(name, stages) for name in ("forward", "input_grad", "weight_grad")]
+        return [self.unit * sum(column) for column in zip(*rows, strict=True)]
+
+    def layers(self, rank: int, clock: Clock) -> list[Any]:
+        """Return the layer of each stage position, as `Pipeline` takes them on this rank."""
+        stages = {self.schedule.position_of[stage]: stage for stage in reversed(self.schedule.stages_of[rank])}
+        segments = self._segments()
+
+        def build(position: int) -> nn.Module:
+            stage = stages[position]
+            factor = self.slow.get(stage, 1.0)
+            part = segments[stage]
+            if self.communicates:
+                slowed = replace(part, attention=_times(part.attention, factor), experts=_times(part.experts, factor))
+                return EmulatedBlock(clock, slowed, factors=self.costs.microbatch)
+            return EmulatedLayer(clock, _times(part.attention, factor), self.costs.microbatch)
+
+        return [_Factory(f"stage.{position}", partial(build, position)) for position in range(self.schedule.positions)]
+
+    def _segments(self) -> list[LayerSegments]:
+        """Return stage -> its segments in seconds; without an all-to-all, all of the time is in the attention segment."""
+        stages = self.schedule.stages
+        names = ("forward", "input_grad", "weight_grad", "all_to_all")
+        layers = []
+        for f, i, w, share in zip(*(self.costs.per_stage(name, stages) for name in names), strict=True):
+            f, i, w = f * self.unit, i * self.unit, w * self.unit
+            if not self.communicates:
+                layers.append(LayerSegments(attention=PhaseTimes(f, i, w), experts=PhaseTimes(0, 0, 0)))
+                continue
+            half = PhaseTimes((1 - share) * f / 2, (1 - share) * i / 2, w / 2)
+            there, back = share * f / 2, share * i / 2
+            layers.append(LayerSegments(half, half, there, there, back, back))
+        return layers
+
+
+@dataclass(frozen=True)
+class _Factory:
+    """Builds a layer; its name is the prefix of the layer's parameters."""
+
+    name: str
+    build: Any
+
+    def __call__(self) -> nn.Module:
+        layer: nn.Module = self.build()
+        return layer
+
+
+def run(rehearsal: Rehearsal, context: WorkerContext) -> tuple[Timeline, ...]:
+    """Run the rehearsal on this worker; return its recorded steps, in seconds, the same on every rank."""
+    schedule, device = rehearsal.schedule, context.device
+    options = RuntimeOptions(
+        transport=rehearsal.transport,
+        device=device,
+        timeout=patience(rehearsal),
+        watchdog=context.watchdog,
+        trace=device.type == "cuda",
+    )
+    clock = Clock(device)
+    pipeline = Pipeline(rehearsal.layers(context.rank, clock), schedule, loss=_loss, options=options)
+    context.close_to_strangers()
+    batch = torch.ones(schedule.microbatches, max(1, math.ceil(rehearsal.costs.message / 4)), device=device)
+    recorded = []
+    for step in range(rehearsal.steps + 1):
+        if dist.is_initialized():
+            with pipeline.waiting("the other ranks before a step"):
+                dist.barrier()
+        pipeline.step(batch, batch)
+        timeline = pipeline.timeline()
+        if step:
+            recorded.append(timeline)
+    pipeline.close()
+    return tuple(recorded)
+
+
+def patience(rehearsal: Rehearsal) -> float:
+    """Return the seconds without progress after which a rank counts as stuck: at least 20 simulated steps."""
+    return max(60.0, 20.0 * rehearsal.simulated().makespan)
+
+
+def _loss(output: Tensor, targets: Tensor) -> Tensor:
+    return output.mean()

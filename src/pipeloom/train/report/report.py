@@ -1,0 +1,308 @@
+"""Output of a run: the terminal, the files of its own folder, TensorBoard and Weights & Biases."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from pipeloom import draw
+from pipeloom.config import Config, to_toml
+from pipeloom.errors import ConfigError, printable
+from pipeloom.limits import expanded
+from pipeloom.schedule import Timeline
+from pipeloom.traces import timelines as timeline_files
+from pipeloom.train.checkpoint.folder import locked
+from pipeloom.train.report.metrics import StepMetrics, simulated
+from pipeloom.train.workers.failures import DIGESTS_FILE, EXIT_FILE
+from pipeloom.train.workers.preflight import environment_lines
+
+
+class FigureWriter(Protocol):
+    """Destination of figures."""
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        """Write the figures of a step, counted from 1. Step numbers never decrease, and one may be written several times."""
+
+    def close(self) -> None: ...
+
+
+class TensorBoardFigures:
+    """Event files in `tensorboard/` of the run's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"))
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbFigures:
+    """A run of Weights & Biases, named after the run's folder; offline unless WANDB_MODE is set."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        import wandb  # type: ignore[import-not-found]
+
+        self._run: Any = wandb.init(
+            project=config.log.wandb,
+            name=folder.name,
+            dir=str(folder),
+            config=config.model_dump(mode="json"),
+            mode=os.environ.get("WANDB_MODE", "offline"),
+        )
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        self._run.log(dict(figures), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def figure_writers(config: Config, folder: Path) -> list[FigureWriter]:
+    """Return the writers that `[log]` enables."""
+    writers: list[FigureWriter] = []
+    if config.log.tensorboard:
+        writers.append(TensorBoardFigures(folder))
+    if config.log.wandb:
+        writers.append(WandbFigures(config, folder))
+    return writers
+
+
+def numbers_of(figures: Mapping[str, Any]) -> dict[str, float]:
+    """Return the figures that are finite numbers, without the step."""
+    return {
+        name: float(value)
+        for name, value in figures.items()
+        if name != "step" and isinstance(value, int | float) and math.isfinite(value)
+    }
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of the files of one run: its log, with one JSON object per line, and the traces and drawings of its steps."""
+
+    root: Path
+
+    @property
+    def log(self) -> Path:
+        return self.root / "log.jsonl"
+
+    @property
+    def trace(self) -> Path:
+        return self.root / "trace.json"
+
+    @property
+    def svg(self) -> Path:
+        return self.root / "timeline.svg"
+
+    @property
+    def page(self) -> Path:
+        return self.root / "timeline.html"
+
+    @property
+    def timelines(self) -> Path:
+        return self.root / "timelines.json"
+
+
+def _resolved(config: Config, origins: Mapping[str, str] | None) -> str:
+    """Return the content of a run's `config.toml`: all values with their origins, and the environment variables in use."""
+    return "\n".join([to_toml(config, origins), *environment_lines(), ""])
+
+
+def make_folder(config: Config, origins: Mapping[str, str] | None = None) -> RunFolder:
+    """Create a folder in `log.dir`, with mode 0700, named after the time and the schedule. Raises ConfigError if that fails."""
+    name = re.sub(r"[^\w.-]+", "-", config.schedule.name).strip("-.")
+    stem = expanded(config.log.dir) / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
+    for number in range(1, 1000):
+        root = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
+        try:
+            root.mkdir(0o700, parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ConfigError(f'log.dir = "{config.log.dir}": cannot make a folder there: {error.strerror}') from None
+        try:
+            (root / "config.toml").write_text(_resolved(config, origins), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f'log.dir = "{config.log.dir}": cannot write into {root}: {error.strerror}') from None
+        return RunFolder(root)
+    raise ConfigError(f'log.dir = "{config.log.dir}": {stem} and 998 more already exist')
+
+
+def reopen(folder: RunFolder, config: Config, origins: Mapping[str, str] | None = None) -> None:
+    """Prepare the folder of a run that continues: remove the record of its end. Raises ConfigError if it cannot be written."""
+    try:
+        (folder.root / EXIT_FILE).unlink(missing_ok=True)
+        (folder.root / "config.toml").write_text(_resolved(config, origins), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write into {folder.root}: {error.strerror}") from None
+
+
+class Report:
+    """The terminal and the folder of a run, for rank 0; use it in a `with` block.
+
+    Training continues if a file cannot be written, because the disk is full or the folder was deleted: one line reports that,
+    once per file, and the figures are on the terminal.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path | None = None,
+        facts: Mapping[str, Any] | None = None,
+        origins: Mapping[str, str] | None = None,
+    ) -> None:
+        """
+        Args:
+            folder: of a run to continue in; None: a new one.
+            facts: for the `run.json` of a new folder.
+            origins: origins of the configuration's values, for the comments in `config.toml`.
+        """
+        self.folder = make_folder(config, origins) if folder is None else RunFolder(folder)
+        if folder is None and facts is not None:
+            checkpoints = (
+                {"checkpoints": str(expanded(config.checkpoint.dir).absolute())} if config.checkpoint.dir else {}
+            )
+            with contextlib.suppress(OSError):
+                text = json.dumps({**facts, "started": time.time(), **checkpoints})
+                (self.folder.root / DIGESTS_FILE).write_text(text, encoding="utf-8")
+        self._steps = config.train.steps
+        self._html = config.log.html
+        try:
+            self._log = os.open(self.folder.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise ConfigError(
+                f'log.dir = "{config.log.dir}": cannot write {self.folder.log}: {error.strerror}'
+            ) from None
+        if locked(self._log) is False:
+            os.close(self._log)
+            raise ConfigError(
+                f"{self.folder.root} is the folder of a run that is still active; end that run first, or set "
+                "checkpoint.resume to another checkpoint"
+            )
+        if folder is not None:
+            reopen(self.folder, config, origins)
+        self._writers = figure_writers(config, self.folder.root)
+        self._torn = False  # whether only part of the last line was written
+        self._unwritten: set[Path] = set()
+        self._console = Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
+        self._progress: Progress | None = None
+        if self._console.is_terminal:
+            columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._progress = Progress(*columns, console=self._console, transient=True)
+            self._task = self._progress.add_task("training", total=self._steps)
+
+    def __enter__(self) -> Report:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end_progress()
+        os.close(self._log)
+        for writer in self._writers:
+            with contextlib.suppress(OSError):
+                writer.close()
+
+    def figures(self, step: int, figures: Mapping[str, Any]) -> None:
+        """Pass the numbers among `figures` to TensorBoard and Weights & Biases, if configured."""
+        for writer in list(self._writers):
+            try:
+                writer.write(step, numbers_of(figures))
+            except Exception as error:  # an error of another package, of any type: it must not end a run
+                self._writers.remove(writer)
+                self.say(f"{type(writer).__name__}: {type(error).__name__}: {error}; training continues without it")
+
+    def say(self, text: str) -> None:
+        self._console.print(printable(text))
+        self._console.file.flush()
+
+    def record(self, event: str, **figures: Any) -> None:
+        """Write one line of the log, with floats in full precision, so that equal runs have equal lines."""
+        line = json.dumps({"event": event, **figures}) + "\n"
+        data = ("\n" * self._torn + line).encode()
+        try:
+            written = os.write(self._log, data)  # unbuffered: a buffer would grow while the disk is full
+        except OSError as error:
+            self._cannot_write(self.folder.log, error)
+            return
+        if written:
+            self._torn = written < len(data)
+
+    def _cannot_write(self, path: Path, error: OSError) -> None:
+        if path not in self._unwritten:
+            self._unwritten.add(path)
+            self.say(f"cannot write {path}: {error.strerror or error}; training continues without it")
+
+    def step(self, metrics: StepMetrics) -> None:
+        self.say(metrics.line(self._steps))
+        self.record("figures", **metrics.record())
+        self.figures(metrics.step, metrics.record())
+
+    def advance(self) -> None:
+        """Advance the progress bar by one step."""
+        if self._progress is not None:
+            if not self._progress.live.is_started:
+                self._progress.start()
+                self._console.show_cursor(
+                    True
+                )  # the watchdog may end this process at any moment, and the cursor must be visible then
+            self._progress.advance(self._task)
+
+    def end_progress(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def draw(self, measured: Timeline, steps: Sequence[Timeline]) -> None:
+        """Write the recorded `steps`, the trace of `measured`, and drawings of `measured` above its simulation."""
+        both = [measured, simulated(measured)]
+        page = expanded(self._html) if self._html else self.folder.page
+        texts: tuple[tuple[Path, Callable[[], str]], ...] = (
+            (self.folder.trace, lambda: json.dumps(draw.trace(measured))),
+            (self.folder.timelines, lambda: json.dumps(timeline_files.to_dict(steps))),
+            (self.folder.svg, lambda: draw.svg(both)),
+            (page, lambda: draw.html(both, f"{self.folder.root.name}: measured and simulated")),
+        )
+        for path, text in texts:
+            try:
+                path.write_text(text(), encoding="utf-8")
+            except OSError as error:
+                with contextlib.suppress(OSError):
+                    path.unlink()  # a truncated drawing cannot be opened
+                self._cannot_write(path, error)
+
+    def say_files(self, drawn: bool = True) -> None:
+        """Print where the files are, and which of them are missing or incomplete.
+
+        Args:
+            drawn: whether `draw` was called: otherwise there is only the log.
+        """
+        page = expanded(self._html) if self._html else self.folder.page
+        files = [
+            ("log:    ", self.folder.log, ""),
+            ("trace:  ", self.folder.trace, "  (open it in ui.perfetto.dev)"),
+            ("svg:    ", self.folder.svg, "  (measured above simulated)"),
+            ("page:   ", page, "  (the same, to look closer)"),
+        ]
+        for words, path, note in files if drawn else files[:1]:
+            if not path.exists():
+                note = "  (not written)" if path in self._unwritten and path.parent.exists() else "  (gone)"
+            elif path in self._unwritten:
+                note = "  (incomplete)"
+            self.say(f"{words}{path}{note}")

@@ -1,0 +1,401 @@
+"""`[schedule] name = "search"` in training: costs given, or measured in the first steps; one search; one schedule for all ranks.
+
+A search may end by the clock, so searches on several ranks could end with different schedules: rank 0 searches, and broadcasts
+the result to the other ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from pipeloom import errors
+from pipeloom.config import Config, Layout, stage_costs
+from pipeloom.config.search import SearchRequest
+from pipeloom.errors import CapacityError, PipeloomError
+from pipeloom.limits import expanded
+from pipeloom.parallel.exchange import broadcast_json
+from pipeloom.runtime import Pipeline
+from pipeloom.schedule import Costs, Schedule, Timeline, check, simulate
+from pipeloom.schedule.costs import TIME_TOLERANCE
+from pipeloom.schedule.files import load
+from pipeloom.schedule.json_form import from_json, to_dict, to_json
+from pipeloom.schedule.transforms import half_split
+from pipeloom.traces.measured import costs_of
+from pipeloom.train.report.metrics import shared_cores
+from pipeloom.train.report.report import Report
+
+if TYPE_CHECKING:
+    from pipeloom.train.workers.context import WorkerContext
+
+
+@dataclass(frozen=True)
+class SearchOutcome:
+    """A searched schedule beside the family that it is compared with.
+
+    Attributes:
+        schedule: the schedule to run.
+        costs: the costs that it was searched for.
+        objective: quantity that `value`, `baseline` and `lower_bound` give, in the unit of the costs.
+        value: objective of `schedule`, simulated with the costs.
+        baseline: objective of the family, simulated with the costs.
+        lower_bound: bound on the objective for schedules within the memory, on the placements searched.
+        source: origin of the costs, in words.
+        seconds: duration of the search; 0 for an outcome reused from an earlier run.
+    """
+
+    schedule: Schedule
+    costs: Costs
+    objective: str
+    value: float
+    baseline: float
+    lower_bound: float
+    source: str
+    seconds: float = 0.0
+
+    @property
+    def gap(self) -> float:
+        """Return value / lower bound - 1, or 0 without a bound."""
+        return self.value / self.lower_bound - 1 if self.lower_bound else 0.0
+
+
+def to_plain(outcome: SearchOutcome) -> dict[str, Any]:
+    """Return `outcome` as JSON can hold it."""
+    return {
+        **{spec.name: getattr(outcome, spec.name) for spec in fields(outcome)},
+        "schedule": to_json(outcome.schedule),
+        "costs": asdict(outcome.costs),
+    }
+
+
+def from_plain(plain: Mapping[str, Any]) -> SearchOutcome:
+    """Invert `to_plain`. Of a schedule's options, those that its JSON form does not hold are lost."""
+    costs = {key: _tuples(value) for key, value in plain["costs"].items()}
+    return SearchOutcome(**{**plain, "schedule": from_json(plain["schedule"]), "costs": Costs(**costs)})
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def search_for(request: SearchRequest, costs: Costs, source: str) -> SearchOutcome:
+    """Search for `request`: the best schedule found for `costs`, or the request's family where that is as good.
+
+    Raises UsageError for costs of another number of stages, CapacityError if no schedule fits into the memory.
+    """
+    from pipeloom.solver import search
+    from pipeloom.solver.merge_backward import merge_backwards
+
+    family, objective = request.family, request.objective
+    baseline = value_of(family, costs, objective)
+    memory = memory_limit(request, costs)
+    try:
+        result = search(
+            request.ranks,
+            request.microbatches,
+            costs,
+            memory,
+            placement=request.placement,
+            chunks=request.chunks,
+            objective=objective,
+            time_limit=request.time_limit,
+            iterations=request.iterations,
+            seed=request.seed,
+        )
+    except CapacityError:
+        if max(simulate(family, costs).peak_memory) > memory + TIME_TOLERANCE:
+            raise
+        return SearchOutcome(family, costs, objective, baseline, baseline, 0.0, source)
+    if result.interrupted:
+        raise KeyboardInterrupt
+    candidates = [family, merge_backwards(family, costs, objective), result.schedule]
+    best = min(candidates, key=lambda schedule: value_of(schedule, costs, objective))
+    value = value_of(best, costs, objective)
+    return SearchOutcome(
+        best, costs, objective, value, baseline, min(value, result.lower_bound), source, result.seconds
+    )
+
+
+def memory_limit(request: SearchRequest, costs: Costs) -> float:
+    """Return the limit of a request for micro-batches of these sizes: as many of the largest ones."""
+    return request.memory * max(costs.microbatch, default=1.0)
+
+
+def value_of(schedule: Schedule, costs: Costs, objective: str) -> float:
+    """Return the makespan or the largest span, whichever is the objective, of a simulated step."""
+    return simulate(schedule, costs).value(objective)
+
+
+FILE = "schedule.json"
+# The fields of `Costs` that a search in training sets. A reused schedule must fit into the memory with all of them: that of
+# micro-batches of several sizes does not without their factors.
+_SAVED_COSTS = ("forward", "input_grad", "weight_grad", "backward", "p2p", "held", "microbatch")
+
+
+def fingerprint(config: Config, device: torch.device) -> str:
+    """Return a hash of the version, the device's name and the settings that the costs and the schedule depend on."""
+    from pipeloom import __version__
+
+    schedule = config.schedule.model_dump()
+    schedule["options"] = {key: value for key, value in schedule["options"].items() if key != "reuse"}
+    train = config.train
+    facts = [
+        __version__,
+        torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        config.model.model_dump(),
+        config.parallel.model_dump(),
+        schedule,
+        {key: value for key, value in train.model_dump().items() if key not in ("steps", "seed", "timeout")},
+        config.optimizer.barrier,
+    ]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def earlier_outcome(config: Config, request: SearchRequest, device: torch.device) -> SearchOutcome | None:
+    """Return the outcome of the latest run with the same `fingerprint` that fits the request; None if there is none."""
+    key = fingerprint(config, device)
+    for path in sorted(expanded(config.log.dir).glob(f"*/{FILE}"), reverse=True):
+        try:
+            saved = json.loads(path.read_text(encoding="utf-8"))["searched"]
+            if saved["fingerprint"] != key:
+                continue
+            schedule = load(path)
+            costs = Costs(**saved["costs"])
+            check(schedule)
+            if schedule.ranks != request.ranks or schedule.microbatches != request.microbatches:
+                continue
+            if max(simulate(schedule, costs).peak_memory) > memory_limit(request, costs) + TIME_TOLERANCE:
+                continue
+            objective = request.objective
+            return SearchOutcome(
+                schedule,
+                costs,
+                objective,
+                value_of(schedule, costs, objective),
+                value_of(request.family, costs, objective),
+                float(saved["lower_bound"]),
+                f"and schedule of {path}, as schedule.options.reuse allows",
+            )
+        except (OSError, ValueError, KeyError, TypeError, PipeloomError):  # not written by a search, or damaged
+            continue
+    return None
+
+
+def report_outcome(report: Report, key: str, request: SearchRequest, outcome: SearchOutcome) -> None:
+    """Print and record the outcome, and save it in the run's folder; `key` is the run's `fingerprint`."""
+    report.record("search", **figures_of(request, outcome))
+    path = save_outcome(report, key, request, outcome)
+    word = "makespan" if outcome.objective == "makespan" else "largest span"
+    report.say(
+        f"searched schedule: {word} {_time(outcome.value, request)}, was {_time(outcome.baseline, request)} with "
+        f"{request.family.name}, bound {_time(outcome.lower_bound, request)}, gap {100 * outcome.gap:.1f} % "
+        f"(costs {outcome.source}" + (f"; searched for {outcome.seconds:.1f} s" if outcome.seconds else "") + ")"
+    )
+    report.say(f"  saved to {path}; reuse it with --schedule.name {path}")
+
+
+def save_outcome(report: Report, key: str, request: SearchRequest, outcome: SearchOutcome) -> Path:
+    """Write the schedule into the run's folder, with everything that a later run needs to reuse it; return the file."""
+    path = report.folder.root / FILE
+    saved = to_dict(outcome.schedule) | {"searched": figures_of(request, outcome) | {"fingerprint": key}}
+    path.write_text(json.dumps(saved, allow_nan=False) + "\n", encoding="utf-8")
+    return path
+
+
+def figures_of(request: SearchRequest, outcome: SearchOutcome) -> dict[str, Any]:
+    """Return the outcome as it appears in the log and in the saved file."""
+    return {
+        "objective": outcome.objective,
+        "value": outcome.value,
+        "was": outcome.baseline,
+        "family": request.family.name,
+        "lower_bound": outcome.lower_bound,
+        "gap": outcome.gap,
+        "memory": request.memory,
+        "source": outcome.source,
+        "costs": {
+            name: value
+            for name, value in asdict(outcome.costs).items()
+            if name in _SAVED_COSTS and value not in (None, ())
+        },
+    }
+
+
+def _time(value: float, request: SearchRequest) -> str:
+    return f"{value:.6g}" if request.costs is not None else f"{value * 1e3:.1f} ms"
+
+
+def resolve_before_start(layout: Layout, context: WorkerContext, report: Report | None) -> Layout:
+    """Return `layout` with its searched schedule, if that can be found before the first step: for given costs, or in a saved run.
+
+    Collective; `report` is rank 0's. Return the layout as it is if nothing is searched, or if the costs are to be measured.
+    """
+    request = layout.search
+    if request is None:
+        return layout
+
+    def find() -> SearchOutcome | None:
+        known = earlier_outcome(layout.config, request, context.device) if request.reuse else None
+        if known is not None or request.costs is None:
+            return known
+        if report is not None:
+            report.say("searching for a schedule for the costs given")
+        return search_for(request, request.costs, "as given")
+
+    outcome = outcome_of_rank_0(context, find)
+    if outcome is None:
+        return layout
+    if report is not None:
+        report_outcome(report, fingerprint(layout.config, context.device), request, outcome)
+    return replace(layout, schedule=outcome.schedule, search=None)
+
+
+def estimated(layout: Layout, context: WorkerContext) -> Layout:
+    """Return `layout` with a schedule searched for the given costs, or without any for costs in proportion to the stages' FLOPs.
+
+    For runs of one step, which cannot measure costs first; collective.
+    """
+    request = layout.search
+    if request is None:
+        return layout
+    stage_times = tuple(float(flops) / 3 for flops in stage_costs(layout.config, layout.stage_layers))
+    costs = request.costs or Costs(stage_times, stage_times, stage_times)
+    outcome = outcome_of_rank_0(context, lambda: search_for(request, costs, ""))
+    assert outcome is not None
+    return replace(layout, schedule=outcome.schedule, search=None)
+
+
+def outcome_of_rank_0(context: WorkerContext, find: Callable[[], SearchOutcome | None]) -> SearchOutcome | None:
+    """Call `find` on rank 0, and return its result on every worker; collective."""
+
+    def plain() -> dict[str, Any] | None:
+        outcome = find()
+        return None if outcome is None else to_plain(outcome)
+
+    result = value_of_rank_0(context, plain)
+    return None if result is None else from_plain(result)
+
+
+def value_of_rank_0(context: WorkerContext, find: Callable[[], Any]) -> Any:
+    """Call `find` on rank 0, and return its result, a JSON value, on every worker; collective.
+
+    A PipeloomError of `find` is raised on every worker.
+    """
+    result: dict[str, Any] = {}
+    if context.rank == 0:
+        try:
+            result["value"] = find()
+        except PipeloomError as error:
+            result["error"] = [type(error).__name__, str(error)]
+    if context.world_size > 1:
+        with context.waiting("the schedule that rank 0 searches", "search"):
+            result = broadcast_json(result, dist.group.WORLD, 0)
+    if "error" in result:
+        kind, text = result["error"]
+        raise getattr(errors, kind, PipeloomError)(text)
+    return result["value"]
+
+
+class ABTrial:
+    """A trial of two schedules in alternating steps, because a simulation leaves out effects on caches and cores."""
+
+    def __init__(self, schedules: tuple[Schedule, Schedule], count: int, objective: str) -> None:
+        self.schedules = schedules
+        self._count, self._objective = count, objective
+        self._values: list[float] = []
+
+    @property
+    def next(self) -> Schedule | None:
+        """Return the schedule of the next step; None once each has run `count` steps."""
+        steps = len(self._values)
+        return self.schedules[steps % 2] if steps < 2 * self._count else None
+
+    def note(self, step: Timeline) -> None:
+        """Record the measured step of `next`."""
+        self._values.append(step.value(self._objective))
+
+    def medians(self) -> tuple[float, float]:
+        """Return the median of each schedule's steps, without the first, which allocates buffers, unless it is the only one."""
+        first, second = (self._values[at::2] for at in (0, 1))
+        return median(first[1:] or first), median(second[1:] or second)
+
+
+class MeasureThenSearch:
+    """The first steps of a run with a search: the measured steps, the search, and the trial of its outcome against the family."""
+
+    def __init__(self, layout: Layout, pipeline: Pipeline, context: WorkerContext, report: Report | None) -> None:
+        assert layout.search is not None
+        self._request = layout.search
+        self._uneven = len(set(layout.microbatch_sizes)) > 1
+        self._key = fingerprint(layout.config, context.device)
+        self._pipeline, self._context, self._report = pipeline, context, report
+        self._timelines: list[Timeline] = []
+        self._outcome: SearchOutcome | None = None
+        self._trial: ABTrial | None = None
+
+    def after_step(self) -> bool:
+        """Record the last step, and adopt the schedule of the next; collective. Return True once that is the final one."""
+        if self._trial is not None:
+            return self._after_trial_step(self._trial)
+        self._timelines.append(self._pipeline.timeline())
+        steps, count = len(self._timelines), self._request.measure
+        if steps < count:
+            # Half of the backwards are split in one step and the others in the next, so that every micro-batch is measured
+            # both as B and as I and W, and uneven micro-batches bias neither.
+            self._pipeline.adopt(half_split(self._request.family, steps))
+            return False
+        steady = self._timelines[1:]  # the first step includes warm-up
+        words = f"measured in steps 2 to {count}"
+        if self._report is not None:
+            crowded = shared_cores(self._context.world_size, self._context.device)
+            self._report.say(
+                "searching for a schedule for the measured costs"
+                + (f" ({crowded}: CPU cores are oversubscribed, so these include waits for a core)" * bool(crowded))
+            )
+        outcome = outcome_of_rank_0(self._context, lambda: search_for(self._request, self._costs(steady), words))
+        assert outcome is not None
+        self._pipeline.adopt(outcome.schedule)
+        if self._report is not None:
+            report_outcome(self._report, self._key, self._request, outcome)
+        family = self._request.family
+        if not self._request.trial or outcome.schedule.programs == family.programs:
+            return True
+        self._outcome = outcome
+        self._trial = ABTrial((outcome.schedule, family), self._request.trial, outcome.objective)
+        return False
+
+    def _costs(self, steady: Sequence[Timeline]) -> Costs:
+        """Return the fitted costs, with factors only for micro-batches that differ in rows: any others are noise."""
+        costs = costs_of(steady)
+        return costs if self._uneven else replace(costs, microbatch=())
+
+    def _after_trial_step(self, trial: ABTrial) -> bool:
+        assert self._outcome is not None
+        trial.note(self._pipeline.timeline())
+        if trial.next is not None:
+            self._pipeline.adopt(trial.next)
+            return False
+        searched, of_family = value_of_rank_0(self._context, trial.medians)
+        outcome, family = self._outcome, self._request.family
+        falls_back = of_family < searched
+        if falls_back:
+            outcome = replace(outcome, schedule=family, value=outcome.baseline)
+        self._pipeline.adopt(outcome.schedule)
+        if self._report is not None:
+            winner = family.name if falls_back else "the searched one"
+            self._report.record("trial", searched=searched, family=of_family, kept=outcome.schedule.name)
+            self._report.say(
+                f"tried in turn, {self._request.trial} steps each: searched {searched * 1e3:.1f} ms, {family.name} "
+                f"{of_family * 1e3:.1f} ms (medians); {winner} stays"
+            )
+            if falls_back:  # the search saved the schedule that is now dropped
+                save_outcome(self._report, self._key, self._request, outcome)
+        return True

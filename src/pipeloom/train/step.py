@@ -1,0 +1,244 @@
+"""One optimizer step: its learning rate, the norms of its gradients, and the verdict on them."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from pipeloom.config.sections import OptimizerSection
+from pipeloom.parallel.exchange import all_gather_json
+from pipeloom.parallel.grad_norm import exact_sum, global_norm
+from pipeloom.runtime import Pipeline
+from pipeloom.runtime.health.status import Names
+from pipeloom.runtime.tied_weights import layer_of
+from pipeloom.train.collect import maxima
+from pipeloom.train.optimizer import Optimizer
+
+if TYPE_CHECKING:
+    from pipeloom.runtime import Pipeline
+    from pipeloom.train.optimizer import Optimizer
+
+
+def learning_rate(step: int, steps: int, options: OptimizerSection, replicas: int = 1) -> float:
+    """Return the learning rate of step `step` (from 0) of `steps`. It depends on the step alone, so a resumed run continues it.
+
+    Linear warm-up to `lr`: lr (k + 1) / warmup_steps in step k. Then `lr_schedule`, with x from 0 at the first step after
+    warm-up to 1 at step `steps` - 1:
+
+    - cosine: min_lr + (lr - min_lr) (1 + cos πx) / 2 (arXiv 1608.03983);
+    - linear: lr + (min_lr - lr) x;
+    - wsd (arXiv 2404.06395): lr, then linear decay to min_lr over the last `decay_steps` steps (0: a tenth of `steps`);
+    - constant: lr.
+
+    Both lr and min_lr are multiplied by `batch_factor`.
+    """
+    lr, low = (rate * batch_factor(options.lr_rule, replicas) for rate in (options.lr, options.min_lr))
+    if step < options.warmup_steps:
+        return lr * (step + 1) / options.warmup_steps
+    last = max(steps - 1, options.warmup_steps)
+    if options.lr_schedule == "wsd":
+        decay = options.decay_steps or max(1, steps // 10)
+        share = max(0, step - (last - decay)) / decay
+    else:
+        share = (step - options.warmup_steps) / max(1, last - options.warmup_steps)
+    match options.lr_schedule:
+        case "cosine":
+            return low + (lr - low) * (1 + math.cos(math.pi * share)) / 2
+        case "constant":
+            return lr
+        case _:
+            return lr + (low - lr) * share
+
+
+def batch_factor(rule: str, replicas: int) -> float:
+    """Return the factor of learning rates for a batch `replicas` times as large as the one for which they were chosen.
+
+    `none`: 1, for rates chosen for the global batch, however many replicas share it. `linear`: `replicas`, for SGD (arXiv
+    1706.02677). `sqrt`: √`replicas`, for Adam and its variants (arXiv 2205.10287).
+    """
+    return {"none": 1.0, "linear": float(replicas), "sqrt": math.sqrt(replicas)}[rule]
+
+
+class NormRow:
+    """Row of numbers that one rank sends per step: flags, then the squared norm of each gradient that it counts.
+
+    The constructor is collective over the run: the ranks agree on one length of rows.
+    """
+
+    def __init__(self, pipeline: Pipeline, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._width = int(maxima(pipeline, [float(optimizer.counted)])[0])
+
+    def make(self, *flags: float) -> list[float]:
+        """Return the row of the step whose gradients are at hand, padded with zeros."""
+        squares = self._optimizer.squares()
+        return [*flags, *squares, *[0.0] * (self._width - len(squares))]
+
+
+def norm_of(rows: Sequence[Sequence[float]], flags: int) -> float:
+    """Return the global gradient norm from the rows of all ranks, each of which begins with `flags` flags."""
+    return global_norm(square for row in rows for square in row[flags:])
+
+
+def own_square(row: Sequence[float], flags: int) -> float:
+    """Return the sum of the squares in one row that begins with `flags` flags."""
+    return exact_sum(row[flags:])
+
+
+@dataclass(frozen=True)
+class LayerNorms:
+    """Name -> norm: of gradients before clipping, and of parameters before the step. A tied weight is under its first name."""
+
+    gradient: dict[str, float]
+    parameter: dict[str, float]
+
+
+def layer_norms(pipeline: Pipeline, optimizer: Optimizer, by: str) -> LayerNorms:
+    """Return the norms of the present step; to be called before the optimizer's step. Collective over the run.
+
+    Each element counts once, on whichever rank it is, so the norms do not depend on the layout, except for rounding.
+
+    Args:
+        by: the unit of a norm, "layer" or "parameter".
+    """
+    norms = [_named(pipeline, optimizer.named_squares(gradients), by) for gradients in (True, False)]
+    everyone = [norms]
+    if pipeline.mesh.everyone.size > 1:
+        with pipeline.waiting("the other ranks' norms"):
+            everyone = all_gather_json(norms, pipeline.run_control)
+    gradient, parameter = (_joined([each[at] for each in everyone]) for at in range(2))
+    return LayerNorms(gradient, parameter)
+
+
+def _named(pipeline: Pipeline, squares: dict[str, float], by: str) -> dict[str, list[float]]:
+    named: dict[str, list[float]] = defaultdict(list)
+    for name, square in squares.items():
+        stored = pipeline.stored_name(name)
+        named[stored if by == "parameter" else layer_of(name, pipeline.modules) or stored].append(square)
+    return dict(named)
+
+
+def _joined(parts: list[dict[str, list[float]]]) -> dict[str, float]:
+    joined: dict[str, list[float]] = defaultdict(list)
+    for part in parts:
+        for name, squares in part.items():
+            joined[name] += squares
+    return {name: math.sqrt(exact_sum(squares)) for name, squares in joined.items()}
+
+
+# Long enough for a stable median, short enough to follow the norms down as training settles.
+_WINDOW = 100
+# A step counts as a spike only after this many good ones: norms fall steeply at the start.
+_LEAST = 20
+_SPIKE = 10.0
+
+
+class BadSteps:
+    """Judges each step by its global gradient norm; the same norms give the same verdicts on every rank.
+
+    Args:
+        on_nan: what to do about a norm that is not finite: "stop", "skip", "rollback".
+        on_spike: the same for a norm above 10 times the median of the last ones; "ignore": such steps count as good.
+
+    Attributes:
+        norms: norms of up to 100 recent good steps, newest last; empty where spikes are ignored. Part of a checkpoint.
+    """
+
+    def __init__(self, on_nan: str, on_spike: str) -> None:
+        self.norms: list[float] = []
+        self._actions = {"nan": on_nan, "spike": on_spike}
+
+    def action(self, kind: str) -> str:
+        """Return the configured action for a bad step of this kind ("nan" or "spike")."""
+        return self._actions[kind]
+
+    def judge(self, norm: float) -> str:
+        """Return `"nan"`, `"spike"`, or `""` for a good step. Its norm is added to `norms`, unless spikes are ignored."""
+        if not math.isfinite(norm):
+            return "nan"
+        if self._actions["spike"] == "ignore":
+            return ""
+        if len(self.norms) >= _LEAST and norm > _SPIKE * median(self.norms):
+            return "spike"
+        self.norms = [*self.norms, norm][-_WINDOW:]
+        return ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A step that is final; the same on every rank.
+
+    Attributes:
+        loss: nats, the mean over the batch's targets.
+        norm: the global gradient norm before clipping; if it is not finite, the step was skipped.
+        rate: the learning rate.
+        flags: requests received by any rank, as bits of `train.workers.context`.
+        rolled_back: whether any rank rolled its step back.
+        norms: those of each layer, where they are logged in this step.
+        bad: "nan" for a norm that is not finite, "spike" for one far above the last ones; "": neither.
+    """
+
+    loss: float
+    norm: float
+    rate: float
+    flags: int = 0
+    rolled_back: bool = False
+    bad: str = ""
+    norms: LayerNorms | None = None
+
+
+@dataclass(frozen=True)
+class NotFinite:
+    """The first thing in a step that is not finite: a weight, else a share of the loss, else a summed gradient.
+
+    Attributes:
+        words: what it is, and which ranks have it, for a message.
+        advice: what to do about it, if the same weight, or the loss of another replica, is finite; "" otherwise.
+    """
+
+    words: str
+    advice: str
+
+
+_KINDS = ("weight", "loss", "gradient")  # a weight that is not finite makes the loss so, and that all gradients
+_ADVICE = {
+    "weight": "replicas should hold the same bits, so memory, a message or a kernel is at fault: start again from the newest "
+    "checkpoint",
+    "loss": "the data of that replica, or a fault of its memory or of a kernel, is the likely cause: look at its batch, or set "
+    'train.on_nan = "skip" or "rollback"',
+    "gradient": "",
+}
+
+
+def first_not_finite(pipeline: Pipeline, optimizer: Optimizer) -> NotFinite | None:
+    """Return what is not finite after a pipeline's step, while its gradients are at hand; collective over the run.
+
+    None: nothing is.
+    """
+    weights = {name: bool(parameter.isfinite().all()) for name, parameter in pipeline.named_parameters()}
+    share = pipeline.loss_share
+    gradients = {name: math.isfinite(square) for name, square in optimizer.named_squares(gradients=True).items()}
+    finite = {"weight": weights, "loss": {} if share is None else {"": bool(share.isfinite())}, "gradient": gradients}
+    firsts = [[kind, name] for kind in _KINDS for name, good in finite[kind].items() if not good][:1]
+    everyone = _exchange(pipeline, firsts)
+    if not any(everyone):
+        return None
+    kind, name = min((first[0] for first in everyone if first), key=lambda first: _KINDS.index(first[0]))
+    state = _exchange(pipeline, finite[kind].get(name))
+    names = Names(pipeline.mesh)
+    bad, good = ([names.of(rank) for rank, value in enumerate(state) if value is wanted] for wanted in (False, True))
+    what = {"weight": name, "loss": "the loss", "gradient": f"the gradient of {name}, summed over all replicas,"}[kind]
+    others = f", and finite on {' and '.join(good[:3])}" if good else ", and no other rank has a finite one"
+    words = f"{what} is not finite on {' and '.join(bad[:3])}{'' if kind == 'gradient' else others}"
+    return NotFinite(words, _ADVICE[kind] if good else "")
+
+
+def _exchange(pipeline: Pipeline, value: object) -> list[Any]:
+    if pipeline.mesh.everyone.size == 1:
+        return [value]
+    with pipeline.waiting("the other ranks to look for what is not finite"):
+        return all_gather_json(value, pipeline.run_control)

@@ -1,0 +1,239 @@
+"""The network of the workers: a private one on one machine, its listening sockets, and the interface between machines."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import resource
+import socket
+import struct
+import sys
+from collections.abc import Iterator
+
+from pipeloom.errors import ConfigError, did_you_mean
+
+NETWORK = "PIPELOOM_NETWORK"  # "private" or "host"
+_NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000  # CLONE_NEWUSER and CLONE_NEWNET, see namespaces(7)
+_GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 0x1  # SIOCGIFFLAGS, SIOCSIFFLAGS and IFF_UP, see netdevice(7)
+
+
+class Network:
+    """A network that processes can enter; `Network()` is the machine's own network."""
+
+    def __init__(self, namespaces: tuple[int, ...] = ()) -> None:
+        self._namespaces = namespaces
+        self._library = _library()  # loaded before any fork
+
+    def enter(self) -> None:
+        """Move this process, which must be single-threaded, into the network. Raises OSError where the system refuses."""
+        for namespace in self._namespaces:
+            if self._library.setns(namespace, 0):
+                raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
+
+
+def wanted(setting: str) -> bool:
+    """Return whether PIPELOOM_NETWORK asks for a private network; "" is the default. Raises ConfigError for an unknown value."""
+    if setting not in ("", "private", "host"):
+        raise ConfigError(f"{NETWORK} = {setting!r}; it must be 'private' or 'host'")
+    return setting != "host"
+
+
+@contextlib.contextmanager
+def private_network() -> Iterator[Network]:
+    """Create a network that exists until this block and all processes in the network have ended.
+
+    Raises OSError where the system refuses.
+    """
+    if sys.platform != "linux":
+        raise OSError(0, f"{sys.platform} has no network namespaces")
+    namespaces = _made_by_a_child()
+    try:
+        yield Network(namespaces)
+    finally:
+        for namespace in namespaces:
+            os.close(namespace)
+
+
+def _made_by_a_child() -> tuple[int, ...]:
+    """Return descriptors of the namespaces to enter, in order.
+
+    A forked child creates them, because only a single-threaded process may, and sends their descriptors.
+    """
+    here, there = socket.socketpair()
+    library = _library()  # loaded before the fork
+    with here:
+        with there:
+            child = os.fork()
+            if not child:
+                _make(library, there)
+        try:
+            words, namespaces, _, _ = socket.recv_fds(here, 1024, 2)
+        finally:
+            with contextlib.suppress(ChildProcessError):  # this process ignores SIGCHLD
+                os.waitpid(child, 0)
+    if not namespaces:
+        number, _, call = words.decode().partition(" ")
+        raise OSError(int(number or 0), f"{call or 'it ended early'}: {os.strerror(int(number or 0))}")
+    return tuple(namespaces)
+
+
+def _make(library: ctypes.CDLL, answer: socket.socket) -> None:
+    """Create the namespaces in the child, send their descriptors or the name of the call that failed, and exit."""
+    at = "unshare"
+    try:
+        user, group = os.geteuid(), os.getegid()
+        names = ["net"] if user == 0 else ["user", "net"]  # root inside a user namespace would lose rights over files
+        flags = _NEW_NETWORK if user == 0 else _NEW_USER | _NEW_NETWORK
+        if library.unshare(flags):
+            raise OSError(ctypes.get_errno(), "")
+        if user:
+            at = "mapping the user"
+            _write("setgroups", "deny")
+            _write("uid_map", f"{user} {user} 1")
+            _write("gid_map", f"{group} {group} 1")
+        at = "starting the loopback interface"
+        _start_loopback()
+        at = "opening the namespace"
+        socket.send_fds(answer, [b"made"], [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in names])
+    except OSError as error:
+        answer.send(f"{error.errno or 0} {at}".encode())
+    finally:
+        os._exit(0)
+
+
+def _write(name: str, text: str) -> None:
+    file = os.open(f"/proc/self/{name}", os.O_WRONLY)
+    os.write(file, text.encode())
+    os.close(file)
+
+
+def _start_loopback() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = struct.pack("16sH14x", b"lo", 0)
+        _, flags = struct.unpack("16sH14x", fcntl.ioctl(any_socket, _GET_FLAGS, request))
+        fcntl.ioctl(any_socket, _SET_FLAGS, struct.pack("16sH14x", b"lo", flags | _UP))
+
+
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+_SO_ATTACH_FILTER = 26  # socket(7); Python has no name for it
+_DROP = struct.pack("HBBI", 0x06, 0, 0, 0)  # BPF_RET 0: a program that drops every packet
+_DESCRIPTORS = 65536
+
+
+def refuse_connections() -> int:
+    """Make every listening TCP socket of this process drop incoming packets. Return the number of these sockets.
+
+    Existing connections are not affected. On systems without socket filters nothing changes.
+    """
+    program = ctypes.create_string_buffer(_DROP)
+    count = 0
+    for listener in _listeners():
+        with listener, contextlib.suppress(OSError):
+            listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))
+            count += 1
+    return count
+
+
+def allow_descriptors() -> None:
+    """Raise the soft limit of open files: while a process group is created, each connection of a stranger takes a descriptor."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _listeners() -> Iterator[socket.socket]:
+    """Yield this process's listening TCP sockets, each as a duplicate that the caller closes."""
+    try:
+        names = os.listdir("/proc/self/fd")
+    except OSError:
+        return
+    for name in names:
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            duplicate = socket.socket(fileno=os.dup(int(name)))
+        except OSError:
+            continue
+        try:
+            listens = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        except OSError:
+            listens = 0
+        if listens and duplicate.family in (socket.AF_INET, socket.AF_INET6):
+            yield duplicate
+        else:
+            duplicate.close()
+
+
+_VARIABLE = "GLOO_SOCKET_IFNAME"
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR, see netdevice(7)
+
+
+def require_interface(local_workers: int, workers: int) -> None:
+    """Raise ConfigError if the workers are on several hosts, and gloo would use an interface that other hosts cannot reach.
+
+    gloo uses the interfaces in GLOO_SOCKET_IFNAME, or else the interface of the address that this host's name resolves to.
+    """
+    if local_workers >= workers:
+        return
+    host, local = socket.gethostname(), addresses()
+    right = _towards(os.environ.get("MASTER_ADDR", ""), local)
+    advice = f"set {_VARIABLE}={right}" if right else f"set {_VARIABLE} to the interface that the other hosts reach"
+    setting = os.environ.get(_VARIABLE, "")
+    for name in filter(None, setting.split(",")):
+        if name not in local:
+            near = f"; {advice}" if right else did_you_mean(name, local)
+            raise ConfigError(f"{_VARIABLE} = {name!r}: {host} has no such interface, but {', '.join(local)}{near}")
+        if local[name].startswith("127."):
+            raise ConfigError(
+                f"{_VARIABLE} = {name!r}: the other hosts of this run cannot reach {local[name]}, a loopback address; {advice}"
+            )
+        if not local[name]:
+            raise ConfigError(f"{_VARIABLE} = {name!r}: that interface of {host} has no IPv4 address; {advice}")
+    if setting:
+        return
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        raise ConfigError(
+            f"{_VARIABLE} is not set, and the name of this host, {host}, resolves to no address; {advice}"
+        ) from None
+    if address.startswith("127."):
+        raise ConfigError(
+            f"{_VARIABLE} is not set, and the name of this host, {host}, resolves to {address}, which the other hosts of this "
+            f"run cannot reach; {advice}"
+        )
+    if address not in local.values():
+        raise ConfigError(
+            f"{_VARIABLE} is not set, and the name of this host, {host}, resolves to {address}, which no interface here has; "
+            f"{advice}"
+        )
+
+
+def addresses() -> dict[str, str]:
+    """Return the interfaces of this host and their IPv4 addresses, "" for those without one."""
+    interfaces: dict[str, str] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            interfaces[name] = ""
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
+                interfaces[name] = socket.inet_ntoa(answer[20:24])
+    return interfaces
+
+
+def _towards(target: str, interfaces: dict[str, str]) -> str:
+    """Return the interface on the route to `target`; "" if there is none, or only a loopback interface. No packet is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect((target, 9))
+        address = probe.getsockname()[0]
+        if address.startswith("127."):
+            return ""
+        return next((name for name, local in interfaces.items() if local == address), "")
+    return ""

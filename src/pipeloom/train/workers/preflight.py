@@ -1,0 +1,223 @@
+"""Checks that the launcher makes on this machine before it starts workers: memory, devices, weights, text and output folders."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Literal
+
+from pipeloom.config import Config, Layout, held_parameters, parameter_count
+from pipeloom.config.hub import is_directory
+from pipeloom.cores import usable_cores
+from pipeloom.errors import CapacityError, ConfigError, printable
+from pipeloom.limits import MOST_LOCAL_WORKERS, MOST_THREADS, WORKER_BYTES, expanded
+from pipeloom.train.data.sources import STDLIB, is_plain_text, read_corpus, require_length
+
+_STARTED_BY = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+_NETWORK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "PIPELOOM_ADDRESS", "PIPELOOM_NETWORK", "PIPELOOM_SECRET_FILE")
+_THREADS = "OMP_NUM_THREADS"
+_LIBRARIES = (_THREADS, "CUBLAS_WORKSPACE_CONFIG", "GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_")
+_ALLOCATOR = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
+_FILES = ("XDG_CACHE_HOME", "TMPDIR", "WANDB_MODE", "PIPELOOM_DEBUG")
+READ = (*_STARTED_BY, *_NETWORK, *_LIBRARIES, *_ALLOCATOR, *_FILES)
+SECRET = ("PIPELOOM_SECRET",)  # listed without their values
+
+
+def worker_threads(configured: int | Literal["auto"], local_workers: int) -> int:
+    """Return the number of threads of one of this machine's `local_workers` workers: OMP_NUM_THREADS, or `train.threads`.
+
+    Under torchrun a value of 1 counts as unset, because torchrun sets it itself where the user does not. Of a list for nested
+    regions, such as `4,2`, the first number counts. Raises ConfigError for a value that is no number of threads.
+    """
+    text = os.environ.get(_THREADS, "").partition(",")[0].strip()
+    if text and not (text == "1" and "TORCHELASTIC_RUN_ID" in os.environ):
+        if not (text.isascii() and text.isdecimal() and len(text) < 9 and 1 <= int(text) <= MOST_THREADS):
+            raise ConfigError(
+                f"{_THREADS} is {text!r:.200} in the environment; it must be a whole number from 1 to {MOST_THREADS:,}"
+            )
+        return int(text)
+    return max(1, usable_cores() // local_workers) if configured == "auto" else configured
+
+
+def environment_lines(environment: Mapping[str, str] | None = None) -> list[str]:
+    """Return comments for the end of a configuration file: the variables that are set, and their values."""
+    given = os.environ if environment is None else environment
+    lines = [f"#   {name} = {printable(given[name])!r}" for name in READ if name in given]
+    lines += [f"#   {name}: set" for name in SECRET if name in given]
+    return ["# environment of rank 0:", *lines] if lines else []
+
+
+# The held-out part of the standard library is several times longer in every version of Python. Reading it takes most of a
+# second, which the launcher saves for runs with shorter sequences.
+_STDLIB_TOKENS = 100_000
+_USUAL_PART = 0.05
+# About the bytes that a short run writes into its folder: configuration, log, trace and drawing.
+_PROBE_BYTES = 2**18
+_SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+
+
+def require_machine(layout: Layout) -> None:
+    """Raise ConfigError with every reason why `train` could not run `layout` on this machine."""
+    config = layout.config
+    require_room(layout.world_size)
+    require_memory(layout)
+    _raise_all(
+        lambda: require_cuda(config.train.device, layout.world_size),
+        lambda: _require_receives(layout),
+        lambda: _require_weights(config),
+        lambda: _require_text(config, layout.mesh.dp),
+        lambda: _require_folder("log.dir", config.log.dir),
+        *([lambda: _require_folder("checkpoint.dir", config.checkpoint.dir)] if config.checkpoint.dir else []),
+    )
+
+
+def require_room(workers: int, what: str = "parallel.pp x dp x tp") -> None:
+    """Raise CapacityError where this machine cannot start `workers` workers; `what` names the settings that give their number."""
+    if workers > MOST_LOCAL_WORKERS:
+        raise CapacityError(
+            f"{workers:,} workers ({what}) are more than one machine starts; at most {MOST_LOCAL_WORKERS:,}: use "
+            "fewer, or torchrun on several machines"
+        )
+    memory = memory_of_machine()
+    if memory is not None and workers * WORKER_BYTES > memory:
+        raise CapacityError(
+            f"{workers:,} workers ({what}) need about {workers * WORKER_BYTES / 1e9:,.0f} GB before they hold any "
+            f"weights, and this machine has {memory / 1e9:,.0f} GB; at most {memory // WORKER_BYTES:,} workers fit"
+        )
+
+
+def require_memory(layout: Layout) -> None:
+    """Raise CapacityError where weights, gradients and AdamW's moments of a run on the CPU exceed the memory of this machine."""
+    memory, config = memory_of_machine(), layout.config
+    need = 16 * held_parameters(config.model, config.parallel.dp, config.parallel.ep)
+    host = config.train.device == "cpu" or (config.train.device == "auto" and not Path("/dev/nvidiactl").exists())
+    if host and memory is not None and need > memory:
+        raise CapacityError(
+            f"the model has {parameter_count(config.model):,} parameters: weights, gradients and AdamW's averages take about "
+            f"{need / 1e9:,.0f} GB, and this machine has {memory / 1e9:,.0f} GB; use a smaller model, or several machines"
+        )
+
+
+def memory_of_machine() -> int | None:
+    """Return the bytes of memory of this machine, or those that its control group allows if fewer; None where unknown."""
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        allowed = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except (OSError, ValueError):
+        allowed = ""
+        with contextlib.suppress(OSError, ValueError):
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return None
+    return min(total, int(allowed)) if allowed.isdecimal() else total
+
+
+def require_cuda(name: str, workers: int) -> None:
+    """Call `require_devices` if `name` is "cuda"; otherwise return without importing torch."""
+    if name == "cuda":
+        require_devices(name, workers)
+
+
+def require_devices(name: str, workers: int) -> int:
+    """Return the number of CUDA devices for `workers` workers with `train.device = name`; 0 if they run on the CPU.
+
+    With "cuda", workers share devices where there are fewer devices than workers; with "auto" they then run on the CPU.
+    Raises ConfigError where `name` is "cuda" and there is no device.
+    """
+    if name == "cpu":
+        return 0
+    devices = cuda_devices()
+    if name == "auto":
+        return devices if devices >= workers else 0
+    if devices:
+        return devices
+    raise ConfigError(
+        f'train.device = "{name}": this machine has no CUDA device for {workers} worker{"s" * (workers > 1)}; use "cpu"'
+    )
+
+
+def cuda_devices() -> int:
+    """Return the number of CUDA devices of this machine."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _require_receives(layout: Layout) -> None:
+    """Refuse `overlap_p2p = false` where "auto" will choose shared memory: for CPU workers on this machine."""
+    config = layout.config
+    if config.schedule.overlap_p2p is not False or config.schedule.transport != "auto" or layout.mesh.pp == 1:
+        return
+    from pipeloom.runtime.p2p.connect import memory_here
+
+    if memory_here() is not None and require_devices(config.train.device, layout.world_size) == 0:
+        raise ConfigError(
+            "schedule.overlap_p2p = false: the ranks of one machine send through shared memory, which posts no receives; "
+            'set schedule.transport = "individual"'
+        )
+
+
+def _require_weights(config: Config) -> None:
+    """Refuse a Hugging Face directory without weights in safetensors."""
+    for key in ("source", "weights"):
+        name = getattr(config.model, key)
+        folder = expanded(name)
+        if not name or not is_directory(name) or any((folder / file).is_file() for file in _SAFETENSORS):
+            continue
+        others = sorted(
+            file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".safetensors")
+        )
+        there = f" (it has {', '.join(others[:3])})" if others else ""
+        raise ConfigError(
+            f'model.{key} = "{name}": the directory has no weights in safetensors, neither {" nor ".join(_SAFETENSORS)}{there}; '
+            "save the model again with save_pretrained"
+        )
+
+
+def _require_text(config: Config, replicas: int) -> None:
+    train, data = config.train, config.data
+    plain = is_plain_text(config)
+    plain_text = plain and data.sampling in ("auto", "anywhere")
+    if plain_text and data.source == (STDLIB,) and train.seq_len < _STDLIB_TOKENS and data.held_out >= _USUAL_PART:
+        return
+    if plain_text:  # this check needs no torch, whose import takes longer
+        corpus = read_corpus(data.source[0])
+        require_length(len(corpus.train), train.seq_len, "training text")
+        require_length(len(corpus.held_out), train.seq_len, "held-out text")
+        return
+    from pipeloom.train.data.prepare import require_data
+
+    require_data(config, replicas)
+
+
+def _require_folder(key: str, name: str) -> None:
+    """Try to create folders and a file as a run would, below the nearest existing folder; remove them again.
+
+    Raises ConfigError where that fails.
+    """
+    folder = expanded(name).absolute()
+    base = next(
+        path for path in (folder, *folder.parents) if os.path.exists(path)
+    )  # False, not an error, for a name that is too long
+    try:
+        with tempfile.TemporaryDirectory(prefix=".pipeloom-", dir=base) as probe:
+            run = Path(probe, folder.relative_to(base), "run")
+            run.mkdir(parents=True)
+            (run / "probe").write_bytes(b"\0" * _PROBE_BYTES)
+    except OSError as error:
+        raise ConfigError(f'{key} = "{name}": cannot write there: {error.strerror or error}') from None
+
+
+def _raise_all(*checks: Callable[[], object]) -> None:
+    problems = [problem for check in checks for problem in _problems(check)]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _problems(check: Callable[[], object]) -> Iterator[str]:
+    try:
+        check()
+    except ConfigError as error:
+        yield from error.problems
