@@ -37,17 +37,11 @@ CHEAP = ("1f1b", "interleaved", "zb-h1", "zb-h2")
 ROUNDS = ("zbv", "v-half", "zb-auto")
 
 
-@dataclass(frozen=True)
-class ConstructionParameters:
-    """Sizes up to which warm starts are constructed and searched in full."""
-
-    # Nodes above which only cheap families are tried and no tabu search follows: a few moves would use up the time.
-    largest: int = 60_000
-    # Most nodes of the reduced instance that stands for a large one: a larger one repeats better, but takes longer.
-    reduced: int = 200_000
-
-
-CONSTRUCTION = ConstructionParameters()
+# Sizes up to which warm starts are constructed and searched in full.
+# Nodes above which only cheap families are tried and no tabu search follows: a few moves would use up the time.
+LARGEST_WALKED = 60_000
+# Most nodes of the reduced instance that stands for a large one: a larger one repeats better, but takes longer.
+LARGEST_REDUCED = 200_000
 
 
 @dataclass(frozen=True)
@@ -76,7 +70,7 @@ def family_schedules(
         only: names of the families to create; empty: all, or only `CHEAP` ones for large sizes.
     """
     stages, ranks = len(placement), max(placement) + 1
-    large = 3 * stages * microbatches > CONSTRUCTION.largest
+    large = 3 * stages * microbatches > LARGEST_WALKED
     for run in range(1, stages // ranks + 1):
         merged = [placement[at] for at in range(0, stages, run)]
         if stages % run or [rank for rank in merged for _ in range(run)] != list(placement):
@@ -234,12 +228,12 @@ def reduced_instances(instance: Instance) -> Iterator[tuple[Instance, Sequences,
     """
     base, p, m = instance.even, instance.ranks, instance.microbatches
     rounds = replace(base, microbatches=min(m, 3 * p + m % p))
-    if rounds.nodes <= CONSTRUCTION.reduced:
+    if rounds.nodes <= LARGEST_REDUCED:
         for seed in interleaved_rounds(rounds, (1.0,)):
             yield rounds, seed.sequences, seed.origin
         for schedule in family_schedules(rounds.placement, rounds.microbatches, base.costs, base.memory_limit, ROUNDS):
             yield rounds, sequences_of(rounds, schedule), schedule.name
-    some = CONSTRUCTION.reduced // (6 * instance.stages)
+    some = LARGEST_REDUCED // (6 * instance.stages)
     few = replace(
         base, microbatches=m - max(0, -(-(m - some) // 12) * 12) if m > 12 and some > 12 else min(m, some + 1)
     )

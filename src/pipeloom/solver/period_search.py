@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from random import Random
 
 from pipeloom.schedule.costs import TIME_TOLERANCE
@@ -17,26 +17,19 @@ from pipeloom.solver.incumbent import Budget, Incumbent
 from pipeloom.solver.instance import Instance, Sequences
 from pipeloom.solver.periodic import PeriodicSchedule, modulo_packed, periodic_part
 
-
-@dataclass(frozen=True)
-class AnnealingParameters:
-    """The constants of simulated annealing; times are shares of the busiest rank's work in one period."""
-
-    # Moves of one run: longer runs cool slower and find shorter periods, but there are fewer of them.
-    steps: int = 3000
-    # Initial temperatures, drawn at random: a high one leaves the warm start, a low one refines it.
-    initial_temperatures: tuple[float, ...] = (0.03, 0.1, 0.2)
-    # Final temperature: small enough that no worse move is accepted at the end.
-    final_temperature: float = 0.0005
-    # The share of moves on the critical cycle. Only these can shorten the period, but the others open the way to them.
-    critical_share: float = 0.6
-    # Time that a unit of memory above the limit costs: low enough to pass through infeasible schedules, high enough to return.
-    memory_penalty: float = 0.3
-    # Moves between two polls of the clock.
-    poll_interval: int = 16
-
-
-ANNEALING = AnnealingParameters()
+# The constants of simulated annealing; times are shares of the busiest rank's work in one period.
+# Moves of one run: longer runs cool slower and find shorter periods, but there are fewer of them.
+ANNEALING_STEPS = 3000
+# Initial temperatures, drawn at random: a high one leaves the warm start, a low one refines it.
+INITIAL_TEMPERATURES = (0.03, 0.1, 0.2)
+# Final temperature: small enough that no worse move is accepted at the end.
+FINAL_TEMPERATURE = 0.0005
+# The share of moves on the critical cycle. Only these can shorten the period, but the others open the way to them.
+CRITICAL_SHARE = 0.6
+# Time that a unit of memory above the limit costs: low enough to pass through infeasible schedules, high enough to return.
+MEMORY_PENALTY = 0.3
+# Moves between two polls of the clock.
+POLL_INTERVAL = 16
 
 
 def critical_blocks_of(cyclic: PeriodicSchedule) -> list[list[int]]:
@@ -73,7 +66,7 @@ class AnnealingRun:
             max(0.0, start.peak(rank) - start.instance.memory_limit - TIME_TOLERANCE)
             for rank in range(start.instance.ranks)
         ]
-        self.penalty = ANNEALING.memory_penalty * start.work
+        self.penalty = MEMORY_PENALTY * start.work
 
     @property
     def over(self) -> float:
@@ -83,17 +76,15 @@ class AnnealingRun:
         """Make `steps` moves at falling temperature; stop early at interval `goal`, or if `carry_on(moves made)` is false."""
         random, now, initial_temperature = self.random, self.now, self.initial_temperature
         for step in range(steps):
-            if self.interval <= goal + TIME_TOLERANCE or (step % ANNEALING.poll_interval == 0 and not carry_on(step)):
+            if self.interval <= goal + TIME_TOLERANCE or (step % POLL_INTERVAL == 0 and not carry_on(step)):
                 return
-            temperature = (
-                now.work * initial_temperature * (ANNEALING.final_temperature / initial_temperature) ** (step / steps)
-            )
+            temperature = now.work * initial_temperature * (FINAL_TEMPERATURE / initial_temperature) ** (step / steps)
             self._iterate(now.interval + self.penalty * self.over - temperature * math.log(1.0 - random.random()))
 
     def _iterate(self, most: float) -> None:
         """Make a random move; undo it unless the interval plus the penalty for memory above the limit is at most `most`."""
         now, random = self.now, self.random
-        runs = critical_blocks_of(now) if random.random() < ANNEALING.critical_share else []
+        runs = critical_blocks_of(now) if random.random() < CRITICAL_SHARE else []
         run = random.choice(runs) if runs else []
         rank = now.instance.table.rank[run[0]] if run else random.randrange(now.instance.ranks)
         before = list(now.sequences[rank]), list(now.shift), self.excess[rank]
@@ -146,31 +137,25 @@ class AnnealingRun:
         return True
 
 
-@dataclass(frozen=True)
-class PeriodParameters:
-    """The constants of the search for one period."""
-
-    # Periodic schedules kept to anneal from: more diversify, fewer are refined further.
-    pool: int = 6
-    # The most periods joined into one, and the most nodes of the result: a wider period can be shorter per micro-batch, and is
-    # slower to anneal.
-    widest: int = 8
-    most_nodes: int = 800
-    # The most micro-batches in the periodic part of a warm start.
-    longest_part: int = 24
-    # Modulo scheduling: initiation intervals tried, and the factor from one to the next. A smaller factor packs tighter.
-    intervals: int = 300
-    interval_factor: float = 1.02
-    # During a run, schedules whose interval is within this factor of its best are unrolled with this probability, on instances up
-    # to this many nodes: the shortest period does not always unroll to the shortest schedule.
-    close: float = 1.004
-    unroll_share: float = 0.2
-    largest_unrolled: int = 20_000
-    # Warm starts whose time per micro-batch is above the shortest by this factor are dropped.
-    slowest: float = 1.15
-
-
-PERIOD = PeriodParameters()
+# The constants of the search for one period.
+# Periodic schedules kept to anneal from: more diversify, fewer are refined further.
+POOL_SIZE = 6
+# The most periods joined into one, and the most nodes of the result: a wider period can be shorter per micro-batch, and is
+# slower to anneal.
+WIDEST_PERIOD = 8
+MOST_PERIOD_NODES = 800
+# The most micro-batches in the periodic part of a warm start.
+LONGEST_PART = 24
+# Modulo scheduling: initiation intervals tried, and the factor from one to the next. A smaller factor packs tighter.
+INTERVALS_TRIED = 300
+INTERVAL_FACTOR = 1.02
+# During a run, schedules whose interval is within this factor of its best are unrolled with this probability, on instances up
+# to this many nodes: the shortest period does not always unroll to the shortest schedule.
+CLOSE_TO_BEST = 1.004
+UNROLL_SHARE = 0.2
+LARGEST_UNROLLED = 20_000
+# Warm starts whose time per micro-batch is above the shortest by this factor are dropped.
+SLOWEST_START = 1.15
 
 Snapshot = tuple[float, float, int, Sequences, list[int]]
 
@@ -197,7 +182,7 @@ class PeriodSearch:
         """Collect the starts, then anneal from the pool, until `carry_on()` returns false."""
         for start in self.starts:
             self.work += len(start.shift)
-            if start.interval <= PERIOD.slowest * start.instance.microbatches * self._shortest():
+            if start.interval <= SLOWEST_START * start.instance.microbatches * self._shortest():
                 self._add(start)
             if not carry_on():
                 return
@@ -211,31 +196,31 @@ class PeriodSearch:
     def _walk(self, carry_on: Callable[[], bool]) -> None:
         random = self.random
         _, _, per_period, sequences, shift = self.pool[
-            min(random.randrange(PERIOD.pool), random.randrange(len(self.pool)))
+            min(random.randrange(POOL_SIZE), random.randrange(len(self.pool)))
         ]
         start = PeriodicSchedule(replace(self.instance.even, microbatches=per_period), sequences, shift)
         most = (
-            min(PERIOD.widest, self.instance.microbatches // 2, PERIOD.most_nodes // (3 * self.instance.stages))
+            min(WIDEST_PERIOD, self.instance.microbatches // 2, MOST_PERIOD_NODES // (3 * self.instance.stages))
             // per_period
         )
         if most > 1 and random.random() < 0.5:
             start = widened(start, random.randint(2, most))
         start.measure()
-        walk = AnnealingRun(start, random, random.choice(ANNEALING.initial_temperatures))
+        walk = AnnealingRun(start, random, random.choice(INITIAL_TEMPERATURES))
         nodes = len(start.shift)
 
         def look(done: int) -> bool:
-            self.work += ANNEALING.poll_interval * nodes
+            self.work += POLL_INTERVAL * nodes
             if (
-                self.instance.nodes < PERIOD.largest_unrolled
+                self.instance.nodes < LARGEST_UNROLLED
                 and not walk.over
-                and start.interval <= PERIOD.close * walk.interval
-                and random.random() < PERIOD.unroll_share
+                and start.interval <= CLOSE_TO_BEST * walk.interval
+                and random.random() < UNROLL_SHARE
             ):
                 self._add(start)
             return carry_on()
 
-        walk.run(ANNEALING.steps, start.work, look)
+        walk.run(ANNEALING_STEPS, start.work, look)
         best = PeriodicSchedule(start.instance, *walk.best)
         best.interval = walk.interval
         self._add(best)
@@ -261,7 +246,7 @@ class PeriodSearch:
                 )
             )
             self.pool.sort(key=lambda entry: entry[0])
-            del self.pool[PERIOD.pool :]
+            del self.pool[POOL_SIZE:]
 
 
 def periodic_starts(instance: Instance, seeds: Sequence[tuple[Instance, Sequences]]) -> Iterator[PeriodicSchedule]:
@@ -269,7 +254,7 @@ def periodic_starts(instance: Instance, seeds: Sequence[tuple[Instance, Sequence
     occurs equally often.
     """
     yield from modulo_starts(instance)
-    for per_period in range(1, PERIOD.longest_part + 1):
+    for per_period in range(1, LONGEST_PART + 1):
         for small, sequences in seeds:
             if 2 * per_period <= small.microbatches:
                 part = periodic_part(small, sequences, per_period)
@@ -284,12 +269,12 @@ def modulo_starts(instance: Instance) -> Iterator[PeriodicSchedule]:
         return  # a period of length 0 has no places to pack into
     for adjacent in (False, True):
         interval = modulo_packed(one, sum(one.table.time), adjacent).work
-        for _ in range(PERIOD.intervals):
+        for _ in range(INTERVALS_TRIED):
             packed = modulo_packed(one, interval, adjacent)
             if packed.fits and packed.measure():
                 yield packed
                 break
-            interval *= PERIOD.interval_factor
+            interval *= INTERVAL_FACTOR
 
 
 def widened(cyclic: PeriodicSchedule, factor: int) -> PeriodicSchedule:
@@ -315,23 +300,17 @@ def widened(cyclic: PeriodicSchedule, factor: int) -> PeriodicSchedule:
 PERIODIC_ORIGIN = "one period"
 
 
-@dataclass(frozen=True)
-class PeriodShareParameters:
-    """Share of the effort for the search for a period."""
-
-    # Operations evaluated, as a share of those that the walks evaluate, and the m / p from which on it is all of that share.
-    # A shorter period gains about m / p times; a pipeline that is rarely full depends on its warm-up and cool-down instead.
-    share: float = 0.5
-    full_pipeline: float = 4.0
-    # A placement is dropped when its best period is worse than the incumbent by this factor.
-    hopeless: float = 1.03
-    # Turns into which the effort is divided where the instances are too large for walks.
-    turns_alone: int = 16
-    # Sequences per placement whose periods are annealed: more diversify, fewer get more moves.
-    seeds: int = 6
-
-
-PERIOD_SHARE = PeriodShareParameters()
+# Share of the effort for the search for a period.
+# Operations evaluated, as a share of those that the walks evaluate, and the m / p from which on it is all of that share.
+# A shorter period gains about m / p times; a pipeline that is rarely full depends on its warm-up and cool-down instead.
+PERIOD_EFFORT = 0.5
+FULL_PIPELINE = 4.0
+# A placement is dropped when its best period is worse than the incumbent by this factor.
+HOPELESS = 1.03
+# Turns into which the effort is divided where the instances are too large for walks.
+TURNS_ALONE = 16
+# Sequences per placement whose periods are annealed: more diversify, fewer get more moves.
+MOST_SEEDS = 6
 
 
 class PeriodSearches:
@@ -362,8 +341,8 @@ class PeriodSearches:
         for search in self.running:
             if self.incumbent.proved or not self.budget.in_time:
                 return
-            full = search.instance.microbatches / (PERIOD_SHARE.full_pipeline * search.instance.ranks)
-            work = moves * PERIOD_SHARE.share * min(1.0, full) * search.instance.nodes
+            full = search.instance.microbatches / (FULL_PIPELINE * search.instance.ranks)
+            work = moves * PERIOD_EFFORT * min(1.0, full) * search.instance.nodes
             self._advance(search, search.work + work / len(self.running))
 
     def _advance(self, search: PeriodSearch, until: float) -> None:
@@ -377,7 +356,7 @@ class PeriodSearches:
 
     def run_alone(self, moves: int) -> None:
         """Search for as long as this number of moves would give time for, where the instances are too large for moves."""
-        turn = max(1, moves // PERIOD_SHARE.turns_alone)
+        turn = max(1, moves // TURNS_ALONE)
         for _ in range(0, moves, turn):
             if not self.running or self.incumbent.proved or not self.budget.in_time:
                 return
@@ -393,7 +372,7 @@ class PeriodSearches:
     def drop_worst(self) -> None:
         """Drop the worst search, unless it is the only one, and all that cannot improve on the incumbent."""
         best = sorted(self.running, key=lambda search: search.value)[: max(1, len(self.running) - 1)]
-        most = PERIOD_SHARE.hopeless * self.incumbent.value
+        most = HOPELESS * self.incumbent.value
         self.running = [
             search for search in best if self.incumbent.can_improve(search.instance) and search.value < most
         ]
@@ -404,4 +383,4 @@ def distinct_seeds(seeds: Sequence[tuple[float, Instance, Sequences]]) -> list[t
     by_value: dict[float, tuple[Instance, Sequences]] = {}
     for value, small, sequences in sorted(seeds, key=lambda seed: seed[0]):
         by_value.setdefault(round(value, 9), (small, sequences))
-    return list(by_value.values())[: PERIOD_SHARE.seeds]
+    return list(by_value.values())[:MOST_SEEDS]

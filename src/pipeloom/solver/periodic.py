@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from pipeloom.schedule.costs import TIME_TOLERANCE
 from pipeloom.solver.instance import Instance, Sequences
@@ -255,19 +255,13 @@ def modulo_packed(instance: Instance, interval: float, adjacent: bool = False) -
     return PeriodicSchedule(instance, sequences, [-math.floor(value / interval) for value in start])
 
 
-@dataclass(frozen=True)
-class UnrollParameters:
-    """Choice of the parts of a schedule that are tried for repetition."""
-
-    # The most micro-batches of a part, and the most nodes for which its interval is computed: longer parts repeat
-    # more schedules, and cost more to measure.
-    longest_part: int = 12
-    most_nodes: int = 5000
-    # A part within this factor of its busiest rank's work is taken at once: no other can gain more.
-    close: float = 1.01
-
-
-UNROLLING = UnrollParameters()
+# Choice of the parts of a schedule that are tried for repetition.
+# The most micro-batches of a part, and the most nodes for which its interval is computed: longer parts repeat
+# more schedules, and cost more to measure.
+LONGEST_REPEATED = 12
+MOST_MEASURED_NODES = 5000
+# A part within this factor of its busiest rank's work is taken at once: no other can gain more.
+CLOSE_TO_WORK = 1.01
 
 
 def repeat_period(small: Instance, sequences: Sequences, instance: Instance) -> Sequences | None:
@@ -279,7 +273,7 @@ def repeat_period(small: Instance, sequences: Sequences, instance: Instance) -> 
     p, missing = instance.ranks, instance.microbatches - small.microbatches
     shortest, least = None, float("inf")
     for per_period in range(
-        1, min(UNROLLING.longest_part, UNROLLING.most_nodes // (3 * instance.stages), small.microbatches // 2) + 1
+        1, min(LONGEST_REPEATED, MOST_MEASURED_NODES // (3 * instance.stages), small.microbatches // 2) + 1
     ):
         if missing % per_period:
             continue
@@ -288,7 +282,7 @@ def repeat_period(small: Instance, sequences: Sequences, instance: Instance) -> 
             continue
         if part.interval / per_period < least - TIME_TOLERANCE:
             shortest, least = per_period, part.interval / per_period
-        if part.interval <= UNROLLING.close * part.work:
+        if part.interval <= CLOSE_TO_WORK * part.work:
             return with_repeated_part(small, sequences, per_period, instance)
     if (
         missing % p == 0 and 2 * p <= small.microbatches
