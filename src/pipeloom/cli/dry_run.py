@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pipeloom.config import Config, Layout
 from pipeloom.config.layout import stage_costs
-from pipeloom.config.sizes import layer_sizes
+from pipeloom.config.stages import layer_sizes
 from pipeloom.cores import usable_cores
 from pipeloom.errors import ConfigError, UsageError
 from pipeloom.mesh_shape import MeshShape

@@ -156,6 +156,7 @@ class CommStream:
 
         `timed` can be set between steps.
         """
+        self.device = device
         self._status = status
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.timed = timed

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.config import Config, Layout
-from pipeloom.config.keys import naming_keys
+from pipeloom.config.problems import naming_keys
 from pipeloom.limits import expanded
 from pipeloom.models import MoeClasses, cross_entropy, hf, layers, names, tied, token_loss
 from pipeloom.models.adapters import LoraOptions, with_adapters

@@ -12,7 +12,7 @@ import torch
 
 from pipeloom.config import Layout, load_layout
 from pipeloom.config.adapter import ADAPTER_CONFIG, read_adapter_config
-from pipeloom.config.expert_checks import CLASS_KEYS
+from pipeloom.config.checks import CLASS_KEYS
 from pipeloom.config.hub import is_directory
 from pipeloom.errors import CheckpointError, ConfigError, UsageError
 from pipeloom.models.hf.library import read_config

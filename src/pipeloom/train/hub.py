@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pipeloom.config import ModelSection, load
-from pipeloom.config.expert_checks import CLASS_KEYS
+from pipeloom.config.checks import CLASS_KEYS
 from pipeloom.config.hub import is_directory, own_values
 from pipeloom.config.sections import LoraSection
 from pipeloom.decoder_shape import DecoderShape

@@ -194,7 +194,7 @@ _COMMUNICATES = (
     "runtime/p2p/shared_memory.py",
     "runtime/tied_weights.py",
     "runtime/p2p/torch_p2p.py",
-    "runtime/measured_timeline.py",
+    "runtime/engine.py",
     "runtime/batch.py",
     "train/collect.py",
 )
