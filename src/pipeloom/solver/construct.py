@@ -15,10 +15,8 @@ from itertools import product
 from typing import Any
 
 from pipeloom.errors import PipeloomError
-from pipeloom.schedule.actions import KindName
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs
 from pipeloom.schedule.families import BASELINES, ONE_ROUTE, build
-from pipeloom.schedule.families.construct.layout import warmup_then_alternate
 from pipeloom.schedule.families.construct.list_scheduling import (
     MemoryDeadlock,
     PriorityRule,
@@ -26,7 +24,7 @@ from pipeloom.schedule.families.construct.list_scheduling import (
     programs_of,
     single_route,
 )
-from pipeloom.schedule.families.interleaved import chunk_order, round_sizes
+from pipeloom.schedule.families.interleaved import round_sequences, round_sizes
 from pipeloom.schedule.model import Schedule, parts
 from pipeloom.schedule.placement import loop, name_of
 from pipeloom.schedule.transforms import cut_stages
@@ -199,18 +197,12 @@ def interleaved_rounds(instance: Instance, patience: Sequence[float] = (1.0, 0.5
     if chunks < 2 or list(instance.placement) != loop(p, chunks):
         return
     sizes = round_sizes(p, m)
-    order = chunk_order(sizes, chunks)
     largest = max(instance.costs.per_stage("activation", instance.stages))
     for slope, share in product((1, 2), patience):
         # only as much as the warm-up needs, so that weight gradients are not all deferred to the end
         memory_limit = min(instance.memory_limit, largest * (slope * (p - 1) + (chunks - 1) * max(sizes) + 1))
         problem = single_route(instance.placement, m, instance.costs, [memory_limit] * p)
-        sequences: list[list[tuple[KindName, int]]] = []
-        for rank in range(p):
-            forwards: list[tuple[KindName, int]] = [("F", c * p + rank) for _, c in order]
-            backwards: list[tuple[KindName, int]] = [("I", (chunks - 1 - c) * p + rank) for _, c in order]
-            warmup = slope * (p - rank - 1) + (chunks - 1) * max(sizes)
-            sequences.append(list(warmup_then_alternate(forwards, backwards, warmup)))
+        sequences = round_sequences(p, chunks, sizes, slope)
         try:
             programs = programs_along(problem, sequences, share)
         except MemoryDeadlock:
