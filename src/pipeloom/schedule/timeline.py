@@ -360,13 +360,13 @@ class Timeline:
 
     def _repr_svg_(self) -> str | None:
         """For notebooks: the drawing."""
-        from pipeloom.draw.notebook import svg_of
+        from pipeloom.draw.html import svg_of
 
         return svg_of(self)
 
     def _repr_html_(self) -> str | None:
         """For notebooks: the page."""
-        from pipeloom.draw.notebook import html_of
+        from pipeloom.draw.html import html_of
 
         return html_of(self)
 

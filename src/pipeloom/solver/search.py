@@ -15,10 +15,9 @@ from pipeloom.schedule.families.construct.layout import require_sizes
 from pipeloom.schedule.placement import NAMED, named, require_placement
 from pipeloom.schedule.timeline import Objective
 from pipeloom.solver.bounds import pairs_gain
-from pipeloom.solver.budget import Budget
 from pipeloom.solver.driver import SearchDriver
 from pipeloom.solver.exact import require_solver
-from pipeloom.solver.incumbent import Progress, value_of
+from pipeloom.solver.incumbent import Budget, Progress, value_of
 from pipeloom.solver.instance import Instance
 
 OBJECTIVES = ("makespan", "span")

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from pipeloom.errors import UsageError, printable, shortened
-from pipeloom.limits import SCHEDULE_BYTES, read_file
+from pipeloom.errors import UsageError, printable
+from pipeloom.limits import SCHEDULE_BYTES, read_text
 from pipeloom.schedule.check import check
 from pipeloom.schedule.csv_form import from_csv
 from pipeloom.schedule.graph import Graph, WalkCosts, walk
@@ -29,12 +29,7 @@ def accepts(path: Path) -> bool:
 
 def read(path: Path) -> MeasuredSteps:
     """Return the steps of the file. Raises as `TraceReader.read`, also for cells with different numbers of durations."""
-    try:
-        text = read_file(path, SCHEDULE_BYTES, "a schedule").decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not a text file (byte {error.start} is not UTF-8)") from None
-    except OSError as error:
-        raise UsageError(f"cannot read {shortened(str(path))}: {error.strerror or error}") from None
+    text = read_text(path, SCHEDULE_BYTES, "a schedule")
     lines, times = _taken_apart(text, path)
     schedule = from_csv("\n".join(lines), name=printable(path.stem), source=str(path))
     check(schedule)

@@ -14,7 +14,7 @@ from typing import Any
 
 from pipeloom.errors import ArgumentError, UsageError, did_you_mean
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs
-from pipeloom.schedule.families.construct.layout import REGISTRY, Family, planned_schedule
+from pipeloom.schedule.families.construct.layout import REGISTRY, Family, encoded
 from pipeloom.schedule.families.construct.list_scheduling import (
     MemoryDeadlock,
     PriorityRule,
@@ -213,7 +213,8 @@ def baseline(
             programs = programs_of(problem, PriorityRule(late=late))
         except MemoryDeadlock:
             continue
-        return planned_schedule(programs, placement=placement, microbatches=microbatches, name="list scheduling")
+        codes = encoded(programs, len(placement), microbatches)
+        return Schedule.of_codes(codes, placement=placement, microbatches=microbatches, name="list scheduling")
     raise ArgumentError("memory", f" is {memory:g}; no schedule was found that fits it; give more")
 
 

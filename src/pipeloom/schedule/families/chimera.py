@@ -6,7 +6,7 @@ import math
 
 from pipeloom.errors import UsageError
 from pipeloom.schedule.costs import Costs
-from pipeloom.schedule.families.construct.layout import family, planned_schedule, require_sizes
+from pipeloom.schedule.families.construct.layout import encoded, family, require_sizes
 from pipeloom.schedule.families.construct.list_scheduling import PriorityRule, SchedulingProblem, programs_of
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.simulate import simulate
@@ -44,8 +44,8 @@ def chimera(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedu
             placement, routes, jobs, plan, (math.inf,) * ranks, tuple(map(float, caps)) * 2, fused=True
         )
         schedules.append(
-            planned_schedule(
-                programs_of(problem, PriorityRule(turns=turns)),
+            Schedule.of_codes(
+                encoded(programs_of(problem, PriorityRule(turns=turns)), stages, microbatches),
                 placement=placement,
                 microbatches=microbatches,
                 name="chimera",

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 from pipeloom.schedule.costs import Costs
-from pipeloom.schedule.families.construct.layout import family, planned_schedule, require_sizes
+from pipeloom.schedule.families.construct.layout import encoded, family, require_sizes
 from pipeloom.schedule.families.construct.list_scheduling import PriorityRule, programs_of, single_route
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.placement import vee
@@ -34,9 +34,10 @@ def hanayo(ranks: int, microbatches: int, waves: int = 1) -> Schedule:
     schedules = []
     for turn, cap in product(turns, caps):
         problem = single_route(placement, microbatches, Costs(), [math.inf] * ranks, [cap] * len(placement))
+        programs = programs_of(replace(problem, fused=True), PriorityRule(turns=turn))
         schedules.append(
-            planned_schedule(
-                programs_of(replace(problem, fused=True), PriorityRule(turns=turn)),
+            Schedule.of_codes(
+                encoded(programs, len(placement), microbatches),
                 placement=placement,
                 microbatches=microbatches,
                 name="hanayo",

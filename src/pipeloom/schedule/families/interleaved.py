@@ -6,6 +6,7 @@ from functools import partial
 from typing import Literal, get_args
 
 from pipeloom.errors import UsageError, did_you_mean
+from pipeloom.schedule.actions import KindName
 from pipeloom.schedule.families.construct.layout import (
     Coder,
     family,
@@ -138,3 +139,18 @@ def chunk_order(sizes: list[int], chunks: int) -> list[tuple[int, int]]:
         order += [(mb, c) for c in range(chunks) for mb in range(first, first + size)]
         first += size
     return order
+
+
+def round_sequences(ranks: int, chunks: int, sizes: list[int], slope: int) -> list[list[tuple[KindName, int]]]:
+    """rank -> its (kind, stage) of F and I in rounds of `sizes`: the warm-up, then one of each in turn.
+
+    Rank r warms up with slope (p-r-1) + (v-1) g forwards, g the largest round: `interleaved` has a slope of 2.
+    """
+    order = chunk_order(sizes, chunks)
+    sequences: list[list[tuple[KindName, int]]] = []
+    for r in range(ranks):
+        forwards: list[tuple[KindName, int]] = [("F", c * ranks + r) for _, c in order]
+        backwards: list[tuple[KindName, int]] = [("I", (chunks - 1 - c) * ranks + r) for _, c in order]
+        warmup = slope * (ranks - r - 1) + (chunks - 1) * max(sizes)
+        sequences.append(list(warmup_then_alternate(forwards, backwards, warmup)))
+    return sequences

@@ -20,7 +20,7 @@ from pipeloom.limits import MOST_PLANNED_CELLS
 from pipeloom.schedule.actions import KindName
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, StageCosts
 from pipeloom.schedule.families.construct.building_block import BuildingBlock, repeated_programs, sequences_of_block
-from pipeloom.schedule.families.construct.layout import Planned, family, planned_schedule, require_sizes
+from pipeloom.schedule.families.construct.layout import Planned, encoded, family, require_sizes
 from pipeloom.schedule.families.construct.list_scheduling import (
     MemoryDeadlock,
     PriorityRule,
@@ -106,7 +106,8 @@ def _v_schedule(
 
     def candidates(planned: int) -> Iterator[Schedule]:
         for programs in _programs((ranks, planned), cost_model, blocks, memory_limit, rounds):
-            yield planned_schedule(programs, placement=vee(ranks), microbatches=planned, name=name, options=options)
+            codes = encoded(programs, 2 * ranks, planned)
+            yield Schedule.of_codes(codes, placement=vee(ranks), microbatches=planned, name=name, options=options)
 
     return plan(sizes, cost_model, objective, candidates)
 

@@ -17,8 +17,8 @@ from pipeloom.schedule.actions import KindName
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, StageCosts
 from pipeloom.schedule.families.construct.layout import (
     Planned,
+    encoded,
     family,
-    planned_schedule,
     require_memory,
     require_sizes,
 )
@@ -67,8 +67,9 @@ def zb_auto(
 
     def candidates(planned: int) -> Iterator[Schedule]:
         for programs in _programs((ranks, planned), cost_model, memory_limit):
-            yield planned_schedule(
-                programs, placement=range(ranks), microbatches=planned, name="zb-auto", options=options
+            codes = encoded(programs, ranks, planned)
+            yield Schedule.of_codes(
+                codes, placement=range(ranks), microbatches=planned, name="zb-auto", options=options
             )
         for schedule in (zb_h1(ranks, planned), zb_h2(ranks, planned)):
             peak = max(simulate(schedule, replace(cost_model, microbatch=())).peak_memory)

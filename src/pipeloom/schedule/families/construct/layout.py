@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 from pipeloom.errors import UsageError, echo
 from pipeloom.limits import MOST_CELLS, MOST_CHUNKS, MOST_RANKS, require_at_most, require_schedule
@@ -100,27 +100,10 @@ class Coder:
         return (forward + 1) * MOST_KINDS * self.stride + backward
 
 
-def planned_schedule(
-    programs: Sequence[Sequence[Planned]],
-    *,
-    placement: Sequence[int],
-    microbatches: int,
-    name: str,
-    options: Mapping[str, Any] | None = None,
-    routes: Sequence[Sequence[int]] | None = None,
-    route_of: Sequence[int] | None = None,
-) -> Schedule:
-    """Return the schedule of these programs, rank -> its (kind, stage, micro-batch); otherwise as `Schedule.of_codes`."""
-    code = Coder(len(placement), microbatches)
-    return Schedule.of_codes(
-        [[code.of(*action) for action in program] for program in programs],
-        placement=placement,
-        microbatches=microbatches,
-        name=name,
-        options=options,
-        routes=routes,
-        route_of=route_of,
-    )
+def encoded(programs: Sequence[Sequence[Planned]], stages: int, microbatches: int) -> list[list[int]]:
+    """Return programs, rank -> its (kind, stage, micro-batch), as a Schedule's integers."""
+    code = Coder(stages, microbatches)
+    return [[code.of(*action) for action in program] for program in programs]
 
 
 def warmup_then_alternate(forwards: list[Item], backwards: list[Item], warmup: int) -> Iterator[Item]:
