@@ -3,43 +3,24 @@
 `pl.schedules.interleaved(ranks=4, microbatches=9)` is a schedule, `pl.schedules.unpair(schedule)` another.
 """
 
-from pipeloom.schedule.families import FAMILIES, Family, build
-from pipeloom.schedule.transforms import (
-    TRANSFORMS,
-    cut_stages,
-    defer_last_stage_weights,
-    forward_only,
-    half_split,
-    merge_backward,
-    split_cooldown,
-    transformed,
-    unpair,
-)
+from typing import TYPE_CHECKING
 
-_FUNCTIONS: dict[str, Family] = {family.__name__: family for family in FAMILIES.values()}
+from pipeloom.schedule.families import FAMILIES as FAMILIES
+from pipeloom.schedule.families import Family
+from pipeloom.schedule.families import build as build
+from pipeloom.schedule.transforms import TRANSFORMS as TRANSFORMS
+from pipeloom.schedule.transforms import cut_stages as cut_stages
+from pipeloom.schedule.transforms import defer_last_stage_weights as defer_last_stage_weights
+from pipeloom.schedule.transforms import forward_only as forward_only
+from pipeloom.schedule.transforms import half_split as half_split
+from pipeloom.schedule.transforms import merge_backward as merge_backward
+from pipeloom.schedule.transforms import split_cooldown as split_cooldown
+from pipeloom.schedule.transforms import transformed as transformed
+from pipeloom.schedule.transforms import unpair as unpair
 
-__all__ = [
-    "FAMILIES",
-    "TRANSFORMS",
-    "build",
-    "cut_stages",
-    "defer_last_stage_weights",
-    "forward_only",
-    "half_split",
-    "merge_backward",
-    "split_cooldown",
-    "transformed",
-    "unpair",
-]
-__all__ += sorted(_FUNCTIONS)
+globals().update({family.__name__: family for family in FAMILIES.values()})
 
+if TYPE_CHECKING:
 
-def __getattr__(name: str) -> Family:
-    """The family's function of this name, such as `one_f_one_b`."""
-    if name in _FUNCTIONS:
-        return _FUNCTIONS[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+    def __getattr__(name: str) -> Family:
+        """Type every other name as a family's function."""

@@ -224,19 +224,10 @@ def early(rank: int) -> None:
     close(net, sync, reference(net, [0], 2), "early")
 
 
-@dataclass
-class Finished:
-    """A reduction that has been waited for."""
-
-    total: Tensor
-
-    def wait(self) -> Tensor:
-        return self.total
-
-
-def at_once(self: Reducer, bucket: Bucket, start: Callable[[Reducer, Bucket], Reduction] = Reducer.start) -> Finished:
+def at_once(self: Reducer, bucket: Bucket, start: Callable[[Reducer, Bucket], Reduction] = Reducer.start) -> Reduction:
     """Start a bucket's reduction and wait for it."""
-    return Finished(start(self, bucket).wait())
+    total = start(self, bucket)()
+    return lambda: total
 
 
 def mutations(rank: int) -> None:

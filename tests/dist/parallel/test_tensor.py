@@ -174,7 +174,7 @@ def penalties(rank: int) -> None:
     for sequence in (False, True):
         for how in ("plain", "queue", "main", "hook"):
             check_penalty(tensor_parallel(sequence), how)
-    with pytest.raises(UsageError, match=r"inside a transform \(torch.func"):
+    with pytest.raises(RuntimeError, match="autograd.Function with functorch transforms"):
         torch.func.vmap(filled(tensor_parallel(False)))(normal(2, BATCH, LENGTH, WIDTH, seed=1))
 
 
