@@ -106,7 +106,9 @@ def command(arguments: Sequence[str]) -> int:
             del os.environ[VERDICTS]
         if code:
             return _failed(code, request.as_json)
-        return summarise(request, json.loads(verdicts.read_text(encoding="utf-8")))
+        results = json.loads(verdicts.read_text(encoding="utf-8"))
+    record_verified(request, results)
+    return summarise(request, results)
 
 
 def verify_families(arguments: Sequence[str]) -> int:
@@ -220,6 +222,7 @@ def _work(request: Request) -> int:
     if VERDICTS in os.environ:
         Path(os.environ[VERDICTS]).write_text(json.dumps(verdicts), encoding="utf-8")
         return code
+    record_verified(request, verdicts)
     return summarise(request, verdicts)
 
 
@@ -248,9 +251,6 @@ def row(verdict: dict[str, Any], width: int) -> str:
 def summarise(request: Request, verdicts: list[dict[str, Any]]) -> int:
     """Print the failing parameters and the number that passed, or everything as JSON; return 0 if all passed, otherwise 1."""
     failed = [verdict for verdict in verdicts if not verdict["passed"]]
-    for layout, verdict in zip(request.layouts, verdicts, strict=True):
-        if verdict["passed"]:
-            record_verified(layout)
     if request.as_json:
         report = {
             "passed": not failed,
@@ -284,10 +284,12 @@ def unverified(layout: Layout) -> list[str]:
     return [name for name, digest in _digests_of_others(layout).items() if digest not in passed]
 
 
-def record_verified(layout: Layout) -> None:
-    """Record in `log.dir` that a layout with layers of others has passed. A folder that cannot be written is left as it is."""
-    digests = _digests_of_others(layout).values()
-    if digests:
+def record_verified(request: Request, verdicts: Sequence[dict[str, Any]]) -> None:
+    """Record in `log.dir` the layers of others with which layouts have passed. A folder that cannot be written stays as it is."""
+    for layout, verdict in zip(request.layouts, verdicts, strict=False):
+        digests = _digests_of_others(layout).values()
+        if not verdict["passed"] or not digests:
+            continue
         with contextlib.suppress(OSError):
             path = expanded(layout.config.log.dir) / _RECORD
             path.parent.mkdir(parents=True, exist_ok=True)
