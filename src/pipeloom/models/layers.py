@@ -19,7 +19,7 @@ from pipeloom.models.moe_overlap import OverlappedSparseBlock
 from pipeloom.ops.layer import Layer
 from pipeloom.ops.random_state import set_sources
 from pipeloom.parallel.dispatch import ExpertParallel
-from pipeloom.parallel.tensor import TensorParallel, spread
+from pipeloom.parallel.tensor import TensorParallel, if_parallel
 from pipeloom.parallel.vocabulary import VocabularyEmbedding
 
 
@@ -52,7 +52,7 @@ def layers(
     residual = deviation / math.sqrt(2 * shape.num_hidden_layers)
     deviations = Deviations(deviation, {"o_proj": residual, "down_proj": residual})
     same = {names.HEAD_WEIGHT: names.EMBEDDING_WEIGHT} if shape.tie_word_embeddings else {}
-    cut = spread(tensor)
+    cut = if_parallel(tensor)
     index = {"tp": cut.index if cut is not None else 0, "ep": expert.axis.index if expert is not None else 0}
     drawing = InitSpec(seed, deviations, same, index)
     overlaps = expert is not None and expert.size > 1 and max(expert.chunks, expert.blocks) > 1

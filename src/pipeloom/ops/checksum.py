@@ -24,8 +24,9 @@ def checksum(tensor: Tensor) -> Tensor:
         data = data.clone()
     whole = data.numel() // 8 * 8
     words, rest = data[:whole].view(torch.int64), data[whole:]
+    shifts = torch.arange(0, 8 * rest.numel(), 8, device=rest.device)
     rows = words.numel() // _ROW
-    total = words[rows * _ROW :].sum() * (2 * rows + 1) + (rest.long() << _shifts(rest)).sum() * (2 * rows + 3)
+    total = words[rows * _ROW :].sum() * (2 * rows + 1) + (rest.long() << shifts).sum() * (2 * rows + 3)
     if rows:
         sums = words[: rows * _ROW].view(rows, _ROW).sum(1)
         total += (sums * torch.arange(1, 2 * rows, 2, device=sums.device)).sum()
@@ -34,11 +35,10 @@ def checksum(tensor: Tensor) -> Tensor:
 
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
     """Return the checksum of each tensor, all in one transfer to the host."""
-    if not tensors:
-        return []
-    return [
-        int(value) for value in torch.stack([checksum(tensor).to(tensors[0].device) for tensor in tensors]).tolist()
-    ]
+    values: list[int] = (
+        torch.stack([checksum(tensor).to(tensors[0].device) for tensor in tensors]).tolist() if tensors else []
+    )
+    return values
 
 
 def joint_checksum(tensors: Sequence[Tensor]) -> Tensor:
@@ -56,11 +56,5 @@ def joint_checksum(tensors: Sequence[Tensor]) -> Tensor:
 
 def message_checksum(values: Sequence[Tensor | None]) -> int:
     """Return one checksum for several tensors in order; None is skipped."""
-    total = 0
-    for at, value in enumerate(checksums([value for value in values if value is not None])):
-        total += value * (2 * at + 1)
-    return (total + 2**63) % 2**64 - 2**63
-
-
-def _shifts(rest: Tensor) -> Tensor:
-    return torch.arange(0, 8 * rest.numel(), 8, device=rest.device)
+    tensors = [value for value in values if value is not None]
+    return int(joint_checksum(tensors)) if tensors else 0

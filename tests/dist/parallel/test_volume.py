@@ -16,6 +16,8 @@ from pipeloom.schedule.families import FAMILIES, build
 from pipeloom.schedule.messages import message_counts, size_words
 from processes import run_ranks
 
+pytestmark = pytest.mark.core
+
 # bytes that leave a rank, over the bytes of the larger of its two tensors and (ranks - 1) / ranks
 MOVES = {"all_reduce": 2.0, "all_gather_single": 1.0, "all_gather_into_tensor": 1.0, "all_to_all_single": 1.0}
 WIDTH = model().hidden_size

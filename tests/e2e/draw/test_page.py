@@ -38,6 +38,7 @@ def opened(running: Any, tmp_path: Path) -> Iterator[Opened]:
     page.close()
 
 
+@pytest.mark.core
 def test_the_card_says_what_a_box_is_and_what_it_waited_for(opened: Opened) -> None:
     timeline = _interleaved()
     rank, at = 1, 0

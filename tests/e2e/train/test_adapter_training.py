@@ -184,7 +184,7 @@ def test_dropout_is_the_same_in_a_resumed_run(tmp_path: Path) -> None:
         trainer = Trainer(config, pipeline, SimpleNamespace(rank=0, device=torch.device("cpu"), flags=0), None)
         if start:
             checkpoint.load(tmp_path / "run", pipeline, trainer.optimizer, base_weights(config))
-            trainer.made = trainer.batch = start
+            trainer.steps_done = trainer.batch = start
         trainer.train(text)
         if steps == 2:
             checkpoint.Saver(tmp_path / "run", pipeline, trainer.optimizer, base=base_weights(config)).save(2)
