@@ -165,7 +165,7 @@ def _slow(words: Sequence[str], schedule: Schedule) -> dict[int, float]:
 
 def _run(rehearsal: Rehearsal, device: str, words: Sequence[str]) -> tuple[int, tuple[Timeline, ...]]:
     """Return the exit code and the recorded steps; no steps on workers, whose launcher returns them."""
-    from pipeloom.schedule import timeline_form
+    from pipeloom.traces import timelines as timeline_files
     from pipeloom.train.workers.worker import is_worker
 
     if is_worker():
@@ -179,7 +179,7 @@ def _run(rehearsal: Rehearsal, device: str, words: Sequence[str]) -> tuple[int, 
         flush=True,
     )
     code, steps = run_workers("rehearse", words, ranks)
-    return code, () if code else timeline_form.from_json(steps)
+    return code, () if code else timeline_files.from_json(steps)
 
 
 def _require_machine(rehearsal: Rehearsal, device: str) -> None:
@@ -206,7 +206,7 @@ def _require_machine(rehearsal: Rehearsal, device: str) -> None:
 
 def _work(rehearsal: Rehearsal, device: str) -> tuple[int, tuple[Timeline, ...]]:
     """Run one worker; rank 0 hands the steps over to its launcher, or returns them where torchrun started it."""
-    from pipeloom.schedule import timeline_form
+    from pipeloom.traces import timelines as timeline_files
     from pipeloom.train.report.rehearse import run
 
     measured_steps: tuple[Timeline, ...] = ()
@@ -216,7 +216,7 @@ def _work(rehearsal: Rehearsal, device: str) -> tuple[int, tuple[Timeline, ...]]
         measured_steps = run(rehearsal, context)
 
     code = be_worker(_layout(rehearsal, device), body)
-    reports = hand_over(lambda: json.dumps(timeline_form.to_dict(measured_steps)))
+    reports = hand_over(lambda: json.dumps(timeline_files.to_dict(measured_steps)))
     return code, measured_steps if reports else ()
 
 
@@ -243,7 +243,7 @@ def report(rehearsal: Rehearsal, timelines: Sequence[Timeline], output: OutputFl
     """Write the drawings, and print the step, its figures and its difference from the simulation."""
     from pipeloom.draw.figures import number, time_unit
     from pipeloom.limits import usable_cores
-    from pipeloom.schedule.measured import predict, settled
+    from pipeloom.traces.measured import predict, settled
 
     study = Study(timelines, predict(timelines), layers=rehearsal.work())
     simulated = rehearsal.simulated()

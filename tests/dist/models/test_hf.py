@@ -21,10 +21,10 @@ from pipeloom.cli.verify import command
 from pipeloom.config.hub import VERIFIED_FAMILIES
 from pipeloom.errors import ConfigError, UsageError
 from pipeloom.models import cross_entropy, hf, stored_tensors
-from pipeloom.models.documents import visible
+from pipeloom.models.decoder import visible
 from pipeloom.models.hf import weights
-from pipeloom.models.hf.conv1d import TransposedLinear
-from pipeloom.models.hf.recorders import HandOver
+from pipeloom.models.hf.parts import TransposedLinear
+from pipeloom.models.hf.parts import HandOver
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue
 from pipeloom.runtime import LocalPipeline
 from pipeloom.train.hub import families
