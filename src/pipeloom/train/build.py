@@ -99,11 +99,6 @@ def spread_of(config: Config, mesh: Mesh | PipelineMesh | None) -> ExpertParalle
     return ExpertParallel(mesh.ep, parallel.ep_nodes, inside, across, parallel.ep_chunks, parallel.ep_blocks)
 
 
-def shows_all_to_all(config: Config) -> bool:
-    """Return whether experts exchange tokens between ranks, so that computation may wait for an all-to-all."""
-    return config.parallel.ep > 1
-
-
 def moe_classes(layout: Layout) -> MoeClasses:
     """Return the classes of a layout's experts and routers."""
     defaults = MoeClasses()

@@ -15,7 +15,10 @@ import transformers
 from safetensors.torch import save_file
 
 import pipeloom as pl
+from hf_families import MODEL_FAMILIES, make_batch
 from live_bytes import LiveBytes
+from pipeloom.cli.verify import command
+from pipeloom.config.hub import VERIFIED_FAMILIES
 from pipeloom.errors import ConfigError, UsageError
 from pipeloom.models import cross_entropy, hf, stored_tensors
 from pipeloom.models.documents import visible
@@ -23,30 +26,13 @@ from pipeloom.models.hf import weights
 from pipeloom.models.hf.conv1d import TransposedLinear
 from pipeloom.models.hf.recorders import HandOver
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue
-from pipeloom.runtime import LocalPipeline, RuntimeOptions
-from pipeloom.train import families
-from pipeloom.train.families import (
-    MODEL_FAMILIES,
-    SCHEDULES,
-    VARIANTS,
-    ParameterValues,
-    Variant,
-    compare,
-    make_batch,
-)
+from pipeloom.runtime import LocalPipeline
+from pipeloom.train.hub import families
+from pipeloom.train.hub.families import SCHEDULES, VARIANTS, Variant, compare, verify_family
 from processes import run_ranks
 
 # left padding of rows and Conv1D; a sliding window; experts in three dimensions; other widths outside; returned tuples
 SAMPLE = ("gpt2", "mistral", "mixtral", "opt", "gptj")
-
-
-def step(family: str, variant: Variant, model: hf.ModelLayers) -> families.Verdict:
-    options = RuntimeOptions(recompute="full" if variant.recompute else "none")
-    pipeline = LocalPipeline(model, SCHEDULES[variant.schedule](), loss=cross_entropy, tied=model.tied, options=options)
-    batch = make_batch(family, variant.packed)
-    loss = pipeline.step(batch.tokens, batch.targets, **batch.keywords).item()
-    held = {name: ParameterValues(p.detach(), p.grad) for name, p in pipeline.named_parameters()}
-    return compare(family, variant, model, [held], loss, 1e-5)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -54,26 +40,30 @@ def step(family: str, variant: Variant, model: hf.ModelLayers) -> families.Verdi
 def test_loss_and_gradients_equal_one_process(family: str, variant: Variant) -> None:
     if variant.packed and family == "opt":
         family = "llama4"  # OPT attends across documents
-    verdict = step(family, variant, hf.layers(MODEL_FAMILIES[family].build()))
+    tiny = MODEL_FAMILIES[family]
+    verdict = verify_family(tiny, variant, hf.layers(tiny.build()), 1e-5)
     assert verdict.passed, verdict
 
 
 def test_the_comparison_sees_a_wrong_gradient() -> None:
     """A comparison that finds nothing proves nothing: one gradient off by a thousandth fails."""
-    model, variant = hf.layers(MODEL_FAMILIES["llama"].build()), Variant("1f1b")
+    tiny, variant = MODEL_FAMILIES["llama"], Variant("1f1b")
+    model = hf.layers(tiny.build())
     pipeline = LocalPipeline(model, SCHEDULES["1f1b"](), loss=cross_entropy)
     batch = make_batch("llama")
     loss = pipeline.step(batch.tokens, batch.targets, **batch.keywords).item()
-    held = {name: ParameterValues(p.detach(), p.grad) for name, p in pipeline.named_parameters()}
+    parameters = dict(pipeline.named_parameters())
     name = "model.layers.2.mlp.up_proj.weight"
-    value, gradient = held[name]
-    assert gradient is not None
-    wrong = compare("llama", variant, model, [{**held, name: ParameterValues(value, gradient * 1.001)}], loss, 1e-5)
-    assert not wrong.passed
-    assert wrong.worst_parameter == name
-    absent = compare("llama", variant, model, [{k: v for k, v in held.items() if k != name}], loss, 1e-5)
-    assert not absent.passed
-    assert not compare("llama", variant, model, [held], loss * 1.001, 1e-5).passed
+    others = [(key, parameter) for key, parameter in parameters.items() if key != name]
+    right = parameters[name]
+    wrong = torch.nn.Parameter(right.detach().clone())
+    wrong.grad = right.grad * 1.001
+    assert compare(tiny, variant, model, [*others, (name, right)], loss, 1e-5).passed
+    different = compare(tiny, variant, model, [*others, (name, wrong)], loss, 1e-5)
+    assert not different.passed
+    assert different.worst_parameter == name
+    assert not compare(tiny, variant, model, others, loss, 1e-5).passed
+    assert not compare(tiny, variant, model, [*others, (name, right)], loss * 1.001, 1e-5).passed
 
 
 def _two_processes(rank: int) -> list[Any]:
@@ -95,20 +85,76 @@ def pl_pipeline(model: hf.ModelLayers, schedule: str) -> Any:
     return Pipeline(model, SCHEDULES[schedule](), loss=cross_entropy, tied=model.tied)
 
 
+def with_gradient(value: Any, gradient: Any) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(torch.from_numpy(value))
+    parameter.grad = torch.from_numpy(gradient)
+    return parameter
+
+
 def test_ties_across_processes_are_summed_once() -> None:
     """GPT-2's output layer is its embedding: under 1F1B they are on two ranks, under ZBV on one."""
     found = run_ranks(_two_processes, 2)
     model = hf.layers(MODEL_FAMILIES["gpt2"].build())
     for at, schedule in enumerate(("1f1b", "zbv")):
-        ranks = [
-            {name: ParameterValues(*map(torch.from_numpy, values)) for name, values in rank[at][1].items()}
-            for rank in found
-        ]
-        verdict = compare("gpt2", Variant(schedule), model, ranks, found[0][at][0], 1e-5)
+        ranks = [{name: with_gradient(*values) for name, values in rank[at][1].items()} for rank in found]
+        parameters = [held for rank in ranks for held in rank.items()]
+        verdict = compare(MODEL_FAMILIES["gpt2"], Variant(schedule), model, parameters, found[0][at][0], 1e-5)
         assert verdict.passed, verdict
         holders = [name for rank in ranks for name in rank if name in model.tied[0]]
         assert len(holders) == (2 if schedule == "1f1b" else 1)
         assert sum("h.0." in name for name in ranks[1]) == 0, "a rank builds its own layers only"
+
+
+def test_the_command_verifies_a_family_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file is that of the source tree where none is named."""
+    assert command(["--hf-families", "gpt2", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [verdict["schedule"] for verdict in report["verdicts"]] == [str(variant) for variant in VARIANTS]
+    assert {verdict["family"] for verdict in report["verdicts"]} == {"gpt2"}
+    file = tmp_path / "own.toml"
+    values = "vocab_size = 9, n_embd = 8, n_layer = 4, n_head = 2, bos_token_id = 1, eos_token_id = 1"
+    file.write_text(f'[families]\nmine = {{ config = "GPT2Config", values = {{ {values} }} }}\n')
+    assert command(["--hf-families", str(file)]) == 0
+    assert "5 of 5 pass" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('[families]\nmine = { config = "NoConfig" }', "mine: transformers has no configuration 'NoConfig'"),
+        ('[families]\nmine = { config = "GPT2Config", shared = ["x"] }', r"mine names no table of \[shared\]: 'x'"),
+        ("[families]\nmine = { config = 3 }", r"families\.mine\.config = 3: it must be text in quotes"),
+        ("families = 3", "families = 3: it must be a table"),
+    ],
+)
+def test_a_wrong_file_of_families_is_one_sentence(tmp_path: Path, content: str, words: str) -> None:
+    file = tmp_path / "own.toml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        command(["--hf-families", str(file)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["gpt3"], r"hf_families\.toml has no family 'gpt3'; did you mean .*'gpt2'"),
+        (["--jsn"], "has no option '--jsn'; it takes a file, names of families, and --json"),
+        (["a.toml", "b.toml"], r"takes one file, and 2 are given: a\.toml and b\.toml"),
+    ],
+)
+def test_wrong_arguments_about_families_are_refused(arguments: list[str], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        command(["--hf-families", *arguments])
+
+
+def test_the_families_that_count_as_verified_are_those_of_the_file() -> None:
+    assert {family.build().model_type for family in MODEL_FAMILIES.values()} == VERIFIED_FAMILIES
+
+
+def test_an_installation_without_families_asks_for_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(families, "FAMILIES_FILE", tmp_path / "absent.toml")
+    with pytest.raises(UsageError, match=r"holds no families to verify; give the path of a file, such as tests/data"):
+        families.read_families()
 
 
 def test_names_are_those_of_transformers() -> None:

@@ -20,11 +20,11 @@ import torch
 
 from pipeloom.config import load_layout
 from pipeloom.train.build import build_pipeline
-from pipeloom.train.data.batches import sample
+from pipeloom.train.data.batches import windows_of
 from pipeloom.train.data.tokenizers import ByteTokenizer
+from pipeloom.train.hub.generate import SAMPLED_TOKENS, generate
 from pipeloom.train.loop import Trainer
 from pipeloom.train.report.verify import make_batch, pipeline_step, serial_step
-from pipeloom.train.sample import SAMPLED_TOKENS, generate
 from processes import run_ranks
 
 CPU = torch.device("cpu")
@@ -135,13 +135,13 @@ def test_one_rank_learns_a_text() -> None:
     pipeline = build_pipeline(layout, CPU)
     trainer = Trainer(layout.config, pipeline, context(), None)
     text = ByteTokenizer().encode("abcdefgh" * 40)
-    held_out = [sample(text, 1, 0, 4, 16)]
+    held_out = [windows_of(text, 16, "text").anywhere(4, 1, 0)]
     before = trainer.held_out_loss(held_out)
     trainer.train(text)
     after = trainer.held_out_loss(held_out)
     assert abs(before - math.log(256)) < 0.5
     assert after < 0.2
-    assert len(trainer.traces) == 3
+    assert len(trainer.log.traces) == 3
     written = generate(pipeline, ByteTokenizer(), 16, seed=0, prompt="abc")
     assert len(written) == 3 + SAMPLED_TOKENS
     assert "abcdefghabcdefgh" in written

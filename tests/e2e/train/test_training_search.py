@@ -105,7 +105,7 @@ def trained(rank: int, folder: Path, overrides: dict[str, Any], world_size: int 
         "said": report.said if report else [],
         "search": [event for event in report.events if event["event"] == "search"] if report else [],
         "trial": [event for event in report.events if event["event"] == "trial"] if report else [],
-        "traces": len(trainer.traces),
+        "traces": len(trainer.log.traces),
         "weights": {name: value.tolist() for name, value in pipeline.named_parameters()},
     }
 

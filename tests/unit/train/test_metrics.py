@@ -15,10 +15,9 @@ from pipeloom import Costs, schedules, simulate
 from pipeloom.config import load, load_layout
 from pipeloom.errors import ConfigError
 from pipeloom.schedule import timeline_form
-from pipeloom.train.loop import typical
+from pipeloom.train.hub.generate import printable
 from pipeloom.train.report.metrics import StepMetrics, memory_in_use, model_flops_utilization, shared_cores, simulated
-from pipeloom.train.report.report import Report, make_folder
-from pipeloom.train.sample import printable
+from pipeloom.train.report.report import Report, make_folder, typical
 
 FIGURES = StepMetrics(
     step=10,

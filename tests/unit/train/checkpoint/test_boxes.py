@@ -73,8 +73,8 @@ def test_runs_of_a_part_with_fused_projections_are_where_the_whole_has_them(
     start = data.draw(st.integers(0, part.numel()))
     stop = data.draw(st.integers(start, part.numel()))
     flat, seen = part.reshape(-1)[start:stop], 0
-    for run, (first, last), piece in held.parts_of_run(start, stop):
-        view = flat[first:last].view(run.shape)[piece.local.slices_in(Box((0, 0), run.shape))]
-        assert torch.equal(view, whole[piece.box.slices_in(Box((0, 0), shape))])
-        seen += piece.box.elements
+    for box, view in held.parts(flat, start):
+        assert torch.equal(view, whole[box.slices_in(Box((0, 0), shape))])
+        seen += box.elements
     assert seen == stop - start
+    assert torch.equal(held.read(lambda box: whole[box.slices_in(Box((0, 0), shape))], start, stop), flat)

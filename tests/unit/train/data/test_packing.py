@@ -12,7 +12,7 @@ import torch
 
 from corpora import config, data, documents, json_lines
 from pipeloom.errors import ConfigError
-from pipeloom.train.data.batches import Batch, Batches, Mixture, PackedRows, SpanRows, TextRows
+from pipeloom.train.data.batches import Batch, Batches, Mixture, PackedRows, SpanRows, windows_of
 from pipeloom.train.data.packing import Spans, first_fit_decreasing, packed, pieces_of, runs, split
 
 
@@ -86,10 +86,12 @@ def test_windows_of_spans_are_those_of_their_tokens_joined() -> None:
     tokens = np.random.default_rng(3).integers(0, 100, 500)
     spans = spans_of((3, 4), (10, 11), (20, 120), (120, 130), (300, 301), (400, 500))
     joined = torch.from_numpy(np.concatenate([tokens[a:b] for a, b in zip(*spans, strict=True)]))
-    ours, plain = SpanRows(tokens, spans, 16), TextRows(joined, 16)
-    assert ours.count == plain.count
-    same(ours.take(torch.arange(ours.count)), plain.take(torch.arange(ours.count)))
-    same(ours.anywhere(9, 5, 2), plain.anywhere(9, 5, 2))
+    rows, plain = SpanRows(tokens, spans, 16), windows_of(joined, 16, "text")
+    assert rows.count == plain.count == (len(joined) - 1) // 16
+    for batch in (rows.take(torch.arange(rows.count)), plain.take(torch.arange(rows.count))):
+        assert torch.equal(batch.tokens.flatten(), joined[: 16 * rows.count])
+        assert torch.equal(batch.targets.flatten(), joined[1 : 16 * rows.count + 1])
+    same(rows.anywhere(9, 5, 2), plain.anywhere(9, 5, 2))
 
 
 def same(a: Batch, b: Batch) -> None:
@@ -98,7 +100,7 @@ def same(a: Batch, b: Batch) -> None:
 
 
 def mixture(tmp_path: Path, **keys: Any) -> Batches:
-    sources = [TextRows(torch.arange(start, start + 321), 16) for start in (0, 1000, 2000)]
+    sources = [windows_of(torch.arange(start, start + 321), 16, "text") for start in (0, 1000, 2000)]
     return Batches(Mixture(sources, (6.0, 3.0, 1.0)), config(tmp_path, train__seq_len=16, **keys), 1)
 
 

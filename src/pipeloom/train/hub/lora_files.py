@@ -138,7 +138,7 @@ def _read_checkpoint(path: Path, pipeline: Pipeline) -> None:
         raise CheckpointError(f"{directory}: it holds adapters only, of the model in {manifest.base.path}")
     reader = Reader(directory, manifest)
     here = [held for held in holders(pipeline) if not is_adapter(held.name)]
-    on_every_rank(pipeline, group, lambda: require_shapes(reader, {held.name: held.shape for held in here}))
+    on_every_rank(pipeline, lambda: require_shapes(reader, {held.name: held.shape for held in here}))
     for held in here:
         held.tensor.copy_(held.read(partial(reader.region, f"model.{held.name}")))
 

@@ -24,7 +24,6 @@ from pipeloom.models import hf, hub_name, tied
 from pipeloom.models.adapters import LoraOptions, adapter_name, is_adapter, is_transposed, merged
 from pipeloom.models.hf.library import causal_model, read_config, transformers
 from pipeloom.models.names import own_name
-from pipeloom.train.adapters import checkpoint_digest, directory_digest, write_adapter
 from pipeloom.train.checkpoint.boxes import Box
 from pipeloom.train.checkpoint.folder import newest_checkpoint
 from pipeloom.train.checkpoint.load import Reader, verified
@@ -32,6 +31,7 @@ from pipeloom.train.checkpoint.manifest import BaseWeights
 from pipeloom.train.checkpoint.run import RunFacts, validated
 from pipeloom.train.checkpoint.save import write_whole
 from pipeloom.train.data.sources import FILES
+from pipeloom.train.hub.lora_files import checkpoint_digest, directory_digest, write_adapter
 
 _SHARD_BYTES = 2 * 10**9  # bytes of weights in memory at a time and per file; readers can read parts of a file
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".index.json")
