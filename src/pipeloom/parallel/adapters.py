@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import ArgumentError
-from pipeloom.ops.deferred import WeightGradContext, apply_linear, defer_weight_gradients
+from pipeloom.ops.deferred import DeferringLayer, WeightGradContext, apply_linear, defer_weight_gradients
 from pipeloom.parallel.expert import PartialSumLinear
 from pipeloom.parallel.sharding import WHOLE, HasSharding, ParameterSharding, Shard, shard_of
 from pipeloom.parallel.tensor import Adapted, ColumnLinear, RowLinear, TensorParallel, enter, project, sum_over_ranks
 
 
-class LowRankFactor(nn.Module):
+class LowRankFactor(DeferringLayer):
     """One of the two matrices of an adapter: a weight [outputs, inputs] without a bias, or this rank's part of it."""
 
     def __init__(self, whole: Tensor, sharding: ParameterSharding, tensor: TensorParallel | None) -> None:
@@ -27,13 +27,9 @@ class LowRankFactor(nn.Module):
         part = shard_of(whole, sharding, {"tp": 0 if tensor is None else tensor.index})
         self.weight = nn.Parameter(part.clone(memory_format=torch.contiguous_format))
         self._sharding = sharding
-        self.grad_context: WeightGradContext | None = None
 
     def sharding(self) -> Mapping[str, ParameterSharding]:
         return {"weight": self._sharding}
-
-    def set_weight_grad_context(self, grad_context: WeightGradContext) -> None:
-        self.grad_context = grad_context
 
     def forward(self, x: Tensor) -> Tensor:
         return apply_linear(x, self.weight, None, self.grad_context)
