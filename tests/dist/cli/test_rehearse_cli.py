@@ -13,6 +13,8 @@ import pytest
 import pipeloom as pl
 from cli.conftest import Ended
 
+pytestmark = pytest.mark.core
+
 SIZES = "--ranks 2 --microbatches 4"
 
 

@@ -20,6 +20,8 @@ from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.sharding import WHOLE, ParameterSharding, Shard
 from processes import run_ranks
 
+pytestmark = pytest.mark.core
+
 EXPERT = ParameterSharding((Shard("ep", 0, (1, 1)),))
 
 

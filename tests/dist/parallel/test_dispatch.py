@@ -36,6 +36,8 @@ from pipeloom.parallel.router import Gate, Routing, drop_over_capacity, route
 from pipeloom.parallel.sharding import shard_of, shardings_of
 from processes import run_ranks
 
+pytestmark = pytest.mark.core
+
 EXPERTS, HIDDEN, INNER = 8, 12, 20
 
 

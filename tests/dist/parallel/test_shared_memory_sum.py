@@ -16,6 +16,8 @@ from pipeloom.parallel.mesh import Axis, Mesh
 from pipeloom.parallel.shared_memory_sum import SharedBuffers, SharedMemoryAllReduce
 from processes import run_ranks
 
+pytestmark = pytest.mark.core
+
 SIZES, DTYPES = [300_001, 5, 12], [torch.float32, torch.float64, torch.float32]
 
 

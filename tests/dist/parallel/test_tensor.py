@@ -23,6 +23,8 @@ from pipeloom.parallel.sharding import shard_of, shardings_of
 from pipeloom.parallel.tensor import ColumnLinear, RowLinear, TensorParallel, enter, project, sum_over_ranks
 from processes import run_ranks
 
+pytestmark = pytest.mark.core
+
 WIDTH, INNER, BATCH, LENGTH = 6, 10, 3, 8
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
 

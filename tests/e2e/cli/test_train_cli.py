@@ -17,6 +17,8 @@ from pipeloom.cli import train, verify, workers
 from pipeloom.config import SECTIONS
 from pipeloom.errors import ConfigError, UsageError
 
+pytestmark = pytest.mark.core
+
 
 def pipeloom(*arguments: str, code: str = "", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     script = f"{code}\nfrom pipeloom.cli import main\nmain({list(arguments)!r})"

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 import pipeloom as pl
-from pipeloom.schedule import timeline_form
-from pipeloom.schedule.exposed import Exposed
-from pipeloom.schedule.measured import (
+from pipeloom.schedule.timeline import Exposed
+from pipeloom.traces import timelines as timeline_files
+from pipeloom.traces.measured import (
     SPENT,
     costs_of,
     drift,
@@ -179,7 +179,7 @@ def test_where_the_time_went_adds_up_to_the_step(name: str) -> None:
         both = time_spent([step, timeline])
         for row in both:
             assert sum(row.values()) == pytest.approx((whole + timeline.makespan) / 2, abs=2e-8)
-        (read,) = timeline_form.from_json(json.dumps(timeline_form.to_dict([step])))
+        (read,) = timeline_files.from_json(json.dumps(timeline_files.to_dict([step])))
         assert read == step
 
 

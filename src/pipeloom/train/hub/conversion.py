@@ -21,9 +21,9 @@ from pipeloom.decoder_shape import DecoderShape
 from pipeloom.errors import CheckpointError, ConfigError
 from pipeloom.limits import expanded
 from pipeloom.models import hf, hub_name, tied
-from pipeloom.models.adapters import LoraOptions, adapter_name, is_adapter, is_transposed, merged
 from pipeloom.models.hf.library import causal_model, read_config, transformers
-from pipeloom.models.names import own_name
+from pipeloom.models.layers import own_name
+from pipeloom.models.lora import LoraOptions, adapter_name, is_adapter, is_transposed, merged
 from pipeloom.train.checkpoint.boxes import Box
 from pipeloom.train.checkpoint.folder import newest_checkpoint
 from pipeloom.train.checkpoint.load import Reader, verified

@@ -18,10 +18,10 @@ from pipeloom.config.adapter import ADAPTER_CONFIG
 from pipeloom.config.hub import is_directory
 from pipeloom.errors import CheckpointError, ConfigError
 from pipeloom.limits import expanded
-from pipeloom.models.adapters import LoraOptions, adapter_name, is_adapter
+from pipeloom.models import hub_name
 from pipeloom.models.hf.library import causal_model, read_config
 from pipeloom.models.hf.weights import Folder, PretrainedWeights
-from pipeloom.models.names import hub_name
+from pipeloom.models.lora import LoraOptions, adapter_name, is_adapter
 from pipeloom.models.stored_tensors import StoredTensors
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime import Pipeline
