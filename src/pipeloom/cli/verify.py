@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import math
 import os
@@ -14,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from pipeloom.cli.workers import be_worker, require_torch, start_workers
 from pipeloom.errors import DistributedError, UsageError
+from pipeloom.limits import expanded
 
 if TYPE_CHECKING:
     from pipeloom.config import Layout
 
 TOLERANCE = 1e-5
 VERDICTS = "PIPELOOM_VERDICTS"  # names the file in which rank 0 leaves the verdicts
+_RECORD = "verified.json"  # in log.dir: digests of layers of others with which a layout has passed
 _FAMILIES = "--hf-families"
 _NAME_WIDTH = 44
 VERIFY_USAGE = """Usage: pipeloom verify [CONFIG] [--matrix FILE] [--tolerance 1e-5] [--json]
@@ -244,6 +248,9 @@ def row(verdict: dict[str, Any], width: int) -> str:
 def summarise(request: Request, verdicts: list[dict[str, Any]]) -> int:
     """Print the failing parameters and the number that passed, or everything as JSON; return 0 if all passed, otherwise 1."""
     failed = [verdict for verdict in verdicts if not verdict["passed"]]
+    for layout, verdict in zip(request.layouts, verdicts, strict=True):
+        if verdict["passed"]:
+            record_verified(layout)
     if request.as_json:
         report = {
             "passed": not failed,
@@ -266,6 +273,50 @@ def summarise(request: Request, verdicts: list[dict[str, Any]]) -> int:
         f"({' and '.join(dtypes)}, max |a-b| / max |b| per parameter)"
     )
     return int(bool(failed))
+
+
+def unverified(layout: Layout) -> list[str]:
+    """Return names of the layers that are not Pipeloom's, and with which no `pipeloom verify` has passed in this `log.dir`.
+
+    Hugging Face families of `verify --hf-families` count as verified. Code that has changed since is not verified.
+    """
+    passed = _recorded(layout)
+    return [name for name, digest in _digests_of_others(layout).items() if digest not in passed]
+
+
+def record_verified(layout: Layout) -> None:
+    """Record in `log.dir` that a layout with layers of others has passed. A folder that cannot be written is left as it is."""
+    digests = _digests_of_others(layout).values()
+    if digests:
+        with contextlib.suppress(OSError):
+            path = expanded(layout.config.log.dir) / _RECORD
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(sorted(_recorded(layout).union(digests))), encoding="utf-8")
+
+
+def _recorded(layout: Layout) -> set[str]:
+    try:
+        return set(map(str, json.loads((expanded(layout.config.log.dir) / _RECORD).read_text(encoding="utf-8"))))
+    except (OSError, ValueError, TypeError):  # absent or damaged: nothing is known
+        return set()
+
+
+def _digests_of_others(layout: Layout) -> dict[str, str]:
+    """Return name -> digest of each part of a layout's model whose code is not Pipeloom's."""
+    from pipeloom.config.hub import is_verified
+    from pipeloom.schedule.functions import source_file
+
+    model = layout.config.model
+    files: dict[str, tuple[str, Path | None]] = {}
+    if model.source and not is_verified(model.source):
+        files["the model's family"] = "", expanded(model.source) / "config.json"
+    for key in layout.classes:
+        file = source_file(getattr(model, key))
+        files[f"model.{key}"] = getattr(model, key), None if file is None else Path(file)
+    return {
+        name: hashlib.sha256(text.encode() + b"\n" + (file.read_bytes() if file is not None else b"")).hexdigest()[:16]
+        for name, (text, file) in files.items()
+    }
 
 
 def _finite(value: Any) -> Any:
