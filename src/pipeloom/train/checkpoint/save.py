@@ -16,9 +16,10 @@ import shutil
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -127,11 +128,15 @@ class Saver:
         self._path: Path | None = None
         self._held: int | None = None  # the folder, locked, on the first rank while it saves
 
-    def save(self, step: int, extra: Mapping[str, Any] | None = None) -> Path:
+    def save(
+        self, step: int, extra: Mapping[str, Any] | None = None, meanwhile: Callable[[], None] | None = None
+    ) -> Path:
         """Save the state after `step` steps; collective.
 
         Args:
             extra: a JSON object to store with it; the first rank's is stored.
+            meanwhile: called on every rank while the file system writes, before the checkpoint is complete; not if
+                asynchronous. What it raises on every rank is raised here, and nothing is saved.
 
         Returns:
             the checkpoint's directory: complete, or (asynchronous) complete when `wait` returns.
@@ -162,9 +167,7 @@ class Saver:
         try:
             self._agree(parts, numbers, prepared, partial)
         except BaseException:
-            if self._held is not None:  # this rank prepared it
-                shutil.rmtree(partial, ignore_errors=True)
-            self.release()
+            self._abandon(partial)
             if failure is not None:
                 raise failure from None
             raise
@@ -172,14 +175,18 @@ class Saver:
         tensors = self._snapshot([parts[at].tensor for at, _ in self._plan.mine])
         named = {name: tensor for (_, name), tensor in zip(self._plan.mine, tensors, strict=True)}
         trained = frozenset(name for at, name in self._plan.mine if parts[at].key in self._trained_keys())
-        job = _Job(self, step, final, partial, named, trained, self._plan, self._numbers, content, self.equal_until)
+        job = _Job(self, step, final, partial, named, trained, self._plan, self._numbers, content)
         self._path = final
         if self._asynchronous:
             self._thread = threading.Thread(target=job.run, name="pipeloom-checkpoint", daemon=True)
             self._thread.start()
             self.stalled = time.perf_counter() - begun
             return final
-        job.run()
+        try:
+            job.run(meanwhile)
+        except BaseException:
+            self._abandon(partial)
+            raise
         self._raise_together()
         self.stalled = time.perf_counter() - begun
         return final
@@ -237,6 +244,12 @@ class Saver:
         except OSError as error:
             return f"{partial}: cannot be created: {error.strerror or error}"
         return ""
+
+    def _abandon(self, partial: Path) -> None:
+        """Remove what was written, and unlock the folder, if this rank prepared them."""
+        if self._held is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+        self.release()
 
     def release(self) -> None:
         """Unlock the folder, so that other runs can save into it."""
@@ -300,16 +313,16 @@ class _Job:
     plan: _Plan
     numbers: Mapping[str, Number]
     extra: bytes | None
-    equal_until: int | None
 
-    def run(self) -> None:
+    def run(self, meanwhile: Callable[[], None] | None = None) -> None:
         """Write this rank's file; on the first rank also wait for the others' and publish. File errors go to `Saver._problem`."""
         saver, begun = self.saver, time.thread_time()
         rank = saver._rank
+        once = cache(meanwhile or (lambda: None))  # called with the file, or after it
         problem = saver._problem or self._not_finite()
         try:
             if not problem and rank in self.plan.writers:
-                stored = write_tensors(self.partial / file_name(rank), self.tensors)
+                stored = write_tensors(self.partial / file_name(rank), self.tensors, once)
                 saver.written = stored.size
                 note = {"bytes": stored.size, "sha256": stored.sha256}
             else:
@@ -320,6 +333,7 @@ class _Job:
             )
             with contextlib.suppress(OSError):  # frees its space, which the note needs too
                 (self.partial / file_name(rank)).unlink()
+        once()  # collective, so also on a rank that writes nothing, or could not
         if problem:
             note = {"problem": problem}
         saver.writer_cpu = time.thread_time() - begun
@@ -376,7 +390,14 @@ class _Job:
             "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         }
         manifest = Manifest(
-            self.step, tuple(held), self.plan.entries, self.numbers, files, writer, self.saver.base, self.equal_until
+            self.step,
+            tuple(held),
+            self.plan.entries,
+            self.numbers,
+            files,
+            writer,
+            self.saver.base,
+            self.saver.equal_until,
         )
         write_bytes(self.partial / MANIFEST, to_bytes(manifest))
         for rank in range(1, self.saver._world):
