@@ -129,7 +129,7 @@ def _rehearsal(schedule: Schedule, costs: Costs, options: Emulation) -> Rehearsa
 
 
 def _with_usual_unit(rehearsal: Rehearsal) -> Rehearsal:
-    from pipeloom.cores import usable_cores
+    from pipeloom.limits import usable_cores
 
     timeline = rehearsal.simulated()
     actions = sum(map(len, rehearsal.schedule.codes))
@@ -169,7 +169,7 @@ def _slow(words: Sequence[str], schedule: Schedule) -> dict[int, float]:
 
 def _run(rehearsal: Rehearsal, device: str, words: Sequence[str]) -> tuple[int, tuple[Timeline, ...]]:
     """Return the exit code and the recorded steps; no steps on workers, whose launcher returns them."""
-    from pipeloom.schedule import timeline_form
+    from pipeloom.traces import timelines as timeline_files
     from pipeloom.train.workers.worker import is_worker
 
     if is_worker():
@@ -189,7 +189,7 @@ def _run(rehearsal: Rehearsal, device: str, words: Sequence[str]) -> tuple[int, 
             code = start_workers("rehearse", words, ranks)
         finally:
             del os.environ[_STEPS_FILE]
-        return (code, ()) if code else (0, timeline_form.load(file))
+        return (code, ()) if code else (0, timeline_files.load(file))
 
 
 def _require_machine(rehearsal: Rehearsal, device: str) -> None:
@@ -216,7 +216,7 @@ def _require_machine(rehearsal: Rehearsal, device: str) -> None:
 
 def _work(rehearsal: Rehearsal, device: str) -> tuple[int, tuple[Timeline, ...]]:
     """Run one worker; rank 0 writes the steps for its launcher, or returns them where torchrun started it."""
-    from pipeloom.schedule import timeline_form
+    from pipeloom.traces import timelines as timeline_files
     from pipeloom.train.report.rehearse import run
 
     measured_steps: tuple[Timeline, ...] = ()
@@ -230,7 +230,7 @@ def _work(rehearsal: Rehearsal, device: str) -> tuple[int, tuple[Timeline, ...]]
         return code, ()
     if _STEPS_FILE not in os.environ:
         return 0, measured_steps
-    Path(os.environ[_STEPS_FILE]).write_text(json.dumps(timeline_form.to_dict(measured_steps)), encoding="utf-8")
+    Path(os.environ[_STEPS_FILE]).write_text(json.dumps(timeline_files.to_dict(measured_steps)), encoding="utf-8")
     return 0, ()
 
 
@@ -255,9 +255,9 @@ def _layout(rehearsal: Rehearsal, device: str) -> Layout:
 
 def report(rehearsal: Rehearsal, timelines: Sequence[Timeline], output: OutputFlags) -> None:
     """Write the drawings, and print the step, its figures and its difference from the simulation."""
-    from pipeloom.cores import usable_cores
     from pipeloom.draw.figures import number, time_unit
-    from pipeloom.schedule.measured import predict, settled
+    from pipeloom.limits import usable_cores
+    from pipeloom.traces.measured import predict, settled
 
     study = Study(timelines, predict(timelines), layers=rehearsal.work())
     simulated = rehearsal.simulated()

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import math
 import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeloom.cli import families
-from pipeloom.cli.families import TOLERANCE, VERDICTS
 from pipeloom.cli.workers import be_worker, require_torch, start_workers
 from pipeloom.errors import DistributedError, UsageError
+from pipeloom.limits import expanded
 
 if TYPE_CHECKING:
     from pipeloom.config import Layout
 
+TOLERANCE = 1e-5
+VERDICTS = "PIPELOOM_VERDICTS"  # names the file in which rank 0 leaves the verdicts
+_RECORD = "verified.json"  # in log.dir: digests of layers of others with which a layout has passed
+_FAMILIES = "--hf-families"
 _NAME_WIDTH = 44
 VERIFY_USAGE = """Usage: pipeloom verify [CONFIG] [--matrix FILE] [--tolerance 1e-5] [--json]
                        [--section.key VALUE …]
-       pipeloom verify --hf-families [FAMILY …] [--json]
+       pipeloom verify --hf-families [FILE.toml] [FAMILY …] [--json]
 
 Runs one step of a layout in the pipeline and in one process, in fp32 with the same
 micro-batches, and compares the loss and every gradient. The error of a gradient is
@@ -34,10 +39,12 @@ CONFIG and the flags are those of `pipeloom train`. FILE is a TOML file with
 A list in a layout stands for each of its values in turn. One pool of workers runs
 all layouts. With skip_invalid = true, invalid combinations are skipped and counted.
 
---hf-families verifies tiny models of Hugging Face families (all, or those named) on
-two ranks under 1F1B, interleaved and ZBV, under ZBV with recomputation too, and under
-1F1B with recomputation and packed documents where the family keeps these apart. The
-error of a gradient is ||a - b|| / ||b||, and the tolerance 1e-5.
+--hf-families verifies tiny models of Hugging Face families (all of the file, or those
+named) against transformers, on two ranks in this process, under 1F1B, interleaved and
+ZBV, under ZBV with recomputation too, and under 1F1B with recomputation and packed
+documents where the family keeps these apart. The error of a gradient is
+||a - b|| / ||b||, and the tolerance 1e-5. FILE is a file as tests/data/hf_families.toml
+of Pipeloom's source tree, the default there.
 """
 
 
@@ -73,8 +80,8 @@ def command(arguments: Sequence[str]) -> int:
     if "--help" in arguments or "-h" in arguments:
         print(VERIFY_USAGE, end="")
         return 0
-    if families.FLAG in arguments:
-        return families.command(arguments)
+    if _FAMILIES in arguments:
+        return verify_families(arguments)
     from pipeloom.train.workers.preflight import require_cuda, require_room
     from pipeloom.train.workers.worker import is_worker, world_size_given
 
@@ -100,6 +107,51 @@ def command(arguments: Sequence[str]) -> int:
         if code:
             return _failed(code, request.as_json)
         return summarise(request, json.loads(verdicts.read_text(encoding="utf-8")))
+
+
+def verify_families(arguments: Sequence[str]) -> int:
+    """Run `verify --hf-families`; return 0, or 1 if an error exceeds the tolerance. Raises PipeloomError."""
+    require_torch("verify")
+    as_json = "--json" in arguments
+    words = [word for word in arguments if word not in (_FAMILIES, "--json")]
+    for word in words:
+        if word.startswith("-"):
+            raise UsageError(
+                f"verify {_FAMILIES} has no option {word!r:.200}; it takes a file, names of families, and --json"
+            )
+    files = [Path(word) for word in words if word.endswith(".toml")]
+    if len(files) > 1:
+        raise UsageError(f"verify {_FAMILIES} takes one file, and {len(files)} are given: {files[0]} and {files[1]}")
+    from pipeloom.train.hub import families
+
+    selected = families.read_families(
+        files[0] if files else None, [word for word in words if not word.endswith(".toml")]
+    )
+    verdicts = []
+    for verdict in families.verify_families(selected, TOLERANCE):
+        verdicts.append(asdict(verdict))
+        if not as_json:
+            print(family_row(verdicts[-1]), flush=True)
+    failed = [verdict for verdict in verdicts if not verdict["passed"]]
+    if as_json:
+        report = {"passed": not failed, "tolerance": TOLERANCE, "verdicts": verdicts}
+        print(json.dumps(_finite(report), indent=1, allow_nan=False))
+    else:
+        print(
+            f"{len(verdicts) - len(failed)} of {len(verdicts)} pass at {TOLERANCE:g}: {len(selected)} families, fp32, eager "
+            "attention, ||a-b|| / ||b|| of each gradient; W: share of the parameters whose weight gradient can be computed in W"
+        )
+    return int(bool(failed))
+
+
+def family_row(verdict: dict[str, Any]) -> str:
+    """Return one line of the table of families."""
+    state = "PASS" if verdict["passed"] else "FAIL"
+    worst = f"{verdict['worst_error']:.1e} {verdict['worst_parameter']}" if verdict["worst_error"] else "0"
+    return (
+        f"{state}  {verdict['family']:<12} {verdict['schedule']:<23} W {verdict['separate']:4.0%}  "
+        f"loss {verdict['loss_error']:.1e}  worst {worst}"
+    )
 
 
 def read_request(arguments: Sequence[str]) -> Request:
@@ -196,6 +248,9 @@ def row(verdict: dict[str, Any], width: int) -> str:
 def summarise(request: Request, verdicts: list[dict[str, Any]]) -> int:
     """Print the failing parameters and the number that passed, or everything as JSON; return 0 if all passed, otherwise 1."""
     failed = [verdict for verdict in verdicts if not verdict["passed"]]
+    for layout, verdict in zip(request.layouts, verdicts, strict=True):
+        if verdict["passed"]:
+            record_verified(layout)
     if request.as_json:
         report = {
             "passed": not failed,
@@ -218,6 +273,50 @@ def summarise(request: Request, verdicts: list[dict[str, Any]]) -> int:
         f"({' and '.join(dtypes)}, max |a-b| / max |b| per parameter)"
     )
     return int(bool(failed))
+
+
+def unverified(layout: Layout) -> list[str]:
+    """Return names of the layers that are not Pipeloom's, and with which no `pipeloom verify` has passed in this `log.dir`.
+
+    Hugging Face families of `verify --hf-families` count as verified. Code that has changed since is not verified.
+    """
+    passed = _recorded(layout)
+    return [name for name, digest in _digests_of_others(layout).items() if digest not in passed]
+
+
+def record_verified(layout: Layout) -> None:
+    """Record in `log.dir` that a layout with layers of others has passed. A folder that cannot be written is left as it is."""
+    digests = _digests_of_others(layout).values()
+    if digests:
+        with contextlib.suppress(OSError):
+            path = expanded(layout.config.log.dir) / _RECORD
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(sorted(_recorded(layout).union(digests))), encoding="utf-8")
+
+
+def _recorded(layout: Layout) -> set[str]:
+    try:
+        return set(map(str, json.loads((expanded(layout.config.log.dir) / _RECORD).read_text(encoding="utf-8"))))
+    except (OSError, ValueError, TypeError):  # absent or damaged: nothing is known
+        return set()
+
+
+def _digests_of_others(layout: Layout) -> dict[str, str]:
+    """Return name -> digest of each part of a layout's model whose code is not Pipeloom's."""
+    from pipeloom.config.hub import is_verified
+    from pipeloom.schedule.functions import source_file
+
+    model = layout.config.model
+    files: dict[str, tuple[str, Path | None]] = {}
+    if model.source and not is_verified(model.source):
+        files["the model's family"] = "", expanded(model.source) / "config.json"
+    for key in layout.classes:
+        file = source_file(getattr(model, key))
+        files[f"model.{key}"] = getattr(model, key), None if file is None else Path(file)
+    return {
+        name: hashlib.sha256(text.encode() + b"\n" + (file.read_bytes() if file is not None else b"")).hexdigest()[:16]
+        for name, (text, file) in files.items()
+    }
 
 
 def _finite(value: Any) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeloom.decoder_shape import DecoderShape
 from pipeloom.parallel import vocabulary
-from pipeloom.parallel.tensor import TensorParallel, spread
+from pipeloom.parallel.tensor import TensorParallel, if_parallel
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
@@ -30,7 +30,7 @@ def token_loss(
     shape: DecoderShape, label_smoothing: float = 0.0, tensor: TensorParallel | None = None
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """`cross_entropy` of what the decoder's last layer puts out: under `tensor`, each rank's part of the logits."""
-    cut = spread(tensor)
+    cut = if_parallel(tensor)
     if cut is None:
         return partial(cross_entropy, label_smoothing=label_smoothing)
     return partial(vocabulary.cross_entropy, tensor=cut, vocabulary=shape.vocab_size, label_smoothing=label_smoothing)

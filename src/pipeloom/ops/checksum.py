@@ -24,11 +24,10 @@ def checksum(tensor: Tensor) -> Tensor:
 
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
     """Return the checksum of each tensor, all in one transfer to the host."""
-    if not tensors:
-        return []
-    return [
-        int(value) for value in torch.stack([checksum(tensor).to(tensors[0].device) for tensor in tensors]).tolist()
-    ]
+    values: list[int] = (
+        torch.stack([checksum(tensor).to(tensors[0].device) for tensor in tensors]).tolist() if tensors else []
+    )
+    return values
 
 
 @torch.no_grad()
@@ -44,10 +43,8 @@ def joint_checksum(tensors: Sequence[Tensor]) -> Tensor:
 
 def message_checksum(values: Sequence[Tensor | None]) -> int:
     """Return one checksum for several tensors in order; None is skipped."""
-    total = 0
-    for at, value in enumerate(checksums([value for value in values if value is not None])):
-        total += value * (2 * at + 1)
-    return (total + 2**63) % 2**64 - 2**63
+    tensors = [value for value in values if value is not None]
+    return int(joint_checksum(tensors)) if tensors else 0
 
 
 def _row_sums(tensor: Tensor) -> list[Tensor]:

@@ -17,9 +17,12 @@ from torch.autograd.graph import GradientEdge
 
 from pipeloom.errors import UsageError
 from pipeloom.ops.main_gradient import MainGradients
-from pipeloom.ops.products import addmm, adjoint, as_rows, linear, matmul, plain_operations_only
+from pipeloom.ops.products import addmm, adjoint, as_rows, linear, matmul, not_a_view, plain_operations_only
 
+_FORWARD = nn.Linear.forward
 _NO_TASK = -2  # autograd's graph task outside a backward is -1
+# The number of the pass that runs the calling node. torch has no public name for it, and no other way to tell passes apart.
+_current_task = torch._C._current_graph_task_id
 
 
 class Fetched(Protocol):
@@ -118,7 +121,7 @@ class StageBackward:
     @property
     def running(self) -> bool:
         """Return whether the calling node is run by the stage's own pass."""
-        return bool(torch._C._current_graph_task_id() == self._task)
+        return _current_task() == self._task
 
     def run(
         self, roots: Sequence[GradientEdge | Tensor], gradients: Sequence[Tensor | None], trusted: bool = False
@@ -137,7 +140,7 @@ class StageBackward:
 
     def _enter(self, _: Any) -> None:
         if self._task is None:
-            self._task = torch._C._current_graph_task_id()
+            self._task = _current_task()
 
 
 class WeightGradContext:
@@ -201,7 +204,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.weight = weight
         ctx.grad_context, ctx.queue = grad_context, grad_context.queue
-        return linear(x, weight, bias)
+        return not_a_view(linear(x, weight, bias))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -237,18 +240,11 @@ def defer_weight_gradients(module: nn.Module, grad_context: WeightGradContext) -
     class keep their forward, and their weight gradients stay in I. So does that of a weight with a hook (`register_hook`,
     `register_post_accumulate_grad_hook`).
     """
-    replaced = _forward_is_replaced(nn.Linear)
     for part in module.modules():
         if isinstance(part, DefersWeightGrads):
             part.set_weight_grad_context(grad_context)
-        elif type(part) is nn.Linear and not replaced and _is_plain(part.__dict__.get("forward")):
+        elif type(part) is nn.Linear and nn.Linear.forward is _FORWARD and _is_plain(part.__dict__.get("forward")):
             part.forward = partial(_forward, part, grad_context)  # type: ignore[method-assign]
-
-
-def _forward_is_replaced(kind: type[nn.Module]) -> bool:
-    """Return whether the forward of a class of torch's comes from another file than its constructor."""
-    code = getattr(kind.forward, "__code__", None)
-    return code is None or code.co_filename != kind.__init__.__code__.co_filename
 
 
 def _is_plain(forward: Any) -> bool:

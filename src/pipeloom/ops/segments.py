@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pipeloom.schedule.exposed import CommunicationKind
+from pipeloom.schedule.timeline import CommunicationKind
 
 Values = tuple[Any, ...]
 

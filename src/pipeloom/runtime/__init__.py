@@ -6,15 +6,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipeloom.runtime.local import LocalPipeline
     from pipeloom.runtime.options import RuntimeOptions
-    from pipeloom.runtime.pipeline import Pipeline
+    from pipeloom.runtime.pipeline import LocalPipeline, Pipeline
     from pipeloom.runtime.stage_modules import Layer, LossTerm
 
 __all__ = ["Layer", "LocalPipeline", "LossTerm", "Pipeline", "RuntimeOptions"]
 _HOMES = {
     "Layer": "stage_modules",
-    "LocalPipeline": "local",
+    "LocalPipeline": "pipeline",
     "LossTerm": "stage_modules",
     "RuntimeOptions": "options",
     "Pipeline": "pipeline",

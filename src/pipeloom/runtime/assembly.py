@@ -1,10 +1,10 @@
-"""Assembly: building the stages of one rank, with their parameters under global names and their tied weights."""
+"""Assembly: building the stages of a process, with their parameters under global names and their tied weights."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -17,12 +17,22 @@ from pipeloom.ops.main_gradient import MainGradients
 from pipeloom.parallel.buckets import BucketParameter
 from pipeloom.parallel.data import AFTER_TIES
 from pipeloom.parallel.sharding import ParameterSharding, shardings_of
-from pipeloom.runtime.built_parameters import ForeignLeaves
-from pipeloom.runtime.health.status import Status
+from pipeloom.runtime.batch import Weight
+from pipeloom.runtime.loss import Loss, require_weighing
 from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.runtime.overlap import CommStream
-from pipeloom.runtime.stage import Stage
-from pipeloom.runtime.stage_modules import LayerSource, build_stage, layer_name, split_layers
+from pipeloom.runtime.stage import ForeignLeaves, Stage
+from pipeloom.runtime.stage_modules import (
+    LayerNames,
+    LayerSource,
+    ModelNames,
+    StageModules,
+    build_stage,
+    carrying,
+    layer_name,
+    require_arguments,
+    split_layers,
+)
 from pipeloom.runtime.tensor_spec import is_strided, layout_name, memory_of
 from pipeloom.runtime.tied_weights import (
     SharedParameters,
@@ -43,13 +53,11 @@ GatherObjects = Callable[[Any], list[Any]]
 
 @dataclass(frozen=True)
 class Assembly:
-    """The layers, parameters and tied weights of one rank.
+    """The layers, parameters and tied weights of the ranks of one process.
 
     Attributes:
-        rank: the pipeline rank.
         stages: stage number -> stage.
-        communications: the communications inside its stages.
-        segmented: numbers of the pipeline's stages with segments, of the ranks that took part in the exchange.
+        segmented: numbers of the pipeline's stages with segments, on all ranks.
         modules: layer name -> module, in order of the stages.
         parameters: global name -> parameter; one that is tied within the rank appears once.
         ties: tie with a holder on another rank -> the copy here.
@@ -60,9 +68,7 @@ class Assembly:
         grad_context: where the linear layers here find the queue for their weight gradients.
     """
 
-    rank: int
     stages: dict[int, Stage]
-    communications: CommStream
     segmented: frozenset[int]
     modules: dict[str, nn.Module]
     parameters: dict[str, nn.Parameter]
@@ -89,110 +95,150 @@ class Assembly:
         )
 
 
-class SharedBuild:
-    """State that the ranks of one process share while their layers are built: modules, and the context of weight gradients.
+@dataclass(frozen=True)
+class PipelineSpec:
+    """The arguments of a pipeline, checked as far as one process can.
 
     Attributes:
-        shared: which layers share a parameter.
-        built: position of a layer -> its module, the same for replicas of the layer on several ranks, unless they are `separate`.
-        grad_context: where linear layers find the queue for their weight gradients.
+        layers, loss, weight, ignore_index, stages, tied, options: as of `Pipeline`.
+        schedule: with messages for the tensors that the layers pass by name.
+        names: of the layers.
+        ranges: stage position -> its layers.
+        terms: keys of the losses that layers declare.
     """
 
-    def __init__(
-        self, shared: SharedParameters, schedule: Schedule, summed: str | None = None, separate: bool = False
-    ) -> None:
-        self.shared = shared
-        self.separate = separate
-        self.built: dict[int, nn.Module] = {}
-        main = MainGradients() if summed is not None else None
-        self.grad_context = WeightGradContext(StageBackward(), main=main, in_place=schedule.splits_backward)
+    layers: Sequence[LayerSource]
+    schedule: Schedule
+    loss: Loss
+    weight: Weight | None
+    ignore_index: int | None
+    stages: Sequence[int] | None
+    tied: Sequence[Sequence[str]]
+    options: RuntimeOptions
+    names: tuple[str, ...]
+    ranges: tuple[range, ...]
+    terms: tuple[str, ...]
 
-    def on_rank(self, which: range) -> dict[int, nn.Module]:
-        """Return the modules that a rank's stage of the layers `which` begins with.
+    @classmethod
+    def of(
+        cls,
+        layers: Sequence[LayerSource],
+        schedule: Schedule,
+        *,
+        loss: Loss,
+        weight: Weight | None,
+        ignore_index: int | None,
+        stages: Sequence[int] | None,
+        tied: Sequence[Sequence[str]],
+        options: RuntimeOptions,
+        check_first: bool = True,
+    ) -> PipelineSpec:
+        """Check the arguments, and the schedule unless `check_first` is False. Errors as of `Pipeline`."""
+        require_arguments(layers, schedule, loss)
+        require_weighing(loss, weight, ignore_index)
+        names = tuple(layer_name(layer, at) for at, layer in enumerate(layers))
+        _check_names(names, options.recompute)
+        ranges = tuple(split_layers(len(layers), schedule.positions, stages))
+        declared = ModelNames.of(
+            [LayerNames.of(layer, name) for layer, name in zip(layers, names, strict=True)],
+            [position for position, which in enumerate(ranges) for _ in which],
+        )
+        schedule = carrying(schedule, declared.tensors)
+        if check_first:
+            options.require_runnable(schedule)
+        return cls(layers, schedule, loss, weight, ignore_index, stages, tied, options, names, ranges, declared.terms)
 
-        A separate replica shares the parameters of the first one, and has buffers and attributes of its own.
-        """
-        if not self.separate:
-            return self.built
-        replicas = {}
-        for index in which:
-            if index in self.built:
-                module = self.built[index]
-                shared = (self.grad_context, *module.parameters())
-                replicas[index] = copy.deepcopy(module, {id(each): each for each in shared})
-        return replicas
+    @property
+    def seed(self) -> int:
+        """The seed of the first weights: the option, else that of torch's generator here."""
+        return torch.initial_seed() if self.options.seed is None else self.options.seed
+
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        """Return layer name -> the ranks that hold it, ranks of the first route first."""
+        owners: dict[str, tuple[int, ...]] = {}
+        for route in self.schedule.routes:
+            for stage in route:
+                place = self.schedule.placement[stage]
+                for layer in self.ranges[self.schedule.position_of[stage]]:
+                    known = owners.get(self.names[layer], ())
+                    owners[self.names[layer]] = known if place in known else (*known, place)
+        return owners
 
 
 def assemble(
-    layers: Sequence[LayerSource],
-    schedule: Schedule,
-    rank: int,
-    sizes: Sequence[int] | None,
-    tied: Sequence[Sequence[str]],
-    options: RuntimeOptions,
+    spec: PipelineSpec,
+    communications: Mapping[int, CommStream],
+    *,
     device: torch.device,
-    status: Status,
     seed: int,
     exchange: GatherObjects,
-    summed: str | None,
-    shared_build: SharedBuild | None = None,
+    summed: str | None = None,
+    separate_replicas: bool = False,
 ) -> Assembly:
-    """Build the layers that `schedule` places on `rank`. Ranks that share a process pass the same `shared_build`.
+    """Build the layers that the schedule places on the ranks of this process: one, or all of them.
 
     Args:
-        status: status of this rank.
+        communications: rank -> stream of the communications inside its stages, for each rank of this process.
         seed: of the first weights, the same on every rank.
-        exchange: this rank's value -> those of all ranks of the pipeline, in rank order.
+        exchange: this process's value -> those of all processes of the pipeline, in rank order.
         summed: the processes over which every gradient is summed, in words ("data-parallel replicas"); None: it is not.
+        separate_replicas: whether replicas of a layer in this process share its parameters only, and not its buffers.
 
     Raises:
         ConfigError: unknown names, layers that do not fit the stages, gradients that cannot be summed.
         DistributedError: another rank could not build its layers.
     """
-    names = [layer_name(layer, at) for at, layer in enumerate(layers)]
-    _check_names(names, options.recompute)
-    ranges = split_layers(len(layers), schedule.positions, sizes)
-    build = shared_build or SharedBuild(SharedParameters(layers, names), schedule, summed)
-    communications = CommStream(device, options.trace, status)
-    copies_on = None if shared_build is not None else _replicated_over(schedule, tied, summed)
-    of_other_ranks: dict[Tensor, str] = {}  # known once this rank has built its layers
-
-    def stage(number: int) -> Stage:
-        which = ranges[schedule.position_of[number]]
-        built = build.on_rank(which)
-        modules = build_stage(layers, which, device, built, options.recompute, seed, build.shared.add_layer)
-        build.built.update(built)
-        return Stage(
-            number,
-            modules,
-            options.deallocate,
-            build.grad_context,
-            schedule.splits_backward or summed is not None or products.uses_onednn(),
-            communications,
-            ForeignLeaves(of_other_ranks, copies_on),
-        )
-
-    stages, failure = _build_stages(stage, schedule.stages_of[rank], copies_on)
-    modules = {n: m for s in stages.values() for n, m in zip(s.layers.names, s.modules, strict=True)}
-    owners = holders_of(names, ranges, schedule)
-    declared = make_ties(tied, owners)
-    facts = exchange(_facts(stages, modules, declared, build, failure))
+    schedule, options = spec.schedule, spec.options
+    everything = len(communications) > 1  # all ranks are here, so that no parameter has a copy elsewhere
+    copies_on = None if everything else _replicated_over(schedule, spec.tied, summed)
+    owners, shared = spec.holders(), SharedParameters(spec.layers, spec.names)
+    numbers = {number: rank for rank in communications for number in schedule.stages_of[rank]}
+    built, failure = _build_layers(spec, numbers, shared, device, seed, copies_on)
+    modules = {name: module for each in built.values() for name, module in zip(each.names, each.modules, strict=True)}
+    declared = make_ties(spec.tied, owners)
+    facts = exchange(
+        {
+            "failure": None if failure is None else f"{type(failure).__name__}: {failure}",
+            "problems": [*unknown_names(declared, modules), *_not_strided(modules)],
+            "sparse": _sparse(modules),
+            "frozen": frozen_names(modules),
+            "shared": shared.facts(),
+            "segmented": [number for number, each in built.items() if each.segmented],
+        }
+    )
     if failure is not None:
         raise failure
     _refuse(facts)
-    shared = [fact["shared"] for fact in facts]
-    if shared_build is None:
-        of_other_ranks.update(build.shared.elsewhere(shared, modules))
-    ties = make_ties(merged([*(tie.names for tie in declared), *shared_groups(shared)]), owners)
+    if everything:
+        shared.require_tied(spec.tied, owners)
+    shared_facts = [fact["shared"] for fact in facts]
+    ties = make_ties(merged([*(tie.names for tie in declared), *shared_groups(shared_facts)]), owners)
     replicated = {layer: holders for layer, holders in owners.items() if len(holders) > 1}
     _check_sparse([name for fact in facts for name in fact["sparse"]], ties, replicated, summed)
-    across = _share_tied((*ties, *replica_ties(modules, owners, ties)), modules, facts)
+    weights = _share_tied((*ties, *replica_ties(modules, owners, ties)), modules, facts)
+    across = {tie: weight for tie, weight in weights.items() if not communications.keys() >= {*tie.holders}}
+    if separate_replicas:
+        built = _with_separate_replicas(built)
+    # The context and the main gradients of linear layers, whose weight gradients autograd does not compute.
+    main = MainGradients() if summed is not None else None
+    grad_context = WeightGradContext(StageBackward(), main=main, in_place=schedule.splits_backward)
+    foreign = shared.elsewhere(shared_facts, modules)
+    stages = {
+        number: Stage(
+            number,
+            layers,
+            options.deallocate,
+            grad_context,
+            schedule.splits_backward or summed is not None or products.uses_onednn(),
+            communications[numbers[number]],
+            ForeignLeaves(foreign, copies_on),
+        )
+        for number, layers in built.items()
+    }
     parameters = unique_parameters(modules)
-    elsewhere = {weight for tie, weight in across.items() if tie.holders[0] != rank}
+    elsewhere = {weight for tie, weight in across.items() if tie.holders[0] not in communications}
     return Assembly(
-        rank=rank,
         stages=stages,
-        communications=communications,
         segmented=frozenset(s for fact in facts for s in fact["segmented"]),
         modules=modules,
         parameters=parameters,
@@ -201,22 +247,49 @@ def assemble(
         copies=frozenset(name for name, parameter in parameters.items() if parameter in elsewhere),
         first_names={name: tie.names[0] for tie in ties for name in tie.names[1:]},
         held=_held(parameters, modules, stages, across),
-        grad_context=build.grad_context,
+        grad_context=grad_context,
     )
 
 
-def _build_stages(
-    build: Callable[[int], Stage], numbers: Sequence[int], copies_on: str | None
-) -> tuple[dict[int, Stage], Exception | None]:
-    """Return the stages built, and the error of the first one that failed: the other ranks must not wait for this one."""
-    stages: dict[int, Stage] = {}
+def _build_layers(
+    spec: PipelineSpec,
+    numbers: Iterable[int],
+    shared: SharedParameters,
+    device: torch.device,
+    seed: int,
+    copies_on: str | None,
+) -> tuple[dict[int, StageModules], Exception | None]:
+    """Return stage -> its layers, and the error of the first stage that failed: the other ranks must not wait for this one.
+
+    Stages of this process that are replicas have the same modules.
+    """
+    built: dict[int, nn.Module] = {}
+    stages: dict[int, StageModules] = {}
     try:
         for number in numbers:
-            stages[number] = build(number)
-            _refuse_renorming(stages[number].layers.names, stages[number].modules, copies_on)
+            which = spec.ranges[spec.schedule.position_of[number]]
+            layers = build_stage(spec.layers, which, device, built, spec.options.recompute, seed, shared.add_layer)
+            _refuse_renorming(layers.names, layers.modules, copies_on)
+            stages[number] = layers
     except Exception as error:
         return stages, error
     return stages, None
+
+
+def _with_separate_replicas(stages: Mapping[int, StageModules]) -> dict[int, StageModules]:
+    """Return the stages, each replica of a layer after the first a copy with the same parameters."""
+    names: set[str] = set()
+    separate = {}
+    for number, layers in stages.items():
+        modules = [
+            copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
+            if name in names
+            else module
+            for name, module in zip(layers.names, layers.modules, strict=True)
+        ]
+        names.update(layers.names)
+        separate[number] = replace(layers, modules=tuple(modules))
+    return separate
 
 
 def _replicated_over(schedule: Schedule, tied: Sequence[Sequence[str]], summed: str | None) -> str | None:
@@ -249,55 +322,20 @@ def _check_names(names: Sequence[str], recompute: Literal["none", "full"] | froz
     _check_recompute(recompute, names)
 
 
-def holders_of(names: Sequence[str], ranges: Sequence[range], schedule: Schedule) -> dict[str, tuple[int, ...]]:
-    """Return layer name -> the ranks that hold it, ranks of the first route first."""
-    owners: dict[str, tuple[int, ...]] = {}
-    for route in schedule.routes:
-        for stage in route:
-            place = schedule.placement[stage]
-            for layer in ranges[schedule.position_of[stage]]:
-                known = owners.get(names[layer], ())
-                owners[names[layer]] = known if place in known else (*known, place)
-    return owners
-
-
-def _facts(
-    stages: Mapping[int, Stage],
-    modules: Mapping[str, nn.Module],
-    ties: Sequence[Tie],
-    build: SharedBuild,
-    failure: Exception | None,
-) -> dict[str, Any]:
-    """Return the facts about this rank's layers that are sent to the others, as JSON values."""
-    return {
-        "failure": None if failure is None else f"{type(failure).__name__}: {failure}",
-        "problems": [*unknown_names(ties, modules), *_not_strided(modules)],
-        "sparse": _sparse(modules),
-        "layers": list(modules),
-        "frozen": frozen_names(modules),
-        "shared": build.shared.facts(),
-        "segmented": [s for s, stage in stages.items() if stage.segmented],
-    }
-
-
 def _share_tied(
     ties: Sequence[Tie], modules: Mapping[str, nn.Module], facts: Sequence[Mapping[str, Any]]
 ) -> dict[Tie, nn.Parameter]:
-    """Make each tied weight of this rank one parameter; return those that are also held on another rank."""
+    """Make each weight that is tied here one parameter; return all of them."""
     frozen = {name for fact in facts for name in fact["frozen"]}
-    reported = dict.fromkeys(
-        layer for fact in facts for layer in fact["layers"]
-    )  # only some of them, if ranks share a process
-    across: dict[Tie, nn.Parameter] = {}
+    weights: dict[Tie, nn.Parameter] = {}
     for tie in ties:
         weight = share(tie, modules)
-        if weight is not None and len(tie.names) > 1 and layer_of(tie.names[0], reported) is not None:
-            weight.requires_grad_(
-                tie.names[0] not in frozen
-            )  # one weight: the value under its first name applies on every rank
-        if weight is not None and len(tie.holders) > 1:
-            across[tie] = weight
-    return across
+        if weight is None:
+            continue
+        if len(tie.names) > 1:
+            weight.requires_grad_(tie.names[0] not in frozen)  # the first name decides, on every rank
+        weights[tie] = weight
+    return weights
 
 
 def _check_recompute(recompute: Literal["none", "full"] | frozenset[str], names: Sequence[str]) -> None:
@@ -375,6 +413,54 @@ def _held(
     return tuple(
         BucketParameter(name, p, tuple(dict.fromkeys(adders[p])), layouts[p]) for name, p in parameters.items()
     )
+
+
+class BuiltParameters:
+    """The parameters that a pipeline was built with: what is summed over replicas, counted in norms and released.
+
+    Args:
+        modules: layer name -> module.
+        summed: the processes over which every gradient is summed, in words; None: it is not.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], summed: str | None) -> None:
+        # The dicts of each part, not `named_parameters`, which would take longer than an action in every step.
+        self._dicts = [
+            (f"{layer}.{path}" if path else layer, held, tuple(held.items()))
+            for layer, module in modules.items()
+            for path, part in module.named_modules()
+            if not isinstance(part, torch.jit.ScriptModule)
+            for held in (part._parameters, part._modules)
+        ]
+        named = [(f"{layer}.{name}", p) for layer, m in modules.items() for name, p in m.named_parameters()]
+        self._summed = summed
+        self._as_summed = [(name, p, p.dtype, p.requires_grad) for name, p in named] if summed else []
+
+    def require_same(self) -> None:
+        """Raise UsageError for a parameter or submodule that was added, replaced or removed since, and, if gradients are
+        summed, for one with another dtype and for one that was frozen and trains now.
+        """
+        for name, held, items in self._dicts:
+            if len(held) != len(items) or any(held.get(key) is not value for key, value in items):
+                raise UsageError(
+                    f"the parameters of {name!r} have changed since the pipeline was built: some were added, replaced or "
+                    "removed; change them before the pipeline is built, or build it again"
+                )
+        for name, parameter, dtype, trained in self._as_summed:
+            if parameter.dtype != dtype:
+                raise UsageError(
+                    f"parameter {name!r} was {_short(dtype)} when the pipeline was built, and is {_short(parameter.dtype)}; "
+                    "convert it before, or build the pipeline again"
+                )
+            if parameter.requires_grad and not trained:
+                raise UsageError(
+                    f"parameter {name!r} was frozen when the pipeline was built and trains now, so its gradient would not be "
+                    f"summed over {self._summed}; build the pipeline again"
+                )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def unique_parameters(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:

@@ -217,19 +217,17 @@ def _context(step: int, index: int, share: float, first: int, samples: int) -> M
     return MicrobatchContext(step, index, share, first, samples)
 
 
-def require_gradients(method: str) -> None:
+def require_gradients() -> None:
     """Raise UsageError if a step is called with gradients turned off: it would have no backward."""
     if not torch.is_grad_enabled():
         raise UsageError(
-            f"{method} is called where gradients are turned off (torch.no_grad or torch.inference_mode); evaluate(inputs, "
+            "a step is called where gradients are turned off (torch.no_grad or torch.inference_mode); evaluate(inputs, "
             "targets) computes the loss alone"
         )
 
 
 def require_targets(method: str, targets: Any) -> None:
-    """Raise UsageError if a method that computes a loss got no targets; `predict` computes no loss."""
-    if method == "predict":
-        return
+    """Raise UsageError if a method that computes a loss got no targets."""
     if targets is None:
         raise UsageError(
             f"{method} got no targets; predict(inputs) computes outputs only, and a loss that compares with the inputs "

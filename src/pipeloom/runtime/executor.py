@@ -7,10 +7,11 @@ ranks in one thread, calls `begin`, then `execute_next` for a rank whose message
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -18,9 +19,8 @@ from pipeloom.errors import DistributedError, UsageError, add_note
 from pipeloom.ops.checksum import message_checksum
 from pipeloom.ops.segments import report_standstills_to
 from pipeloom.runtime.batch import Microbatches
-from pipeloom.runtime.clock import ActionClock
 from pipeloom.runtime.health.fault_injection import Faults
-from pipeloom.runtime.health.status import Names, Status
+from pipeloom.runtime.health.status import Status
 from pipeloom.runtime.loss import Loss, LossSum, share_of_loss
 from pipeloom.runtime.overlap import CommStream, Coroutine, interleave
 from pipeloom.runtime.p2p.base import Delivery, Outgoing, Transport
@@ -29,6 +29,62 @@ from pipeloom.runtime.stage import GiveToTerm, ShareOfLoss, Stage, StageOutputs
 from pipeloom.runtime.tensor_spec import BoundaryValues, ShapeCache, TensorSpecs, boundary_of
 from pipeloom.schedule.actions import OUTPUT, Action, kind_of
 from pipeloom.schedule.channels import Edge, Message
+
+
+class ActionClock(Protocol):
+    """Clock that marks moments of a step; afterwards each mark has a time, in seconds of `time.perf_counter`."""
+
+    def begin(self) -> None:
+        """Start a step."""
+
+    def now(self) -> Any:
+        """Return a mark of the present moment."""
+
+    def seconds(self, marks: Iterable[Any]) -> list[float]:
+        """Return the times of marks of this step."""
+
+
+class HostClock:
+    """Clock of the host. For actions on a GPU it gives the times of their launches."""
+
+    now = staticmethod(time.perf_counter)
+
+    def begin(self) -> None:
+        """Do nothing."""
+
+    def seconds(self, marks: Iterable[float]) -> list[float]:
+        return list(marks)
+
+
+class DeviceClock:
+    """Clock of a CUDA device: the time at which it reaches a mark on its current stream. Reading a time waits for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def begin(self) -> None:
+        """Wait for the device, to align its time with the host's."""
+        torch.cuda.synchronize(self._device)
+        self._at = time.perf_counter()
+        self._origin = self.now()
+
+    def now(self) -> Any:
+        mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        mark.record(torch.cuda.current_stream(self._device))
+        return mark
+
+    def seconds(self, marks: Iterable[Any]) -> list[float]:
+        return list(map(self._seconds, marks))
+
+    def _seconds(self, mark: Any) -> float:
+        mark.synchronize()
+        milliseconds: float = self._origin.elapsed_time(mark)
+        return self._at + milliseconds / 1e3
+
+
+def clock_for(device: torch.device, traced: bool) -> ActionClock:
+    """Return the clock for actions on `device`; `traced`: a step may wait for the device at its ends."""
+    return DeviceClock(device) if traced and device.type == "cuda" else HostClock()
 
 
 @dataclass(frozen=True)
@@ -133,6 +189,11 @@ class Executor:
         while self.unfinished:
             self.execute_next()
         return self.finish()
+
+    @property
+    def results(self) -> list[StepResult]:
+        """The result of each rank that it runs: of this one."""
+        return [self.result]
 
     def begin(self, batch: Microbatches, keep_outputs: bool = False) -> None:
         """Start a run: discard what an earlier one left, and open the first receives."""
@@ -491,7 +552,7 @@ class Executor:
         checksum = message_checksum(delivery.values)
         if checksum != delivery.checksum:
             source, destination, kind = message.channel
-            names = self.hooks.status.names or Names()
+            names = self.hooks.status.names
             raise DistributedError(
                 f"{message.words} arrived damaged on the {kind} channel from {names.on_line(source)} to "
                 f"{names.on_line(destination)}: its checksum is {checksum:x} here and was {delivery.checksum or 0:x} there"

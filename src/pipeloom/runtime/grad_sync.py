@@ -22,7 +22,10 @@ from pipeloom.parallel.grad_norm import clip, global_norm, square_norm
 from pipeloom.parallel.mesh import Axis, Mesh
 from pipeloom.runtime import tied_weights as ties
 from pipeloom.runtime.assembly import Assembly
+from pipeloom.runtime.executor import StepHooks
+from pipeloom.runtime.health.fault_injection import Faults
 from pipeloom.runtime.health.report import FailureReporter
+from pipeloom.runtime.health.status import Status
 from pipeloom.runtime.options import RuntimeOptions
 
 _STEPPED = "the weights that other replicas have stepped"
@@ -37,11 +40,16 @@ _NOT_IN_GRAD = (
 class StepGradients:
     """Handling of one rank's gradients before a step, as its stages complete, and after it.
 
+    Args:
+        summed: the processes over which every gradient is summed, in words; None: it is not.
+
     Attributes:
         sync: the reduction over the replicas; None for one pipeline without main gradients, which has `.grad` only.
     """
 
-    def __init__(self, assembly: Assembly, mesh: Mesh, options: RuntimeOptions, alarm: FailureReporter) -> None:
+    def __init__(
+        self, assembly: Assembly, mesh: Mesh, options: RuntimeOptions, alarm: FailureReporter, summed: str | None
+    ) -> None:
         self._line = mesh.pipeline
         self._alarm = alarm
         self._shared = ties.by_holders(assembly.ties)
@@ -50,7 +58,7 @@ class StepGradients:
         self._before: list[Tensor | None] = []
         self._warned = False
         self.sync: GradientSync | None = None
-        if summed_over(mesh, options) is None:
+        if summed is None:
             return
         self.sync = GradientSync(
             assembly.held,
@@ -66,6 +74,19 @@ class StepGradients:
             layer: tuple(dict.fromkeys(bucket_of[p] for p in module.parameters() if p in bucket_of))
             for layer, module in assembly.modules.items()
         }
+
+    def hooks(self, status: Status, faults: Faults) -> StepHooks:
+        """Return what a step calls while it runs: here, and the given ones."""
+        if self.sync is None:
+            return StepHooks(status, faults)
+        return StepHooks(
+            status,
+            faults,
+            before_last_backward=self.sync.last_backward,
+            stage_done=self.sync.stage_done,
+            before_layer=self.before_layer if self.sync.sharded else None,
+            before_kind=self.before_kind,
+        )
 
     def start_equal(self, group: Any) -> None:
         """Give tied weights the first holder's values: each layer has drawn its own."""

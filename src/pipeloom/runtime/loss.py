@@ -165,6 +165,13 @@ class LossSum:
         self.add(share * weight)
         self.terms[key] = self.terms[key] + share.float() if key in self.terms else share.float()
 
+    def include(self, other: LossSum) -> None:
+        """Add the sums of another rank."""
+        if other.total is not None:
+            self.add(other.total)
+        for key, value in other.terms.items():
+            self.terms[key] = self.terms[key] + value if key in self.terms else value
+
     def together(self, names: Sequence[str], device: torch.device) -> Tensor:
         """Return the total, 0-dim; with `names`, a vector of it and these terms. Values that this rank does not compute are 0."""
         zero = torch.zeros((), dtype=torch.float32, device=device)

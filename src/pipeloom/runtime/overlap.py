@@ -27,7 +27,7 @@ from pipeloom.ops.segments import Communication, Compute, Pending, Values, is_se
 from pipeloom.runtime.health.status import Status
 from pipeloom.runtime.stage_modules import StageModules
 from pipeloom.runtime.tensor_spec import as_values
-from pipeloom.schedule.exposed import CommunicationKind
+from pipeloom.schedule.timeline import CommunicationKind
 
 CoroutineResult = TypeVar("CoroutineResult")
 Coroutine = Generator[None, None, CoroutineResult]
@@ -156,6 +156,7 @@ class CommStream:
 
         `timed` can be set between steps.
         """
+        self.device = device
         self._status = status
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.timed = timed

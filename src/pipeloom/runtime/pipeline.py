@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipeloom.errors import ConfigError, DistributedError, UsageError
+from pipeloom.errors import ConfigError, DistributedError, ScheduleError, UsageError
 from pipeloom.ops.checksum import checksums
 from pipeloom.parallel.data import GradientSync
 from pipeloom.parallel.exchange import all_gather_json, all_gather_tree
 from pipeloom.parallel.mesh import Mesh, PipelineMesh
 from pipeloom.parallel.sharding import ParameterSharding
 from pipeloom.runtime import replicas
-from pipeloom.runtime.assembly import assemble, copy_state
+from pipeloom.runtime.assembly import BuiltParameters, PipelineSpec, assemble, copy_state
 from pipeloom.runtime.batch import (
     IGNORE_INDEX,
     Microbatches,
@@ -35,27 +36,24 @@ from pipeloom.runtime.batch import (
     split_batch,
     sum_over_replicas,
 )
-from pipeloom.runtime.built_parameters import BuiltParameters
-from pipeloom.runtime.clock import clock_for
-from pipeloom.runtime.executor import Executor, StepHooks, StepResult
+from pipeloom.runtime.engine import RankEngine, RankStats, clock_offset, measured_rank, merged_timeline
+from pipeloom.runtime.executor import Executor, StepResult
 from pipeloom.runtime.grad_sync import StepGradients, checked_max_norm, summed_over
 from pipeloom.runtime.health import handshake
 from pipeloom.runtime.health.fault_injection import Faults
-from pipeloom.runtime.health.links import RunStore, run_store
+from pipeloom.runtime.health.links import run_store
 from pipeloom.runtime.health.report import FailureReporter
 from pipeloom.runtime.health.status import Limits, Names, Status
 from pipeloom.runtime.health.watchdog import Watchdog, start_watchdog
-from pipeloom.runtime.layer_names import carrying
-from pipeloom.runtime.loss import Loss, LossBroadcast, PendingLoss, require_weighing
-from pipeloom.runtime.measured_timeline import clock_offset, gather_timeline
+from pipeloom.runtime.loss import Loss, LossBroadcast, PendingLoss
 from pipeloom.runtime.options import RuntimeOptions, device_of
+from pipeloom.runtime.overlap import CommStream
+from pipeloom.runtime.p2p.base import Communicator, InProcessBatches, InProcessTransport, Mailroom, Transport
 from pipeloom.runtime.p2p.connect import P2PConnections
-from pipeloom.runtime.program import RankProgram, RankPrograms, as_executed, require_same_stages
-from pipeloom.runtime.stage_modules import KnownKeywords, LayerSource, layer_name, model_names, require_arguments
-from pipeloom.runtime.stats import RankStats
+from pipeloom.runtime.program import RankProgram, as_executed, require_same_stages
+from pipeloom.runtime.stage_modules import KnownKeywords, LayerSource, carrying
 from pipeloom.runtime.tensor_spec import ShapeCache, is_strided
 from pipeloom.runtime.tied_weights import layer_of
-from pipeloom.schedule.check import check
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.timeline import Timeline
 
@@ -108,95 +106,133 @@ class Pipeline:
         tied: Sequence[Sequence[str]] = (),
         options: RuntimeOptions = RuntimeOptions(),
     ) -> None:
-        require_arguments(layers, schedule, loss)
-        require_weighing(loss, weight, ignore_index)
-        declared = model_names(layers, schedule.positions, stages)
-        schedule = carrying(schedule, declared.tensors)
-        check(schedule, transport="batched" if options.transport == "batched" else "individual")
-        self.schedule = schedule
-        self.options = options
-        self.mesh = Mesh.resolve(mesh)
-        self._line = self.mesh.pipeline
-        self.device = device_of(options, self.mesh)
-        self.next_step = 0
-        self._weight = weight
-        self._ignore_index = ignore_index
-        self._terms = declared.terms
-        self._result = StepResult()
-        _require_processes(schedule.ranks, self.ranks)
-        prefix, seed = "", torch.initial_seed() if options.seed is None else options.seed
-        self._alarm = FailureReporter(Status(self.rank, Names(self.mesh)))
-        if options.watchdog is not None:
-            self._watched_by(options.watchdog)
-        if self.distributed:
-            names = [layer_name(layer, at) for at, layer in enumerate(layers)]
-            facts = handshake.facts(schedule, names, stages, tied, ignore_index, options, self.mesh)
-            facts |= handshake.declared_facts(layers)
-            store = run_store(options.start_seconds)
-            with self._alarm.waiting("the other ranks at start-up"):
-                prefix, seed = handshake.shake_hands(store, self.mesh.everyone, facts, seed, options.start_seconds)
-                if options.monitor and options.watchdog is None:
-                    self._watched_by(self._started_watchdog(store, prefix))
-        with self._alarm.reporting():
-            self._build(layers, stages, tied, loss, prefix, seed)
-
-    def _build(self, layers: Sequence[LayerSource], stages: Any, tied: Any, loss: Loss, prefix: str, seed: int) -> None:
-        """Builds this rank's stages and connects them; the other ranks are told of a failure."""
-        schedule, options, status = self.schedule, self.options, self._alarm.status
-        first = self.mesh.place.dp == self.mesh.place.tp == 0  # a fault is made in one pipeline
-        assembled = assemble(
+        spec = PipelineSpec.of(
             layers,
             schedule,
-            self.rank,
-            stages,
-            tied,
-            options,
-            self.device,
-            status,
-            seed,
-            self._exchange,
-            summed_over(self.mesh, options),
+            loss=loss,
+            weight=weight,
+            ignore_index=ignore_index,
+            stages=stages,
+            tied=tied,
+            options=options,
         )
-        self._assembly = assembled
-        self._built = BuiltParameters(assembled.modules, summed_over(self.mesh, options))
+        self._take(spec, Mesh.resolve(mesh))
+        _require_processes(schedule.ranks, self.ranks)
+        if options.watchdog is not None:
+            self._watched_by(options.watchdog)
+        prefix, seed = self._shake_hands() if self.distributed else ("", spec.seed)
+        with self._alarm.reporting():
+            self._build({self.rank: self._status}, seed, summed_over(self.mesh, options))
+            if self.mesh.dp.size > 1 and self.mesh.place.dp == self.mesh.place.tp == 0:
+                self._warn_of_statistics()
+            if self.distributed:
+                self._connect(prefix)
+        self._status.phase = "first step"
+
+    @staticmethod
+    def local(layers: Sequence[LayerSource], schedule: Schedule, *, loss: Loss, **arguments: Any) -> LocalPipeline:
+        """Return a `LocalPipeline`: all ranks of the schedule in this process, with further arguments as of that class."""
+        return LocalPipeline(layers, schedule, loss=loss, **arguments)
+
+    def _take(self, spec: PipelineSpec, mesh: Mesh) -> None:
+        """Take over the arguments."""
+        self._spec = spec
+        self.schedule = spec.schedule
+        self.options = spec.options
+        self.trace = spec.options.trace
+        self.next_step = 0
+        self.mesh = mesh
+        self.device = device_of(spec.options, mesh)
+        self._line = mesh.pipeline
+        self._status = Status(self.rank, Names(mesh))
+        self._alarm = FailureReporter(self._status)
+
+    def _build(
+        self, statuses: Mapping[int, Status], seed: int, summed: str | None, separate_replicas: bool = False
+    ) -> None:
+        """Build the stages of the ranks in this process, and an engine for each of them."""
+        spec, options, mesh = self._spec, self.options, self.mesh
+        communications = {rank: CommStream(self.device, options.trace, status) for rank, status in statuses.items()}
+        assembly = self._assembly = assemble(
+            spec,
+            communications,
+            device=self.device,
+            seed=seed,
+            exchange=self._exchange,
+            summed=summed,
+            separate_replicas=separate_replicas,
+        )
+        specs = {rank: ShapeCache(options.shapes) for rank in statuses}
+        self._connections = P2PConnections(mesh, specs[self.rank], self.device, options)
+        self._gradients = StepGradients(assembly, mesh, options, self._alarm, summed)
+        first = mesh.place.dp == mesh.place.tp == 0  # a fault is injected into one pipeline
+        fault = options.fault if first else options.without_fault().fault
+        self._engines = [
+            RankEngine(
+                rank,
+                spec,
+                assembly,
+                communications[rank],
+                self._transport_of(rank),
+                self._gradients.hooks(status, Faults(fault, rank)),
+                specs[rank],
+            )
+            for rank, status in statuses.items()
+        ]
+        self._built = BuiltParameters(assembly.modules, summed)
         self._compared = False  # whether replicas are known to hold the same values
-        self._batches = replicas.BatchCheck(self.mesh, options.check_every)
-        self.layouts: dict[str, ParameterSharding] = {each.name: each.sharding for each in assembled.held}
-        self._loss = loss
-        self._status = status
-        self.trace = options.trace
-        self._splits_backward = schedule.splits_backward
-        self._specs = ShapeCache(options.shapes)
-        self._follow(schedule)
-        if first and self.mesh.dp.size > 1:
-            self._warn_of_statistics()
-        self._losses = LossBroadcast(self.mesh, schedule, self.device, self._alarm, self._terms)
-        self._connections = P2PConnections(self.mesh, self._specs, self.device, options)
-        self._gradients = StepGradients(self._assembly, self.mesh, options, self._alarm)
-        faults = Faults(options.fault if first else options.without_fault().fault, self.rank)
-        sync = self._gradients.sync
-        self._hooks = (
-            StepHooks(status, faults)
-            if sync is None
-            else StepHooks(
-                status,
-                faults,
-                sync.last_backward,
-                sync.stage_done,
-                self._gradients.before_layer if sync.sharded else None,
-                self._gradients.before_kind,
-            )
+        self._batches = replicas.BatchCheck(mesh, options.check_every)
+        self._keywords = KnownKeywords.of(stage.layers for stage in assembly.stages.values())
+        self._losses = LossBroadcast(mesh, spec.schedule, self.device, self._alarm, spec.terms)
+        self.layouts: dict[str, ParameterSharding] = {each.name: each.sharding for each in assembly.held}
+        self._follow(spec.schedule)
+
+    def _transport_of(self, rank: int) -> Callable[[RankProgram], Transport]:
+        """Return the function from a program of `rank` to the transport for one run of it."""
+        return self._connections.transport
+
+    def _shake_hands(self) -> tuple[str, int]:
+        """Compare the arguments with those of the other ranks and start the watchdog. Return the prefix of the run's keys in the
+        store, and rank 0's seed.
+        """
+        spec, options, everyone = self._spec, self.options, self.mesh.everyone
+        facts = handshake.facts(
+            spec.schedule, spec.names, spec.stages, spec.tied, spec.ignore_index, options, self.mesh
         )
-        self._keywords = KnownKeywords.of(stage.layers for stage in assembled.stages.values())
-        if self.distributed:
-            status.wait_between("the other ranks at start-up")
-            self._connections.open(prefix, self._programs.step)
-            self._keywords = handshake.shared_keywords(
-                run_store(options.start_seconds), self.mesh, prefix, self._keywords, options.start_seconds
-            )
-            self._gradients.start_equal(self._connections.sums)
-            status.leave()
-        status.phase = "first step"
+        facts |= handshake.declared_facts(spec.layers)
+        store = run_store(options.start_seconds)
+        with self._alarm.waiting("the other ranks at start-up"):
+            prefix, seed = handshake.shake_hands(store, everyone, facts, spec.seed, options.start_seconds)
+            if options.monitor and options.watchdog is None:
+                limits = Limits(options.timeout)
+                self._watched_by(
+                    start_watchdog(
+                        store, prefix, everyone.index, everyone.size, self._status, limits, options.start_seconds
+                    )
+                )
+        return prefix, seed
+
+    def _connect(self, prefix: str) -> None:
+        """Connect with the other ranks, and share with them which keyword arguments layers take, and tied weights."""
+        status, start_seconds = self._status, self.options.start_seconds
+        status.wait_between("the other ranks at start-up")
+        self._connections.open(prefix, self._engines[0].programs.step)
+        self._keywords = handshake.shared_keywords(
+            run_store(start_seconds), self.mesh, prefix, self._keywords, start_seconds
+        )
+        self._gradients.start_equal(self._connections.sums)
+        status.leave()
+
+    def _watched_by(self, watchdog: Watchdog) -> None:
+        watchdog.status = self._status
+        self._alarm.watchdog = watchdog
+
+    def _exchange(self, value: Any) -> list[Any]:
+        """Return the values of all ranks of this pipeline, in rank order."""
+        if self.group is None:
+            return [value]
+        with self._alarm.waiting("the other ranks at start-up"):
+            return all_gather_json(value, self.group)
 
     def _warn_of_statistics(self) -> None:
         """Warn of running statistics, which data-parallel replicas gather each for itself."""
@@ -206,26 +242,18 @@ class Pipeline:
                     f"layer {layer!r} has running statistics ({norm}): each of the {self.mesh.dp.size} data-parallel replicas "
                     "gathers those of its own micro-batches and evaluates with them, and a checkpoint keeps the first one's; "
                     "track_running_stats=False, or a norm without statistics, is the same on all",
-                    stacklevel=4,
+                    stacklevel=3,
                 )
 
-    def _started_watchdog(self, store: RunStore, prefix: str) -> Watchdog:
-        everyone, options = self.mesh.everyone, self.options
-        limits = Limits(options.timeout)
-        return start_watchdog(
-            store, prefix, everyone.index, everyone.size, self._alarm.status, limits, options.start_seconds
-        )
-
-    def _watched_by(self, watchdog: Watchdog) -> None:
-        watchdog.status = self._alarm.status
-        self._alarm.watchdog = watchdog
-
-    def _exchange(self, value: Any) -> list[Any]:
-        """The values of all ranks of this pipeline, in rank order."""
-        if self.group is None:
-            return [value]
-        with self._alarm.waiting("the other ranks at start-up"):
-            return all_gather_json(value, self.group)
+    def _follow(self, schedule: Schedule) -> None:
+        """Run `schedule` from the next step on: pairs of stages without segments as a forward and a backward."""
+        schedule = as_executed(schedule, self._assembly.segmented, self.options)
+        programs = [engine.programs_of(schedule) for engine in self._engines]
+        for engine, each in zip(self._engines, programs, strict=True):
+            engine.programs = each
+        self.schedule = schedule
+        self._result = StepResult()  # of this process, and of each of its ranks
+        self._results = [StepResult() for _ in self._engines]
 
     # -- running ---------------------------------------------------------------------------------------------------------
 
@@ -252,37 +280,44 @@ class Pipeline:
                 `RuntimeOptions.shared_targets`).
             DistributedError: ranks of one replica passed different batches (see `RuntimeOptions.check_every`).
         """
-        require_gradients("step")
-        self._keywords.require("step", keywords)
-        require_targets("step", targets)
         return self.forward_backward(inputs, targets, **keywords).wait()
 
     def forward_backward(self, inputs: Any, targets: Any = None, **keywords: Any) -> PendingLoss:
         """As `step`, but return when this rank is done: the loss may not have arrived from another rank yet."""
-        require_gradients("forward_backward")
-        self._built.require_same()
         status, begun = self._status, time.monotonic()
-        status.step = self.next_step
-        self._hooks.faults.at_step(self.next_step)
-        self._compare_replicas()
-        self._compare_batches({"inputs": inputs, "targets": targets, **keywords})
-        batch = self._split("forward_backward", inputs, targets, keywords, self.schedule.microbatches)
-        before = self._buffers_of_replicas() if status.phase == "first step" else {}
+        first = status.phase == "first step"
+        self._before_step({"inputs": inputs, "targets": targets, **keywords})
+        batch = self._split("step", inputs, targets, keywords, self.schedule.microbatches)
+        buffers = self._checksums_of_replicas() if first else {}
         self._gradients.begin()
-        executor = self._executor(self._programs.step)
+        executor = self._executor(None)
         self._losses.expect()
         with self._alarm.reporting():
             self._result = executor.run(batch)
+        self._results = executor.results
         self._result.after = self._gradients.finish(self._connections.sums)
         self._result.end = time.perf_counter()
         self.next_step += 1
-        if before:
-            with self._alarm.reporting():
-                self._require_settled(before)
-        if status.phase == "step":
+        if first:
+            self._require_settled(buffers)
+        elif status.phase == "step":
             status.slowest = max(status.slowest, time.monotonic() - begun)
         status.phase = "step"
         return self._losses.start(self._result.loss)
+
+    def _before_step(self, arguments: Mapping[str, Any]) -> None:
+        """Check what may have changed since the last step, and compare with other ranks where a comparison is due."""
+        self._status.step = self.next_step
+        require_gradients()
+        self._built.require_same()
+        for engine in self._engines:
+            engine.hooks.faults.at_step(self.next_step)
+        if not self._compared:
+            self._compare_replicas()
+        if self._batches.due():
+            with self._alarm.waiting("the other ranks' checksums of the batch"):
+                differences = self._batches.differences(arguments, self.run_control)
+            self._batches.require_none(differences, self.next_step)
 
     @property
     def loss_terms(self) -> dict[str, Tensor]:
@@ -299,11 +334,11 @@ class Pipeline:
         Where layers exchange tokens between replicas (experts), all replicas' batches must have the same number of micro-batches.
         """
         with self._status.during("evaluation"):
-            self._compare_replicas()
-            batch = self._split(
-                "evaluate", inputs, targets, keywords, forward_count(self.schedule.microbatches, inputs)
-            )
-            executor = self._executor(self._programs.forwards(batch.count))
+            if not self._compared:
+                self._compare_replicas()
+            count = forward_count(self.schedule.microbatches, inputs)
+            batch = self._split("evaluate", inputs, targets, keywords, count)
+            executor = self._executor(batch.count)
             self._losses.expect()
             with self._alarm.reporting():
                 result = executor.run(batch)
@@ -314,7 +349,7 @@ class Pipeline:
         """Return the outputs of the last stage for the whole batch, on the rank that holds it; None on the others."""
         with self._status.during("evaluation"):
             batch = self._split("predict", inputs, None, keywords, forward_count(self.schedule.microbatches, inputs))
-            executor = self._executor(self._programs.forwards(batch.count))
+            executor = self._executor(batch.count)
             with self._alarm.reporting():
                 outputs = executor.run(batch, keep_outputs=True).outputs
         if len(self.schedule.routes) > 1 and self.group is not None:
@@ -324,9 +359,7 @@ class Pipeline:
         return join([outputs[mb] for mb in sorted(outputs)]) if len(outputs) == batch.count else None
 
     def _compare_replicas(self) -> None:
-        """Before the first step or evaluation after construction or a load: what several processes hold must be equal."""
-        if self._compared:
-            return
+        """Compare what several processes hold, before the first step or evaluation after construction or a load."""
         if self.distributed and self.options.init != "none":
             with self._alarm.waiting(
                 "the comparison of replicated weights, after construction or a load by every rank"
@@ -346,52 +379,28 @@ class Pipeline:
                     replicas.say(differences, self.mesh)
         self._compared = True
 
-    def _buffers_of_replicas(self) -> dict[str, tuple[torch.Size, int]]:
-        """Return the shape and a checksum of each buffer of which another route has a replica."""
-        replicated = self._assembly.replicated_layers if len(self.schedule.routes) > 1 else {}
+    def _checksums_of_replicas(self) -> dict[str, tuple[torch.Size, int]]:
+        """Return shape and checksum of each buffer of which another rank has a replica on another route."""
+        replicated = self._assembly.replicated_layers if self.distributed else {}
         buffers = {n: b for n, b in self._assembly.buffers.items() if layer_of(n, replicated) and is_strided(b)}
         sums = checksums(list(buffers.values()))
         return {name: (b.shape, value) for (name, b), value in zip(buffers.items(), sums, strict=True)}
 
     def _require_settled(self, before: Mapping[str, tuple[torch.Size, int]]) -> None:
         """Raise UsageError for a buffer that the first step has changed, other than by giving it another shape."""
-        for name, (shape, value) in self._buffers_of_replicas().items():
-            if name in before and before[name][0] == shape and before[name][1] != value:
-                raise UsageError(
-                    f"the first step changed buffer {name!r}, and under schedule {self.schedule.name!r} its stage has replicas "
-                    "that get some of the micro-batches each, so it would differ from that of one process; choose a schedule "
-                    "with one route"
-                )
+        with self._alarm.reporting():
+            for name, (shape, value) in self._checksums_of_replicas().items() if before else ():
+                if name in before and before[name][0] == shape and before[name][1] != value:
+                    raise UsageError(
+                        f"the first step changed buffer {name!r}, and under schedule {self.schedule.name!r} its stage has "
+                        "replicas that get some of the micro-batches each, so it would differ from that of one process; "
+                        "choose a schedule with one route"
+                    )
 
-    def _compare_batches(self, arguments: Mapping[str, Any]) -> None:
-        """Compare what the ranks of a replica were passed, if a comparison is due."""
-        if self._batches.due():
-            with self._alarm.waiting("the other ranks' checksums of the batch"):
-                differences = self._batches.differences(arguments, self.run_control)
-            self._batches.require_none(differences, self.next_step)
-
-    def _executor(self, program: RankProgram) -> Executor:
-        self._assembly.communications.timed = self.trace
-        return Executor(
-            program,
-            self._assembly.stages,
-            self._connections.transport(program),
-            self._hooks,
-            loss=self._loss,
-            specs=self._specs,
-            communications=self._assembly.communications,
-            clock=clock_for(self.device, self.trace),
-            checksums=self.options.checksum,
-        )
-
-    def _follow(self, schedule: Schedule) -> None:
-        """Run `schedule` from the next step on."""
-        schedule = as_executed(schedule, self._assembly.segmented, self.options)
-        programs = RankPrograms(schedule, self.rank, self.options)
-        for index, stage in self._assembly.stages.items():
-            stage.require_order(schedule.name, programs.step.stages[index])
-        self.schedule = schedule
-        self._programs = programs
+    def _executor(self, forwards: int | None) -> Executor:
+        """Return the executor of a training step, or of the forwards of so many micro-batches."""
+        (engine,) = self._engines
+        return engine.executor(forwards, self.trace)
 
     # -- what it is part of, and the last step ---------------------------------------------------------------------------
 
@@ -432,24 +441,26 @@ class Pipeline:
 
     @property
     def step_began(self) -> float:
-        """`time.perf_counter` of this rank's first action in the last step."""
-        if not self._result.starts:
+        """`time.perf_counter` of this process's first action in the last step."""
+        starts = [result.starts[0] for result in self._results if result.starts]
+        if not starts:
             raise UsageError("no step has run yet")
-        return self._result.starts[0]
+        return min(starts)
 
     @property
     def loss_share(self) -> Tensor | None:
-        """This rank's share of the last step's loss, before the sum over ranks: 0-dim, fp32; None if it computes none."""
+        """This process's share of the last step's loss, before the sum over ranks: 0-dim, fp32; None if it computes none."""
         return self._result.loss.total
 
     @property
     def exposed(self) -> float | None:
-        """Seconds for which this rank's computation waited for expert all-to-alls in the last step: of tokens and
+        """Seconds for which this process's computation waited for expert all-to-alls in the last step: of tokens and
         gradients, and of their counts, which are exchanged first.
 
         None: not measured (on a GPU without `trace`).
         """
-        return None if self._result.exposed is None else self._result.exposed.get("all-to-all", 0.0)
+        measured = [result.exposed for result in self._results if result.exposed is not None]
+        return sum(seconds.get("all-to-all", 0.0) for seconds in measured) if measured else None
 
     @property
     def sync(self) -> GradientSync | None:
@@ -459,12 +470,10 @@ class Pipeline:
     @property
     def stats(self) -> RankStats:
         """Return this rank's executed schedule and buffers, and figures of its last step."""
+        (engine,), (result,) = self._engines, self._results
         shared = self._connections.shared
-        return RankStats.of(
-            self.schedule,
-            self.rank,
-            self._programs.step,
-            self._result,
+        return engine.stats(
+            result,
             receive_buffers=self._connections.pool.made,
             send_segments=None if shared is None else sum(len(box.segments) for box in shared.outboxes.values()),
         )
@@ -517,18 +526,20 @@ class Pipeline:
         """
         if schedule.positions == self.schedule.positions:  # else it is refused below
             schedule = carrying(schedule, self.schedule.tensors)
-        check(schedule, transport="batched" if self.options.transport == "batched" else "individual")
-        require_same_stages(schedule, self.schedule, self._splits_backward)
+        self.options.require_runnable(schedule)
+        require_same_stages(schedule, self.schedule, self._spec.schedule.splits_backward)
         self._follow(schedule)
-        self._result = StepResult()
 
     def timeline(self) -> Timeline:
         """This pipeline's last step as measured, in seconds, with the ranks' clocks aligned; collective over its ranks."""
-        if not self._result.starts:
+        if not any(result.starts for result in self._results):
             raise UsageError("no step has run yet")
         with self.waiting("the other ranks' timelines"):
-            offset = clock_offset(self._line, self._connections.control)
-            return gather_timeline(self.schedule, self._line, self._result, offset)
+            offset = clock_offset(self._line, self.control)
+            ranks = [measured_rank(result, offset) for result in self._results]
+            if self.group is not None:
+                ranks = [each for mine in all_gather_json(ranks, self.group) for each in mine]
+        return merged_timeline(self.schedule, ranks)
 
     def waiting(self, what: str, phase: str | None = None) -> AbstractContextManager[None]:
         """Return a context for a communication between the run's ranks outside of steps: the watchdog reports that this rank
@@ -631,12 +642,13 @@ class Pipeline:
 
     def _split(self, method: str, inputs: Any, targets: Any, keywords: Mapping[str, Any], count: int) -> Microbatches:
         self._keywords.require(method, keywords)
-        require_targets(method, targets)
+        if method != "predict":
+            require_targets(method, targets)
         sizes = chosen_sizes(inputs, count, self.options.microbatch_sizes)
         total = partial(sum_over_replicas, mesh=self.mesh, device=self.device, alarm=self._alarm)
         weighing = Weighing(
-            None if self._weight is None else self._reported_weight,
-            self._ignore_index,
+            None if self._spec.weight is None else self._reported_weight,
+            self._spec.ignore_index,
             float if targets is None else total,
             self.mesh.place.dp,
             self.next_step,
@@ -646,9 +658,134 @@ class Pipeline:
 
     def _reported_weight(self, targets: Any) -> float | Tensor:
         """The caller's weight of a micro-batch's targets; the other ranks are told of what it raises."""
-        assert self._weight is not None
+        assert self._spec.weight is not None
         with self._alarm.reporting():
-            return self._weight(targets)
+            return self._spec.weight(targets)
+
+
+class LocalPipeline(Pipeline):
+    """A `Pipeline` with all ranks in this process and one thread, for notebooks, debuggers and tests.
+
+    The lowering, executor and channels are the same, over memory instead of a network. Where the methods of `Pipeline` describe
+    one rank, these describe all: `stats` and `peak_activations` have one entry per rank. `rank`, `ranks`, `group`, `control`,
+    `distributed` and `sync` are as of a pipeline of one process, and methods that concern other processes do nothing.
+
+    Args:
+        layers, schedule, loss, weight, ignore_index, stages, tied, options: as of `Pipeline`.
+        separate_replicas: give the replicas of two routes buffers and attributes of their own, as on several processes; they
+            share parameters.
+        check_first: False runs a schedule without checking it (for tests of the executor); a deadlock raises ScheduleError.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerSource],
+        schedule: Schedule,
+        *,
+        loss: Loss,
+        weight: Weight | None = None,
+        ignore_index: int | None = IGNORE_INDEX,
+        stages: Sequence[int] | None = None,
+        tied: Sequence[Sequence[str]] = (),
+        options: RuntimeOptions = RuntimeOptions(),
+        check_first: bool = True,
+        separate_replicas: bool = False,
+    ) -> None:
+        spec = PipelineSpec.of(
+            layers,
+            schedule,
+            loss=loss,
+            weight=weight,
+            ignore_index=ignore_index,
+            stages=stages,
+            tied=tied,
+            options=options,
+            check_first=check_first,
+        )
+        self._take(spec, Mesh.of_pipeline(PipelineMesh((0,), 0, None)))
+        self._transports = _InProcessTransports(schedule.ranks)
+        statuses = {rank: Status(rank) for rank in range(schedule.ranks)}
+        self._build(statuses, spec.seed, None, separate_replicas)
+        self._status.phase = "first step"
+
+    def _transport_of(self, rank: int) -> Callable[[RankProgram], Transport]:
+        return partial(self._transports.of, rank)
+
+    def _executor(self, forwards: int | None) -> Any:
+        self._transports.begin()
+        return _ExecutorOfAllRanks([engine.executor(forwards, self.trace) for engine in self._engines])
+
+    @property
+    def stats(self) -> tuple[RankStats, ...]:  # type: ignore[override]  # of all ranks
+        """Return each rank's executed schedule, and figures of its last step."""
+        return tuple(engine.stats(result) for engine, result in zip(self._engines, self._results, strict=True))
+
+    @property
+    def peak_activations(self) -> tuple[int, ...]:  # type: ignore[override]  # of all ranks
+        """rank -> the most stage-micro-batches alive at once in the last step, counted."""
+        return tuple(result.peak_alive for result in self._results)
+
+
+class _InProcessTransports:
+    """The transports of all ranks of a process, for one run at a time."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+
+    def begin(self) -> None:
+        """Begin a run: messages that a failed one has left are dropped."""
+        self._mailroom, self._communicator = Mailroom(), Communicator(self._ranks)
+
+    def of(self, rank: int, program: RankProgram) -> Transport:
+        if program.batches is None:
+            return InProcessTransport(self._mailroom)
+        return InProcessBatches(self._communicator, rank, program.batches)
+
+
+class _ExecutorOfAllRanks:
+    """As an `Executor`, for ranks that share a thread: each runs as far as the messages that it waits for have been sent."""
+
+    def __init__(self, executors: Sequence[Executor]) -> None:
+        self._executors = executors
+        self.results: list[StepResult] = []
+
+    def run(self, batch: Microbatches, keep_outputs: bool = False) -> StepResult:
+        """Run every rank's program; return the sum of their results. Raises ScheduleError if they deadlock."""
+        for executor in self._executors:
+            executor.begin(batch, keep_outputs)
+        while any(executor.unfinished for executor in self._executors):
+            progress = False
+            for executor in self._executors:
+                while executor.unfinished and executor.missing() is None:
+                    executor.execute_next()
+                    progress = True
+            if not progress:
+                awaited = [(rank, each.missing()) for rank, each in enumerate(self._executors) if each.unfinished]
+                stuck = "; ".join(f"rank {rank} waits for {m.words}" for rank, m in awaited if m is not None)
+                raise ScheduleError(f"the schedule deadlocks: {stuck}")
+        self.results = [executor.finish() for executor in self._executors]
+        whole = StepResult()
+        for result in self.results:
+            whole.loss.include(result.loss)
+            whole.outputs.update(result.outputs)
+        return whole
+
+
+def layers_of_ranks(pipeline: Pipeline) -> list[tuple[str, nn.Module]]:
+    """Return the layers of all ranks here by name; one that several of them hold has as many entries."""
+    stages = pipeline._assembly.stages.values()
+    return [item for stage in stages for item in zip(stage.layers.names, stage.modules, strict=True)]
+
+
+def call_before_layers(pipeline: Pipeline, call: Callable[[str, int], None]) -> None:
+    """Call `call(layer, microbatch)` before each layer's forward, except in segmented stages and recomputed forwards."""
+
+    def before(status: Status, layer: str) -> None:
+        if status.action is not None:
+            call(layer, status.action.microbatch)
+
+    for engine in pipeline._engines:
+        engine.hooks = replace(engine.hooks, before_layer=partial(before, engine.hooks.status))
 
 
 def _require_processes(wanted: int, processes: int) -> None:

@@ -21,9 +21,8 @@ from pipeloom.errors import ConfigError, UsageError
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients, run_backward
 from pipeloom.ops.layer import LossTerm
 from pipeloom.ops.recompute import recomputed
-from pipeloom.ops.segments import Communication, carries, is_segmented, saved_of
+from pipeloom.ops.segments import Communication, carries, saved_of
 from pipeloom.ops.stage_state import batch_statistics
-from pipeloom.runtime.built_parameters import ForeignLeaves
 from pipeloom.runtime.overlap import CommStream, ComputeGroup, Coroutine, run_to_end, split_at_communications
 from pipeloom.runtime.program import StageProgram
 from pipeloom.runtime.stage_modules import StageModules
@@ -128,9 +127,8 @@ class Stage:
         self.index = index
         self.words = f"stage {index}"
         self.layers = layers
-        # Segments pass positional values only, so a stage whose layers declare named tensors or losses runs unsegmented.
-        self.silent = all(each.silent for each in layers.declared)
-        self.segmented = any(map(is_segmented, layers.modules)) and self.silent
+        self.silent = layers.silent
+        self.segmented = layers.segmented
         self.writes_weight_gradients = writes_weight_gradients
         self._deallocate = deallocate
         self._grad_context = grad_context
@@ -602,3 +600,59 @@ def _gradient(leaf: Tensor) -> Tensor:
     """Take the leaf's gradient from it; zeros if the leaf was not used."""
     gradient, leaf.grad = leaf.grad, None
     return torch.zeros_like(leaf) if gradient is None else gradient
+
+
+class ForeignLeaves:
+    """Tensors whose gradients a stage's graph must not reach: nobody would sum them or send them to their rank.
+
+    Attributes:
+        names: parameter in this process that only layers of other ranks hold -> its name; complete at the first forward.
+        over: the holders of copies of the stage's parameters, in words ("data-parallel replicas"); None: there are none.
+    """
+
+    def __init__(self, names: Mapping[Tensor, str], over: str | None) -> None:
+        self.names = names
+        self.over = over
+
+    def require_unreached(
+        self,
+        modules: Sequence[nn.Module],
+        roots: Sequence[GradientEdge],
+        losses: Sequence[Tensor],
+    ) -> None:
+        """Raise UsageError if a stage's graph reaches a parameter of another rank's layer, or one that has copies elsewhere and
+        that no layer of the stage holds.
+
+        Args:
+            modules: the stage's layers.
+            roots, losses: where the graph's backward starts.
+        """
+        if not self.names and self.over is None:
+            return
+        known = {parameter for module in modules for parameter in module.parameters()}
+        for leaf in _leaves_of_graph([*(root.node for root in roots), *(loss.grad_fn for loss in losses)]):
+            if leaf in self.names:
+                raise UsageError(
+                    f"the loss or a layer uses {self.names[leaf]!r}, a parameter of a layer of another rank, and that rank "
+                    "would not get its gradient: make it a parameter of the layer that uses it too (self.weight = "
+                    "other.weight), or, if the loss does, of the last layer; it is then tied"
+                )
+            if self.over is not None and isinstance(leaf, nn.Parameter) and leaf not in known:
+                raise UsageError(
+                    f"the loss or a layer uses a parameter of shape {list(leaf.shape)} that no layer of its stage holds, so its "
+                    f"gradient would not be summed over the {self.over}; make it a parameter of the layer that uses it, or, if "
+                    "the loss does, of the last layer"
+                )
+
+
+def _leaves_of_graph(nodes: Sequence[Any]) -> Iterator[Tensor]:
+    """Return the tensors in which a backward pass from these nodes accumulates gradients."""
+    waiting, seen = [node for node in nodes if node is not None], set()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            yield node.variable
+        waiting += [after for after, _ in node.next_functions if after is not None]

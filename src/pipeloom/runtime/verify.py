@@ -32,11 +32,10 @@ from pipeloom.runtime.batch import (
     split_batch,
     split_sizes,
 )
-from pipeloom.runtime.layer_names import LayerNames
-from pipeloom.runtime.local import LocalPipeline, call_before_layers, layers_of_ranks
 from pipeloom.runtime.loss import Loss
 from pipeloom.runtime.options import RuntimeOptions
-from pipeloom.runtime.stage_modules import LayerSource, keywords_of, layer_name
+from pipeloom.runtime.pipeline import LocalPipeline, call_before_layers, layers_of_ranks
+from pipeloom.runtime.stage_modules import LayerNames, LayerSource, keywords_of, layer_name
 from pipeloom.runtime.tensor_spec import tensors_in
 from pipeloom.runtime.tied_weights import Tie, layer_of, share
 from pipeloom.schedule.model import Schedule

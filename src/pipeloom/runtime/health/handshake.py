@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cache
@@ -16,9 +17,8 @@ import torch
 from pipeloom.errors import DistributedError
 from pipeloom.parallel.mesh import Axis, Mesh
 from pipeloom.runtime.health.links import RunStore
-from pipeloom.runtime.layer_names import LayerNames
 from pipeloom.runtime.options import RuntimeOptions
-from pipeloom.runtime.stage_modules import KnownKeywords
+from pipeloom.runtime.stage_modules import KnownKeywords, LayerNames
 from pipeloom.schedule.model import Schedule
 
 # Options that concern a single rank, and the sizes of micro-batches, which are compared per replica.
@@ -77,9 +77,8 @@ def _option_facts(options: RuntimeOptions) -> dict[str, Any]:
 
 def source_facts() -> dict[str, str]:
     """The versions that a run depends on, and a digest of the source of each of Pipeloom's packages."""
-    from pipeloom import __version__
-
-    versions = f"pipeloom {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    version = sys.modules["pipeloom"].__version__  # importing it by name would be a circle, through `pipeloom.verify`
+    versions = f"pipeloom {version}, torch {torch.__version__}, Python {platform.python_version()}"
     return {"versions": versions} | source_digests(Path(__file__).parents[2])
 
 

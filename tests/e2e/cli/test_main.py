@@ -1,0 +1,107 @@
+"""The command as a whole: quick to start, without torch, with its documented exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeloom import __version__
+from pipeloom.cli.failures import exit_code_of
+from pipeloom.errors import CapacityError, ConfigError
+
+pytestmark = pytest.mark.core
+
+Run = Callable[[str], Any]
+
+
+def test_help_is_quick() -> None:
+    """Under 0.5 s of processor time, the best of three: other work on the machine must not fail it."""
+    times = []
+    for _ in range(3):
+        before = os.times()
+        ended = subprocess.run([sys.executable, "-m", "pipeloom", "--help"], capture_output=True, text=True, timeout=60)
+        after = os.times()
+        times.append(after.children_user + after.children_system - before.children_user - before.children_system)
+        assert ended.returncode == 0
+        assert all(word in ended.stdout for word in ("schedule", "compare", "check", "train", "verify"))
+    assert min(times) < 0.5
+
+
+def test_torch_free_commands_do_not_import_torch() -> None:
+    code = (
+        "import sys\nfrom pipeloom.cli import main\n"
+        "try:\n    main(['compare', '1f1b', '--ranks', '2', '--microbatches', '2'])\n"
+        "except SystemExit as end:\n    assert end.code == 0\n"
+        "import pipeloom\npipeloom.draw.svg\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
+def test_version_and_no_arguments(pipeloom: Run) -> None:
+    assert pipeloom("--version") == (0, f"pipeloom {__version__}\n", "")
+    ended = pipeloom("")
+    assert ended.code == 2
+    assert "Usage: pipeloom" in ended.out
+
+
+def test_unknown_command(pipeloom: Run) -> None:
+    ended = pipeloom("shedule")
+    assert ended.code == 2
+    assert "shedule" in ended.err
+    assert json.loads(pipeloom("shedule --json").out)["error"]["exit_code"] == 2
+
+
+@pytest.mark.parametrize("name", ["train", "verify"])
+def test_other_commands_get_their_words_untouched(pipeloom: Run, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    module = pytest.importorskip(f"pipeloom.cli.{name}")
+    seen: list[str] = []
+
+    def command(arguments: list[str]) -> int:
+        seen.extend(arguments)
+        return 75
+
+    monkeypatch.setattr(module, "command", command)
+    words = "run.toml --model.hidden_size 64 --help --schedule.options.rounds=tail --log.dir -x last"
+    assert pipeloom(f"{name} {words}").code == 75
+    assert seen == words.split()
+
+
+def test_exit_codes_of_errors(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(error: BaseException) -> Callable[[], None]:
+        def run() -> None:
+            raise error
+
+        return run
+
+    monkeypatch.delenv("PIPELOOM_DEBUG", raising=False)
+    assert exit_code_of(fails(CapacityError("no room")), as_json=False) == 4
+    assert capsys.readouterr().err == "pipeloom: no room\n"
+    assert exit_code_of(fails(ConfigError(["first", "second"])), as_json=True) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["problems"] == ["first", "second"]
+    assert exit_code_of(fails(KeyboardInterrupt()), as_json=False) == 130
+    assert exit_code_of(fails(ZeroDivisionError("by zero")), as_json=False) == 1
+    err = capsys.readouterr().err
+    assert "ZeroDivisionError: by zero" in err
+    assert "Traceback" not in err
+    monkeypatch.setenv("PIPELOOM_DEBUG", "1")
+    assert exit_code_of(fails(ZeroDivisionError("by zero")), as_json=False) == 1
+    assert "Traceback" in capsys.readouterr().err
+    assert exit_code_of(lambda: 7, as_json=False) == 7
+    assert exit_code_of(lambda: None, as_json=False) == 0
+
+
+def test_a_closed_pipe_is_quiet(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m pipeloom schedule gpipe --ranks 8 --microbatches 2000 --json"
+    line = f"{command} 2> {tmp_path}/err | head -c 10"
+    ended = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60)
+    assert ended.stdout == '{"format":'
+    assert (tmp_path / "err").read_text() == ""
