@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pipeloom.errors import ArgumentError
 from pipeloom.models.hf.parts import TransposedLinear, is_conv1d
 from pipeloom.models.layers import HEAD
-from pipeloom.ops.deferred import WeightGradContext, apply_linear, defer_weight_gradients
+from pipeloom.ops.deferred import DeferringLayer, WeightGradContext, apply_linear, defer_weight_gradients
 from pipeloom.ops.layer import Layer
 from pipeloom.ops.random_state import stable_seed
 from pipeloom.parallel.expert import PartialSumLinear
@@ -170,7 +170,7 @@ def _is_linear(module: nn.Module) -> bool:
     return known and isinstance(module._parameters.get("weight"), nn.Parameter)
 
 
-class LowRankFactor(nn.Module):
+class LowRankFactor(DeferringLayer):
     """One of the two matrices of an adapter: a weight [outputs, inputs] without a bias, or this rank's part of it."""
 
     def __init__(self, whole: Tensor, sharding: ParameterSharding, tensor: TensorParallel | None) -> None:
@@ -178,13 +178,9 @@ class LowRankFactor(nn.Module):
         part = shard_of(whole, sharding, {"tp": 0 if tensor is None else tensor.index})
         self.weight = nn.Parameter(part.clone(memory_format=torch.contiguous_format))
         self._sharding = sharding
-        self.grad_context: WeightGradContext | None = None
 
     def sharding(self) -> Mapping[str, ParameterSharding]:
         return {"weight": self._sharding}
-
-    def set_weight_grad_context(self, grad_context: WeightGradContext) -> None:
-        self.grad_context = grad_context
 
     def forward(self, x: Tensor) -> Tensor:
         return apply_linear(x, self.weight, None, self.grad_context)
