@@ -95,7 +95,7 @@ def command(arguments: Sequence[str]) -> int:
     for file in sorted({layout.code for layout in request.layouts if layout.code is not None}):
         print(f"a schedule is code from {file}", file=sys.stderr)
     code, verdicts = run_workers("verify", arguments, request.largest.world_size)
-    return _failed(code, request.as_json) if code else summarise(request, json.loads(verdicts))
+    return _failed(code, request.as_json) if code else _conclude(request, json.loads(verdicts))
 
 
 def verify_families(arguments: Sequence[str]) -> int:
@@ -184,7 +184,12 @@ def _work(request: Request) -> int:
                     print(row(verdicts[-1], width), flush=True)
 
     code = be_worker(request.largest, verify)
-    return summarise(request, verdicts) if hand_over(lambda: json.dumps(verdicts)) else code
+    return _conclude(request, verdicts) if hand_over(lambda: json.dumps(verdicts)) else code
+
+
+def _conclude(request: Request, verdicts: list[dict[str, Any]]) -> int:
+    record_verified(request, verdicts)
+    return summarise(request, verdicts)
 
 
 def verdict(name: str, result: Any, tolerance: float) -> dict[str, Any]:
@@ -212,9 +217,6 @@ def row(verdict: dict[str, Any], width: int) -> str:
 def summarise(request: Request, verdicts: list[dict[str, Any]]) -> int:
     """Print the failing parameters and the number that passed, or everything as JSON; return 0 if all passed, otherwise 1."""
     failed = [verdict for verdict in verdicts if not verdict["passed"]]
-    for layout, verdict in zip(request.layouts, verdicts, strict=True):
-        if verdict["passed"]:
-            record_verified(layout)
     if request.as_json:
         report = {
             "passed": not failed,
@@ -248,10 +250,12 @@ def unverified(layout: Layout) -> list[str]:
     return [name for name, digest in _digests_of_others(layout).items() if digest not in passed]
 
 
-def record_verified(layout: Layout) -> None:
-    """Record in `log.dir` that a layout with layers of others has passed. A folder that cannot be written is left as it is."""
-    digests = _digests_of_others(layout).values()
-    if digests:
+def record_verified(request: Request, verdicts: Sequence[dict[str, Any]]) -> None:
+    """Record in `log.dir` the layers of others with which layouts have passed. A folder that cannot be written stays as it is."""
+    for layout, verdict in zip(request.layouts, verdicts, strict=False):
+        digests = _digests_of_others(layout).values()
+        if not verdict["passed"] or not digests:
+            continue
         with contextlib.suppress(OSError):
             path = expanded(layout.config.log.dir) / _RECORD
             path.parent.mkdir(parents=True, exist_ok=True)

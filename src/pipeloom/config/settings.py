@@ -20,9 +20,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeloom.config.adapter import ADAPTER_CONFIG, adapter_keys
 from pipeloom.config.checks import CLASS_KEYS
-from pipeloom.config.hub import is_directory, own_sizes, sizes
+from pipeloom.config.hub import ADAPTER_CONFIG, adapter_keys, is_directory, own_sizes, sizes
 from pipeloom.config.layout import Layout, examine, read_schedule
 from pipeloom.config.problems import sentences
 from pipeloom.config.sections import COMPUTED, SECTIONS, Config
