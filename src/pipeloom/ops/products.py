@@ -70,11 +70,14 @@ def _changes_results(mode: Any) -> bool:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x weight^T + bias: [..., inputs], [outputs, inputs] and [outputs] -> [..., outputs]."""
-    if not _suits(x, weight, weight.shape[0]) or (bias is not None and bias.dtype != x.dtype):
+    if torch.is_grad_enabled() or not suits_onednn(x, weight, bias):
         return F.linear(x, weight, bias)
-    if not torch.is_grad_enabled():
-        return _by_onednn(x, weight, bias)
-    return _OneDnnLinear.apply(x, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
+    return _by_onednn(x, weight, bias)
+
+
+def suits_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Return whether `linear` goes through oneDNN, which autograd does not differentiate."""
+    return _suits(x, weight, weight.shape[0]) and (bias is None or bias.dtype == x.dtype)
 
 
 def not_a_view(out: Tensor) -> Tensor:
@@ -120,30 +123,6 @@ def machine_prefers_onednn() -> bool:
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
         and "AMD" in _vendor()
     )
-
-
-class _OneDnnLinear(torch.autograd.Function):
-    """A linear layer with oneDNN's products. A backward that is differentiated itself takes PyTorch's."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight)
-        return not_a_view(linear(x, weight, bias))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (gradient,) = gradients
-        if gradient is None:
-            return None, None, None
-        x, weight = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
-        rows = as_rows(gradient)
-        return (
-            matmul(gradient, weight) if wants_x else None,
-            matmul(rows.t(), as_rows(x)) if wants_weight else None,
-            rows.sum(0) if wants_bias else None,
-        )
 
 
 def _suits(x: Tensor, y: Tensor, columns: int) -> bool:

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from pipeloom.errors import UsageError
 from pipeloom.ops.segments import standstill
 from pipeloom.parallel.mesh import Axis
-from pipeloom.schedule.exposed import CommunicationKind
+from pipeloom.schedule.timeline import CommunicationKind
 
 
 def goes_through_host(device: torch.device, group: Any) -> bool:

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import ArgumentError, divisors, nearest
-from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, add_weight_gradient, apply_linear, as_autocast
+from pipeloom.ops.deferred import (
+    DeferringLayer,
+    WeightGradContext,
+    WeightGradQueue,
+    add_weight_gradient,
+    apply_linear,
+    as_autocast,
+)
 from pipeloom.ops.main_gradient import MainGradients
 from pipeloom.ops.products import addmm, adjoint, as_rows, linear, matmul, not_a_view
 from pipeloom.parallel.collectives import (
@@ -76,7 +83,7 @@ def if_parallel(tensor: TensorParallel | None) -> TensorParallel | None:
     return tensor if tensor is not None and tensor.size > 1 else None
 
 
-class ColumnLinear(nn.Module):
+class ColumnLinear(DeferringLayer):
     """Linear layer that holds this rank's rows of a weight [outputs, inputs] and computes these outputs for all tokens.
 
     [batch, tokens, inputs] -> [batch, tokens, local outputs]; with sequence parallelism the input is
@@ -113,14 +120,10 @@ class ColumnLinear(nn.Module):
         outputs_here = self.parts[tensor.index]
         self.weight = nn.Parameter(torch.empty(outputs_here, inputs))
         self.bias = nn.Parameter(torch.empty(outputs_here)) if bias else None
-        self.grad_context: WeightGradContext | None = None
 
     def sharding(self) -> Mapping[str, ParameterSharding]:
         sharding = ParameterSharding((self.shard,))
         return {"weight": sharding} if self.bias is None else {"weight": sharding, "bias": sharding}
-
-    def set_weight_grad_context(self, grad_context: WeightGradContext) -> None:
-        self.grad_context = grad_context
 
     def forward(self, x: Tensor) -> Tensor:
         (out,) = project(x, self)
@@ -131,7 +134,7 @@ class ColumnLinear(nn.Module):
         return gather_columns(out, self.tensor, self.shard) if self.gather_output else out
 
 
-class RowLinear(nn.Module):
+class RowLinear(DeferringLayer):
     """Linear layer that holds this rank's columns of a weight [outputs, inputs] and sums the outputs over the ranks.
 
     [batch, tokens, local inputs] -> [batch, tokens, outputs]; with sequence parallelism the output is
@@ -162,15 +165,11 @@ class RowLinear(nn.Module):
         self.input_is_parallel = input_is_parallel
         self.weight = nn.Parameter(torch.empty(outputs, self.parts[tensor.index]))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
-        self.grad_context: WeightGradContext | None = None
 
     def sharding(self) -> Mapping[str, ParameterSharding]:
         sharding = {"weight": ParameterSharding((Shard("tp", 1, self.parts),))}
         # the bias is added to this rank's tokens only
         return sharding if self.bias is None else sharding | {"bias": ParameterSharding(partial=self.tensor.sequence)}
-
-    def set_weight_grad_context(self, grad_context: WeightGradContext) -> None:
-        self.grad_context = grad_context
 
     def own_inputs(self, x: Tensor) -> Tensor:
         """Return the input of the matrix product: the local input features of all tokens."""

@@ -18,7 +18,7 @@ from pipeloom import checkpoint
 from pipeloom.errors import ArgumentError, UsageError
 from pipeloom.mesh_shape import MeshShape
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients
-from pipeloom.parallel.adapters import AdaptedLinear
+from pipeloom.models.lora import AdaptedLinear
 from pipeloom.parallel.mesh import Axis, Mesh
 from pipeloom.parallel.sharding import ParameterSharding, Shard, from_plain, join, shard_of, shardings_of, to_plain
 from pipeloom.parallel.tensor import (

@@ -11,9 +11,8 @@ from layouts import LENGTH, Way, model, step, tensor_parallel
 from pipeloom.config import load_layout, parameter_count
 from pipeloom.config.volume import Volume, boundary_bytes, volumes, words
 from pipeloom.parallel import collectives
-from pipeloom.schedule.channels import traffic
+from pipeloom.schedule.channels import message_counts, size_words, traffic
 from pipeloom.schedule.families import FAMILIES, build
-from pipeloom.schedule.messages import message_counts, size_words
 from processes import run_ranks
 
 pytestmark = pytest.mark.core

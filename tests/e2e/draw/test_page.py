@@ -15,8 +15,8 @@ import pipeloom as pl
 from browser import Opened, browser
 from paths import ROOT
 from pipeloom.draw import html, svg
-from pipeloom.schedule.exposed import Exposed
 from pipeloom.schedule.files import load
+from pipeloom.schedule.timeline import Exposed
 
 
 @pytest.fixture(scope="module")

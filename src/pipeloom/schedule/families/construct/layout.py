@@ -1,16 +1,53 @@
-"""Helpers of the families: checks of their sizes, the encoding of actions as integers, and common orders of actions."""
+"""Helpers of the families: registration, checks of sizes, the encoding of actions as integers, common orders of actions."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 from pipeloom.errors import UsageError, echo
 from pipeloom.limits import MOST_CELLS, MOST_CHUNKS, MOST_RANKS, require_at_most, require_schedule
-from pipeloom.schedule.actions import MOST_KINDS, kind_number
+from pipeloom.schedule.actions import MOST_KINDS, KindName, kind_number
+from pipeloom.schedule.model import Schedule
 
 Item = TypeVar("Item")
+Family = Callable[..., Schedule]
+FamilyFunction = TypeVar("FamilyFunction", bound=Family)
+Planned = tuple[KindName, int, int]  # kind, stage, micro-batch
+
+
+class RegisteredFamily(NamedTuple):
+    """A family as `family` registers it; the attributes are those of the decorator."""
+
+    function: Family
+    aliases: tuple[str, ...]
+    placement: str
+    baseline: bool
+    order: int
+
+
+REGISTRY: dict[str, RegisteredFamily] = {}
+"""Families by name, in the order in which their modules were imported; `families/__init__.py` sorts them."""
+
+
+def family(
+    name: str, *aliases: str, placement: str = "", baseline: bool = False, order: int = 1000
+) -> Callable[[FamilyFunction], FamilyFunction]:
+    """Register the decorated function `(ranks, microbatches, ...) -> Schedule` as the family called `name`.
+
+    Args:
+        aliases: its other names, in lower case without spaces, hyphens and underscores.
+        placement: the placement that a family of one route is made for, from which searches then start; "" for two routes.
+        baseline: whether searched schedules are compared with it.
+        order: its place in lists such as that of `compare all`; of baselines, the order of preference.
+    """
+
+    def register(function: FamilyFunction) -> FamilyFunction:
+        REGISTRY[name] = RegisteredFamily(function, aliases, placement, baseline, order)
+        return function
+
+    return register
 
 
 def require_sizes(most: int = MOST_CELLS, **sizes: int) -> None:
@@ -27,6 +64,12 @@ def require_sizes(most: int = MOST_CELLS, **sizes: int) -> None:
     if {"ranks", "microbatches"} <= sizes.keys():
         stages = math.prod(value for name, value in sizes.items() if name != "microbatches")
         require_schedule(sizes["ranks"], sizes["microbatches"], stages, most)
+
+
+def require_memory(memory: float | None) -> None:
+    """Raise UsageError unless `memory` is None or a number above 0."""
+    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, (int, float)) or not memory > 0):
+        raise UsageError(f"memory is {memory!r:.200}; it must be a number above 0")
 
 
 class Coder:
@@ -55,6 +98,12 @@ class Coder:
     def pair(self, forward: int, backward: int) -> int:
         """One overlapped block of `forward` (from `f`) and `backward` (from `b` or `i`)."""
         return (forward + 1) * MOST_KINDS * self.stride + backward
+
+
+def encoded(programs: Sequence[Sequence[Planned]], stages: int, microbatches: int) -> list[list[int]]:
+    """Return programs, rank -> its (kind, stage, micro-batch), as a Schedule's integers."""
+    code = Coder(stages, microbatches)
+    return [[code.of(*action) for action in program] for program in programs]
 
 
 def warmup_then_alternate(forwards: list[Item], backwards: list[Item], warmup: int) -> Iterator[Item]:

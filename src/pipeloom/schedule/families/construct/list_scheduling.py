@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from pipeloom.schedule.actions import KindName
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, StageCosts
-
-Planned = tuple[KindName, int, int]
+from pipeloom.schedule.families.construct.layout import Planned
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Measured steps from Chrome traces: one file with a process for each rank, or a folder with a Kineto trace of each rank.
+"""Chrome traces: one file with a process for each rank, or a folder with a Kineto trace of each rank.
 
 An event is an action if it has the name of one: `3F0` or `0F5|3B1`, as in Pipeloom's traces; the same after torch's `PP:`; or
 `Forward 3` and `Backward 3`, as in torch's GPipe, where the stage is the rank. Where the same names are measured on a GPU
@@ -21,9 +21,9 @@ from pipeloom.errors import ScheduleError, UsageError, shortened
 from pipeloom.limits import SCHEDULE_BYTES, read_file
 from pipeloom.schedule.actions import Action, Cell, Pair, parse_cell
 from pipeloom.schedule.check import check
-from pipeloom.schedule.clocks import aligned
 from pipeloom.schedule.model import Schedule, parts
 from pipeloom.schedule.timeline import Timeline
+from pipeloom.traces.measured import MeasuredSteps, aligned
 
 _BEGINNING = 2**20  # bytes within which a trace is recognised: the ranks' process groups are written before the events
 _SUFFIXES = (".json", ".json.gz")
@@ -44,10 +44,15 @@ class _Row(NamedTuple):
 
     rank: int
     steps: list[list[_NamedEvent]]
+    memory: float  # GB, 0 where the trace does not give it
 
 
-def is_trace(path: Path) -> bool:
-    """Return whether the file is a Chrome trace, by its beginning."""
+def accepts(path: Path) -> bool:
+    """Return whether the file is a Chrome trace, by its beginning, or the folder contains one."""
+    return bool(_trace_files(path)) if path.is_dir() else _is_trace(path)
+
+
+def _is_trace(path: Path) -> bool:
     if not path.name.lower().endswith(_SUFFIXES) or not path.is_file():
         return False
     try:
@@ -58,31 +63,26 @@ def is_trace(path: Path) -> bool:
     return b'"traceEvents"' in head or (head.lstrip().startswith(b"[") and b'"ph"' in head)
 
 
-def trace_files(folder: Path) -> list[Path]:
-    """The traces in a folder, sorted by name."""
-    return sorted(path for path in folder.iterdir() if is_trace(path))
+def _trace_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if _is_trace(path))
 
 
-def load_traces(path: Path) -> tuple[tuple[Timeline, ...], list[str]]:
-    """The steps of a trace or of a folder of traces, and notes on how they were read.
-
-    Raises UsageError for a file that is not a trace of actions, ScheduleError for actions that do not form a schedule.
-    """
+def read(path: Path) -> MeasuredSteps:
+    """Return the steps of a trace or of a folder of traces. Raises as `TraceReader.read`."""
     rows, notes = _of_folder(path) if path.is_dir() else (_of_file(path), [])
     return _timelines(path, rows, ["actions by the names of the events", *notes])
 
 
 def _of_file(path: Path) -> list[_Row]:
     """A row for each process of one file."""
-    trace = _read(path)
-    processes: dict[Any, list[Any]] = {}
-    for event in _events_of(trace, path):
+    processes: dict[Any, list[dict[str, Any]]] = {}
+    for event in _events_of(_read(path), path):
         processes.setdefault(event.get("pid"), []).append(event)
     rows: list[_Row] = []
     for pid in sorted(processes, key=lambda pid: (str(type(pid)), pid if isinstance(pid, (int, str)) else str(pid))):
-        steps = _steps(processes[pid], len(rows), path)
-        if steps:
-            rows.append(_Row(len(rows), steps))
+        row = _row(processes[pid], len(rows), path)
+        if row.steps:
+            rows.append(row)
     if not rows:
         raise UsageError(f"{path}: no event has the name of an action, such as 0F0, PP:3B2 or 0F5|3B1")
     return rows
@@ -91,14 +91,14 @@ def _of_file(path: Path) -> list[_Row]:
 def _of_folder(folder: Path) -> tuple[list[_Row], list[str]]:
     """A row for each file: the ranks of one pipeline, in order of their stages; replicas are left out."""
     rows: dict[int, _Row] = {}
-    for at, path in enumerate(trace_files(folder)):
+    for at, path in enumerate(_trace_files(folder)):
         trace = _read(path)
         rank = _rank_of(trace, path, at)
         if rank in rows:
             raise UsageError(f"{folder}: two files are of rank {rank}; keep one trace for each rank, of one run")
-        steps = _steps(_events_of(trace, path), rank, path)
-        if steps:
-            rows[rank] = _Row(rank, steps)
+        row = _row(_events_of(trace, path), rank, path)
+        if row.steps:
+            rows[rank] = row
     if not rows:
         raise UsageError(f"{folder}: no event has the name of an action, such as 0F0, PP:3B2 or 0F5|3B1")
     lines: dict[frozenset[int], _Row] = {}
@@ -140,7 +140,16 @@ def _events_of(trace: Any, path: Path) -> list[dict[str, Any]]:
     events = trace.get("traceEvents") if isinstance(trace, dict) else trace
     if not isinstance(events, list):
         raise UsageError(f"{path}: traceEvents is not a list")
-    return [event for event in events if isinstance(event, dict) and event.get("ph") == "X"]
+    return [event for event in events if isinstance(event, dict) and event.get("ph") in ("X", "C")]
+
+
+def _row(events: Sequence[dict[str, Any]], rank: int, path: Path) -> _Row:
+    """One rank's steps; none where no event is an action."""
+    slices = [event for event in events if event["ph"] == "X"]
+    counters = [event.get("args") for event in events if event["ph"] == "C" and event.get("name") == "memory"]
+    levels = [args.get("GB") for args in counters if isinstance(args, dict)]
+    memory = [level for level in levels if isinstance(level, (int, float)) and math.isfinite(level)]
+    return _Row(rank, _steps(slices, rank, path), max(memory, default=0.0))
 
 
 def _steps(events: Iterable[dict[str, Any]], rank: int, path: Path) -> list[list[_NamedEvent]]:
@@ -210,8 +219,8 @@ def _cell_of(name: str, rank: int) -> Cell | None:
         return None
 
 
-def _timelines(path: Path, rows: Sequence[_Row], notes: list[str]) -> tuple[tuple[Timeline, ...], list[str]]:
-    """A timeline for each step that all ranks ran in full."""
+def _timelines(path: Path, rows: Sequence[_Row], notes: list[str]) -> MeasuredSteps:
+    """Return a timeline for each step that all ranks ran in full."""
     actions = [action for row in rows for step in row.steps for event in step for action in parts(event.cell)]
     largest = max(max(action.stage, action.microbatch) for action in actions)
     if largest >= len(actions):
@@ -245,4 +254,5 @@ def _timelines(path: Path, rows: Sequence[_Row], notes: list[str]) -> tuple[tupl
     if count > len(timelines):
         left = count - len(timelines)
         notes = [*notes, f"{left} of {count} steps are incomplete and are left out"]
-    return tuple(timelines), notes
+    memory = tuple(row.memory for row in rows)
+    return MeasuredSteps(tuple(timelines), memory if any(memory) else (), tuple(notes))

@@ -1,58 +1,113 @@
-"""Times of actions and hops, read off measured steps, and the accuracy with which they predict other steps."""
+"""Measured steps: clocks aligned, times of actions and hops, how well these predict other steps, slow stages, time by use."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
-from pipeloom.errors import UsageError
+from pipeloom.errors import ScheduleError, UsageError
 from pipeloom.schedule.channels import message_kind
 from pipeloom.schedule.costs import Costs, durations
-from pipeloom.schedule.exposed import COMMUNICATIONS, Exposed
+from pipeloom.schedule.graph import Graph
 from pipeloom.schedule.model import Schedule, parts
 from pipeloom.schedule.simulate import simulate
-from pipeloom.schedule.timeline import Timeline
+from pipeloom.schedule.timeline import COMMUNICATIONS, Exposed, Timeline
+
+TimeRows = Sequence[Sequence[float]]
+
+# Two events of one rank may overlap by this share of the shorter one: timers of two streams differ a little.
+_OVERLAP = 0.02
 
 
-def measured_costs(
-    schedule: Schedule,
-    starts: Sequence[Sequence[float]],
-    ends: Sequence[Sequence[float]],
-    turns: Sequence[Mapping[int, float]],
-) -> Costs:
-    """A stage's mean F, I and W in this timeline, in its unit. p2p is 0.
+class MeasuredSteps(NamedTuple):
+    """Steps that were measured.
 
-    A stage whose backward is never split counts half of B as I and half as W. `backward` is given where a stage has both.
-
-    Args:
-        turns: rank -> entry of a pair -> the time at which its forward ends and its backward begins.
+    Attributes:
+        timelines: one for each step, in seconds.
+        memory: rank -> GB, the largest of the steps; empty where it is not known.
+        notes: how another program's trace was read, and what was ambiguous.
     """
-    times: dict[tuple[str, int], list[float]] = {}
-    for rank, program in enumerate(schedule.programs):
-        for at, (cell, start, end) in enumerate(zip(program, starts[rank], ends[rank], strict=True)):
-            actions = parts(cell)
-            moments = (start, turns[rank][at], end) if len(actions) > 1 else (start, end)
-            for action, begin, stop in zip(actions, moments, moments[1:], strict=False):
-                times.setdefault((action.kind, action.stage), []).append(stop - begin)
 
-    def mean(kind: str, stage: int) -> float:
-        samples = times.get((kind, stage))
-        if samples is None and kind != "F":
-            samples = [time / 2 for time in times.get(("B", stage), [0.0])]
-        return fmean(samples or [0.0])
+    timelines: tuple[Timeline, ...]
+    memory: tuple[float, ...] = ()
+    notes: tuple[str, ...] = ()
 
-    stages = range(schedule.stages)
-    parted = tuple(mean("I", s) + mean("W", s) for s in stages)
-    whole = tuple(mean("B", s) if ("B", s) in times else parted[s] for s in stages)
-    return Costs(
-        forward=tuple(mean("F", s) for s in stages),
-        input_grad=tuple(mean("I", s) for s in stages),
-        weight_grad=tuple(mean("W", s) for s in stages),
-        backward=whole if any(("B", s) in times and ("I", s) in times for s in stages) else None,
-    )
+
+# -- clocks --------------------------------------------------------------------------------------------------------------
+
+
+def needs(schedule: Schedule) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (rank, entry) of the producer and of the receiver of each message, four numbers in all; also within a rank."""
+    graph = Graph.of(schedule, full=True)
+    assert graph.event is not None
+    entries = [schedule.split_entries(rank) for rank in range(schedule.ranks)]
+    maker = {
+        graph.event[code]: (rank, at)
+        for rank, both in enumerate(entries)
+        for codes in both
+        for at, code in enumerate(codes)
+    }
+    for rank, both in enumerate(entries):
+        for codes in both:
+            for at, code in enumerate(codes):
+                source = maker.get(graph.needs[code]) if graph.needs[code] < graph.always else None
+                if source is not None:
+                    yield (*source, rank, at)
+
+
+def offsets(schedule: Schedule, starts: TimeRows, ends: TimeRows) -> tuple[list[float], float]:
+    """Return (rank -> seconds to add to its clock, the most by which a message still arrives before it is sent).
+
+    The shifts are the smallest from 0 on with which no message arrives before it is sent, as longest paths over the ranks
+    (Bellman and Ford). They are needed because each rank's clock begins with its own iteration.
+    """
+    bound: dict[tuple[int, int], float] = {}
+    for source, at_source, rank, at in needs(schedule):
+        if source != rank:
+            late = ends[source][at_source] - starts[rank][at]
+            bound[source, rank] = max(late, bound.get((source, rank), late))
+    shifts = [0.0] * schedule.ranks
+    for _ in range(schedule.ranks):
+        for (source, rank), late in bound.items():
+            shifts[rank] = max(shifts[rank], shifts[source] + late)
+    left = max((shifts[source] + late - shifts[rank] for (source, rank), late in bound.items()), default=0.0)
+    return shifts, max(0.0, left)
+
+
+def aligned(schedule: Schedule, starts: TimeRows, ends: TimeRows) -> Timeline:
+    """Return the timeline with the ranks' clocks aligned; its times count from its first action.
+
+    Raises ScheduleError where two entries of a rank overlap: a rank runs one at a time.
+    """
+    starts = [_in_turn(schedule, rank, row, ends[rank]) for rank, row in enumerate(starts)]
+    shifts, _ = offsets(schedule, starts, ends)
+    origin = min(row[0] + shift for row, shift in zip(starts, shifts, strict=True) if row)
+
+    def shifted(times: TimeRows) -> tuple[tuple[float, ...], ...]:
+        return tuple(tuple(time + shift - origin for time in row) for row, shift in zip(times, shifts, strict=True))
+
+    begins, stops = shifted(starts), shifted(ends)
+    return Timeline.measured(schedule, begins, stops)
+
+
+def _in_turn(schedule: Schedule, rank: int, starts: Sequence[float], ends: Sequence[float]) -> list[float]:
+    """The starts, each no earlier than the end of the entry before."""
+    turns = list(starts)
+    program = schedule.programs[rank]
+    for before, at in pairwise(range(len(turns))):
+        late = ends[before] - turns[at]
+        if late > _OVERLAP * min(ends[before] - turns[before], ends[at] - starts[at]) + 1e-9:
+            raise ScheduleError(
+                f"rank {rank} begins {program[at]} {late * 1e3:.4g} ms before {program[before]} ends; a rank runs one at a time"
+            )
+        turns[at] = min(max(turns[at], ends[before]), ends[at])
+    return turns
+
+
+# -- costs and predictions ------------------------------------------------------------------------------------------------
 
 
 def costs_of(timelines: Sequence[Timeline]) -> Costs:
@@ -80,13 +135,17 @@ def costs_of(timelines: Sequence[Timeline]) -> Costs:
 
 
 def _factors(timelines: Sequence[Timeline]) -> tuple[float, ...]:
-    """Return micro-batch -> its time over the mean one, the median over the steps; empty where they differ by no more than noise.
+    """Return micro-batch -> its time over the mean one, a median; empty where they differ by no more than noise.
 
-    One step cannot tell noise from a difference.
+    The median and the noise are those over the steps, or, of a single step, over the actions of one kind and stage.
     """
-    if len(timelines) < 2:
+    if len(timelines) > 1:
+        rows = [_ratios(step)[""] for step in timelines]
+    else:
+        rows = [row for name, row in _ratios(timelines[0]).items() if name]
+    if len(rows) < 2:
         return ()
-    columns = list(zip(*map(_factors_of_step, timelines), strict=True))
+    columns = list(zip(*rows, strict=True))
     factors = [median(column) for column in columns]
     noise = median(median(abs(x - f) for x in column) for column, f in zip(columns, factors, strict=True))
     mean = fmean(factors)
@@ -95,18 +154,24 @@ def _factors(timelines: Sequence[Timeline]) -> tuple[float, ...]:
     return tuple(factor / mean for factor in factors)
 
 
-def _factors_of_step(timeline: Timeline) -> list[float]:
-    """Return micro-batch -> the time of its actions, those of pairs left out, over that with the step's mean costs."""
+def _ratios(timeline: Timeline) -> dict[str, list[float]]:
+    """Return micro-batch -> the time of its actions over that with the step's mean costs, of each kind and stage and (under "")
+    of all; pairs are left out.
+    """
     schedule = timeline.schedule
     expected = durations(schedule, replace(timeline.costs, microbatch=()))
-    spent, due = [0.0] * schedule.microbatches, [0.0] * schedule.microbatches
+    empty = [0.0] * schedule.microbatches
+    spent, due = {"": [*empty]}, {"": [*empty]}
     for codes, starts, ends in zip(schedule.codes, timeline.starts, timeline.ends, strict=True):
         for code, start, end in zip(codes, starts, ends, strict=True):
             if code < schedule.no_action and expected[code] > 0:
-                microbatch = parts(schedule.decode(code))[0].microbatch
-                spent[microbatch] += end - start
-                due[microbatch] += expected[code]
-    return [time / mean if mean else 1.0 for time, mean in zip(spent, due, strict=True)]
+                action = parts(schedule.decode(code))[0]
+                for name in ("", f"{action.kind} of stage {action.stage}"):
+                    spent.setdefault(name, [*empty])[action.microbatch] += end - start
+                    due.setdefault(name, [*empty])[action.microbatch] += expected[code]
+    return {
+        name: [time / mean if mean else 1.0 for time, mean in zip(spent[name], due[name], strict=True)] for name in due
+    }
 
 
 def hops(schedule: Schedule, starts: Sequence[Sequence[float]], ends: Sequence[Sequence[float]]) -> list[float]:

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.errors import PipeloomError, ScheduleError, UsageError
-from pipeloom.limits import SCHEDULE_BYTES, read_file
+from pipeloom.limits import SCHEDULE_BYTES, read_text
 from pipeloom.schedule import json_form
 from pipeloom.schedule.costs import Costs
-from pipeloom.schedule.exposed import COMMUNICATIONS, Exposed
 from pipeloom.schedule.model import Schedule
-from pipeloom.schedule.timeline import Timeline
+from pipeloom.schedule.timeline import COMMUNICATIONS, Exposed, Timeline
 
 TIMELINES_FORMAT = "pipeloom.timelines/1"
 
@@ -52,11 +51,7 @@ def load(path: str | Path) -> tuple[Timeline, ...]:
 
     Raises UsageError for a file that cannot be read or has another format, ScheduleError for an invalid schedule or times.
     """
-    try:
-        text = read_file(Path(path), SCHEDULE_BYTES, "timelines").decode("utf-8")
-    except (UnicodeDecodeError, OSError, ValueError) as error:
-        raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
-    return from_json(text, str(path))
+    return from_json(read_text(path, SCHEDULE_BYTES, "timelines"), str(path))
 
 
 def from_json(text: str, source: str = "json") -> tuple[Timeline, ...]:
