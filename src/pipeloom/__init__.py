@@ -64,16 +64,18 @@ __all__ = [
 ]
 
 
+_LAZY = {
+    "auto_layers": "pipeloom.models.auto_layers",
+    "search": "pipeloom.solver",
+    "verify": "pipeloom.runtime.verify",
+}
+"""Function -> the module that holds it, imported on first access; it may need torch."""
+
+
 def __getattr__(name: str) -> Any:
-    """`pl.auto_layers`, `pl.draw`, `pl.hf`, `pl.search` and `pl.verify`, imported on first access."""
-    if name == "draw":
-        return importlib.import_module("pipeloom.draw")
-    if name == "search":
-        return importlib.import_module("pipeloom.solver").search
-    if name == "auto_layers":
-        return importlib.import_module("pipeloom.models.auto_layers").auto_layers
-    if name == "verify":
-        return importlib.import_module("pipeloom.runtime.verify").verify
-    if name == "hf":
-        return importlib.import_module("pipeloom.models.hf")
+    """`pl.auto_layers`, `pl.draw`, `pl.hf`, `pl.search` and `pl.verify`."""
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    if name in ("draw", "hf"):
+        return importlib.import_module({"draw": "pipeloom.draw", "hf": "pipeloom.models.hf"}[name])
     raise AttributeError(f"module 'pipeloom' has no attribute {name!r}")

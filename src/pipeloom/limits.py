@@ -1,4 +1,4 @@
-"""The largest sizes that Pipeloom accepts, and the one way in which it reads files that a user names.
+"""The largest sizes that Pipeloom accepts, the cores that it may use, and the one way in which it reads files that users name.
 
 A size above its limit is refused in one sentence, before anything of that size is built. Each limit is several times what any
 published run uses, and small enough that a typing error cannot exhaust the memory of the machine.
@@ -68,6 +68,17 @@ _COUNTS = re.compile(
 )
 
 
+def usable_cores() -> int:
+    """Return the number of cores that this process may run on; if the system does not tell, the machine's cores.
+
+    Processes that have a core each can wait by polling.
+    """
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on Linux
+        return os.cpu_count() or 1
+
+
 def expanded(path: str | Path) -> Path:
     """Return `path` with `~` as the home directory. As in a shell, the `~name` of no user stays as it is."""
     return Path(os.path.expanduser(path))
@@ -114,6 +125,17 @@ def read_file(path: str | Path, most: int, what: str) -> bytes:
         name = shortened(str(path))
         raise UsageError(f"{name} has {max(size, len(content)):,} bytes; {what} has at most {most:,}")
     return content
+
+
+def read_text(path: str | Path, most: int, what: str) -> str:
+    """Return the text of a file, read as by `read_file`. Raises UsageError for any file that cannot be read or is not text."""
+    try:
+        return read_file(path, most, what).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not a text file (byte {error.start} is not UTF-8)") from None
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"cannot read {shortened(str(path))}: {reason}") from None
 
 
 def read_json(path: str | Path, most: int, what: str, most_nested: int = MOST_NESTED) -> Any:

@@ -16,15 +16,15 @@ from pipeloom.cli.options import message_with_flags
 from pipeloom.config import SECTIONS
 from pipeloom.config.problems import KEYS, naming_keys, sentence
 from pipeloom.config.sections import ModelSection, ParallelSection
-from pipeloom.cores import usable_cores
 from pipeloom.decoder_shape import DecoderShape
 from pipeloom.errors import ArgumentError, ConfigError, ScheduleError
+from pipeloom.limits import usable_cores
 from pipeloom.mesh_shape import MeshShape
 from pipeloom.schedule import Costs
 
 HOME = Path(pipeloom.__file__).parent
-LIBRARY = ("schedule", "solver", "draw", "ops", "parallel", "models", "runtime")
-SINGLE = ("errors.py", "cores.py", "mesh_shape.py", "decoder_shape.py", "schedules.py")
+LIBRARY = ("schedule", "solver", "traces", "draw", "ops", "parallel", "models", "runtime")
+SINGLE = ("errors.py", "limits.py", "mesh_shape.py", "decoder_shape.py", "schedules.py")
 KEY = re.compile(
     r"(?<![\w.])(" + "|".join(f"{s}\\.{k}" for s, model in SECTIONS.items() for k in model.model_fields) + r")(?!\w)"
 )
@@ -74,7 +74,7 @@ def test_the_scan_finds_keys_and_flags() -> None:
 def test_one_function_counts_cores() -> None:
     words = re.compile("sched_getaffinity|cpu_count")
     counting = [str(path.relative_to(HOME)) for path in HOME.rglob("*.py") if words.search(path.read_text())]
-    assert counting == ["cores.py"]
+    assert counting == ["limits.py"]
 
 
 def test_the_machine_counts_where_the_system_does_not_say(monkeypatch: pytest.MonkeyPatch) -> None:

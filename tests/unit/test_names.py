@@ -6,10 +6,24 @@ import ast
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from functools import cache
+
+import pytest
 
 from paths import ROOT
 
 SOURCE = ROOT / "src" / "pipeloom"
+
+
+@cache
+def parsed(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _all_parsed() -> None:
+    for path in SOURCE.rglob("*.py"):
+        parsed(path.read_text())
 
 
 def _is_type_or_constant(name: str) -> bool:
@@ -32,7 +46,7 @@ def duplicates(sources: dict[str, str]) -> dict[str, list[str]]:
     """Return name -> the modules that define it, for the names that several do (`sources`: module -> its text)."""
     modules = defaultdict(list)
     for module, text in sources.items():
-        for name in set(defined(ast.parse(text))):
+        for name in set(defined(parsed(text))):
             modules[name].append(module)
     return {name: found for name, found in modules.items() if len(found) > 1}
 
@@ -60,7 +74,7 @@ QUESTION = re.compile(r"(What|How|Whether|Where|Who|Whose|Which|When|Why)\b")
 def questions(text: str) -> list[str]:
     """Return the first lines of the docstrings in a module's `text` that begin with a question word."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    docs = (ast.get_docstring(node) or "" for node in ast.walk(ast.parse(text)) if isinstance(node, kinds))
+    docs = (ast.get_docstring(node) or "" for node in ast.walk(parsed(text)) if isinstance(node, kinds))
     return [doc.partition("\n")[0] for doc in docs if QUESTION.match(doc)]
 
 
@@ -81,7 +95,7 @@ PLACEHOLDERS = frozenset({"found", "made", "kept", "own", "usual", "chosen", "sh
 
 def placeholders(text: str) -> set[str]:
     """Return the variables and arguments of a module's functions whose names do not say what they hold."""
-    functions = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.Lambda))
+    functions = (node for node in ast.walk(parsed(text)) if isinstance(node, ast.FunctionDef | ast.Lambda))
     nodes = [node for function in functions for node in ast.walk(function)]
     variables = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     return PLACEHOLDERS & (variables | {node.arg for node in nodes if isinstance(node, ast.arg)})

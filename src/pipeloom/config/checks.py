@@ -11,8 +11,8 @@ from pathlib import Path
 
 from pipeloom.config.problems import sentence, shown
 from pipeloom.config.sections import COMPUTED, Config
-from pipeloom.decoder_shape import ROUTERS, frequency_problem
-from pipeloom.errors import ArgumentError, divisors, nearest
+from pipeloom.decoder_shape import ROUTERS, shape_problems
+from pipeloom.errors import divisors, nearest
 from pipeloom.limits import expanded
 
 CLASS_KEYS = ("experts_class", "router_class")
@@ -61,33 +61,15 @@ def _page_has_a_folder(config: Config) -> Iterator[Problem]:
         yield "log.html", f"{why}; nearest: {near}"
 
 
-@_reads("model.source", "model.hidden_size", "model.num_attention_heads", "model.head_dim")
-def _heads_divide(config: Config) -> Iterator[Problem]:
-    if config.model.source:
-        return
-    hidden, heads, width = config.model.hidden_size, config.model.num_attention_heads, config.model.head_dim
-    if width is not None:
-        if width % 2:
-            near = f"{width - 1} or {width + 1}" if width > 1 else "2"
-            yield "model.head_dim", f"rotary position embeddings cannot use heads of odd width; nearest: {near}"
-        return
-    valid = [n for n in divisors(hidden) if hidden // n % 2 == 0]
-    if heads not in valid:
-        rest = (
-            f"leaves a remainder of {hidden % heads}"
-            if hidden % heads
-            else "leaves heads of odd width, which rotary position embeddings cannot use"
-        )
-        near = nearest(heads, valid) if valid else "make the hidden size even"
-        yield "model.num_attention_heads", f"model.hidden_size {hidden} divided by it {rest}; {near}"
-
-
-@_reads("model.source", "model.num_attention_heads", "model.num_key_value_heads")
-def _groups_divide(config: Config) -> Iterator[Problem]:
-    heads, key_value = config.model.num_attention_heads, config.model.num_key_value_heads
-    if heads % key_value and not config.model.source:
-        near = nearest(key_value, divisors(heads))
-        yield "model.num_key_value_heads", f"it must divide model.num_attention_heads {heads}; {near}"
+@_reads(
+    *("model.source", "model.hidden_size", "model.num_attention_heads", "model.num_key_value_heads", "model.head_dim"),
+    *("model.num_hidden_layers", "model.moe_layer_freq", "model.num_experts"),
+)
+def _decoder_is_possible(config: Config) -> Iterator[Problem]:
+    """The library's own conditions; a model without experts ignores where they would be."""
+    for error in () if config.model.source else shape_problems(config.model):
+        if error.argument != "moe_layer_freq" or config.model.num_experts:
+            yield sentence(error)
 
 
 @_reads("model.vocab_size", "data.tokenizer")
@@ -219,8 +201,6 @@ def _router_can_choose(config: Config) -> Iterator[Problem]:
             if getattr(model, key) != value:
                 yield f"model.{key}", "there are no experts; set model.num_experts"
         return
-    if problem := frequency_problem(model.moe_layer_freq, model.num_hidden_layers):
-        yield sentence(ArgumentError("moe_layer_freq", problem))
     wanted = ROUTERS[model.router] or top_k
     if top_k != wanted:
         yield "model.num_experts_per_tok", f'router "{model.router}" chooses {wanted}; use {wanted}'

@@ -12,8 +12,9 @@ from torch import Tensor
 from pipeloom.config import Config, Layout
 from pipeloom.config.problems import naming_keys
 from pipeloom.limits import expanded
-from pipeloom.models import MoeClasses, cross_entropy, hf, layers, names, tied, token_loss
-from pipeloom.models.adapters import LoraOptions, with_adapters
+from pipeloom.models import MoeClasses, cross_entropy, hf, layers, tied, token_loss
+from pipeloom.models.layers import block_name
+from pipeloom.models.lora import LoraOptions, with_adapters
 from pipeloom.ops.layer import Layer
 from pipeloom.parallel.dispatch import ExpertParallel
 from pipeloom.parallel.mesh import Mesh, PipelineMesh
@@ -99,11 +100,6 @@ def spread_of(config: Config, mesh: Mesh | PipelineMesh | None) -> ExpertParalle
     return ExpertParallel(mesh.ep, parallel.ep_nodes, inside, across, parallel.ep_chunks, parallel.ep_blocks)
 
 
-def shows_all_to_all(config: Config) -> bool:
-    """Return whether experts exchange tokens between ranks, so that computation may wait for an all-to-all."""
-    return config.parallel.ep > 1
-
-
 def moe_classes(layout: Layout) -> MoeClasses:
     """Return the classes of a layout's experts and routers."""
     defaults = MoeClasses()
@@ -167,4 +163,4 @@ def recomputed(config: Config) -> Literal["none"] | frozenset[str]:
     if config.model.source:
         trunk = foreign(config.model.source, PARAMETER_DTYPES[config.train.dtype])[1:]
         return frozenset(trunk[number].name for number in blocks)
-    return frozenset(names.block(number) for number in blocks)
+    return frozenset(block_name(number) for number in blocks)

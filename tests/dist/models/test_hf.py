@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +14,24 @@ import transformers
 from safetensors.torch import save_file
 
 import pipeloom as pl
+from hf_families import MODEL_FAMILIES, make_batch
 from live_bytes import LiveBytes
+from pipeloom.cli.verify import command
+from pipeloom.config.hub import VERIFIED_FAMILIES
 from pipeloom.errors import ConfigError, UsageError
-from pipeloom.models import cross_entropy, hf, stored_tensors
-from pipeloom.models.documents import visible
+from pipeloom.models import cross_entropy, hf
+from pipeloom.models.decoder import visible
 from pipeloom.models.hf import weights
-from pipeloom.models.hf.conv1d import TransposedLinear
-from pipeloom.models.hf.recorders import HandOver
+from pipeloom.models.hf.parts import TransposedLinear
+from pipeloom.models.hf.parts import HandOver
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue
-from pipeloom.runtime import LocalPipeline, RuntimeOptions
-from pipeloom.train import families
-from pipeloom.train.families import (
-    MODEL_FAMILIES,
-    SCHEDULES,
-    VARIANTS,
-    ParameterValues,
-    Variant,
-    compare,
-    make_batch,
-)
+from pipeloom.runtime import LocalPipeline
+from pipeloom.train.hub import families
+from pipeloom.train.hub.families import SCHEDULES, VARIANTS, Variant, compare, verify_family
 from processes import run_ranks
 
 # left padding of rows and Conv1D; a sliding window; experts in three dimensions; other widths outside; returned tuples
 SAMPLE = ("gpt2", "mistral", "mixtral", "opt", "gptj")
-
-
-def step(family: str, variant: Variant, model: hf.ModelLayers) -> families.Verdict:
-    options = RuntimeOptions(recompute="full" if variant.recompute else "none")
-    pipeline = LocalPipeline(model, SCHEDULES[variant.schedule](), loss=cross_entropy, tied=model.tied, options=options)
-    batch = make_batch(family, variant.packed)
-    loss = pipeline.step(batch.tokens, batch.targets, **batch.keywords).item()
-    held = {name: ParameterValues(p.detach(), p.grad) for name, p in pipeline.named_parameters()}
-    return compare(family, variant, model, [held], loss, 1e-5)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -54,26 +39,31 @@ def step(family: str, variant: Variant, model: hf.ModelLayers) -> families.Verdi
 def test_loss_and_gradients_equal_one_process(family: str, variant: Variant) -> None:
     if variant.packed and family == "opt":
         family = "llama4"  # OPT attends across documents
-    verdict = step(family, variant, hf.layers(MODEL_FAMILIES[family].build()))
+    tiny = MODEL_FAMILIES[family]
+    verdict = verify_family(tiny, variant, hf.layers(tiny.build()), 1e-5)
     assert verdict.passed, verdict
 
 
+@pytest.mark.core
 def test_the_comparison_sees_a_wrong_gradient() -> None:
     """A comparison that finds nothing proves nothing: one gradient off by a thousandth fails."""
-    model, variant = hf.layers(MODEL_FAMILIES["llama"].build()), Variant("1f1b")
+    tiny, variant = MODEL_FAMILIES["llama"], Variant("1f1b")
+    model = hf.layers(tiny.build())
     pipeline = LocalPipeline(model, SCHEDULES["1f1b"](), loss=cross_entropy)
     batch = make_batch("llama")
     loss = pipeline.step(batch.tokens, batch.targets, **batch.keywords).item()
-    held = {name: ParameterValues(p.detach(), p.grad) for name, p in pipeline.named_parameters()}
+    parameters = dict(pipeline.named_parameters())
     name = "model.layers.2.mlp.up_proj.weight"
-    value, gradient = held[name]
-    assert gradient is not None
-    wrong = compare("llama", variant, model, [{**held, name: ParameterValues(value, gradient * 1.001)}], loss, 1e-5)
-    assert not wrong.passed
-    assert wrong.worst_parameter == name
-    absent = compare("llama", variant, model, [{k: v for k, v in held.items() if k != name}], loss, 1e-5)
-    assert not absent.passed
-    assert not compare("llama", variant, model, [held], loss * 1.001, 1e-5).passed
+    others = [(key, parameter) for key, parameter in parameters.items() if key != name]
+    right = parameters[name]
+    wrong = torch.nn.Parameter(right.detach().clone())
+    wrong.grad = right.grad * 1.001
+    assert compare(tiny, variant, model, [*others, (name, right)], loss, 1e-5).passed
+    different = compare(tiny, variant, model, [*others, (name, wrong)], loss, 1e-5)
+    assert not different.passed
+    assert different.worst_parameter == name
+    assert not compare(tiny, variant, model, others, loss, 1e-5).passed
+    assert not compare(tiny, variant, model, [*others, (name, right)], loss * 1.001, 1e-5).passed
 
 
 def _two_processes(rank: int) -> list[Any]:
@@ -95,22 +85,80 @@ def pl_pipeline(model: hf.ModelLayers, schedule: str) -> Any:
     return Pipeline(model, SCHEDULES[schedule](), loss=cross_entropy, tied=model.tied)
 
 
+def with_gradient(value: Any, gradient: Any) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(torch.from_numpy(value))
+    parameter.grad = torch.from_numpy(gradient)
+    return parameter
+
+
+@pytest.mark.core
 def test_ties_across_processes_are_summed_once() -> None:
     """GPT-2's output layer is its embedding: under 1F1B they are on two ranks, under ZBV on one."""
     found = run_ranks(_two_processes, 2)
     model = hf.layers(MODEL_FAMILIES["gpt2"].build())
     for at, schedule in enumerate(("1f1b", "zbv")):
-        ranks = [
-            {name: ParameterValues(*map(torch.from_numpy, values)) for name, values in rank[at][1].items()}
-            for rank in found
-        ]
-        verdict = compare("gpt2", Variant(schedule), model, ranks, found[0][at][0], 1e-5)
+        ranks = [{name: with_gradient(*values) for name, values in rank[at][1].items()} for rank in found]
+        parameters = [held for rank in ranks for held in rank.items()]
+        verdict = compare(MODEL_FAMILIES["gpt2"], Variant(schedule), model, parameters, found[0][at][0], 1e-5)
         assert verdict.passed, verdict
         holders = [name for rank in ranks for name in rank if name in model.tied[0]]
         assert len(holders) == (2 if schedule == "1f1b" else 1)
         assert sum("h.0." in name for name in ranks[1]) == 0, "a rank builds its own layers only"
 
 
+def test_the_command_verifies_a_family_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file is that of the source tree where none is named."""
+    assert command(["--hf-families", "gpt2", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [verdict["schedule"] for verdict in report["verdicts"]] == [str(variant) for variant in VARIANTS]
+    assert {verdict["family"] for verdict in report["verdicts"]} == {"gpt2"}
+    file = tmp_path / "own.toml"
+    values = "vocab_size = 9, n_embd = 8, n_layer = 4, n_head = 2, bos_token_id = 1, eos_token_id = 1"
+    file.write_text(f'[families]\nmine = {{ config = "GPT2Config", values = {{ {values} }} }}\n')
+    assert command(["--hf-families", str(file)]) == 0
+    assert "5 of 5 pass" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('[families]\nmine = { config = "NoConfig" }', "mine: transformers has no configuration 'NoConfig'"),
+        ('[families]\nmine = { config = "GPT2Config", shared = ["x"] }', r"mine names no table of \[shared\]: 'x'"),
+        ("[families]\nmine = { config = 3 }", r"families\.mine\.config = 3: it must be text in quotes"),
+        ("families = 3", "families = 3: it must be a table"),
+    ],
+)
+def test_a_wrong_file_of_families_is_one_sentence(tmp_path: Path, content: str, words: str) -> None:
+    file = tmp_path / "own.toml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        command(["--hf-families", str(file)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["gpt3"], r"hf_families\.toml has no family 'gpt3'; did you mean .*'gpt2'"),
+        (["--jsn"], "has no option '--jsn'; it takes a file, names of families, and --json"),
+        (["a.toml", "b.toml"], r"takes one file, and 2 are given: a\.toml and b\.toml"),
+    ],
+)
+def test_wrong_arguments_about_families_are_refused(arguments: list[str], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        command(["--hf-families", *arguments])
+
+
+def test_the_families_that_count_as_verified_are_those_of_the_file() -> None:
+    assert {family.build().model_type for family in MODEL_FAMILIES.values()} == VERIFIED_FAMILIES
+
+
+def test_an_installation_without_families_asks_for_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(families, "FAMILIES_FILE", tmp_path / "absent.toml")
+    with pytest.raises(UsageError, match=r"holds no families to verify; give the path of a file, such as tests/data"):
+        families.read_families()
+
+
+@pytest.mark.core
 def test_names_are_those_of_transformers() -> None:
     config = MODEL_FAMILIES["qwen2"].build()
     model = hf.layers(config)
@@ -122,6 +170,7 @@ def test_names_are_those_of_transformers() -> None:
     assert model.tied == (("first.model.embed_tokens.weight", "last.lm_head.weight"),)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("family", ["llama", "gpt-oss", "apertus", "openai-gpt", "gemma3", "gpt-neo"])
 def test_buffers_that_no_file_holds_are_computed_again(family: str) -> None:
     config = MODEL_FAMILIES[family].build()
@@ -132,6 +181,7 @@ def test_buffers_that_no_file_holds_are_computed_again(family: str) -> None:
         assert torch.equal(buffer, whole[name]), name
 
 
+@pytest.mark.core
 def test_first_weights_follow_from_seed_and_name() -> None:
     """Two cuts of a configuration draw the same weights, whatever the schedule; deviations are those of transformers."""
     config = MODEL_FAMILIES["openai-gpt"].build()
@@ -147,6 +197,7 @@ def test_first_weights_follow_from_seed_and_name() -> None:
         )
 
 
+@pytest.mark.core
 def test_a_model_with_weights_is_used_as_it_is() -> None:
     """Its parameters are trained in place, and its modules stay untouched."""
     config = MODEL_FAMILIES["gpt2"].build()
@@ -166,6 +217,7 @@ def test_a_model_with_weights_is_used_as_it_is() -> None:
         assert torch.equal(whole(batch.tokens, **batch.keywords).logits, want)
 
 
+@pytest.mark.core
 def test_masks_of_micro_batches_do_not_mix() -> None:
     """The hand-over to layers is kept between stages: other masks of the same shape, and none, are not taken for it."""
     model = hf.layers(MODEL_FAMILIES["llama"].build())
@@ -185,6 +237,7 @@ def test_masks_of_micro_batches_do_not_mix() -> None:
         assert torch.allclose(pipeline.predict(batch.tokens, position_ids=positions), want, atol=1e-5)
 
 
+@pytest.mark.core
 def test_conv1d_waits_for_w_and_equals_its_own_gradient() -> None:
     plain = transformers.pytorch_utils.Conv1D(5, 3)
     layer, grad_context = TransposedLinear(plain), WeightGradContext()
@@ -201,11 +254,13 @@ def test_conv1d_waits_for_w_and_equals_its_own_gradient() -> None:
     assert torch.allclose(plain.weight.grad, want)
 
 
+@pytest.mark.core
 def test_the_share_of_separate_weight_gradients() -> None:
     assert hf.layers(MODEL_FAMILIES["gpt2"].build()).separate_share > 0.9
     assert hf.layers(MODEL_FAMILIES["mixtral"].build()).separate_share < 0.2  # expert weights in three dimensions
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("config", "values", "reason"),
     [
@@ -233,6 +288,7 @@ def test_what_cannot_be_cut_gets_one_sentence(config: str, values: dict[str, Any
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.core
 def test_an_unknown_keyword_and_another_source_are_refused() -> None:
     model = hf.layers(MODEL_FAMILIES["llama"].build())
     pipeline = LocalPipeline(model, SCHEDULES["1f1b"](), loss=cross_entropy)
@@ -251,6 +307,7 @@ def test_transformers_is_imported_late() -> None:
 # -- weights of a directory ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("family", ["llama-tied", "gpt2", "qwen3-moe", "phi3"])
 def test_a_directory_gives_the_logits_of_transformers(family: str, tmp_path: Path) -> None:
     """Sharded with an index; experts, which are written one by one, are put together."""
@@ -265,6 +322,7 @@ def test_a_directory_gives_the_logits_of_transformers(family: str, tmp_path: Pat
     assert all(torch.equal(p, own[hf.hub_name(name)]) for name, p in pipeline.named_parameters())
 
 
+@pytest.mark.core
 def test_a_weight_with_two_names_in_one_layer_is_read(tmp_path: Path) -> None:
     """BERT's output layer has its bias twice."""
     sizes = {
@@ -286,44 +344,19 @@ def test_a_weight_with_two_names_in_one_layer_is_read(tmp_path: Path) -> None:
         assert torch.allclose(pipeline.predict(tokens), whole(tokens).logits, atol=1e-5)
 
 
-class CountingFile(FileIO):
-    """A file that counts the bytes that are passed to its read calls."""
-
-    passed = 0
-
-    def readinto(self, buffer: Any) -> int:
-        CountingFile.passed += len(buffer)
-        return super().readinto(buffer)
-
-
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> type[CountingFile]:
-    plain = Path.open
-
-    def opened(path: Path, mode: str = "r", buffering: int = -1, *rest: Any, **named: Any) -> Any:
-        return CountingFile(path) if mode == "rb" and buffering == 0 else plain(path, mode, buffering, *rest, **named)
-
-    monkeypatch.setattr(Path, "open", opened)
-    CountingFile.passed = 0
-    return CountingFile
-
-
 @pytest.mark.parametrize("family", ["llama-tied", "qwen3-moe"])
-def test_a_rank_reads_its_own_layers_only(
-    family: str, tmp_path: Path, counted: type[CountingFile], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No more bytes than the layer has, and no more memory than the layer and the buffer; experts are put together in place."""
-    monkeypatch.setattr(stored_tensors, "_PIECE_BYTES", 512)
+def test_a_rank_reads_its_own_layers_only(family: str, tmp_path: Path) -> None:
+    """No more bytes than the layer has, and no more memory than the layer; experts are put together in place."""
     written(family, tmp_path)
     model = hf.layers(tmp_path)
     for layer in model:
         layer()  # reads headers, and builds what all layers share
-        before, said = counted.passed, model.cut.bytes_read
+        before = model.cut.bytes_read
         with LiveBytes() as live:
             built = layer()
         held = sum(p.numel() * p.element_size() for p in built.parameters())
-        assert counted.passed - before == model.cut.bytes_read - said == held
-        assert live.peak <= held + 512 + sum(b.nbytes for b in built.buffers()) + 2048
+        assert model.cut.bytes_read - before == held
+        assert live.peak <= held + sum(b.nbytes for b in built.buffers()) + 2048
 
 
 @pytest.mark.parametrize(
@@ -338,17 +371,9 @@ def test_a_rank_reads_its_own_layers_only(
         ((), (), ()),
     ],
 )
-@pytest.mark.parametrize("piece", [4, 12, 1 << 20])
 def test_a_part_of_a_tensor_is_read(
-    shape: tuple[int, ...],
-    part: tuple[int, ...],
-    start: tuple[int, ...],
-    piece: int,
-    tmp_path: Path,
-    counted: type[CountingFile],
-    monkeypatch: pytest.MonkeyPatch,
+    shape: tuple[int, ...], part: tuple[int, ...], start: tuple[int, ...], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(stored_tensors, "_PIECE_BYTES", piece)
     whole = torch.randn(shape)
     save_file({"before": torch.ones(3), "it": whole}, tmp_path / "model.safetensors")
     folder = weights.Folder(tmp_path)
@@ -356,7 +381,7 @@ def test_a_part_of_a_tensor_is_read(
     folder.read_into("it", found, start)
     want = whole[tuple(slice(at, at + size) for at, size in zip(start, part, strict=True))]
     assert torch.equal(found, want.double())
-    assert counted.passed == want.numel() * 4 == folder.bytes_read
+    assert folder.bytes_read == want.numel() * 4
 
 
 @pytest.mark.parametrize("changes", [{"torch_dtype": "float99"}, {"rope_scaling": [1]}, {"attention_bias": -1}])
@@ -369,6 +394,7 @@ def test_what_transformers_cannot_read_is_one_sentence(tmp_path: Path, changes: 
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.core
 def test_what_is_wrong_with_a_directory_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         hf.layers(tmp_path)
@@ -408,6 +434,7 @@ def test_what_is_wrong_with_a_directory_is_said(tmp_path: Path) -> None:
         hf.layers(tmp_path)[1]()
 
 
+@pytest.mark.core
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "counts",
@@ -472,6 +499,7 @@ def test_errors_of_the_machine_in_a_decoder_layer_stay_as_they_are(error: Except
     assert raised.value is error
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("model_type", ["unknown", "vit"])  # a configuration of the folder, and one of transformers
 def test_code_of_a_model_folder_never_runs(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -488,6 +516,7 @@ def test_code_of_a_model_folder_never_runs(
     assert capfd.readouterr().out == ""
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("named", ["somebody/attention", {"text_config": "somebody/attention"}])
 def test_a_model_folder_names_no_attention_to_download(named: object, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "attn_implementation": named}))
@@ -507,6 +536,7 @@ def written(family: str, folder: Path) -> Any:
     return model
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "llama4"])
 def test_packed_documents_have_the_loss_of_separate_ones(family: str) -> None:
     model = hf.layers(MODEL_FAMILIES[family].build())
@@ -533,11 +563,13 @@ def test_packed_documents_have_the_loss_of_separate_ones(family: str) -> None:
     assert loss == pytest.approx(total / int((targets != -100).sum()), abs=1e-5)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("family", ["bloom", "mamba", "falcon-h1", "recurrent-gemma"])
 def test_models_that_see_across_documents_are_known(family: str) -> None:
     assert not hf.layers(MODEL_FAMILIES[family].build()).cut.keeps_documents_apart()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("family", "masked", "words"),
     [
@@ -555,6 +587,7 @@ def test_packed_rows_are_refused_where_documents_would_mix(family: str, masked: 
         pipeline.predict(batch.tokens, **keywords)
 
 
+@pytest.mark.core
 def test_positions_of_padding_begin_no_document() -> None:
     """Padding on the left has position 1, as `generate` of transformers gives it."""
     config = MODEL_FAMILIES["opt"].build()
@@ -569,6 +602,7 @@ def test_positions_of_padding_begin_no_document() -> None:
     assert torch.allclose(pipeline.predict(tokens, **given), want, atol=1e-6)
 
 
+@pytest.mark.core
 def test_a_mask_that_hides_documents_from_one_another_is_known() -> None:
     positions = make_batch("llama", packed=True).keywords["position_ids"]
     begins, allowed = positions[:, 1:] == 0, visible(positions)

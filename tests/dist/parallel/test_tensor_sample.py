@@ -12,8 +12,10 @@ from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.tensor import TensorParallel
 from pipeloom.runtime import Pipeline
 from pipeloom.train.data.tokenizers import ByteTokenizer
-from pipeloom.train.sample import generate
+from pipeloom.train.hub.generate import generate
 from processes import run_ranks
+
+pytestmark = pytest.mark.core
 
 
 def sampled(rank: int, shape: MeshShape) -> str:

@@ -20,6 +20,7 @@ from processes import run_ranks
 CPU = torch.device("cpu")
 
 
+@pytest.mark.core
 def test_a_norm_that_is_not_finite_is_bad_at_once_and_a_spike_after_twenty_steps() -> None:
     steps = BadSteps("skip", "stop")
     assert [steps.judge(value) for value in (math.nan, math.inf)] == ["nan", "nan"]
@@ -68,6 +69,7 @@ def trained(tmp_path: Any, bad: dict[int, float], **changes: Any) -> tuple[Train
     return trainer, events
 
 
+@pytest.mark.core
 def test_stop_names_the_step(tmp_path: Any) -> None:
     with pytest.raises(PipeloomError, match=r"step 4: the loss is .* and the gradient norm nan: .*; training diverged"):
         trained(tmp_path, {3: math.nan})
@@ -87,9 +89,9 @@ def stopped(rank: int, what: str) -> str:
     plain = trainer.pipeline.step
 
     def spoilt(*arguments: Any) -> Any:
-        if trainer.made == 1 and rank == 1 and what == "weight":
+        if trainer.steps_done == 1 and rank == 1 and what == "weight":
             dict(trainer.pipeline.named_parameters())[NORM].data[3] = math.nan
-        if trainer.made == 1 and rank == 1 and what == "loss":
+        if trainer.steps_done == 1 and rank == 1 and what == "loss":
             first = next(iter(trainer.pipeline.modules.values()))
             handle = first.register_forward_hook(lambda *values: values[2] * math.nan)
             loss = plain(*arguments)
@@ -133,7 +135,7 @@ def test_what_one_replica_alone_has_is_not_blamed_on_the_learning_rate(what: str
 
 def test_skip_leaves_the_weights_and_goes_on(tmp_path: Any) -> None:
     trainer, events = trained(tmp_path, {3: math.nan}, on_nan="skip")
-    assert (trainer.made, trainer.batch) == (8, 8)
+    assert (trainer.steps_done, trainer.batch) == (8, 8)
     assert [values["step"] for event, values in events if event == "skip"] == [4]
     assert all(bool(p.isfinite().all()) for p in trainer.pipeline.parameters())
     plain, _ = trained(tmp_path / "plain", {})
@@ -142,16 +144,18 @@ def test_skip_leaves_the_weights_and_goes_on(tmp_path: Any) -> None:
     )
 
 
+@pytest.mark.core
 def test_rollback_goes_on_from_the_last_checkpoint_past_the_bad_batch(tmp_path: Any) -> None:
     """Step 6, of batch 5, is bad: back to step 4, whose batches 4 and 5 are left out."""
     trainer, events = trained(tmp_path, {5: math.inf}, on_nan="rollback")
-    assert (trainer.made, trainer.batch) == (8, 10)
+    assert (trainer.steps_done, trainer.batch) == (8, 10)
     (rollback,) = [values for event, values in events if event == "rollback"]
     assert rollback == {"step": 6, "to": 4, "batch": 6}
     assert [values["step"] for event, values in events if event == "step"] == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8]
     assert all(bool(p.isfinite().all()) for p in trainer.pipeline.parameters())
 
 
+@pytest.mark.core
 def test_rollbacks_are_limited(tmp_path: Any) -> None:
     with pytest.raises(PipeloomError, match=r"another bad step after 2 rollbacks \(train.rollbacks\)"):
         trained(tmp_path, dict.fromkeys(range(3, 100), math.nan), on_nan="rollback", rollbacks=2)

@@ -227,7 +227,8 @@ def test_a_second_signal_does_not_change_the_exit_code(signals: tuple[int, int],
 def test_a_trainer_keeps_the_traces_that_it_can_print(monkeypatch: pytest.MonkeyPatch) -> None:
     from pipeloom.config import load_layout
     from pipeloom.train.build import build_pipeline
-    from pipeloom.train.loop import TRACES, Trainer
+    from pipeloom.train.loop import Trainer
+    from pipeloom.train.observers import TRACES
 
     cpu = torch.device("cpu")
     layout = load_layout("tiny", {"parallel.pp": 1, "schedule.name": "1f1b", "train.steps": 15, "log.every": 1})
@@ -235,7 +236,7 @@ def test_a_trainer_keeps_the_traces_that_it_can_print(monkeypatch: pytest.Monkey
     trainer = Trainer(layout.config, pipeline, SimpleNamespace(rank=0, device=cpu, flags=0), None)  # type: ignore[arg-type]
     trainer.train(torch.randint(0, 256, (4000,)))
     pipeline.close()
-    assert len(trainer.traces) == TRACES
+    assert len(trainer.log.traces) == TRACES
 
 
 @pytest.mark.parametrize(

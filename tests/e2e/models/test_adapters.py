@@ -10,18 +10,17 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import pipeloom as pl
+from hf_families import MODEL_FAMILIES, make_batch
 from pipeloom.config import MeshShape, ModelSection, load
 from pipeloom.errors import ArgumentError
 from pipeloom.models import cross_entropy, hf, layers, tied, token_loss
-from pipeloom.models.adapters import LoraOptions, adapter_name, is_adapter, linear_layers, with_adapters
 from pipeloom.models.hf.library import transformers
+from pipeloom.models.lora import AdaptedLinear, LoraOptions, adapter_name, is_adapter, linear_layers, with_adapters
 from pipeloom.ops.random_state import stable_seed
-from pipeloom.parallel.adapters import AdaptedLinear
 from pipeloom.parallel.mesh import Axis, Mesh
 from pipeloom.parallel.sharding import join, shard_of
 from pipeloom.parallel.tensor import ColumnLinear, TensorParallel
 from pipeloom.runtime import LocalPipeline, Pipeline
-from pipeloom.train.families import MODEL_FAMILIES, make_batch
 from processes import run_ranks
 
 OPTIONS = LoraOptions(r=3, lora_alpha=5.0)

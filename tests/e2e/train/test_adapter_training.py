@@ -15,19 +15,19 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from hf_families import MODEL_FAMILIES
 from pipeloom import checkpoint
 from pipeloom.config import load, load_layout
 from pipeloom.errors import CheckpointError, ConfigError
-from pipeloom.models.adapters import is_adapter
+from pipeloom.models.lora import is_adapter
 from pipeloom.runtime import Pipeline
-from pipeloom.train import hub
-from pipeloom.train.adapters import base_weights, begin_weights
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.checkpoint import folder as folder_module
 from pipeloom.train.checkpoint import load as load_module
 from pipeloom.train.checkpoint.manifest import read_manifest
-from pipeloom.train.families import MODEL_FAMILIES
-from pipeloom.train.generation import open_model, open_pipeline
+from pipeloom.train.hub import conversion as hub
+from pipeloom.train.hub.generate import open_model, open_pipeline
+from pipeloom.train.hub.lora_files import base_weights, begin_weights
 from pipeloom.train.loop import Trainer
 from pipeloom.train.optimizer import Optimizer
 from processes import run_ranks
@@ -184,7 +184,7 @@ def test_dropout_is_the_same_in_a_resumed_run(tmp_path: Path) -> None:
         trainer = Trainer(config, pipeline, SimpleNamespace(rank=0, device=torch.device("cpu"), flags=0), None)
         if start:
             checkpoint.load(tmp_path / "run", pipeline, trainer.optimizer, base_weights(config))
-            trainer.made = trainer.batch = start
+            trainer.steps_done = trainer.batch = start
         trainer.train(text)
         if steps == 2:
             checkpoint.Saver(tmp_path / "run", pipeline, trainer.optimizer, base=base_weights(config)).save(2)

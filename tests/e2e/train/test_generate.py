@@ -13,15 +13,15 @@ import pytest
 import torch
 import transformers
 
+from hf_families import MODEL_FAMILIES
 from pipeloom.config import load
 from pipeloom.errors import CheckpointError, ConfigError, UsageError
 from pipeloom.models import cross_entropy, hf
 from pipeloom.runtime import LocalPipeline
-from pipeloom.train import hub
 from pipeloom.train.checkpoint.save import write_whole
-from pipeloom.train.families import MODEL_FAMILIES, SCHEDULES
-from pipeloom.train.generation import open_model
-from pipeloom.train.sample import Sampling, extend
+from pipeloom.train.hub import conversion as hub
+from pipeloom.train.hub.families import SCHEDULES
+from pipeloom.train.hub.generate import Sampling, extend, open_model
 
 PROMPTS = [[5, 9, 11], [7, 8, 9, 10, 11, 12, 13], [3]]
 
@@ -105,6 +105,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("source", "flags"), [("hub", ("--pp", "2")), pytest.param("ckpt", ("--tp", "2"), marks=pytest.mark.full)]
 )
@@ -124,7 +125,7 @@ def test_the_command_gives_the_text_of_a_directory_and_of_its_checkpoint(
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
-    from pipeloom.train.generation import open_model
+    from pipeloom.train.hub.generate import open_model
 
     with pytest.raises(CheckpointError, match="does not exist; give a checkpoint, a run, or a Hugging Face directory"):
         open_model(tmp_path / "absent", 1, {})

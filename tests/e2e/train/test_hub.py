@@ -25,14 +25,14 @@ from pipeloom.decoder_shape import DecoderShape
 from pipeloom.errors import CheckpointError, ConfigError
 from pipeloom.models import cross_entropy, hf, layers, tied
 from pipeloom.runtime import Pipeline
-from pipeloom.train import hub
-from pipeloom.train.adapters import read_directory
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.checkpoint.boxes import Box
 from pipeloom.train.checkpoint.load import Reader, verified
 from pipeloom.train.checkpoint.state import holders
 from pipeloom.train.data.prepare import require_data
 from pipeloom.train.data.sources import tokenizer_name
+from pipeloom.train.hub import conversion as hub
+from pipeloom.train.hub.lora_files import read_directory
 from processes import run_ranks
 
 _SIZES = {

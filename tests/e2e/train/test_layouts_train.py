@@ -66,7 +66,11 @@ def train(rank: int, keys: dict[str, Any]) -> tuple[list[tuple[float, float]], s
     batches = Batches(TEXT, layout.config, replicas)
     steps = []
     for step in range(STEPS):
-        outcomes = trainer.final_steps(batches.of_step(step).part(place.dp, replicas), 1e-2, step + 1 == STEPS)
+        batch = batches.of_step(step).part(place.dp, replicas)
+        if layout.config.optimizer.barrier:
+            outcomes = [trainer.step(batch, 1e-2)]
+        else:
+            outcomes = trainer.step_early(batch, 1e-2, step + 1 == STEPS)
         steps += [(outcome.loss, outcome.norm) for outcome in outcomes]
     digest = hashlib.sha256()
     for _, parameter in sorted(pipeline.named_parameters()):

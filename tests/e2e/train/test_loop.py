@@ -22,9 +22,9 @@ from pipeloom.config import load_layout
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.data.batches import windows_of
 from pipeloom.train.data.tokenizers import ByteTokenizer
+from pipeloom.train.hub.generate import SAMPLED_TOKENS, generate
 from pipeloom.train.loop import Trainer
 from pipeloom.train.report.verify import make_batch, pipeline_step, serial_step
-from pipeloom.train.sample import SAMPLED_TOKENS, generate
 from processes import run_ranks
 
 CPU = torch.device("cpu")
@@ -54,6 +54,7 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in map(json.loads, log.read_text().splitlines()) if event["event"] == kind]
 
 
+@pytest.mark.core
 @pytest.mark.timeout(240)
 def test_two_runs_are_equal_bit_by_bit_and_tell_what_they_did(tmp_path: Path) -> None:
     first, second = tmp_path / "a", tmp_path / "b"
@@ -97,6 +98,7 @@ def test_torchrun_gives_the_same_bits(tmp_path: Path) -> None:
         assert second.read_text().startswith("--- rank 1, process ")
 
 
+@pytest.mark.core
 @pytest.mark.timeout(120)
 def test_sigterm_finishes_the_step_and_ends_with_75(tmp_path: Path) -> None:
     source = tmp_path / "text.py"
@@ -141,7 +143,7 @@ def test_one_rank_learns_a_text() -> None:
     after = trainer.held_out_loss(held_out)
     assert abs(before - math.log(256)) < 0.5
     assert after < 0.2
-    assert len(trainer.traces) == 3
+    assert len(trainer.log.traces) == 3
     written = generate(pipeline, ByteTokenizer(), 16, seed=0, prompt="abc")
     assert len(written) == 3 + SAMPLED_TOKENS
     assert "abcdefghabcdefgh" in written

@@ -17,7 +17,8 @@ from pipeloom.train.build import build_pipeline
 from pipeloom.train.data.sources import Corpus
 from pipeloom.train.data.tokenizers import ByteTokenizer
 from pipeloom.train.loop import Trainer
-from pipeloom.train.replica_check import CUDA_TP_TOLERANCE, ReplicaCheck, differences
+from pipeloom.train.observers import observers
+from pipeloom.train.replica_check import CUDA_TP_TOLERANCE, differences
 from pipeloom.train.workers.worker import WorkerContext
 from processes import run_ranks
 
@@ -98,7 +99,7 @@ def damaged(rank: int, settings: dict[str, Any], victim: int, name: str, kind: s
             bits = tensor.detach().view(-1).view(torch.int32)
             bits[bits.numel() // 2] ^= 1
     try:
-        trainer.replicas.after_step(100)
+        trainer.replicas.check(100)
     except DistributedError as error:
         return str(error)
     finally:
@@ -135,7 +136,7 @@ def expert(rank: int) -> list[str]:
         with torch.no_grad():
             dict(trainer.pipeline.named_parameters())[name].view(-1)[0] += 1
     try:
-        trainer.replicas.after_step(2)
+        trainer.replicas.check(2)
     except DistributedError as error:
         return [name, str(error)]
     finally:
@@ -163,20 +164,12 @@ def test_on_cuda_tensor_parallel_ranks_are_compared_within_a_tolerance() -> None
     assert differing(1.0, within, 1, tolerance=0.0)
 
 
-def steps_checked(rank: int) -> list[int]:
-    trainer = trainer_of(rank, {"parallel.dp": 2})
-    found: list[int] = []
-    for every in (0, 1, 3):
-        check = ReplicaCheck(trainer.pipeline, trainer.optimizer, every, tied(trainer.config.model))
-        check.check = lambda step, every=every: found.append(10 * every + step)  # type: ignore[method-assign]
-        for step in range(1, 8):
-            check.after_step(step)
-    trainer.pipeline.close()
-    return found
-
-
 def test_it_runs_every_so_many_steps() -> None:
-    assert run_ranks(steps_checked, 2)[0] == [*range(11, 18), 33, 36]
+    def checked(every: int) -> list[int]:
+        rows = observers(load_layout("tiny", {"train.check_every": every}).config)
+        return [step for row in rows if row.name == "replica check" for step in range(1, 8) if row.due(step)]
+
+    assert [checked(every) for every in (0, 1, 3)] == [[], [*range(1, 8)], [3, 6]]
 
 
 def nan_in_zero1(rank: int) -> str:

@@ -354,7 +354,7 @@ def command_losses(rank: int, barrier: bool) -> tuple[list[dict[str, Any]], int]
     trainer = Trainer(layout.config, pipeline, context, report)
     trainer.train(torch.randint(0, 256, (4000,), generator=torch.Generator().manual_seed(0)))
     pipeline.close()
-    return steps, len(trainer.traces)
+    return steps, len(trainer.log.traces)
 
 
 @pytest.mark.timeout(120)

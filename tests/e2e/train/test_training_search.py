@@ -20,7 +20,7 @@ from pipeloom.config import Layout, load_layout
 from pipeloom.errors import CapacityError
 from pipeloom.schedule.files import load
 from pipeloom.schedule.json_form import to_dict
-from pipeloom.schedule.measured import costs_of
+from pipeloom.traces.measured import costs_of
 from pipeloom.train.build import build_pipeline
 from pipeloom.train.data.tokenizers import ByteTokenizer
 from pipeloom.train.loop import Trainer
@@ -105,7 +105,7 @@ def trained(rank: int, folder: Path, overrides: dict[str, Any], world_size: int 
         "said": report.said if report else [],
         "search": [event for event in report.events if event["event"] == "search"] if report else [],
         "trial": [event for event in report.events if event["event"] == "trial"] if report else [],
-        "traces": len(trainer.traces),
+        "traces": len(trainer.log.traces),
         "weights": {name: value.tolist() for name, value in pipeline.named_parameters()},
     }
 

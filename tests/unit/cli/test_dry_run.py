@@ -32,6 +32,8 @@ def test_it_prints_the_run_and_starts_nothing(
         "time of a step: 0.",
         "messages, the sum over replicas and the optimizer are free",
         "learning rate (wsd): step 1 ",
+        "around the steps, in this order:\n  record, and bad steps  every step\n  replica check ",
+        "\n  checkpoint             every 5 steps, on SIGUSR1\n",
         "every 5 steps and at the end",
         "dry run: 2 workers would start",
     ):

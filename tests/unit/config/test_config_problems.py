@@ -91,7 +91,7 @@ def test_three_errors_at_once_with_where_they_were_set(tmp_path: Path) -> None:
         ("optimizer.lr_rule", "root", "'sqrt'"),
         ("data.sampling", "shuffle", "'shuffle-then-split'"),
         ("model.num_attention_heads", 3, "nearest: 2 or 4"),
-        ("model.num_attention_heads", 128, "odd width"),
+        ("model.num_attention_heads", 128, "into heads of one even width; nearest: 64"),
         ("model.head_dim", 7, "nearest: 6 or 8"),
         ("model.rms_norm_eps", 0.0, "must be above 0"),
         ("model.num_key_value_heads", 3, "nearest: 2 or 4"),

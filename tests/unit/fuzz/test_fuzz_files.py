@@ -32,7 +32,7 @@ def test_a_defect_is_found(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise AttributeError("'list' object has no attribute 'items'")
 
-    monkeypatch.setattr("pipeloom.train.generation.newest_checkpoint", broken)
+    monkeypatch.setattr("pipeloom.train.hub.generate.newest_checkpoint", broken)
     monkeypatch.setattr(files, "KINDS", ("checkpoint",))
     monkeypatch.setattr(files, "commands", lambda _, bad: [("generate", str(bad), "--prompt", "a")])
     wrong = files.failure(good, 1, Counter()) or ""

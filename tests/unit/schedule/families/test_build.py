@@ -12,7 +12,7 @@ from pipeloom.schedule.families import ALIASES, FAMILIES, build, canonical_name
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_is_a_function_of_the_public_face(name: str) -> None:
-    assert FAMILIES[name] in [getattr(schedules, public) for public in schedules.__all__]
+    assert any(FAMILIES[name] is public for public in vars(schedules).values())
     schedule = build(name, 4, 8)
     assert (schedule.name, schedule.ranks, schedule.microbatches) == (name, 4, 8)
     assert hash(schedule) == hash(build(name, 4, 8))

@@ -82,7 +82,7 @@ def test_without_locks_the_run_that_began_first_ends_at_its_next_save(
         raise OSError("not supported")
 
     def step(trainer: Trainer, *arguments: Any) -> Any:
-        if trainer.made == 1:
+        if trainer.steps_done == 1:
             other = RunClaim()
             other.lock(folder, "checkpoint.dir")
             other.begin(continues=True)
