@@ -13,7 +13,6 @@ if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and sys.path[:1] == [os.ge
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from pipeloom import schedules
 from pipeloom.errors import PipeloomError, ScheduleError, VerifyError
 from pipeloom.schedule import (
     Action,
@@ -32,6 +31,7 @@ from pipeloom.schedule.files import load
 
 if TYPE_CHECKING:
     from pipeloom import draw as draw
+    from pipeloom import schedules as schedules
     from pipeloom.models import hf as hf
     from pipeloom.models.auto_layers import auto_layers as auto_layers
     from pipeloom.runtime.verify import verify as verify
@@ -65,9 +65,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`pl.auto_layers`, `pl.draw`, `pl.hf`, `pl.search` and `pl.verify`, imported on first access."""
-    if name == "draw":
-        return importlib.import_module("pipeloom.draw")
+    """`pl.auto_layers`, `pl.draw`, `pl.hf`, `pl.schedules`, `pl.search` and `pl.verify`, imported on first access."""
+    if name in ("draw", "schedules"):
+        return importlib.import_module(f"pipeloom.{name}")
     if name == "search":
         return importlib.import_module("pipeloom.solver").search
     if name == "auto_layers":

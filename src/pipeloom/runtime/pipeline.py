@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipeloom.errors import ConfigError, DistributedError, ScheduleError, UsageError
 from pipeloom.ops.checksum import checksums
+from pipeloom.ops.layer import KEYWORD
 from pipeloom.parallel.data import GradientSync
 from pipeloom.parallel.exchange import all_gather_json, all_gather_tree
 from pipeloom.parallel.mesh import Mesh, PipelineMesh
@@ -654,7 +655,8 @@ class Pipeline:
             self.next_step,
             self.options.shared_targets,
         )
-        return split_batch(inputs, targets, keywords, sizes, weighing)
+        contexts = KEYWORD in self._keywords.names
+        return split_batch(inputs, targets, keywords, sizes, weighing, contexts)
 
     def _reported_weight(self, targets: Any) -> float | Tensor:
         """The caller's weight of a micro-batch's targets; the other ranks are told of what it raises."""
@@ -756,6 +758,7 @@ class _ExecutorOfAllRanks:
         while any(executor.unfinished for executor in self._executors):
             progress = False
             for executor in self._executors:
+                executor.resume()
                 while executor.unfinished and executor.missing() is None:
                     executor.execute_next()
                     progress = True
