@@ -107,16 +107,7 @@ class Pipeline:
         tied: Sequence[Sequence[str]] = (),
         options: RuntimeOptions = RuntimeOptions(),
     ) -> None:
-        spec = PipelineSpec.of(
-            layers,
-            schedule,
-            loss=loss,
-            weight=weight,
-            ignore_index=ignore_index,
-            stages=stages,
-            tied=tied,
-            options=options,
-        )
+        spec = PipelineSpec(layers, schedule, loss, weight, ignore_index, stages, tied, options)
         self._take(spec, Mesh.resolve(mesh))
         _require_processes(schedule.ranks, self.ranks)
         if options.watchdog is not None:
@@ -693,17 +684,7 @@ class LocalPipeline(Pipeline):
         check_first: bool = True,
         separate_replicas: bool = False,
     ) -> None:
-        spec = PipelineSpec.of(
-            layers,
-            schedule,
-            loss=loss,
-            weight=weight,
-            ignore_index=ignore_index,
-            stages=stages,
-            tied=tied,
-            options=options,
-            check_first=check_first,
-        )
+        spec = PipelineSpec(layers, schedule, loss, weight, ignore_index, stages, tied, options, check_first)
         self._take(spec, Mesh.of_pipeline(PipelineMesh((0,), 0, None)))
         self._transports = _InProcessTransports(schedule.ranks)
         statuses = {rank: Status(rank) for rank in range(schedule.ranks)}
