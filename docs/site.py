@@ -72,7 +72,7 @@ def reference(name: str) -> str:
     """Return the page of a module's public names; their docstrings are read where they are defined."""
     module = importlib.import_module(name)
     lines = [f"# {name}\n", inspect.cleandoc(module.__doc__ or ""), ""]
-    for each in module.__all__:
+    for each in getattr(module, "__all__", vars(module)):
         value = getattr(module, each)
         home = getattr(value, "__module__", None)
         if inspect.ismodule(value) or home is None or not home.startswith("pipeloom"):

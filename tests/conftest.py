@@ -1,25 +1,101 @@
-"""Shared set-up: tests' own modules on the path, one thread a process."""
+"""Set-up of all tests: their own modules on the path, one thread per process, and a budget of CPU time for each tier.
+
+The folder below `tests/` is the tier: `unit` (no processes), `dist` (processes on loopback), `e2e` (the command, a browser).
+`make test` runs `unit` and what is marked `core` in the others; `make test-all` runs the rest.
+"""
+
+from __future__ import annotations
 
 import os
 import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-_SECONDS = {"slow": 12.0, "dist": 6.0}  # of a test with this mark, about; of any other a tenth of a second
+TESTS = Path(__file__).parent
+BUDGETS = {
+    "unit": 0.3,
+    "dist": 5.0,
+    "e2e": 30.0,
+}  # CPU seconds of one call, its processes included; three times as much fails
+
+# Calls of the unit tier that may take longer or start a process, each with its reason.
+EXCEPTIONS = {
+    "unit/test_import_cycles.py": "reads the syntax tree of all source files",
+    "unit/test_names.py": "each reads the syntax tree of all source files",
+    "unit/test_floors.py::test_the_library_imports_neither_pydantic_nor_the_configuration": "imports all of it in a new process",
+}
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-for folder in (".", "runtime"):  # the modules that several folders of tests import
-    sys.path.insert(0, str(Path(__file__).parent / folder))
+sys.path[:0] = [str(TESTS), str(TESTS / "support")]
+
+
+def tier_of(path: Path) -> str:
+    """Return the name of the folder of `tests/` that holds a test: its tier, or `gpu`."""
+    return path.relative_to(TESTS).parts[0]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for tier in BUDGETS:
+        config.addinivalue_line("markers", f"{tier}: of tests/{tier}, set by the folder")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the files that take longest first: with one of them last, one worker of `pytest -n 2` would wait for the other."""
-    seconds: dict[Path, float] = {}
+    """Mark each test with its tier, and put the slow tiers first: one worker of `pytest -n 2` must not wait for the other."""
+    cost: dict[Path, float] = defaultdict(float)
     for item in items:
-        marks = [_SECONDS[mark.name] for mark in item.iter_markers() if mark.name in _SECONDS]
-        seconds[item.path] = seconds.get(item.path, 0.0) + max(marks, default=0.1)
-    items.sort(key=lambda item: (-seconds[item.path], str(item.path)))
+        tier = tier_of(item.path)
+        if tier in BUDGETS:
+            item.add_marker(tier)
+            cost[item.path] += BUDGETS[tier]
+    items.sort(key=lambda item: (-cost[item.path], str(item.path)))
+
+
+def _cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of the processes that it has waited for."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Measure a call, and fail one that takes three times its tier's budget."""
+    before = _cpu_seconds()
+    yield
+    seconds = _cpu_seconds() - before
+    item.user_properties.append(("cpu", seconds))
+    budget = BUDGETS.get(tier_of(item.path))
+    if budget and seconds > 3 * budget and not excepted(item.nodeid):
+        pytest.fail(
+            f"{seconds:.1f} s of CPU time; a test of this tier has {budget:g} s (see EXCEPTIONS in tests/conftest.py)"
+        )
+
+
+def excepted(name: str) -> bool:
+    return any(name.startswith(f"tests/{start}") for start in EXCEPTIONS)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the CPU time of each tier, its ten slowest calls, and the calls of `unit` above their budget."""
+    calls: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for name, seconds in getattr(report, "user_properties", ()):
+                if name == "cpu" and report.when == "call":
+                    tier = report.nodeid.split("/")[1]
+                    calls[tier].append((seconds, report.duration, report.nodeid))
+    for tier, rows in calls.items():
+        rows.sort(reverse=True)
+        total, wall = sum(row[0] for row in rows), sum(row[1] for row in rows)
+        terminalreporter.section(f"{tier}: {len(rows)} calls, {total:.0f} s of CPU, {wall:.0f} s of wall time", sep="-")
+        for seconds, _, name in rows[:10]:
+            terminalreporter.line(f"{seconds:7.2f} s  {name}")
+        above = sum(row[0] > BUDGETS.get(tier, seconds) for row in rows)
+        if above:
+            terminalreporter.line(f"{above} above the tier's {BUDGETS[tier]:g} s")
 
 
 @pytest.fixture(autouse=True)
@@ -27,3 +103,28 @@ def _one_thread() -> None:
     """A test that starts a worker in this process gives torch more threads; on busy cores they wait for each other."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
+
+
+class Ended(NamedTuple):
+    """What a command left: its exit code and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def pipeloom(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Ended]:
+    """Runs `pipeloom` with the words of one line, 80 columns wide."""
+    from pipeloom.cli import main
+
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(line: str) -> Ended:
+        with pytest.raises(SystemExit) as ended:
+            main(line.split())
+        out, err = capsys.readouterr()
+        assert isinstance(ended.value.code, int)
+        return Ended(ended.value.code, out, err)
+
+    return run

@@ -2,7 +2,7 @@
 
 `python -m tests.faults freeze loop cut kill strangers alarm` runs these parts, all without a name, and prints a line per fault.
 The hosts of `cut` are two network namespaces, which takes root; it is skipped with the reason where the kernel refuses them.
-tests/train/test_faults.py runs a few of each.
+tests/e2e/train/test_faults.py runs a few of each.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Growth of a long run: memory, descriptors, threads and mappings of every worker, early and at the end.
 
 `python tests/growth.py` trains a tiny model for 10,000 steps in each layout and prints what each worker held after 1,000
-steps and at the end; it exits with 1 where something grew. tests/train/test_growth.py runs a short one.
+steps and at the end; it exits with 1 where something grew. tests/e2e/train/test_growth.py runs a short one.
 """
 
 from __future__ import annotations

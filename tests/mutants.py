@@ -26,6 +26,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src"
@@ -58,6 +59,19 @@ class Mutant:
         """One line: the target and the change."""
         change = f"{self.find.strip().splitlines()[0]} -> {(self.replace.strip() or 'nothing').splitlines()[0]}"
         return f"{self.target}: {change}"
+
+
+@dataclass(frozen=True)
+class Change:
+    """One changed module, as `overlay` and `run_all` take it: its path below `src/`, its whole new text, and the tests to run."""
+
+    title: str
+    path: Path
+    text: str
+    tests: tuple[str, ...]
+
+
+MutantOrChange = TypeVar("MutantOrChange", Mutant, Change)
 
 
 class DoesNotApply(Exception):
@@ -151,7 +165,7 @@ def _reason_not_to_apply(mutant: Mutant) -> str:
 # -- running -------------------------------------------------------------------------------------------------------------
 
 
-def overlay(mutant: Mutant | None, folder: Path) -> Path:
+def overlay(mutant: Mutant | Change | None, folder: Path) -> Path:
     """A copy of `src/` made of hard links, with the one changed file; returns the copy's path.
 
     Compiled modules come along, all but the changed one's: they save each mutant two seconds.
@@ -159,7 +173,7 @@ def overlay(mutant: Mutant | None, folder: Path) -> Path:
     copy = folder / "src"
     shutil.copytree(SOURCE, copy, copy_function=os.link, ignore=shutil.ignore_patterns("*.pyc.*"))
     if mutant is not None:
-        path, text = mutated(mutant)
+        path, text = (mutant.path, mutant.text) if isinstance(mutant, Change) else mutated(mutant)
         for compiled in (copy / path).parent.glob(f"__pycache__/{path.stem}.*"):
             compiled.unlink()
         (copy / path).unlink()
@@ -226,10 +240,10 @@ def _kill(pid: int) -> int:
     return pid
 
 
-def run_all(mutants: Sequence[Mutant], jobs: int) -> Iterator[tuple[Mutant, str, float, str]]:
+def run_all(mutants: Sequence[MutantOrChange], jobs: int) -> Iterator[tuple[MutantOrChange, str, float, str]]:
     """(mutant, verdict, seconds, end of the tests' output) as each ends."""
     waiting = list(mutants)[::-1]
-    running: dict[int, tuple[Mutant, float, tempfile.TemporaryDirectory[str]]] = {}
+    running: dict[int, tuple[MutantOrChange, float, tempfile.TemporaryDirectory[str]]] = {}
     try:
         while waiting or running:
             while waiting and len(running) < jobs:

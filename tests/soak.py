@@ -4,7 +4,7 @@
     python -m tests.soak corrupt --count 500   one damage at a time: refused, or what is loaded is the same bits
     python -m tests.soak resume                one checkpoint resumed on 4 layouts under 3 schedules each, ten steps
 
-`--seed N` repeats a sequence. tests/train/checkpoint/test_soak.py runs a few of each.
+`--seed N` repeats a sequence. tests/e2e/train/checkpoint/test_soak.py runs a few of each.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from typing import Any, NamedTuple
 import torch
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE / "train/checkpoint")]
+sys.path[:0] = [str(HERE), str(HERE / "support")]
 
 from checkpoint_runs import command, environment, runs, steps_of, words  # noqa: E402
 from checkpoint_states import Run, contents, layout_of  # noqa: E402
-
 from faults import workers_of  # noqa: E402
 from pipeloom import checkpoint  # noqa: E402
 from pipeloom.errors import CheckpointError  # noqa: E402

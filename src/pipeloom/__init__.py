@@ -64,16 +64,20 @@ __all__ = [
 ]
 
 
+_LAZY = {
+    "auto_layers": "pipeloom.models.auto_layers",
+    "search": "pipeloom.solver",
+    "verify": "pipeloom.runtime.verify",
+}
+"""Function -> the module that holds it, imported on first access; it may need torch."""
+
+
 def __getattr__(name: str) -> Any:
-    """`pl.auto_layers`, `pl.draw`, `pl.hf`, `pl.schedules`, `pl.search` and `pl.verify`, imported on first access."""
+    """`pl.auto_layers`, `pl.draw`, `pl.hf`, `pl.schedules`, `pl.search` and `pl.verify`."""
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     if name in ("draw", "schedules"):
         return importlib.import_module(f"pipeloom.{name}")
-    if name == "search":
-        return importlib.import_module("pipeloom.solver").search
-    if name == "auto_layers":
-        return importlib.import_module("pipeloom.models.auto_layers").auto_layers
-    if name == "verify":
-        return importlib.import_module("pipeloom.runtime.verify").verify
     if name == "hf":
         return importlib.import_module("pipeloom.models.hf")
     raise AttributeError(f"module 'pipeloom' has no attribute {name!r}")

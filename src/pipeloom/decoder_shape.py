@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from pipeloom.errors import ArgumentError, divisors, echo, nearest
 
@@ -73,33 +75,8 @@ class DecoderShape:
         for name in ("num_hidden_layers", *sizes):
             if getattr(self, name) < 1:
                 raise ArgumentError(name, f"={getattr(self, name)} is below 1; nearest: 1")
-        hidden, heads, width, groups = (
-            self.hidden_size,
-            self.num_attention_heads,
-            self.head_dim,
-            self.num_key_value_heads,
-        )
-        if width is None:
-            valid = [count for count in divisors(hidden) if hidden // count % 2 == 0]
-            if heads not in valid:
-                near = nearest(heads, valid) if valid else "make hidden_size even"
-                raise ArgumentError(
-                    "num_attention_heads",
-                    f"={heads} does not cut hidden_size {hidden} into heads of one even width; {near}",
-                )
-        elif width < 1 or width % 2:
-            near = nearest(width, {max(2, width - 1), max(2, width + 1)})
-            raise ArgumentError(
-                "head_dim", f"={width} is not an even width, which rotary position embeddings need; {near}"
-            )
-        if heads % groups:
-            raise ArgumentError(
-                "num_key_value_heads",
-                f"={groups} does not divide {heads} attention heads; {nearest(groups, divisors(heads))}",
-            )
-        problem = frequency_problem(self.moe_layer_freq, self.num_hidden_layers)
-        if problem:
-            raise ArgumentError("moe_layer_freq", problem)
+        for problem in shape_problems(self):
+            raise problem
 
     @property
     def head_width(self) -> int:
@@ -137,3 +114,29 @@ def frequency_problem(frequency: int | tuple[int, ...], blocks: int) -> str:
         wrong = next(entry for entry in frequency if entry not in (0, 1))
         return f"={text} holds {wrong}; an entry is 1 (experts) or 0 (dense)"
     return "" if any(frequency) else f"={text} gives no block experts; give one a 1, or set num_experts to 0"
+
+
+def shape_problems(shape: Any) -> Iterator[ArgumentError]:
+    """Yield an error for each contradiction between the sizes of `shape`, which has the attributes of a `DecoderShape`."""
+    hidden, heads, groups, width = (
+        shape.hidden_size,
+        shape.num_attention_heads,
+        shape.num_key_value_heads,
+        shape.head_dim,
+    )
+    if width is None:
+        valid = [count for count in divisors(hidden) if hidden // count % 2 == 0]
+        if heads not in valid:
+            near = nearest(heads, valid) if valid else "make hidden_size even"
+            yield ArgumentError(
+                "num_attention_heads",
+                f"={heads} does not cut hidden_size {hidden} into heads of one even width; {near}",
+            )
+    elif width < 1 or width % 2:
+        near = nearest(width, {max(2, width - 1), max(2, width + 1)})
+        yield ArgumentError("head_dim", f"={width} is not an even width, which rotary position embeddings need; {near}")
+    if heads % groups:
+        near = nearest(groups, divisors(heads))
+        yield ArgumentError("num_key_value_heads", f"={groups} does not divide {heads} attention heads; {near}")
+    if problem := frequency_problem(shape.moe_layer_freq, shape.num_hidden_layers):
+        yield ArgumentError("moe_layer_freq", problem)

@@ -107,14 +107,11 @@ _DISC = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 def from_machine(error: BaseException) -> tuple[int, str] | None:
     """(exit code, sentence) for an error of full memory, a full disk or an unusable path; None for any other error."""
     text = next(iter(str(error).strip().splitlines()), "")
+    number = error.errno if isinstance(error, OSError) else None
     no_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    if (
-        no_memory
-        or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in text)
-        or _errno(error) == errno.ENOMEM
-    ):
+    if no_memory or number == errno.ENOMEM or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in text):
         return CapacityError.exit_code, f"out of memory: {text}" if text else "out of memory"
-    if _errno(error) in _DISC:
+    if number in _DISC:
         where = getattr(error, "filename", None)
         return UsageError.exit_code, f"cannot write {where or 'a file'}: {getattr(error, 'strerror', None) or text}"
     if isinstance(error, UnicodeEncodeError) and error.reason == "surrogates not allowed":
@@ -125,10 +122,6 @@ def from_machine(error: BaseException) -> tuple[int, str] | None:
     if isinstance(error, OSError) and error.errno in _NAME and error.filename is not None:
         return UsageError.exit_code, f"the path {error.filename!r} cannot be used: {error.strerror}"
     return None
-
-
-def _errno(error: BaseException) -> int | None:
-    return error.errno if isinstance(error, OSError) else None
 
 
 def did_you_mean(word: str, candidates: Iterable[str], count: int = 3) -> str:

@@ -1,4 +1,4 @@
-"""The largest sizes that Pipeloom accepts, and the one way in which it reads files that a user names.
+"""The largest sizes that Pipeloom accepts, the cores that it may use, and the one way in which it reads files that users name.
 
 A size above its limit is refused in one sentence, before anything of that size is built. Each limit is several times what any
 published run uses, and small enough that a typing error cannot exhaust the memory of the machine.
@@ -66,6 +66,17 @@ MOST_VALUES = 100_000
 _COUNTS = re.compile(
     r"(?:^|_)(?:(?P<parts>layers?|blocks?|depth|experts?|heads?|groups?|types)|size|dim|rank|embeddings|positions|model|embd|inner|ctx)$"
 )
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may run on; if the system does not tell, the machine's cores.
+
+    Processes that have a core each can wait by polling.
+    """
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on Linux
+        return os.cpu_count() or 1
 
 
 def expanded(path: str | Path) -> Path:

@@ -37,8 +37,6 @@ def test_a_part(name: str) -> None:
     assert [row for row in rows if row["passed"] is False] == []
 
 
-@pytest.mark.slow
-@pytest.mark.dist
 @pytest.mark.parametrize(
     "name", [name for name in gpu.PARTS if name not in QUICK and DEVICE == "cuda"] or ["processes"]
 )

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from pipeloom.config import Config, Layout
 from pipeloom.config.layout import stage_costs
-from pipeloom.config.sizes import layer_sizes
-from pipeloom.cores import usable_cores
+from pipeloom.config.stages import layer_sizes
 from pipeloom.errors import ConfigError, UsageError
+from pipeloom.limits import usable_cores
 from pipeloom.mesh_shape import MeshShape
 from pipeloom.schedule import Costs, Timeline, simulate
 
@@ -35,6 +35,7 @@ def report_lines(layout: Layout) -> list[str]:
         *_measured_lines(layout),
         f"learning rate ({config.optimizer.lr_schedule}): "
         + ", ".join(f"step {step + 1} {rate:.3g}" for step, rate in _rates(config, steps, layout.mesh.dp)),
+        *_observer_lines(layout),
         f"checkpoints: {_checkpoints(config)}; log: a new folder in {config.log.dir}",
         f"dry run: {layout.world_size} worker{'s' * (layout.world_size > 1)} would start",
     ]
@@ -224,6 +225,16 @@ def _rates(config: Config, steps: int, replicas: int) -> Sequence[tuple[int, flo
     warm = min(config.optimizer.warmup_steps, steps - 1)
     steps_to_print = sorted({0, warm, (warm + steps - 1) // 2, steps - 1})
     return [(step, learning_rate(step, steps, config.optimizer, replicas)) for step in steps_to_print]
+
+
+def _observer_lines(layout: Layout) -> list[str]:
+    """Return lines with the rows that the training loop calls around its steps, in order."""
+    from pipeloom.train.observers import observers
+
+    measures = layout.search is not None and layout.search.costs is None
+    rows = observers(layout.config, searches=measures)
+    width = max(len(row.name) for row in rows)
+    return ["around the steps, in this order:", *(f"  {row.name:<{width}}  {row.when()}" for row in rows)]
 
 
 def _checkpoints(config: Config) -> str:

@@ -42,8 +42,7 @@ def command(
     pipeloom generate my-model --prompt "Once upon a time" --tokens 100 --top-p 0.9
     """
     require_torch("generate")
-    from pipeloom.train.generation import open_model
-    from pipeloom.train.sample import Sampling
+    from pipeloom.train.hub.generate import Sampling, open_model
     from pipeloom.train.workers.worker import is_worker
 
     sampling = Sampling(0.0 if greedy else temperature, top_k, top_p, seed)
@@ -55,8 +54,7 @@ def command(
         raise typer.Exit(start_workers("generate", words, opened.layout.world_size))
 
     def work(context: Any) -> None:
-        from pipeloom.train.generation import continue_prompts, open_pipeline
-        from pipeloom.train.sample import printable
+        from pipeloom.train.hub.generate import continue_prompts, open_pipeline, printable
 
         pipeline = open_pipeline(opened, context.device, context.watchdog)
         context.close_to_strangers()

@@ -49,7 +49,7 @@ def export(
         )
         return
     from pipeloom.config.adapter import ADAPTER_CONFIG
-    from pipeloom.train.hub import export as write
+    from pipeloom.train.hub.conversion import export as write
 
     source = write(checkpoint, out, merge)
     how = (
@@ -91,7 +91,7 @@ def import_(
         print(f"imported {source} to {import_dcp(source, checkpoint)}")
         return
     from pipeloom.errors import ConfigError
-    from pipeloom.train.hub import import_directory
+    from pipeloom.train.hub.conversion import import_directory
 
     if checkpoint.exists() and (not checkpoint.is_dir() or any(checkpoint.iterdir())):
         raise ConfigError(f"{checkpoint} exists and is not empty; give a new directory")

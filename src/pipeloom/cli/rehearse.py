@@ -129,7 +129,7 @@ def _rehearsal(schedule: Schedule, costs: Costs, options: Emulation) -> Rehearsa
 
 
 def _with_usual_unit(rehearsal: Rehearsal) -> Rehearsal:
-    from pipeloom.cores import usable_cores
+    from pipeloom.limits import usable_cores
 
     timeline = rehearsal.simulated()
     actions = sum(map(len, rehearsal.schedule.codes))
@@ -255,8 +255,8 @@ def _layout(rehearsal: Rehearsal, device: str) -> Layout:
 
 def report(rehearsal: Rehearsal, timelines: Sequence[Timeline], output: OutputFlags) -> None:
     """Write the drawings, and print the step, its figures and its difference from the simulation."""
-    from pipeloom.cores import usable_cores
     from pipeloom.draw.figures import number, time_unit
+    from pipeloom.limits import usable_cores
     from pipeloom.schedule.measured import predict, settled
 
     study = Study(timelines, predict(timelines), layers=rehearsal.work())

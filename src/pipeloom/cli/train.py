@@ -137,6 +137,7 @@ def announce(layout: Layout) -> None:
     for note in layout.notes:
         print(f"  {printable(note)}")
     if config.model.source:
+        from pipeloom.config.hub import is_verified
         from pipeloom.train.data.sources import BYTES, tokenizer_name
 
         alien = tokenizer_name(config.data.tokenizer, config.model.source) == BYTES
@@ -144,6 +145,10 @@ def announce(layout: Layout) -> None:
             f"  the model is that of {printable(config.model.source)}"
             + ("; the tokens are bytes (data.tokenizer), not those of its own tokenizer" * alien)
         )
+        if not is_verified(config.model.source):
+            print(
+                "  its family was never verified: pipeloom verify, with the same arguments, compares it with one process"
+            )
     print(end="", flush=True)
 
 

@@ -8,22 +8,23 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeloom.cli import families
-from pipeloom.cli.families import TOLERANCE, VERDICTS
 from pipeloom.cli.workers import be_worker, require_torch, start_workers
 from pipeloom.errors import DistributedError, UsageError
 
 if TYPE_CHECKING:
     from pipeloom.config import Layout
 
+TOLERANCE = 1e-5
+VERDICTS = "PIPELOOM_VERDICTS"  # names the file in which rank 0 leaves the verdicts
+_FAMILIES = "--hf-families"
 _NAME_WIDTH = 44
 VERIFY_USAGE = """Usage: pipeloom verify [CONFIG] [--matrix FILE] [--tolerance 1e-5] [--json]
                        [--section.key VALUE …]
-       pipeloom verify --hf-families [FAMILY …] [--json]
+       pipeloom verify --hf-families [FILE.toml] [FAMILY …] [--json]
 
 Runs one step of a layout in the pipeline and in one process, in fp32 with the same
 micro-batches, and compares the loss and every gradient. The error of a gradient is
@@ -34,10 +35,12 @@ CONFIG and the flags are those of `pipeloom train`. FILE is a TOML file with
 A list in a layout stands for each of its values in turn. One pool of workers runs
 all layouts. With skip_invalid = true, invalid combinations are skipped and counted.
 
---hf-families verifies tiny models of Hugging Face families (all, or those named) on
-two ranks under 1F1B, interleaved and ZBV, under ZBV with recomputation too, and under
-1F1B with recomputation and packed documents where the family keeps these apart. The
-error of a gradient is ||a - b|| / ||b||, and the tolerance 1e-5.
+--hf-families verifies tiny models of Hugging Face families (all of the file, or those
+named) against transformers, on two ranks in this process, under 1F1B, interleaved and
+ZBV, under ZBV with recomputation too, and under 1F1B with recomputation and packed
+documents where the family keeps these apart. The error of a gradient is
+||a - b|| / ||b||, and the tolerance 1e-5. FILE is a file as tests/data/hf_families.toml
+of Pipeloom's source tree, the default there.
 """
 
 
@@ -73,8 +76,8 @@ def command(arguments: Sequence[str]) -> int:
     if "--help" in arguments or "-h" in arguments:
         print(VERIFY_USAGE, end="")
         return 0
-    if families.FLAG in arguments:
-        return families.command(arguments)
+    if _FAMILIES in arguments:
+        return verify_families(arguments)
     from pipeloom.train.workers.preflight import require_cuda, require_room
     from pipeloom.train.workers.worker import is_worker, world_size_given
 
@@ -100,6 +103,51 @@ def command(arguments: Sequence[str]) -> int:
         if code:
             return _failed(code, request.as_json)
         return summarise(request, json.loads(verdicts.read_text(encoding="utf-8")))
+
+
+def verify_families(arguments: Sequence[str]) -> int:
+    """Run `verify --hf-families`; return 0, or 1 if an error exceeds the tolerance. Raises PipeloomError."""
+    require_torch("verify")
+    as_json = "--json" in arguments
+    words = [word for word in arguments if word not in (_FAMILIES, "--json")]
+    for word in words:
+        if word.startswith("-"):
+            raise UsageError(
+                f"verify {_FAMILIES} has no option {word!r:.200}; it takes a file, names of families, and --json"
+            )
+    files = [Path(word) for word in words if word.endswith(".toml")]
+    if len(files) > 1:
+        raise UsageError(f"verify {_FAMILIES} takes one file, and {len(files)} are given: {files[0]} and {files[1]}")
+    from pipeloom.train.hub import families
+
+    selected = families.read_families(
+        files[0] if files else None, [word for word in words if not word.endswith(".toml")]
+    )
+    verdicts = []
+    for verdict in families.verify_families(selected, TOLERANCE):
+        verdicts.append(asdict(verdict))
+        if not as_json:
+            print(family_row(verdicts[-1]), flush=True)
+    failed = [verdict for verdict in verdicts if not verdict["passed"]]
+    if as_json:
+        report = {"passed": not failed, "tolerance": TOLERANCE, "verdicts": verdicts}
+        print(json.dumps(_finite(report), indent=1, allow_nan=False))
+    else:
+        print(
+            f"{len(verdicts) - len(failed)} of {len(verdicts)} pass at {TOLERANCE:g}: {len(selected)} families, fp32, eager "
+            "attention, ||a-b|| / ||b|| of each gradient; W: share of the parameters whose weight gradient can be computed in W"
+        )
+    return int(bool(failed))
+
+
+def family_row(verdict: dict[str, Any]) -> str:
+    """Return one line of the table of families."""
+    state = "PASS" if verdict["passed"] else "FAIL"
+    worst = f"{verdict['worst_error']:.1e} {verdict['worst_parameter']}" if verdict["worst_error"] else "0"
+    return (
+        f"{state}  {verdict['family']:<12} {verdict['schedule']:<23} W {verdict['separate']:4.0%}  "
+        f"loss {verdict['loss_error']:.1e}  worst {worst}"
+    )
 
 
 def read_request(arguments: Sequence[str]) -> Request:

@@ -1,13 +1,17 @@
 """Typed configuration: TOML files, overrides, model sizes, and the layout that they resolve to. Needs no torch."""
 
-from pipeloom.config.dump import to_toml
 from pipeloom.config.fault import Fault, parse_fault
 from pipeloom.config.layout import Layout, even_sizes, resolve, stage_costs
-from pipeloom.config.load import load, load_layout
-from pipeloom.config.overrides import split_arguments
 from pipeloom.config.sections import SECTIONS, Config, ModelSection
-from pipeloom.config.sizes import LayerSize, held_parameters, layer_sizes, parameter_count, training_flops
-from pipeloom.config.stages_text import parse_stages
+from pipeloom.config.settings import load, load_layout, split_arguments, to_toml
+from pipeloom.config.stages import (
+    LayerSize,
+    held_parameters,
+    layer_sizes,
+    parameter_count,
+    parse_stages,
+    training_flops,
+)
 from pipeloom.mesh_shape import MeshShape
 
 __all__ = [

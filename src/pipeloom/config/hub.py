@@ -40,6 +40,16 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"num_key_value_heads": 16},
     "qwen3_moe": {"num_key_value_heads": 4},
 }
+# `model_type` of the families with which `pipeloom verify --hf-families` passes (tests/data/hf_families.toml).
+_VERIFIED = """
+    apertus biogpt bloom codegen cohere cohere2 deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 falcon
+    falcon_h1 flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj
+    granite granitemoe granitemoehybrid hunyuan_v1_dense hunyuan_v1_moe jamba lfm2 llama llama4_text mamba mamba2
+    minimax_m2 ministral mistral mixtral mpt nemotron nemotron_h olmo olmo2 olmo3 olmoe openai-gpt opt persimmon phi
+    phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next recurrent_gemma seed_oss
+    smollm3 stablelm starcoder2 xglm
+"""
+VERIFIED_FAMILIES = frozenset(_VERIFIED.split())
 _USUAL = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}
 
 
@@ -80,6 +90,13 @@ _SCHEMA = create_model("_Schema", __base__=_ConfigFile, **_SIZES)
 def is_directory(path: str) -> bool:
     """Return whether `path` is a Hugging Face directory."""
     return (expanded(path) / "config.json").is_file()
+
+
+def is_verified(directory: str) -> bool:
+    """Return whether the model in a directory is of a family that has been verified in pipelines."""
+    values = _content(directory, "source")
+    text = values.get("text_config") or {}
+    return not VERIFIED_FAMILIES.isdisjoint({str(values.get("model_type")), str(text.get("model_type"))})
 
 
 def own_sizes(directory: str) -> dict[str, Any]:

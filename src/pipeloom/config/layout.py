@@ -8,22 +8,22 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from pipeloom.config.balance import balance
-from pipeloom.config.cross_checks import cross_problems
-from pipeloom.config.expert_checks import user_classes
+from pipeloom.config.checks import CLASS_KEYS, cross_problems
 from pipeloom.config.fault import Fault, fault_problem, parse_fault
-from pipeloom.config.keys import naming_keys
-from pipeloom.config.problems import shown
-from pipeloom.config.schedules import make_schedule
+from pipeloom.config.problems import naming_keys, shown
 from pipeloom.config.search import NAME as SEARCH
 from pipeloom.config.search import SearchRequest, search_request
 from pipeloom.config.sections import COMPUTED, Config
-from pipeloom.config.sizes import layer_sizes
-from pipeloom.config.stages_text import parse_stages
+from pipeloom.config.stages import balance, layer_sizes, parse_stages
 from pipeloom.errors import ConfigError, ScheduleError, UsageError
 from pipeloom.mesh_shape import MeshShape
 from pipeloom.schedule import Schedule, check
-from pipeloom.schedule.functions import is_function, source_file
+from pipeloom.schedule.families import build
+from pipeloom.schedule.files import load, names_a_file
+from pipeloom.schedule.functions import importable_from, is_function, source_file, user_object
+from pipeloom.schedule.transforms import transformed
+
+_GATE = "pipeloom.models.gate.TopKGate"
 
 
 @dataclass(frozen=True)
@@ -205,3 +205,87 @@ def _notes(config: Config, stage_layers: tuple[int, ...], sizes: tuple[int, ...]
     if config.optimizer.warmup_steps > config.train.steps:
         notes.append(f"warm-up takes {config.optimizer.warmup_steps} steps, training stops after {config.train.steps}")
     return notes
+
+
+def read_schedule(name: str) -> Schedule:
+    """The schedule in the CSV or JSON file `name`. Raises ConfigError if there is none, ScheduleError for its content."""
+    if not Path(name).is_file():
+        raise ConfigError(f'schedule.name = "{name}": there is no such file')
+    return load(Path(name))
+
+
+def make_schedule(config: Config, folder: Path | None = None) -> Schedule:
+    """The schedule that `config` names, with its transforms applied; not yet checked.
+
+    A user's function is imported from `folder` (None: the working directory).
+
+    Raises UsageError when the schedule refuses its sizes or options, when a file's sizes differ from the configuration's,
+    when a user's function fails, or when a transform refuses the schedule.
+    """
+    schedule = _untransformed(config, folder)
+    try:
+        return transformed(schedule, config.schedule.transforms)
+    except UsageError as error:
+        raise ConfigError(f"schedule.transforms = {list(config.schedule.transforms)}: {error}") from error
+
+
+def _untransformed(config: Config, folder: Path | None) -> Schedule:
+    wanted = config.schedule
+    if names_a_file(wanted.name):
+        return _sized(read_schedule(wanted.name), config)
+    sizes = config.parallel.pp, wanted.microbatches, wanted.chunks
+    try:
+        complete = build(wanted.name, *sizes, wanted.options, folder=folder)
+    except TypeError as error:  # an option of the wrong type
+        raise ConfigError(f'schedule.name = "{wanted.name}": it failed with {type(error).__name__}: {error}') from error
+    return _sized(complete, config)
+
+
+def _sized(schedule: Schedule, config: Config) -> Schedule:
+    problems = []
+    if schedule.ranks != config.parallel.pp:
+        problems.append(
+            f'parallel.pp = {config.parallel.pp}, but schedule "{config.schedule.name}" is for {schedule.ranks} ranks; '
+            f"set parallel.pp = {schedule.ranks}"
+        )
+    if schedule.microbatches != config.schedule.microbatches:
+        problems.append(
+            f'schedule.microbatches = {config.schedule.microbatches}, but schedule "{config.schedule.name}" is for '
+            f"{schedule.microbatches}; set schedule.microbatches = {schedule.microbatches}"
+        )
+    if config.schedule.chunks is not None and schedule.chunks != config.schedule.chunks:
+        problems.append(
+            f'schedule.chunks = {config.schedule.chunks}, but schedule "{config.schedule.name}" has {schedule.chunks}; '
+            f"set schedule.chunks = {schedule.chunks}"
+        )
+    if problems:
+        raise ConfigError(problems)
+    return schedule
+
+
+def user_classes(config: Config, folders: Mapping[str, Path]) -> tuple[dict[str, Any], list[str]]:
+    """(key of `[model]` -> the user's class that it names, a sentence for each that cannot be used).
+
+    Args:
+        folders: "section.key" -> the folder from which the module that the key names is imported; default: the working directory.
+    """
+    classes: dict[str, Any] = {}
+    problems: list[str] = []
+    for key in CLASS_KEYS:
+        name = getattr(config.model, key)
+        if not name or not config.model.num_experts:
+            continue
+        folder = folders.get(f"model.{key}", Path())
+        try:
+            with importable_from(folder):
+                classes[key] = user_object(name, folder, "class")
+        except UsageError as error:
+            problems.append(f'model.{key} = "{name}": {error}')
+            continue
+        mro = getattr(classes[key], "__mro__", ())
+        bases = [f"{base.__module__}.{base.__qualname__}" for base in mro]
+        if not bases:
+            problems.append(f'model.{key} = "{name}": it is a {type(classes[key]).__name__}, not a class')
+        elif key == "router_class" and _GATE not in bases:
+            problems.append(f'model.{key} = "{name}": it is not a subclass of {_GATE}')
+    return classes, problems

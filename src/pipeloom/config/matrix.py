@@ -17,11 +17,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from pipeloom.config.files import read_toml
 from pipeloom.config.layout import Layout
-from pipeloom.config.load import load_layout
 from pipeloom.config.search import NAME as SEARCH
 from pipeloom.config.sections import SECTIONS
+from pipeloom.config.settings import load_layout, read_toml
 from pipeloom.errors import ConfigError, PipeloomError, ScheduleError, UsageError, did_you_mean
 
 MOST_LAYOUTS = 1_000  # each is resolved before the first one runs, which takes some milliseconds

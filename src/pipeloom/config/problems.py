@@ -1,14 +1,19 @@
-"""Translation of pydantic's errors into sentences: the key, its value, where it was set, and the nearest valid values."""
+"""Sentences for what is wrong: the key, its value, where it was set, and the nearest valid values.
+
+They are translated from pydantic's errors, and from errors of the library, which name arguments.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from pipeloom.config.sections import SECTIONS
-from pipeloom.errors import did_you_mean, echo, shortened
+from pipeloom.errors import ArgumentError, ConfigError, did_you_mean, echo, shortened
 from pipeloom.limits import number
 
 _VALUE_KINDS = {
@@ -129,3 +134,38 @@ def _unknown(path: list[str], start: str) -> str:
     if elsewhere and not near.startswith("; did"):
         near = f"; did you mean {' or '.join(elsewhere)}?"
     return f"{start}: there is no such key{near}"
+
+
+_MODEL = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "router",
+    "moe_layer_freq",
+)
+KEYS = {
+    **{name: f"model.{name}" for name in (*_MODEL, "intermediate_size", "vocab_size")},
+    **{axis: f"parallel.{axis}" for axis in ("pp", "dp", "tp", "ep", "ep_nodes", "order")},
+    "choices": "model.num_experts_per_tok",
+    "nodes": "parallel.ep_nodes",
+}
+
+
+def sentence(error: ArgumentError) -> str:
+    """`parallel.tp = 3: it does not divide 32 heads; nearest: 2 or 4`; the error's own words where its argument has no key."""
+    key = KEYS.get(error.argument)
+    if key is None:
+        return str(error)
+    given = re.match(r"=(\[.*?\]|\S+) ", error.words)
+    return f"{key} = {given[1]}: it {error.words[given.end() :]}" if given else f"{key}{error.words}"
+
+
+@contextmanager
+def naming_keys() -> Iterator[None]:
+    """Turn an ArgumentError that is raised inside into a ConfigError that names the key."""
+    try:
+        yield
+    except ArgumentError as error:
+        raise ConfigError(sentence(error)) from error

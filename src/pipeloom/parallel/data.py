@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from pipeloom.cores import usable_cores
 from pipeloom.errors import UsageError
+from pipeloom.limits import usable_cores
 from pipeloom.ops.deferred import StageBackward
 from pipeloom.ops.main_gradient import MainGradients
 from pipeloom.parallel.buckets import Bucket, BucketParameter, FlatParameters, make_buckets

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeloom.cores import usable_cores
 from pipeloom.errors import DistributedError
+from pipeloom.limits import usable_cores
 from pipeloom.ops.segments import standstill
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.parallel.mesh import Axis

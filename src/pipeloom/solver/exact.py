@@ -16,8 +16,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from pipeloom.cores import usable_cores
 from pipeloom.errors import UsageError
+from pipeloom.limits import usable_cores
 from pipeloom.schedule.costs import TIME_TOLERANCE
 from pipeloom.solver.evaluate import evaluate
 from pipeloom.solver.instance import Instance, Sequences

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.config import Config, Layout
-from pipeloom.config.keys import naming_keys
+from pipeloom.config.problems import naming_keys
 from pipeloom.limits import expanded
 from pipeloom.models import MoeClasses, cross_entropy, hf, layers, names, tied, token_loss
 from pipeloom.models.adapters import LoraOptions, with_adapters
@@ -97,11 +97,6 @@ def spread_of(config: Config, mesh: Mesh | PipelineMesh | None) -> ExpertParalle
     parallel = config.parallel
     inside, across = (mesh.inside, mesh.across) if parallel.ep_nodes > 1 else (None, None)
     return ExpertParallel(mesh.ep, parallel.ep_nodes, inside, across, parallel.ep_chunks, parallel.ep_blocks)
-
-
-def shows_all_to_all(config: Config) -> bool:
-    """Return whether experts exchange tokens between ranks, so that computation may wait for an all-to-all."""
-    return config.parallel.ep > 1
 
 
 def moe_classes(layout: Layout) -> MoeClasses:

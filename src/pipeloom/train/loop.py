@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeloom.config import Config, Layout, training_flops
+from pipeloom.config import Config, Layout
 from pipeloom.config.volume import boundary_bytes, volumes
 from pipeloom.errors import Interrupted, PipeloomError, Preempted
 from pipeloom.limits import expanded
@@ -25,36 +24,34 @@ from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime import Pipeline
 from pipeloom.runtime.batch import count_targets
 from pipeloom.runtime.health.status import seconds_running
-from pipeloom.schedule import Timeline
 from pipeloom.schedule.json_form import to_dict
-from pipeloom.train.adapters import base_weights, begin_weights
-from pipeloom.train.build import build_pipeline, shows_all_to_all, ties
+from pipeloom.train.build import build_pipeline, ties
 from pipeloom.train.checkpoint.folder import RunClaim
 from pipeloom.train.checkpoint.load import Loaded, load
 from pipeloom.train.checkpoint.run import RunCheckpoints, RunFacts, Start, digests, find_start
-from pipeloom.train.collect import gather, maxima
+from pipeloom.train.collect import gather
 from pipeloom.train.data.batches import Batch, Batches, Mixture, Rows, SortedDocuments
 from pipeloom.train.data.prepare import Data, open_data, require_masks
-from pipeloom.train.observers import ExpertLoads, Loads
+from pipeloom.train.hub.generate import generate
+from pipeloom.train.hub.lora_files import base_weights, begin_weights
+from pipeloom.train.observers import ExpertLoads, StepEnd, StepLog, StepObserver, observers, profiled_steps, with_calls
 from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.replica_check import ReplicaCheck
-from pipeloom.train.report.metrics import StepMetrics, memory_in_use, model_flops_utilization, shared_cores, simulated
+from pipeloom.train.report.metrics import shared_cores
 from pipeloom.train.report.report import Report
 from pipeloom.train.report.tables import table, what_ranks_hold
-from pipeloom.train.sample import generate
 from pipeloom.train.schedule_search import MeasureThenSearch, resolve_before_start
 from pipeloom.train.speculative import SpeculativeOptimizer
 from pipeloom.train.step import (
     BadSteps,
     NormRow,
-    NotFinite,
     Outcome,
     first_not_finite,
     layer_norms,
     learning_rate,
     norm_of,
 )
-from pipeloom.train.tuning import StepGarbage, trim_freed_memory
+from pipeloom.train.tuning import GarbageCollection, trim_freed_memory
 from pipeloom.train.workers.context import INTERRUPT, SAVE, STOP, require_agreement, together
 from pipeloom.train.workers.failures import failure_of_run, note_run, restarted_run
 
@@ -62,11 +59,12 @@ if TYPE_CHECKING:
     from pipeloom.train.report.profile import OperatorProfile
     from pipeloom.train.workers.context import WorkerContext
 
-TRACES = 9  # logged steps whose median is drawn at the end; a trace takes 50 KB for a tiny model, and megabytes for a large one
 
-
-def run(layout: Layout, context: WorkerContext) -> None:
+def run(layout: Layout, context: WorkerContext, observers: Sequence[StepObserver] = ()) -> None:
     """Train `layout` on this worker; every worker of the run calls it. Rank 0 reports.
+
+    Args:
+        observers: rows to add to those of the configuration, the same on every worker.
 
     Raises:
         Preempted, Interrupted: a worker was requested to stop; the step under way was finished, and a checkpoint saved.
@@ -82,11 +80,17 @@ def run(layout: Layout, context: WorkerContext) -> None:
     facts = digests(config, "; ".join(data.facts.values()))
     with contextlib.closing(RunClaim()) as claim:
         start = find_start(config, facts, context, restarted_run(), claim)
-        _train(layout, context, data, facts, start, claim)
+        _train(layout, context, data, facts, start, claim, observers)
 
 
 def _train(
-    layout: Layout, context: WorkerContext, data: Data, facts: Mapping[str, str], start: Start, claim: RunClaim
+    layout: Layout,
+    context: WorkerContext,
+    data: Data,
+    facts: Mapping[str, str],
+    start: Start,
+    claim: RunClaim,
+    observers: Sequence[StepObserver],
 ) -> None:
     """Train from `start` to the last step, and report the end; arguments and errors as for `run`."""
     config, test = layout.config, data.held_out
@@ -98,7 +102,7 @@ def _train(
         pipeline = build_pipeline(layout, context.device, watchdog=context.watchdog)
         context.close_to_strangers()
         begin_weights(config, pipeline, start.path is not None)
-        trainer = Trainer(config, pipeline, context, report, facts, data.unit, claim)
+        trainer = Trainer(config, pipeline, context, report, facts, data.unit, claim, observers)
         if layout.search is not None:
             trainer.measuring = MeasureThenSearch(layout, pipeline, context, report)
         held = what_ranks_hold(pipeline, trainer.optimizer)
@@ -120,21 +124,28 @@ def _train(
             report.record("held-out", before=before, after=after, **{f"{data.unit}s": count})
             crowded = shared_cores(layout.world_size, context.device)
             size = fmean(boundary_bytes(layout))
-            traces = [replace(trace, costs=replace(trace.costs, message=size)) for trace in trainer.traces]
-            _conclude(report, traces, (before, after, count), data.unit, written, crowded)
+            traces = [replace(trace, costs=replace(trace.costs, message=size)) for trace in trainer.log.traces]
+            report.conclude(traces, (before, after, count), data.unit, written, crowded)
         pipeline.close()
 
 
 class Trainer:
     """The training of one rank's part of a pipeline: its optimizer, checkpoints, checks and traces.
 
+    Args:
+        facts: name -> digest of what a checkpoint must fit: configuration and data.
+        unit: the word for a target in reports.
+        claim: the run's claim to the folder of its checkpoints.
+        observers: rows to add to those of the configuration (`observers.observers`).
+
     Attributes:
-        made: number of steps made, including those that were skipped.
-        batch: number of the next batch; larger than `made` after a rollback, which leaves out batches.
-        traces: measured steps, the newest last.
+        steps_done: number of steps made, including those that were skipped.
+        batch: number of the next batch; larger than `steps_done` after a rollback, which leaves out batches.
         measuring: the search for costs measured in the first steps, which gets each of them; None: no search is left to do.
         checkpoints: the checkpoints of this run, once `begin` was called; None: nothing is saved.
         held_out: losses on the held-out text: "before", once it is measured.
+        log: the log lines, with the traces of their steps.
+        observers: the rows of the present `train`, in the order of their calls.
     """
 
     def __init__(
@@ -146,12 +157,12 @@ class Trainer:
         facts: Mapping[str, str] | None = None,
         unit: str = "token",
         claim: RunClaim | None = None,
+        observers: Sequence[StepObserver] = (),
     ) -> None:
         self.config = config
         self.pipeline = pipeline
-        self.traces: deque[Timeline] = deque(maxlen=TRACES)
         self.measuring: MeasureThenSearch | None = None
-        self.made, self.batch = 0, 0
+        self.steps_done, self.batch = 0, 0
         self.checkpoints: RunCheckpoints | None = None
         self.held_out: dict[str, float] = {}
         self._context = context
@@ -163,16 +174,17 @@ class Trainer:
         self.replicas = ReplicaCheck(pipeline, self.optimizer, config.train.check_every, ties(config))
         self._row = NormRow(pipeline, self.optimizer)
         self._bad_steps = BadSteps(config.train.on_nan, config.train.on_spike)
-        self._not_finite: NotFinite | None = None  # of the step that ends the run
         self._rollbacks = 0
+        self._recorded = 0  # steps whose outcomes are final and recorded
         self._run_folder = Path()
-        self._seconds, self._timed = 0.0, 0  # seconds and number of the steps since the last log line
-        self._places, self._flops = 0, 0  # tokens and FLOPs of their batches over all replicas
         self._experts = ExpertLoads(config, pipeline)
+        self.log = StepLog(config, pipeline, report, self._experts)
         self._profile: OperatorProfile | None = None
         self._speculative: SpeculativeOptimizer | None = None
         if not config.optimizer.barrier:
             self._speculative = SpeculativeOptimizer(pipeline, self.optimizer)
+        self.observers: list[StepObserver] = []
+        self._more_observers = list(observers)
 
     def begin(self, start: Start, folder: Path) -> None:
         """Load the checkpoint that the run starts from, if any, and prepare to save checkpoints; collective."""
@@ -180,18 +192,15 @@ class Trainer:
         if start.path is not None:
             begun = time.perf_counter()
             self._adopt(load(start.path, self.pipeline, self.optimizer, self._base))
-            saved = self.made, self.batch
-            self._say(f"resumed after step {self.made} from {start.path} ({_recovery(begun)})")
+            saved = self.steps_done, self.batch
+            self._say(f"resumed after step {self.steps_done} from {start.path} ({_recovery(begun)})")
             if self._report is not None:
-                self._report.record("resume", step=self.made, batch=self.batch, path=str(start.path))
+                self._report.record("resume", step=self.steps_done, batch=self.batch, path=str(start.path))
         self._run_folder = folder
-        if self.config.train.profile_from:
+        if profiled := profiled_steps(self.config):
             from pipeloom.train.report.profile import OperatorProfile
 
-            first, steps = self.config.train.profile_from, self.config.train.profile_steps
-            self._profile = OperatorProfile(
-                self.pipeline, first, min(first + steps - 1, self.config.train.steps), folder
-            )
+            self._profile = OperatorProfile(self.pipeline, profiled[0], profiled[-1], folder)
         section = self.config.checkpoint
         where = expanded(section.dir).absolute() if section.dir else folder
         path = start.path if start.path is not None and start.path.parent == where else None
@@ -213,7 +222,7 @@ class Trainer:
     def _adopt(self, loaded: Loaded) -> None:
         """Restore the values that a checkpoint holds besides tensors. Raises CheckpointError if it is not a trainer's."""
         facts = RunFacts.of(loaded.extra, loaded.path)
-        self.made = self.pipeline.next_step = loaded.step
+        self.steps_done = self._recorded = self.pipeline.next_step = loaded.step
         self.batch = facts.batch_after(loaded.step)
         self._rollbacks, self.held_out, self._bad_steps.norms = facts.rollbacks, facts.held_out, facts.norms
 
@@ -242,87 +251,86 @@ class Trainer:
             DistributedError: the state of replicas differs.
             PipeloomError: training diverged.
         """
+        options, mesh = self.config.train, self.pipeline.mesh
+        batches = Batches(text, self.config, mesh.shape.dp)
+        self._before_steps()
+        with GarbageCollection(trim_freed_memory) as garbage:
+            self.observers = self._rows(garbage, held_out)
+            while self.steps_done < options.steps:
+                step = self.steps_done + 1
+                due = [row for row in self.observers if row.due(step)]
+                for row in due:
+                    if row.before_step is not None:
+                        row.before_step(step)
+                needs = {need for row in due for need in row.needs}
+                self.pipeline.trace = "trace" in needs
+                begun = time.perf_counter()
+                batch = batches.of_step(self.batch).part(mesh.place.dp, mesh.shape.dp)
+                # Dropout of Hugging Face models draws from torch's generator: a resumed run must draw the same.
+                torch.manual_seed(stable_seed("step", options.seed, self.steps_done, mesh.everyone.index))
+                rate = learning_rate(self.steps_done, options.steps, self.config.optimizer, mesh.shape.dp)
+                if self._speculative is None:
+                    outcomes = [self.step(batch, rate, "norms" in needs)]
+                else:
+                    outcomes = self.step_early(batch, rate, "outcome" in needs)
+                end = StepEnd(step, batch, time.perf_counter() - begun, outcomes)
+                self.steps_done, self.batch = step, self.batch + 1
+                flags = end.flags
+                for row in self.observers:
+                    if row.after_step is not None and not end.rolled_back and (row in due or row.requests & flags):
+                        row.after_step(end)
+        self._finish()
+
+    def _before_steps(self) -> None:
         options = self.config.train
-        place, shape = self.pipeline.mesh.place, self.pipeline.mesh.shape
-        batches = Batches(text, self.config, shape.dp)
-        if self.made >= options.steps:
-            self._say(f"all {options.steps} steps are done (train.steps): the checkpoint is of step {self.made}")
+        if self.steps_done >= options.steps:
+            self._say(f"all {options.steps} steps are done (train.steps): the checkpoint is of step {self.steps_done}")
         self.pipeline.train()
+        self._recorded = self.steps_done
         if options.on_nan == "rollback" or options.on_spike == "rollback":
             self._save()  # the first checkpoint to roll back to
-        final = self.made
-        with StepGarbage(trim_freed_memory) as garbage:
-            while self.made < options.steps:
-                if self._profile is not None:
-                    self._profile.before_step(self.made + 1)
-                start = time.perf_counter()
-                batch = batches.of_step(self.batch).part(place.dp, shape.dp)
-                # Dropout of Hugging Face models draws from torch's generator: a resumed run must draw the same.
-                torch.manual_seed(stable_seed("step", options.seed, self.made, self.pipeline.mesh.everyone.index))
-                rate = learning_rate(self.made, options.steps, self.config.optimizer, shape.dp)
-                step = self.made + 1
-                logs = step == options.steps or step % self.config.log.every == 0
-                due = self.checkpoints is not None and self.checkpoints.due(step)
-                evaluates = bool(held_out) and self._evaluates(step)
-                settle = logs or due or evaluates or self.measuring is not None
-                profiles = self._profile is not None and self._profile.recording
-                self.pipeline.trace = logs or self.measuring is not None or profiles
-                if self._speculative is None:
-                    outcomes = [self.step(batch, rate, logs and self.config.log.norms != "none")]
-                else:
-                    outcomes = self.final_steps(batch, rate, settle)
-                self._seconds += time.perf_counter() - start
-                self._timed += 1
-                self._count(batch)
-                if self._profile is not None:
-                    self._say(*self._profile.after_step(step))
-                loads = self._experts.after_step(logs)
-                self.made, self.batch = step, self.batch + 1
-                for outcome in outcomes:
-                    final += 1
-                    self._record(final, outcome)
-                if any(outcome.bad and self._bad_steps.action(outcome.bad) == "rollback" for outcome in outcomes):
-                    self._roll_back()
-                    final = self.made
-                    continue
-                self.replicas.after_step(step)
-                garbage.after_step(step)
-                flags = together(outcome.flags for outcome in outcomes)
-                if logs or flags & (STOP | INTERRUPT):
-                    self._log(step, outcomes[-1], loads)
-                if flags & (STOP | INTERRUPT):
-                    self._end(flags)
-                if evaluates:
-                    self._evaluate(step, held_out)
-                if due or flags & SAVE:
-                    self.save_as_asked(flags)
-                if self.measuring is not None and self.measuring.after_step():
-                    self.measuring = None
-                    self.traces.clear()  # they are of other schedules
-        self._finish()
+
+    def _rows(self, garbage: GarbageCollection, held_out: Sequence[Batch]) -> list[StepObserver]:
+        """Return the rows of this run, with their calls."""
+        after: dict[str, Callable[[StepEnd], object]] = {
+            "expert loads": lambda end: self._experts.collect(),
+            "record, and bad steps": self._record,
+            "replica check": lambda end: self.replicas.check(end.step),
+            "garbage collection": lambda end: garbage.collect(),
+            "log": self.log.after_step,
+            "end": lambda end: self._end(end.flags),
+            "checkpoint": lambda end: self.save_as_asked(end.flags),
+        }
+        before: dict[str, Callable[[int], object]] = {}
+        if held_out:
+            after["evaluation"] = lambda end: self._evaluate(end.step, held_out)
+        if (profile := self._profile) is not None:
+            before["profile"] = profile.before_step
+            after["profile"] = lambda end: self._say(*profile.after_step(end.step))
+        if (measuring := self.measuring) is not None:
+            after["measuring for the search"] = lambda end: self._measure(measuring)
+        rows = observers(self.config, self.steps_done + 1, self.measuring is not None)
+        return [*with_calls(rows, after, before), *self._more_observers]
+
+    def _measure(self, measuring: MeasureThenSearch) -> None:
+        """Hand the step to the search; once that has chosen a schedule, the row of this call goes."""
+        if measuring.after_step():
+            self.measuring = None
+            self.log.traces.clear()  # they are of other schedules
+            self.observers = [row for row in self.observers if row.name != "measuring for the search"]
 
     def _finish(self) -> None:
         """Save the final state, unless it is saved already."""
         if self._report is not None:
             self._report.end_progress()
         if self.checkpoints is not None:
-            self.checkpoints.require(self.made, self.batch)
+            self.checkpoints.require(self.steps_done, self.batch)
             self.checkpoints.finish()
-
-    def _count(self, batch: Batch) -> None:
-        """Add the tokens and FLOPs of a step's batch, whose shape may differ from that of other steps."""
-        rows, length = batch.tokens.shape
-        rows *= self.pipeline.mesh.shape.dp
-        self._places += rows * length
-        self._flops += training_flops(self.config.model, length, rows)
-
-    def _evaluates(self, step: int) -> bool:
-        """Return whether the held-out loss is due after step `step`; `run` always computes the one after the last step."""
-        options = self.config.train
-        return bool(options.eval_every) and step % options.eval_every == 0 and step < options.steps
 
     def _evaluate(self, step: int, held_out: Sequence[Batch]) -> None:
         """Report the loss on the held-out text. It does not affect the training that follows."""
+        if step == self.config.train.steps:
+            return  # `run` always computes the loss after the last step
         loss = self.held_out_loss(held_out)
         self.pipeline.train()
         if self._report is not None:
@@ -332,7 +340,7 @@ class Trainer:
 
     def _save(self) -> None:
         if self.checkpoints is not None:
-            self.checkpoints.save(self.made, self.batch)
+            self.checkpoints.save(self.steps_done, self.batch)
 
     def save_as_asked(self, flags: int) -> None:
         """Save a checkpoint. Requests up to now are met by it; a request that arrives while it is saved leads to another one."""
@@ -354,19 +362,57 @@ class Trainer:
     def _end(self, flags: int) -> NoReturn:
         """Save a checkpoint, and end the run as requested: raise Preempted or Interrupted."""
         where = "no step has run, so nothing is saved"
-        if self.checkpoints is not None and self.made:
-            self.checkpoints.require(self.made, self.batch)
+        if self.checkpoints is not None and self.steps_done:
+            self.checkpoints.require(self.steps_done, self.batch)
             self.checkpoints.finish()
             where = f"saved as {self.checkpoints.path}"
         if self._profile is not None:
             self._say(*self._profile.finish())
         self.pipeline.close()
         kind = Interrupted if flags & INTERRUPT else Preempted
-        raise kind(f"stopped after step {self.made} of {self.config.train.steps}, as requested; {where}")
+        raise kind(f"stopped after step {self.steps_done} of {self.config.train.steps}, as requested; {where}")
+
+    def _record(self, end: StepEnd) -> None:
+        """Record the steps that are final now. Raises PipeloomError if one is bad, and the run is configured to stop then."""
+        self.log.count(end)
+        rolls_back = False
+        for outcome in end.outcomes:
+            self._recorded += 1
+            step, loss, norm = self._recorded, outcome.loss, outcome.norm
+            if self._report is not None:
+                self._report.record("step", step=step, loss=loss, grad_norm=norm, lr=outcome.rate)
+                self._report.figures(step, {"loss": loss, "grad_norm": norm, "lr": outcome.rate})
+                self._report.advance()
+            if not outcome.bad:
+                continue
+            action = self._bad_steps.action(outcome.bad)
+            what = f"step {step}: the loss is {loss} and the gradient norm {norm}"
+            if action == "stop":
+                raise PipeloomError(self._divergence(what, outcome))
+            if action == "skip":
+                self._say(f"{what}; skipped")
+                if self._report is not None:
+                    self._report.record("skip", step=step, kind=outcome.bad)
+            rolls_back |= action == "rollback"
+        if rolls_back:
+            self._roll_back()
+            end.rolled_back = True
+
+    def _divergence(self, what: str, outcome: Outcome) -> str:
+        """Return the reason why the run ends at a bad step, and what to do about it."""
+        cause = outcome.cause
+        if cause is not None:
+            what += f": {cause.words}"
+            if cause.advice:
+                return f"{what}; {cause.advice}"
+        return (
+            f"{what}; training diverged: use a smaller optimizer.lr than {self.config.optimizer.lr}, or a longer "
+            f'optimizer.warmup_steps; or train.on_{outcome.bad} = "skip" or "rollback"'
+        )
 
     def _roll_back(self) -> None:
         """Load the newest checkpoint, and continue with the batch after the bad one."""
-        options, bad, batch = self.config.train, self.made, self.batch
+        options, bad, batch = self.config.train, self.steps_done, self.batch
         self._rollbacks += 1
         used = self._rollbacks
         if used > options.rollbacks:
@@ -379,56 +425,16 @@ class Trainer:
         self._adopt(self.checkpoints.back())
         left_out = f"batches {self.batch} to {batch - 1} are left out"
         self.batch, self._rollbacks = batch, used
-        self._say(f"step {bad}: rolled back to step {self.made}; {left_out} (rollback {used} of {options.rollbacks})")
+        self._say(
+            f"step {bad}: rolled back to step {self.steps_done}; {left_out} (rollback {used} of {options.rollbacks})"
+        )
         if self._report is not None:
-            self._report.record("rollback", step=bad, to=self.made, batch=batch)
+            self._report.record("rollback", step=bad, to=self.steps_done, batch=batch)
 
     def _say(self, *lines: str) -> None:
         if self._report is not None:
             for line in lines:
                 self._report.say(line)
-
-    def final_steps(self, batch: Batch, rate: float, settle: bool) -> list[Outcome]:
-        """Make one step, and return the outcomes of the steps that are final after it.
-
-        With a barrier, that is this step. Without one it is the step before; this step too with `settle`, or if the step before
-        has a request or a gradient norm that is not finite.
-        """
-        if self._speculative is None:
-            return [self.step(batch, rate)]
-        there = batch.to(self.pipeline.device)
-        outcomes = [self._speculative.step(there.tokens, there.targets, rate, self._flags(), **there.keywords)]
-        if settle or any(each is not None and (each.flags or not math.isfinite(each.norm)) for each in outcomes):
-            outcomes.append(self._speculative.settle())
-        finished = [outcome for outcome in outcomes if outcome is not None]
-        if self.config.train.on_nan == "stop" and any(not math.isfinite(outcome.norm) for outcome in finished):
-            self._not_finite = first_not_finite(self.pipeline, self.optimizer)
-        return [replace(each, bad="" if math.isfinite(each.norm) else "nan") for each in finished]
-
-    def _record(self, step: int, outcome: Outcome) -> None:
-        """Record a final step in the log. Raises PipeloomError if training has diverged, and is configured to stop then."""
-        loss, norm = outcome.loss, outcome.norm
-        if self._report is not None:
-            self._report.record("step", step=step, loss=loss, grad_norm=norm, lr=outcome.rate)
-            self._report.figures(step, {"loss": loss, "grad_norm": norm, "lr": outcome.rate})
-            self._report.advance()
-        if not outcome.bad:
-            return
-        action = self._bad_steps.action(outcome.bad)
-        what = f"step {step}: the loss is {loss} and the gradient norm {norm}"
-        if action == "stop":
-            if self._not_finite is not None:
-                what += f": {self._not_finite.words}"
-            if self._not_finite is not None and self._not_finite.advice:
-                raise PipeloomError(f"{what}; {self._not_finite.advice}")
-            raise PipeloomError(
-                f"{what}; training diverged: use a smaller optimizer.lr than {self.config.optimizer.lr}, or a longer "
-                f'optimizer.warmup_steps; or train.on_{outcome.bad} = "skip" or "rollback"'
-            )
-        if action == "skip":
-            self._say(f"{what}; skipped")
-            if self._report is not None:
-                self._report.record("skip", step=step, kind=outcome.bad)
 
     def step(self, batch: Batch, rate: float, norms: bool = False) -> Outcome:
         """Make one optimizer step, unless its gradient is bad: then the weights stay as they are.
@@ -444,10 +450,31 @@ class Trainer:
         norm = norm_of(rows, 1)
         by_layer = layer_norms(self.pipeline, self.optimizer, self.config.log.norms) if norms else None
         bad = self._bad_steps.judge(norm)
-        if bad == "nan" and self._bad_steps.action(bad) == "stop":
-            self._not_finite = first_not_finite(self.pipeline, self.optimizer)
+        cause = first_not_finite(self.pipeline, self.optimizer) if self._stops_at(bad) else None
         self.optimizer.step(math.nan if bad else norm, rate)
-        return Outcome(loss.item(), norm, rate, together(row[0] for row in rows), bad=bad, norms=by_layer)
+        flags = together(row[0] for row in rows)
+        return Outcome(loss.item(), norm, rate, flags, bad=bad, norms=by_layer, cause=cause)
+
+    def step_early(self, batch: Batch, rate: float, settle: bool) -> list[Outcome]:
+        """Make one step without a barrier, and return the outcomes of the steps that are final after it.
+
+        That is the step before; this step too with `settle`, or if the step before has a request or a gradient norm that is not
+        finite.
+        """
+        speculative, there = self._speculative, batch.to(self.pipeline.device)
+        assert speculative is not None
+        outcomes = [speculative.step(there.tokens, there.targets, rate, self._flags(), **there.keywords)]
+        if settle or any(each is not None and (each.flags or not math.isfinite(each.norm)) for each in outcomes):
+            outcomes.append(speculative.settle())
+        finished = [outcome for outcome in outcomes if outcome is not None]
+        bad = ["" if math.isfinite(outcome.norm) else "nan" for outcome in finished]
+        stops = any(self._stops_at(kind) for kind in bad)
+        cause = first_not_finite(self.pipeline, self.optimizer) if stops else None
+        return [replace(each, bad=kind, cause=cause) for each, kind in zip(finished, bad, strict=True)]
+
+    def _stops_at(self, bad: str) -> bool:
+        """Return whether a step ends the run because something in it is not finite, whose place is then looked for."""
+        return bad == "nan" and self._bad_steps.action(bad) == "stop"
 
     def held_out_loss(self, batches: Sequence[Batch]) -> float:
         """Return the mean loss per target over the batches, in nats; collective, and the same on every rank.
@@ -469,40 +496,6 @@ class Trainer:
             if flags & (STOP | INTERRUPT):
                 self._end(flags)
         return total / count
-
-    def _log(self, step: int, outcome: Outcome, loads: Loads | None) -> None:
-        """Report the figures since the last log line, and the bubble of this step; collective."""
-        pipeline = self.pipeline
-        measured = pipeline.timeline()
-        self.traces.append(measured)
-        memory, exposed = maxima(pipeline, [memory_in_use(pipeline.device), pipeline.exposed or 0.0])
-        seconds, tokens = self._seconds / self._timed, self._places / self._seconds
-        flops = self._flops / self._seconds
-        self._seconds, self._timed, self._places, self._flops = 0.0, 0, 0, 0
-        if self._report is None:
-            return
-        if outcome.norms is not None:
-            kinds = asdict(outcome.norms)
-            self._report.record("norms", step=step, **kinds)
-            names = {f"{kind}_norm/{name}": norm for kind, norms in kinds.items() for name, norm in norms.items()}
-            self._report.figures(step, names)
-        self._report.step(
-            StepMetrics(
-                step=step,
-                loss=outcome.loss,
-                grad_norm=outcome.norm,
-                lr=outcome.rate,
-                step_time=seconds,
-                tps=tokens,
-                memory=memory,
-                mfu=model_flops_utilization(self.config, flops, pipeline.device, pipeline.mesh.shape.world),
-                bubble_measured=measured.bubble_rate,
-                bubble_simulated=simulated(measured).bubble_rate,
-                expert_load=None if loads is None else loads.largest,
-                expert_drops=None if loads is None else loads.dropped,
-                all_to_all=exposed if shows_all_to_all(self.config) and pipeline.exposed is not None else None,
-            )
-        )
 
 
 @contextlib.contextmanager
@@ -538,48 +531,3 @@ def _run_folder(report: Report | None, context: WorkerContext) -> Path:
         return Path(folder)
     with context.waiting("rank 0 to report the run's folder", "start-up"):
         return Path(str(all_gather_json(folder, dist.group.WORLD)[0]))
-
-
-def typical(traces: Sequence[Timeline]) -> Timeline:
-    """Return the trace with the median makespan, excluding the first trace (warm-up) unless it is the only one."""
-    settled = sorted(list(traces)[1:] or traces, key=lambda timeline: timeline.makespan)
-    return settled[len(settled) // 2]
-
-
-def _conclude(
-    report: Report, traces: Sequence[Timeline], losses: tuple[float, float, int], unit: str, written: str, crowded: str
-) -> None:
-    """Report the end of the run: losses, bubble, a sample, and the paths of its files.
-
-    Args:
-        traces: measured steps; none where all steps were made before, or the last one ended the measuring for a search.
-    """
-    before, after, count = losses
-    if traces:
-        report.draw(typical(traces), traces)
-    report.say(f"\nheld-out loss: {after:.4f} nats per {unit} (before training {before:.4f}; {count:,} {unit}s)")
-    if traces:
-        _say_bubble(report, typical(traces), crowded)
-    report.record("sample", text=written)
-    report.say("sample:\n" + "\n".join(f"  | {line}" for line in written.split("\n")))
-    report.say_files(drawn=bool(traces))
-
-
-def _say_bubble(report: Report, measured: Timeline, crowded: str) -> None:
-    """Report bubble rate and step time, measured and simulated with the measured costs."""
-    prediction = simulated(measured)
-    report.say(
-        f"bubble rate, Σ idle / (p · makespan): measured {measured.bubble_rate:.4f}, simulated with the measured stage "
-        f"costs {prediction.bubble_rate:.4f}"
-        + (f" ({crowded}: CPU cores are oversubscribed, so idle time includes waiting for a core)" if crowded else "")
-    )
-    report.say(f"step: measured {measured.makespan:.3f} s, simulated {prediction.makespan:.3f} s")
-    report.record(
-        "bubble",
-        ranks=measured.schedule.ranks,
-        shared_cores=crowded,
-        measured=measured.bubble_rate,
-        simulated=prediction.bubble_rate,
-        makespan_measured=measured.makespan,
-        makespan_simulated=prediction.makespan,
-    )

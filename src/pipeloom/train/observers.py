@@ -1,17 +1,210 @@
-"""Experts in training: how a layout spreads them, how evenly tokens use them, and the biases that balance their loads."""
+"""Whatever a training loop does around its steps, as rows of one list: what is called, before or after which steps.
+
+`observers` returns the rows of a configuration, and `train --dry-run` prints them; a Trainer adds the calls to them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
 
-from pipeloom.config import Config
+from pipeloom.config import Config, training_flops
 from pipeloom.models import names
 from pipeloom.models.gate import balance, gates_of, take_loads
 from pipeloom.parallel.collectives import carrier_of
 from pipeloom.runtime import Pipeline
+from pipeloom.schedule import Timeline
+from pipeloom.train.collect import maxima
+from pipeloom.train.data.batches import Batch
+from pipeloom.train.report.metrics import StepMetrics, memory_in_use, model_flops_utilization, simulated
+from pipeloom.train.step import Outcome
+from pipeloom.train.tuning import EVERY_STEPS
+from pipeloom.train.workers.context import INTERRUPT, SAVE, STOP, together
+
+if TYPE_CHECKING:
+    from pipeloom.train.report.report import Report
+
+TRACES = 9  # logged steps whose median is drawn at the end; a trace takes 50 KB for a tiny model, and megabytes for a large one
+
+StepNeed = Literal["outcome", "norms", "trace"]
+
+
+@dataclass
+class StepEnd:
+    """A step that has been made.
+
+    Attributes:
+        step: its number, counted from 1.
+        batch: this replica's part of its batch.
+        seconds: duration, without the observers.
+        outcomes: of the steps that are final now, oldest first, the same on every rank. With a barrier that is this step;
+            without one it may be the step before, or both.
+        rolled_back: set by an observer that has loaded an earlier state: the rows after it are not called.
+    """
+
+    step: int
+    batch: Batch
+    seconds: float
+    outcomes: Sequence[Outcome]
+    rolled_back: bool = False
+
+    @property
+    def flags(self) -> int:
+        """Requests received by any rank, as bits of `train.signals`."""
+        return together(outcome.flags for outcome in self.outcomes)
+
+
+@dataclass(frozen=True)
+class StepObserver:
+    """A row of what a training loop does around its steps. Every rank has the same rows in the same order.
+
+    So a call may be collective, as long as it communicates alike on every rank.
+
+    Attributes:
+        name: for the list that `train --dry-run` prints.
+        before_step: called with the number of a step, from 1, before it.
+        after_step: called after the step.
+        every: interval in steps; 0: none.
+        also: steps besides those of the interval.
+        requests: bits of `train.signals`, of which any calls `after_step` whatever the step.
+        needs: "outcome": that of the step itself, which a step without a barrier then waits for; "norms": norms by layer in
+            the outcome; "trace": `Pipeline.timeline` with the times of a GPU.
+    """
+
+    name: str
+    before_step: Callable[[int], object] | None = None
+    after_step: Callable[[StepEnd], object] | None = None
+    every: int = 1
+    also: Collection[int] = ()
+    requests: int = 0
+    needs: tuple[StepNeed, ...] = ()
+
+    def due(self, step: int) -> bool:
+        """Return whether it is called before and after step `step` without a request."""
+        return step in self.also or (self.every > 0 and step % self.every == 0)
+
+    def when(self) -> str:
+        """Return the steps in words, such as `"every 10 steps, after step 25, on SIGUSR1"`; "" for none."""
+        words = [f"every {self.every} steps" if self.every > 1 else "every step"] * (self.every > 0)
+        others = [step for step in self.also if not self.every or step % self.every]
+        if others:
+            first, last = min(others), max(others)
+            words.append(f"steps {first} to {last}" if last > first else f"after step {first}")
+        signals = {STOP: "SIGTERM", INTERRUPT: "SIGINT", SAVE: "SIGUSR1"}
+        words += [f"on {name}" for bit, name in signals.items() if self.requests & bit]
+        return ", ".join(words)
+
+
+def observers(config: Config, first: int = 1, searches: bool = False) -> list[StepObserver]:
+    """Return the rows of a run in the order of their calls, without the calls; those that are never called are left out.
+
+    Args:
+        first: the first step that is made.
+        searches: whether the first steps are measured for a search.
+    """
+    train, last = config.train, config.train.steps
+    experts = bool(config.model.num_experts and not config.model.source)  # Hugging Face gates count no tokens
+    logged: tuple[StepNeed, ...] = ("outcome", "trace") if config.log.norms == "none" else ("outcome", "trace", "norms")
+    rows = [
+        StepObserver("profile", every=0, also=profiled_steps(config), needs=("trace",)),
+        # Routers with biases need the loads of every step; otherwise they are only for the log.
+        StepObserver(
+            "expert loads",
+            every=experts * (1 if config.model.router == "sigmoid" else config.log.every),
+            also=(last,) if experts else (),
+        ),
+        StepObserver("record, and bad steps"),
+        StepObserver("replica check", every=train.check_every),
+        StepObserver("garbage collection", every=EVERY_STEPS, also=(first,)),
+        StepObserver("log", every=config.log.every, also=(last,), requests=STOP | INTERRUPT, needs=logged),
+        StepObserver("end", every=0, requests=STOP | INTERRUPT),
+        StepObserver("evaluation", every=train.eval_every, needs=("outcome",)),
+        StepObserver("checkpoint", every=config.checkpoint.every, requests=SAVE, needs=("outcome",)),
+        StepObserver("measuring for the search", every=int(searches), needs=("outcome", "trace")),
+    ]
+    return [row for row in rows if row.when()]
+
+
+def profiled_steps(config: Config) -> range:
+    """Return the steps whose operators are recorded."""
+    first, steps = config.train.profile_from, config.train.profile_steps
+    return range(first, min(first + steps - 1, config.train.steps) + 1) if first else range(0)
+
+
+def with_calls(
+    rows: Sequence[StepObserver],
+    after: Mapping[str, Callable[[StepEnd], object]],
+    before: Mapping[str, Callable[[int], object]],
+) -> list[StepObserver]:
+    """Return the rows with the calls of their names; rows without any are left out."""
+    called = [row for row in rows if row.name in after or row.name in before]
+    return [replace(row, before_step=before.get(row.name), after_step=after.get(row.name)) for row in called]
+
+
+class StepLog:
+    """The log lines of a run, with the figures of the steps since the last one.
+
+    Attributes:
+        traces: logged steps, the newest last.
+    """
+
+    def __init__(self, config: Config, pipeline: Pipeline, report: Report | None, experts: ExpertLoads) -> None:
+        self.traces: deque[Timeline] = deque(maxlen=TRACES)
+        self._config, self._pipeline, self._report, self._experts = config, pipeline, report, experts
+        self._clear()
+
+    def _clear(self) -> None:
+        self._seconds, self._steps, self._tokens, self._flops = 0.0, 0, 0, 0.0
+
+    def count(self, end: StepEnd) -> None:
+        """Add a step, whose batch may have another shape than those of other steps."""
+        rows, length = end.batch.tokens.shape
+        rows *= self._pipeline.mesh.shape.dp
+        self._seconds += end.seconds
+        self._steps += 1
+        self._tokens += rows * length
+        self._flops += training_flops(self._config.model, length, rows)
+
+    def after_step(self, end: StepEnd) -> None:
+        """Report the figures since the last log line, and the bubble of this step; collective."""
+        pipeline, outcome, loads = self._pipeline, end.outcomes[-1], self._experts.take()
+        measured = pipeline.timeline()
+        self.traces.append(measured)
+        memory, exposed = maxima(pipeline, [memory_in_use(pipeline.device), pipeline.exposed or 0.0])
+        # Only experts on several ranks exchange tokens, for which computation may have to wait.
+        waits = self._config.parallel.ep > 1 and pipeline.exposed is not None
+        metrics = StepMetrics(
+            step=end.step,
+            loss=outcome.loss,
+            grad_norm=outcome.norm,
+            lr=outcome.rate,
+            step_time=self._seconds / self._steps,
+            tps=self._tokens / self._seconds,
+            memory=memory,
+            mfu=model_flops_utilization(
+                self._config, self._flops / self._seconds, pipeline.device, pipeline.mesh.shape.world
+            ),
+            bubble_measured=measured.bubble_rate,
+            bubble_simulated=simulated(measured).bubble_rate,
+            expert_load=None if loads is None else loads.largest,
+            expert_drops=None if loads is None else loads.dropped,
+            all_to_all=exposed if waits else None,
+        )
+        self._clear()
+        if self._report is None:
+            return
+        if outcome.norms is not None:
+            kinds = asdict(outcome.norms)
+            self._report.record("norms", step=end.step, **kinds)
+            self._report.figures(
+                end.step, {f"{kind}_norm/{name}": norm for kind, norms in kinds.items() for name, norm in norms.items()}
+            )
+        self._report.step(metrics)
 
 
 @dataclass(frozen=True)
@@ -29,32 +222,24 @@ class Loads:
 
 
 class ExpertLoads:
-    """Collects the loads of a pipeline's experts in each step, and updates the biases of sigmoid routers by them."""
+    """Collects the loads of a pipeline's experts, and updates the biases of sigmoid routers by them."""
 
     def __init__(self, config: Config, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
-        self._experts = 0 if config.model.source else config.model.num_experts  # Hugging Face gates count no tokens
+        self._experts = config.model.num_experts
         self._biased = config.model.router == "sigmoid"
-        sparse = config.model.expert_blocks if self._experts else ()
-        blocks = [names.block(number) for number, experts in enumerate(sparse) if experts]
+        blocks = [names.block(number) for number, experts in enumerate(config.model.expert_blocks) if experts]
         self._blocks = len(blocks)
         held = [(at, pipeline.modules[name]) for at, name in enumerate(blocks) if name in pipeline.modules]
         self._gates = [(at, gate) for at, module in held for gate in gates_of([module])]
+        self._table: torch.Tensor | None = None
 
-    def after_step(self, wanted: bool) -> Loads | None:
-        """Update the biases of sigmoid routers by the step's loads; collective, after each step.
-
-        Args:
-            wanted: whether to return the loads; the same on every rank.
-
-        Returns:
-            the step's loads; None if they are not wanted, or if the model has no experts.
-        """
-        if not self._experts or not (wanted or self._biased):
-            return None
+    def collect(self) -> None:
+        """Sum the last step's loads over the ranks, and update the biases of sigmoid routers; collective."""
         mesh, device = self._pipeline.mesh, self._pipeline.device
-        carrier = carrier_of(device, mesh.everyone.group)
-        table = torch.zeros(self._blocks, self._experts + 1, dtype=torch.int64, device=carrier)
+        table = torch.zeros(
+            self._blocks, self._experts + 1, dtype=torch.int64, device=carrier_of(device, mesh.everyone.group)
+        )
         for at, gate in self._gates:
             loads = take_loads(gate)
             if mesh.place.tp == 0:  # the other tensor-parallel ranks had the same tokens
@@ -62,12 +247,17 @@ class ExpertLoads:
         if mesh.everyone.group is not None:
             with self._pipeline.waiting("the other ranks' loads of the experts"):
                 dist.all_reduce(table, group=mesh.everyone.group)
-        counts = table[:, :-1]
         if self._biased:
             for at, gate in self._gates:
-                balance(gate, counts[at].to(device))
-        if not wanted:
+                balance(gate, table[at, :-1].to(device))
+        self._table = table
+
+    def take(self) -> Loads | None:
+        """Return the loads that were collected last; None if there are none since the last call."""
+        if self._table is None:
             return None
+        counts, drops = self._table[:, :-1], self._table[:, -1]
+        self._table = None
         even = counts.sum(1) / self._experts
         largest = (counts.amax(1) / even.clamp_min(1e-9)).max()
-        return Loads(float(largest), float(table[:, -1].sum() / counts.sum().clamp_min(1)))
+        return Loads(float(largest), float(drops.sum() / counts.sum().clamp_min(1)))

@@ -55,21 +55,16 @@ class ReplicaCheck:
         self.equal_until: int | None = None
         self._first = {name: names[0] for names in tied for name in names}
 
-    def after_step(self, step: int) -> None:
-        """Check after step `step`, counted from 1, if a check is due. Collective over the run.
-
-        Raises DistributedError on every rank; it names a tensor and ranks that hold different values of it.
-        """
-        if self._every and step % self._every == 0:
-            self.check(step)
-
     def before_save(self, step: int) -> None:
-        """Check after step `step`, unless checks are off; collective and errors as for `after_step`."""
+        """Check after step `step`, unless checks are off; collective and errors as for `check`."""
         if self._every:
             self.check(step)
 
     def check(self, step: int) -> None:
-        """Check now, after step `step`; collective and errors as for `after_step`."""
+        """Check after step `step`, counted from 1. Collective over the run.
+
+        Raises DistributedError on every rank; it names a tensor and ranks that hold different values of it.
+        """
         if self._pipeline.distributed:
             self._require_equal(step)
         self.equal_until = step

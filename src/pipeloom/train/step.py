@@ -169,6 +169,19 @@ class BadSteps:
 
 
 @dataclass(frozen=True)
+class NotFinite:
+    """The first thing in a step that is not finite: a weight, else a share of the loss, else a summed gradient.
+
+    Attributes:
+        words: what it is, and which ranks have it, for a message.
+        advice: what to do about it, if the same weight, or the loss of another replica, is finite; "" otherwise.
+    """
+
+    words: str
+    advice: str
+
+
+@dataclass(frozen=True)
 class Outcome:
     """A step that is final; the same on every rank.
 
@@ -180,6 +193,7 @@ class Outcome:
         rolled_back: whether any rank rolled its step back.
         norms: those of each layer, where they are logged in this step.
         bad: "nan" for a norm that is not finite, "spike" for one far above the last ones; "": neither.
+        cause: what is not finite in a step that ends the run.
     """
 
     loss: float
@@ -189,19 +203,7 @@ class Outcome:
     rolled_back: bool = False
     bad: str = ""
     norms: LayerNorms | None = None
-
-
-@dataclass(frozen=True)
-class NotFinite:
-    """The first thing in a step that is not finite: a weight, else a share of the loss, else a summed gradient.
-
-    Attributes:
-        words: what it is, and which ranks have it, for a message.
-        advice: what to do about it, if the same weight, or the loss of another replica, is finite; "" otherwise.
-    """
-
-    words: str
-    advice: str
+    cause: NotFinite | None = None
 
 
 _KINDS = ("weight", "loss", "gradient")  # a weight that is not finite makes the loss so, and that all gradients

@@ -60,12 +60,12 @@ def trim_freed_memory() -> None:
 EVERY_STEPS = 100
 
 
-class StepGarbage:
-    """Full collections after the same steps on every rank, of the objects created after the first step.
+class GarbageCollection:
+    """Full collections after the same steps on every rank, so that all of them pause together.
 
-    A context manager around a training loop. A worker holds about half a million long-lived objects when training starts. To
-    traverse them takes a tenth of a second, at a moment of Python's choice, while the other ranks wait; `gc.freeze` excludes
-    them. The automatic collections stay enabled.
+    A context manager around a training loop, which calls `collect` after its first step and every EVERY_STEPS steps. A worker
+    holds about half a million long-lived objects when training starts. To traverse them takes a tenth of a second, at a moment
+    of Python's choice, while the other ranks wait; `gc.freeze` excludes them. The automatic collections stay enabled.
 
     Args:
         trim: called after each collection but the first.
@@ -75,7 +75,7 @@ class StepGarbage:
         self._frozen = False
         self._trim = trim
 
-    def __enter__(self) -> StepGarbage:
+    def __enter__(self) -> GarbageCollection:
         return self
 
     def __exit__(
@@ -84,13 +84,11 @@ class StepGarbage:
         if self._frozen:
             gc.unfreeze()
 
-    def after_step(self, step: int) -> None:
-        """Collect if it is due after `step` steps."""
+    def collect(self) -> None:
+        """Collect after a step; after the first step, exclude all objects that are left from later collections."""
+        gc.collect()
         if not self._frozen:
-            gc.collect()
             gc.freeze()
             self._frozen = True
-        elif step % EVERY_STEPS == 0:
-            gc.collect()
-            if self._trim is not None:
-                self._trim()
+        elif self._trim is not None:
+            self._trim()

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeloom.cores import usable_cores
 from pipeloom.errors import ConfigError
+from pipeloom.limits import usable_cores
 from pipeloom.parallel.mesh import Mesh, group_of_members
 from pipeloom.runtime.health.links import run_store
 from pipeloom.runtime.health.status import machine

@@ -8,7 +8,6 @@ so that nothing but `.metadata` is unpickled.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import datetime
@@ -20,29 +19,12 @@ from torch import Tensor
 
 from pipeloom.errors import CheckpointError, ConfigError
 from pipeloom.train.checkpoint.boxes import Box
-from pipeloom.train.checkpoint.folder import (
-    DTYPE_NAMES,
-    newest_checkpoint,
-    partial_path,
-    publish,
-    step_path,
-    write_bytes,
-    write_tensors,
-)
+from pipeloom.train.checkpoint.folder import DTYPE_NAMES, newest_checkpoint
 from pipeloom.train.checkpoint.load import Reader, verified
-from pipeloom.train.checkpoint.manifest import (
-    EXTRA,
-    MANIFEST,
-    BaseWeights,
-    Manifest,
-    StoredBox,
-    TensorEntry,
-    read_manifest,
-    to_bytes,
-)
+from pipeloom.train.checkpoint.manifest import BaseWeights, Manifest
+from pipeloom.train.checkpoint.save import write_alone
 
 RECORD = "pipeloom.json"  # the key of the values that are not tensors
-_FILE = "rank-00000.safetensors"
 
 
 def export_dcp(path: Path, out: Path) -> Path:
@@ -106,28 +88,15 @@ def import_dcp(source: Path, folder: Path) -> Path:
         record = json.loads(bytes(packed.tolist()))
         step, numbers, base = int(record["step"]), dict(record["numbers"]), record["base"]
         stored = tuple(str(each) for each in record["stored"])
-        final, partial = step_path(folder, step), partial_path(folder, step)
         weights = None if base is None else BaseWeights(base["kind"], base["path"], base["digest"])
+        extra = record["extra"] if "extra" in stored else None
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{source}: {RECORD!r} is damaged: {type(error).__name__} {str(error)[:200]}") from None
-    partial.mkdir(mode=0o700, parents=True)
-    try:
-        files = {_FILE: write_tensors(partial / _FILE, {key: tensor.contiguous() for key, tensor in state.items()})}
-        if "extra" in stored:
-            files[EXTRA] = write_bytes(partial / EXTRA, json.dumps(record["extra"]).encode())
-        entries = {key: _entry(key, tensor) for key, tensor in state.items()}
-        writer = {
-            "imported": "torch.distributed.checkpoint",
-            "time": datetime.now().astimezone().isoformat(timespec="seconds"),
-        }
-        manifest = Manifest(step, stored, entries, numbers, files, writer, weights)
-        write_bytes(partial / MANIFEST, to_bytes(manifest))
-        # Refuse what another program has made invalid before the directory gets its final name.
-        read_manifest(partial)
-        publish(partial, final)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return final
+    writer = {
+        "imported": "torch.distributed.checkpoint",
+        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+    return write_alone(folder, Manifest(step, stored, {}, numbers, {}, writer, weights), [state], extra)
 
 
 def _read(source: Path) -> dict[str, Tensor]:
@@ -157,11 +126,6 @@ def _read(source: Path) -> dict[str, Tensor]:
         words = str(error).strip().splitlines() or [""]
         raise CheckpointError(f"{source}: cannot be read: {type(error).__name__} {words[-1][:200]}") from None
     return state
-
-
-def _entry(key: str, tensor: Tensor) -> TensorEntry:
-    shape = tuple(tensor.shape)
-    return TensorEntry(DTYPE_NAMES[tensor.dtype], shape, (StoredBox(_FILE, key, (0,) * len(shape), shape),))
 
 
 def _require_new(path: Path) -> None:

@@ -17,10 +17,11 @@ from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime import Pipeline
 from pipeloom.train.checkpoint.boxes import Box
 from pipeloom.train.checkpoint.folder import DTYPE_NAMES, DTYPES_BY_NAME, newest_checkpoint, verify
-from pipeloom.train.checkpoint.manifest import EXTRA, BaseWeights, Manifest, read_manifest
+from pipeloom.train.checkpoint.manifest import EXTRA, BaseWeights, Manifest, StoredBox, read_manifest
 from pipeloom.train.checkpoint.state import (
     AnyOptimizer,
     Number,
+    from_every_rank,
     load_model,
     load_optimizer,
     require_shapes,
@@ -63,27 +64,29 @@ class Reader:
         entry = self.manifest.tensors[key]
         pieces = [(stored, common) for stored in entry.boxes if (common := stored.box.intersection(box)) is not None]
         if len(pieces) == 1 and pieces[0][1] == box:
-            return self._read(pieces[0][0].file, pieces[0][0].name, key, pieces[0][0].box, box)
+            return self._read(pieces[0][0], key, box)
         whole = torch.empty(box.shape, dtype=DTYPES_BY_NAME[entry.dtype])
         for stored, common in pieces:
-            part = self._read(stored.file, stored.name, key, stored.box, common)
-            whole[common.slices_in(box)] = part
+            whole[common.slices_in(box)] = self._read(stored, key, common)
         return whole
 
-    def _read(self, file: str, name: str, key: str, stored: Box, wanted: Box) -> Tensor:
-        path = self.directory / file
+    def _read(self, stored: StoredBox, key: str, wanted: Box) -> Tensor:
+        path, name = self.directory / stored.file, stored.name
         try:
-            if file not in self._files:
-                self._files[file] = StoredTensors([path], DTYPES_BY_NAME)
-            entry = self._files[file].entries.get(name)
+            # Not `safetensors.safe_open`, which maps the file: a mapped file that is cut short ends the process by SIGBUS.
+            if stored.file not in self._files:
+                self._files[stored.file] = StoredTensors([path], DTYPES_BY_NAME)
+            entry = self._files[stored.file].entries.get(name)
             if entry is None:
                 raise CheckpointError(f"{path}: it has no {name!r}")
-            expected, there = (stored.shape, self.manifest.tensors[key].dtype), (entry.shape, DTYPE_NAMES[entry.dtype])
-            if there != expected:
-                raise CheckpointError(f"{path}: {name!r}: expected {expected}, found {there}")
+            expected, present = (
+                (tuple(stored.shape), self.manifest.tensors[key].dtype),
+                (entry.shape, DTYPE_NAMES[entry.dtype]),
+            )
+            if present != expected:
+                raise CheckpointError(f"{path}: {name!r}: expected {expected}, found {present}")
             values = torch.empty(wanted.shape, dtype=entry.dtype)
-            offset = tuple(a - b for a, b in zip(wanted.offset, stored.offset, strict=True))
-            self._files[file].read_into(name, values, offset)
+            self._files[stored.file].read_into(name, values, wanted.moved([-n for n in stored.offset]).offset)
             return values
         except (ConfigError, OSError) as error:
             raise CheckpointError(f"{path}: {name!r} cannot be read: {str(error)[:200]}") from None
@@ -163,7 +166,7 @@ def load(
     _require_base(directory, manifest.base, base)
     adapters = manifest.base is not None
     reader = Reader(directory, manifest)
-    _require(reader, pipeline, group, adapters)
+    _require(reader, pipeline, adapters)
     extra = reader.extra()
 
     def put() -> None:
@@ -174,7 +177,7 @@ def load(
             elif not isinstance(optimizer, torch.optim.Optimizer):
                 optimizer.read_parameters()
 
-    on_every_rank(pipeline, group, put)
+    on_every_rank(pipeline, put)
     loaded = Loaded(manifest.step, extra, directory)
     pipeline.next_step = manifest.step
     return loaded
@@ -206,14 +209,11 @@ def _require_base(directory: Path, stored: BaseWeights | None, given: BaseWeight
         )
 
 
-def _require(reader: Reader, pipeline: Pipeline, group: Any, adapters: bool) -> None:
+def _require(reader: Reader, pipeline: Pipeline, adapters: bool) -> None:
     """Raise CheckpointError, on every rank, if the checkpoint's model is not that of the pipeline."""
     needed = required_names(pipeline, adapters)
-    on_every_rank(pipeline, group, lambda: require_shapes(reader, needed))
-    everyone = [list(needed)]
-    if group is not None:
-        with pipeline.waiting("the other ranks to load a checkpoint", "load"):
-            everyone = all_gather_json(list(needed), group)
+    on_every_rank(pipeline, lambda: require_shapes(reader, needed))
+    everyone = from_every_rank(pipeline, list(needed), "the other ranks to load a checkpoint", "load")
     unknown = sorted(reader.manifest.names("model") - {name for names in everyone for name in names})
     if unknown:
         raise CheckpointError(
@@ -222,18 +222,13 @@ def _require(reader: Reader, pipeline: Pipeline, group: Any, adapters: bool) -> 
         )
 
 
-def on_every_rank(pipeline: Pipeline, group: Any, work: Callable[[], None]) -> None:
+def on_every_rank(pipeline: Pipeline, work: Callable[[], None]) -> None:
     """Call `work`; if it fails on any rank, raise the same CheckpointError on every rank."""
     problem = ""
     try:
         work()
     except CheckpointError as error:
         problem = str(error)
-    if group is None:
-        problems = [problem]
-    else:
-        with pipeline.waiting("the other ranks to load a checkpoint", "load"):
-            problems = all_gather_json(problem, group)
-    for failure in problems:
+    for failure in from_every_rank(pipeline, problem, "the other ranks to load a checkpoint", "load"):
         if failure:
             raise CheckpointError(failure)

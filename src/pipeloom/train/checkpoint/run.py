@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -32,6 +33,7 @@ from pipeloom.train.checkpoint.folder import (
 from pipeloom.train.checkpoint.load import Loaded, load, read_extra, verified
 from pipeloom.train.checkpoint.manifest import EXTRA, MANIFEST, BaseWeights, Manifest
 from pipeloom.train.checkpoint.save import Saver
+from pipeloom.train.checkpoint.state import from_every_rank
 from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.replica_check import ReplicaCheck
 from pipeloom.train.report.report import Report
@@ -109,22 +111,13 @@ _MODEL_KEYS = (
     *("qkv_bias", "intermediate_size", "vocab_size", "tie_word_embeddings", "num_experts", "moe_intermediate_size"),
     *("num_shared_experts", "router"),
 )
-# Prefixes of keys that may change from one part of a run to the next without a note. Most change results by rounding at most;
-# train.steps moves the decay of the learning rate too, but changing it is the usual reason to resume.
-_FREE = ("parallel.", "schedule.", "log.", "checkpoint.", "debug.", "train.steps", "train.device", "train.tune_cpu")
-_FREE_TOO = (
-    "train.recompute",
-    "train.threads",
-    "train.timeout",
-    "train.check_every",
-    "train.deterministic",
-    "train.on_nan",
-    "train.on_spike",
-    "train.restarts",
-    "train.profile_from",
-    "train.profile_steps",
+# Keys that may change from one part of a run to the next without a note. Most change results by rounding at most; train.steps
+# moves the decay of the learning rate too, but changing it is the usual reason to resume.
+_FREE = re.compile(
+    r"(parallel|schedule|log|checkpoint|debug)\..*|data\.(source|cache)|optimizer\.(zero1|barrier)"
+    r"|train\.(steps|device|threads|tune_cpu|recompute|deterministic|timeout|check_every|on_nan|on_spike|rollbacks|restarts)"
+    r"|train\.profile_(from|steps)"
 )
-_ZERO = ("optimizer.zero1", "optimizer.barrier", "train.rollbacks")
 
 
 @dataclass(frozen=True)
@@ -226,42 +219,46 @@ def _candidates(
 
 
 def _look(config: Config, mine: Mapping[str, str], run: Path | None, claim: RunClaim) -> dict[str, Any]:
+    """Apply `checkpoint.resume`: "auto" continues the newest run, as a restart does; a step or a directory begins a new one."""
     section = config.checkpoint
+    resume = section.resume if run is None else "auto"
     configured = expanded(section.dir).absolute() if section.dir else None
-    folder = configured or run
-    if folder is None and section.resume != "none":
-        folder = newest_run(config, mine)
-    target = folder if run is not None or section.resume == "auto" else configured
+    folder = configured or run or (newest_run(config, mine) if resume != "none" else None)
+    target = folder if resume == "auto" else configured
     if target is not None:
         claim.lock(target, f'checkpoint.dir = "{section.dir}"' if section.dir else f'log.dir = "{config.log.dir}"')
         (remove_leftovers if claim.locks else restore_replaced)(target)
-    if run is not None:
-        paths = [str(path) for _, path in complete(configured or run)]
-        return {"paths": paths, "exact": False, "folder": str(run)}
-    if section.resume == "none":
-        _require_empty(configured, None)
-        return {"paths": [], "exact": False, "folder": ""}
-    if section.resume == "auto":
+    if resume == "auto":
         paths = [str(path) for _, path in complete(folder)] if folder is not None else []
-        return {"paths": paths, "exact": False, "folder": str(folder) if paths and configured is None else ""}
-    if isinstance(section.resume, int):
-        if folder is None:
-            raise CheckpointError(
-                f"checkpoint.resume = {section.resume}: no run in {config.log.dir} has this model and data"
-            )
-        source = step_path(folder, section.resume)
-        if not (source / MANIFEST).is_file():
-            steps = [step for step, _ in complete(folder)]
-            there = f"it has {', '.join(map(str, reversed(steps)))}" if steps else "it has none"
-            raise CheckpointError(
-                f"checkpoint.resume = {section.resume}: {folder} has no complete checkpoint of that step; {there}"
-            )
-    else:
-        source = expanded(section.resume).absolute()
+        continued = run or (folder if paths and configured is None else None)
+        return {"paths": paths, "exact": False, "folder": str(continued or "")}
+    source = None
+    if isinstance(resume, int):
+        source = _of_step(config, folder, resume)
+    elif resume != "none":
+        source = expanded(resume).absolute()
         with contextlib.suppress(CheckpointError):  # refused with a reason where it is read
             source = newest_checkpoint(source)
-    _require_empty(configured, source)
-    return {"paths": [str(source)], "exact": True, "folder": ""}
+    there = complete(configured) if configured is not None else []
+    if there and there[0][1] != source:
+        raise ConfigError(
+            f'checkpoint.dir = "{configured}": it has checkpoints up to step {there[0][0]}, which new ones would be mixed with; '
+            'use another folder, or checkpoint.resume = "auto" to continue from there'
+        )
+    return {"paths": [] if source is None else [str(source)], "exact": source is not None, "folder": ""}
+
+
+def _of_step(config: Config, folder: Path | None, step: int) -> Path:
+    """Return the checkpoint of a step in a folder. Raises CheckpointError if there is none."""
+    option = f"checkpoint.resume = {step}"
+    if folder is None:
+        raise CheckpointError(f"{option}: no run in {config.log.dir} has this model and data")
+    if not (step_path(folder, step) / MANIFEST).is_file():
+        steps = [str(number) for number, _ in reversed(complete(folder))]
+        raise CheckpointError(
+            f"{option}: {folder} has no complete checkpoint of that step; it has {', '.join(steps) or 'none'}"
+        )
+    return step_path(folder, step)
 
 
 def newest_run(config: Config, mine: Mapping[str, str]) -> Path | None:
@@ -273,16 +270,6 @@ def newest_run(config: Config, mine: Mapping[str, str]) -> Path | None:
         if facts is not None and all(facts.get(key) == value for key, value in mine.items()):
             runs.append((float(facts.get("started", 0.0)), path))
     return max(runs)[1] if runs else None
-
-
-def _require_empty(target: Path | None, source: Path | None) -> None:
-    """Raise ConfigError if `checkpoint.dir` has checkpoints that new ones would be mixed with."""
-    there = complete(target) if target is not None else []
-    if there and (source is None or there[0][1] != source):
-        raise ConfigError(
-            f'checkpoint.dir = "{target}": it has checkpoints up to step {there[0][0]}, which new ones would be mixed with; use '
-            'another folder, or checkpoint.resume = "auto" to continue from there'
-        )
 
 
 def _folder(config: Config, candidates: Mapping[str, Any], facts: RunFacts) -> Path | None:
@@ -318,34 +305,30 @@ def _differences(config: Config, mine: Mapping[str, str], facts: RunFacts) -> li
         for section, table in dumped.items()
         for key, value in table.items()
         if section in before and key in before[section] and before[section][key] != value
-        if not f"{section}.{key}".startswith((*_FREE, *_FREE_TOO, *_ZERO, "data.source", "data.cache"))
+        if not _FREE.fullmatch(f"{section}.{key}")
     ]
     if changed:
         notes.append(f"changed since the checkpoint: {', '.join(changed)}")
     if config.model.num_experts and (config.model.aux_loss_coef or config.model.capacity_factor):
-        earlier, now = _rows(before), _rows(dumped)
+        earlier, now = _sizes(before), _sizes(dumped)
         if earlier and earlier != now:
             notes.append(
-                f"a micro-batch has {_words(now)} instead of {_words(earlier)} sequences, and load-balance losses and "
-                "capacities of experts are computed per micro-batch: losses will differ by more than rounding"
+                f"a micro-batch has {now} instead of {earlier} sequences, and load-balance losses and capacities of experts are "
+                "computed per micro-batch: losses will differ by more than rounding"
             )
     return notes
 
 
-def _rows(config: Mapping[str, Any]) -> list[int]:
-    """Return the sizes of a replica's micro-batches, from a dumped configuration; [] if it lacks a key."""
+def _sizes(config: Mapping[str, Any]) -> str:
+    """Return the sizes of a replica's micro-batches, from a dumped configuration, in words; "" if it lacks a key."""
     try:
         rows, parts = (
             config["train"]["global_batch_size"] // config["parallel"]["dp"],
             config["schedule"]["microbatches"],
         )
-        return sorted({rows // parts, -(-rows // parts)})
+        return " or ".join(map(str, sorted({rows // parts, -(-rows // parts)})))
     except (KeyError, TypeError, ZeroDivisionError):
-        return []
-
-
-def _words(sizes: Sequence[int]) -> str:
-    return " or ".join(map(str, sizes))
+        return ""
 
 
 _PROBE = ".pipeloom-probe"
@@ -530,7 +513,4 @@ class RunCheckpoints:
         return f"{self._key}: rank {rank} does not see {self._folder}, where rank 0 writes; all hosts must share it"
 
     def _exchange(self, value: Any) -> list[Any]:
-        if self._pipeline.mesh.everyone.size == 1:
-            return [value]
-        with self._pipeline.waiting("the other ranks to look at the folder of checkpoints", "save"):
-            return all_gather_json(value, self._pipeline.run_control)
+        return from_every_rank(self._pipeline, value, "the other ranks to look at the folder of checkpoints", "save")

@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import CheckpointError, UsageError
-from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime import Pipeline
 from pipeloom.train.checkpoint.boxes import Box, tiling_problem
 from pipeloom.train.checkpoint.folder import (
@@ -50,9 +49,10 @@ from pipeloom.train.checkpoint.manifest import (
     StoredBox,
     StoredFile,
     TensorEntry,
+    read_manifest,
     to_bytes,
 )
-from pipeloom.train.checkpoint.state import AnyOptimizer, Number, Part, model_parts, optimizer_parts
+from pipeloom.train.checkpoint.state import AnyOptimizer, Number, Part, from_every_rank, model_parts, optimizer_parts
 
 # A rank whose part has not appeared after this time has exited, or writes into another directory.
 PATIENCE_SECONDS = 900.0
@@ -172,7 +172,10 @@ class Saver:
         tensors = self._snapshot([parts[at].tensor for at, _ in self._plan.mine])
         named = {name: tensor for (_, name), tensor in zip(self._plan.mine, tensors, strict=True)}
         trained = frozenset(name for at, name in self._plan.mine if parts[at].key in self._trained_keys())
-        job = _Job(self, step, final, partial, named, trained, self._plan, self._numbers, content, self.equal_until)
+        stored = ("model", *["optimizer"] * (self._optimizer is not None), *["extra"] * (content is not None))
+        entries, writer = self._plan.entries, _writer(self._world)
+        manifest = Manifest(step, stored, entries, self._numbers, {}, writer, self.base, self.equal_until)
+        job = _Job(self, final, partial, named, trained, self._plan.writers, manifest, content)
         self._path = final
         if self._asynchronous:
             self._thread = threading.Thread(target=job.run, name="pipeloom-checkpoint", daemon=True)
@@ -207,10 +210,7 @@ class Saver:
     # -- together --------------------------------------------------------------------------------------------------------
 
     def _exchange(self, value: Any, what: str) -> list[Any]:
-        if self._world == 1:
-            return [value]
-        with self._pipeline.waiting(what, "save"):
-            return all_gather_json(value, self._pipeline.run_control)
+        return from_every_rank(self._pipeline, value, what, "save")
 
     def _join(self) -> None:
         if self._thread is not None:
@@ -289,18 +289,18 @@ class _Job:
 
     Attributes:
         trained: names of those tensors that are trained weights, all values of which must be finite.
+        writers: the ranks that write a file.
+        manifest: the checkpoint's, without files.
     """
 
     saver: Saver
-    step: int
     final: Path
     partial: Path
     tensors: Mapping[str, Tensor]
     trained: frozenset[str]
-    plan: _Plan
-    numbers: Mapping[str, Number]
+    writers: tuple[int, ...]
+    manifest: Manifest
     extra: bytes | None
-    equal_until: int | None
 
     def run(self) -> None:
         """Write this rank's file; on the first rank also wait for the others' and publish. File errors go to `Saver._problem`."""
@@ -308,7 +308,7 @@ class _Job:
         rank = saver._rank
         problem = saver._problem or self._not_finite()
         try:
-            if not problem and rank in self.plan.writers:
+            if not problem and rank in self.writers:
                 stored = write_tensors(self.partial / file_name(rank), self.tensors)
                 saver.written = stored.size
                 note = {"bytes": stored.size, "sha256": stored.sha256}
@@ -340,7 +340,8 @@ class _Job:
         """Return a message about a trained weight here that has NaN or infinite values; "" if there is none."""
         for name in sorted(self.trained):
             if not _is_finite(self.tensors[name]):
-                return f"{name.partition('@')[0].removeprefix('model.')} has values that are not finite after step {self.step}"
+                weight = name.partition("@")[0].removeprefix("model.")
+                return f"{weight} has values that are not finite after step {self.manifest.step}"
         return ""
 
     def _leave(self, rank: int, note: Mapping[str, Any]) -> None:
@@ -362,27 +363,18 @@ class _Job:
         for note_of_rank in notes.values():
             if "problem" in note_of_rank:
                 raise CheckpointError(str(note_of_rank["problem"]))
-        files = {file_name(rank): StoredFile(notes[rank]["bytes"], notes[rank]["sha256"]) for rank in self.plan.writers}
+        files = {file_name(rank): StoredFile(notes[rank]["bytes"], notes[rank]["sha256"]) for rank in self.writers}
         for name, stored in files.items():
             size = os.stat(self.partial / name).st_size
             if size != stored.size:
                 raise CheckpointError(f"{self.partial / name}: expected {stored.size:,} bytes, found {size:,}")
         if self.extra is not None:
             files[EXTRA] = write_bytes(self.partial / EXTRA, self.extra)
-        held = ["model"] + ["optimizer"] * (self.saver._optimizer is not None) + ["extra"] * (self.extra is not None)
-        writer = {
-            "pipeloom": package_version(),
-            "ranks": self.saver._world,
-            "time": datetime.now().astimezone().isoformat(timespec="seconds"),
-        }
-        manifest = Manifest(
-            self.step, tuple(held), self.plan.entries, self.numbers, files, writer, self.saver.base, self.equal_until
-        )
-        write_bytes(self.partial / MANIFEST, to_bytes(manifest))
+        write_bytes(self.partial / MANIFEST, to_bytes(replace(self.manifest, files=files)))
         for rank in range(1, self.saver._world):
             self._note_path(rank).unlink()
         publish(self.partial, self.final)
-        prune(self.saver.folder, self.step, self.saver._keep, self.saver._keep_every)
+        prune(self.saver.folder, self.manifest.step, self.saver._keep, self.saver._keep_every)
 
     def _note_path(self, rank: int) -> Path:
         return self.partial / f"rank-{rank:05d}.json"
@@ -487,16 +479,18 @@ def _plan(everyone: Sequence[Sequence[Sequence[Any]]], rank: int, digest: str) -
     )
 
 
-def package_version() -> str:
-    """Return the version of Pipeloom, or "unknown" where it is not installed as a package."""
+def _writer(ranks: int) -> dict[str, Any]:
+    """Return the manifest's entry about the writing program, for people."""
     try:
-        return version("pipeloom")
+        pipeloom = version("pipeloom")
     except PackageNotFoundError:
-        return "unknown"
+        pipeloom = "unknown"
+    time_of_writing = datetime.now().astimezone().isoformat(timespec="seconds")
+    return {"pipeloom": pipeloom, "ranks": ranks, "time": time_of_writing}
 
 
 def write_whole(folder: Path, step: int, groups: Iterable[Mapping[str, Tensor]], extra: Mapping[str, Any]) -> Path:
-    """Write a checkpoint of weights, one file for each of `groups`, of which one at a time is in memory.
+    """Write a checkpoint of weights from one process, one file for each of `groups`, of which one at a time is in memory.
 
     Args:
         groups: name in the checkpoint -> whole tensor, on the CPU.
@@ -508,7 +502,13 @@ def write_whole(folder: Path, step: int, groups: Iterable[Mapping[str, Tensor]],
     Raises:
         CheckpointError: it cannot be written, or another process is writing it.
     """
-    final, partial = step_path(folder, step), partial_path(folder, step)
+    keyed = ({f"model.{name}": tensor for name, tensor in group.items()} for group in groups)
+    return write_alone(folder, Manifest(step, ("model", "extra"), {}, {}, {}, _writer(1)), keyed, extra)
+
+
+def write_alone(folder: Path, manifest: Manifest, groups: Iterable[Mapping[str, Tensor]], extra: Any) -> Path:
+    """Write a checkpoint with all but the tensors and files of `manifest`; `groups` have their keys. See `write_whole`."""
+    final, partial = step_path(folder, manifest.step), partial_path(folder, manifest.step)
     entries: dict[str, TensorEntry] = {}
     files: dict[str, StoredFile] = {}
     try:
@@ -523,19 +523,16 @@ def write_whole(folder: Path, step: int, groups: Iterable[Mapping[str, Tensor]],
         raise CheckpointError(f"{partial}: cannot be created: {error.strerror or error}") from error
     try:
         for number, group in enumerate(groups):
-            if not group:
-                continue
             file = file_name(number)
-            named = {f"model.{name}": tensor.contiguous() for name, tensor in group.items()}
-            files[file] = write_tensors(partial / file, named)
-            for key, tensor in named.items():
+            if group:
+                files[file] = write_tensors(partial / file, {key: tensor.contiguous() for key, tensor in group.items()})
+            for key, tensor in group.items():
                 box = Box((0,) * tensor.ndim, tuple(tensor.shape))
                 entries[key] = TensorEntry(DTYPE_NAMES[tensor.dtype], box.shape, (StoredBox(file, key, *box),))
-        files[EXTRA] = write_bytes(partial / EXTRA, json.dumps(dict(extra), allow_nan=False).encode())
-        now = datetime.now().astimezone().isoformat(timespec="seconds")
-        writer = {"pipeloom": package_version(), "ranks": 1, "time": now}
-        manifest = Manifest(step, ("model", "extra"), dict(sorted(entries.items())), {}, files, writer)
-        write_bytes(partial / MANIFEST, to_bytes(manifest))
+        if "extra" in manifest.stored:
+            files[EXTRA] = write_bytes(partial / EXTRA, json.dumps(extra, allow_nan=False).encode())
+        write_bytes(partial / MANIFEST, to_bytes(replace(manifest, tensors=dict(sorted(entries.items())), files=files)))
+        read_manifest(partial)  # refuses numbers and names from elsewhere that no checkpoint can have
         publish(partial, final)
     except OSError as error:
         raise CheckpointError(f"{partial}: cannot be written: {error.strerror or error}") from error

@@ -6,18 +6,19 @@ Keys: `model.NAME` for parameters and persistent buffers, `optimizer.NAME.STATE`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, product
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeloom.errors import CheckpointError, UsageError
 from pipeloom.limits import MOST_STEPS
 from pipeloom.mesh_shape import Place
+from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.parallel.sharding import ParameterSharding
 from pipeloom.runtime import Pipeline
 from pipeloom.runtime.tensor_spec import layout_name, memory_of
@@ -101,44 +102,51 @@ class Holder:
     parameter: bool
     frozen: bool = False
 
-    def parts(self, values: Tensor) -> list[tuple[Box, Tensor]]:
-        """Split `values`, of this tensor's shape, into (box in the whole tensor, view of its values).
+    def parts(self, values: Tensor, start: int = 0) -> list[tuple[Box, Tensor]]:
+        """Split `values` into (box in the whole tensor, view of its values).
 
-        Raises UsageError for a sparse or nested tensor, and for a subclass that wraps other tensors.
+        Args:
+            values: a tensor of this one's shape, or a flat one: of its elements from `start` on, in row-major order.
+
+        Raises:
+            UsageError: the tensor is sparse or nested, or of a subclass that wraps other tensors.
         """
         if not self.tensor.is_meta and memory_of(self.tensor) is None:
             raise UsageError(
                 f"{self.name}: a checkpoint cannot hold a {layout_name(self.tensor)} tensor; register it as a buffer with "
                 "persistent=False, or keep its parts in buffers"
             )
-        return [(piece.box, values[piece.local.slices_in(_all_of(values))]) for piece in self.pieces]
-
-    def read(self, region: Callable[[Box], Tensor]) -> Tensor:
-        """Assemble the values of this process's tensor from boxes of the whole one."""
-        regions = [region(piece.box) for piece in self.pieces]
-        if len(regions) == 1:
-            return regions[0]
-        values = torch.empty(self.tensor.shape, dtype=regions[0].dtype)
-        for (_, part), values_of_part in zip(self.parts(values), regions, strict=True):
-            part.copy_(values_of_part)
-        return values
-
-    def parts_of_run(self, start: int, stop: int) -> list[tuple[Box, tuple[int, int], HeldBox]]:
-        """Split the run of elements `start` to `stop` (exclusive) of the tensor, in row-major order, into boxes.
-
-        Returns (box in the tensor, first and last position of its elements in the run, common part) for each piece that a box
-        intersects. `local` of the common part is relative to the box.
-        """
+        if values.shape == self.tensor.shape:
+            return [(piece.box, values[piece.local.slices_in(_all_of(values))]) for piece in self.pieces]
         parts, position = [], 0
-        for run in boxes_of_run(self.tensor.shape, start, stop):
+        for run in boxes_of_run(self.tensor.shape, start, start + values.numel()):
+            view = values[position : position + run.elements].view(run.shape)
+            position += run.elements
             for piece in self.pieces:
                 common = run.intersection(piece.local)
                 if common is not None:
-                    inside = common.moved([-n for n in run.offset])
                     shift = [b - a for a, b in zip(piece.local.offset, piece.box.offset, strict=True)]
-                    parts.append((run, (position, position + run.elements), HeldBox(inside, common.moved(shift))))
-            position += run.elements
+                    parts.append((common.moved(shift), view[common.slices_in(run)]))
         return parts
+
+    def read(self, region: Callable[[Box], Tensor], start: int = 0, stop: int | None = None) -> Tensor:
+        """Assemble this process's tensor from boxes of the whole one, or its elements `start` to `stop` as a flat tensor."""
+        shape = self.tensor.shape if stop is None else (stop - start,)
+        regions = [region(box) for box, _ in self.parts(torch.empty(shape, device="meta"), start)]
+        if len(regions) == 1:
+            return regions[0].reshape(shape)
+        values = torch.empty(shape, dtype=regions[0].dtype if regions else None)
+        for (_, part), values_of_part in zip(self.parts(values, start), regions, strict=True):
+            part.copy_(values_of_part)
+        return values
+
+
+def from_every_rank(pipeline: Pipeline, value: Any, what: str, phase: str) -> list[Any]:
+    """Return the values of all ranks, as JSON holds them; collective. `what` and `phase` are for `Pipeline.waiting`."""
+    if pipeline.mesh.everyone.size == 1:
+        return [value]
+    with pipeline.waiting(what, phase):
+        return all_gather_json(value, pipeline.run_control)
 
 
 def holders(pipeline: Pipeline) -> list[Holder]:
@@ -193,66 +201,67 @@ def model_parts(pipeline: Pipeline, trained_only: bool = False) -> list[Part]:
     ]
 
 
+class _State(NamedTuple):
+    """Optimizer state of the elements `start` to `stop` of a parameter, in row-major order: kind -> value.
+
+    `shape`: shape of the state tensors that have an entry for each of these elements.
+    """
+
+    held: Holder
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    values: Mapping[str, Any]
+
+
 def optimizer_parts(pipeline: Pipeline, optimizer: AnyOptimizer) -> tuple[list[Part], dict[str, Number]]:
     """Return (boxes of this process's optimizer state, key -> state that is a number and not a tensor)."""
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return _torch_parts(pipeline, optimizer)
-    parts: list[Part] = []
-    by_name = {pipeline.stored_name(name): name for name, _ in pipeline.named_parameters()}
-    states = optimizer.state_dict()
-    for held in holders(pipeline):
-        state = states.get(by_name.get(held.name, ""))
-        if not held.parameter or state is None:
-            continue
-        runs = held.parts_of_run(state["start"], state["stop"])
-        if state["step"]:
-            step = torch.tensor(float(state["step"]), dtype=torch.float64)
-            parts.append(Part(f"optimizer.{held.name}.step", (), Box((), ()), step))
-        for kind, values in state.items():
-            if not isinstance(values, Tensor) or (kind == "master" and _same_memory(values, held.tensor)):
-                continue
-            for run, (first, last), piece in runs:
-                view = values[first:last].view(run.shape)
-                view = view[piece.local.slices_in(_all_of(view))]
-                parts.append(Part(f"optimizer.{held.name}.{kind}", held.shape, piece.box, view))
-    return parts, {}
-
-
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
-def _torch_parts(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> tuple[list[Part], dict[str, Number]]:
     parts: list[Part] = []
     numbers: dict[str, Number] = {}
-    for name, held, parameter in _optimized(pipeline, optimizer):
-        for kind, value in optimizer.state.get(parameter, {}).items():
-            key = f"optimizer.{name}.{kind}"
-            if isinstance(value, Tensor) and value.shape == parameter.shape:
-                parts += [Part(key, held.shape, box, values) for box, values in held.parts(value.detach())]
-            elif isinstance(value, Tensor) and (value.ndim == 0 or held.shape == tuple(parameter.shape)):
+    for held, start, _, shape, values in _states(pipeline, optimizer):
+        for kind, value in values.items():
+            key = f"optimizer.{held.name}.{kind}"
+            if isinstance(value, Tensor) and value.shape == shape:
+                parts += [Part(key, held.shape, box, part) for box, part in held.parts(value.detach(), start)]
+            elif isinstance(value, Tensor) and (value.ndim == 0 or held.shape == shape):
                 parts.append(Part(key, tuple(value.shape), _all_of(value), value.detach()))
             elif isinstance(value, bool | int | float):
                 numbers[key] = value
             elif value is not None:
                 raise UsageError(
-                    f"{type(optimizer).__name__} keeps a {_words(value)} as {kind!r} of {name!r}, which is {list(held.shape)} "
-                    f"and spread over ranks: a checkpoint holds numbers, and tensors of the parameter's shape"
+                    f"{type(optimizer).__name__} keeps a {_words(value)} as {kind!r} of {held.name!r}, which is "
+                    f"{list(held.shape)} and spread over ranks: a checkpoint holds numbers, and tensors of the parameter's shape"
                 )
     return parts, numbers
 
 
-def _optimized(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Holder, nn.Parameter]]:
-    """Yield (stored name, holder, parameter) for each parameter that a torch optimizer steps."""
+def _states(pipeline: Pipeline, optimizer: AnyOptimizer) -> Iterator[_State]:
+    """Yield the state of each parameter that the optimizer steps here."""
     by_name = {held.name: held for held in holders(pipeline) if held.parameter}
-    names = {parameter: pipeline.stored_name(name) for name, parameter in pipeline.named_parameters()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter not in names:
+    parameters = {parameter: by_name[pipeline.stored_name(name)] for name, parameter in pipeline.named_parameters()}
+    if isinstance(optimizer, torch.optim.Optimizer):
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if parameter not in parameters:
                 raise UsageError(
                     f"the optimizer steps a parameter of {list(parameter.shape)} that is not among pipeline.parameters()"
                 )
-            yield names[parameter], by_name[names[parameter]], parameter
+            values = optimizer.state.get(parameter, {})
+            yield _State(parameters[parameter], 0, parameter.numel(), tuple(parameter.shape), values)
+        return
+    states = optimizer.state_dict()
+    for name, parameter in pipeline.named_parameters():
+        if name in states:
+            state, held = states[name], parameters[parameter]
+            values = {kind: value for kind, value in state.items() if isinstance(value, Tensor)}
+            if _same_memory(values["master"], held.tensor):
+                del values["master"]
+            if state["step"]:
+                values["step"] = torch.tensor(state["step"], dtype=torch.float64)
+            yield _State(held, state["start"], state["stop"], (state["stop"] - state["start"],), values)
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _words(value: object) -> str:
@@ -326,86 +335,66 @@ def _kind(tensor: Tensor) -> str:
     return "real" if tensor.is_floating_point() else str(tensor.dtype)
 
 
+@torch.no_grad()
 def load_optimizer(stored: Stored, pipeline: Pipeline, optimizer: AnyOptimizer) -> None:
     """Load the optimizer's state; to be called after `load_model`.
 
     A parameter without any state in the checkpoint gets none: it had no gradient yet. Raises CheckpointError if part of a
     parameter's state is absent.
     """
-    if isinstance(optimizer, torch.optim.Optimizer):
-        _load_torch(stored, pipeline, optimizer)
-        return
-    kinds = _kinds(stored)
-    by_name = {pipeline.stored_name(name): name for name, _ in pipeline.named_parameters()}
-    current = optimizer.state_dict()
-    states: dict[str, dict[str, Any]] = {}
-    for held in holders(pipeline):
-        moments_here = current.get(by_name.get(held.name, ""))
-        if not held.parameter or moments_here is None:
-            continue
-        present = kinds.get(held.name, set())
-        moments = optimizer.moments(by_name[held.name])
-        if present - {"master"} and present - {"master"} != {"step", *moments}:
-            expected = " and ".join([", ".join(("step", *moments[:-1])), *moments[-1:]])
-            kinds_there = ", ".join(sorted(present - {"master"}))
-            raise CheckpointError(
-                f"the optimizer's state of {held.name!r}: expected {expected}, or none of them; found {kinds_there}"
-            )
-        runs = held.parts_of_run(moments_here["start"], moments_here["stop"])
-        state: dict[str, Any] = {"start": moments_here["start"], "stop": moments_here["stop"], "step": 0.0}
-        if "step" in present:
-            key = f"optimizer.{held.name}.step"
-            _require_shape(stored, key, ())
-            state["step"] = stored.region(key, Box((), ())).double().item()
-            if not 0 <= state["step"] <= MOST_STEPS:
-                raise CheckpointError(
-                    f"{held.name!r}: expected a number of steps, found {state['step']} in the checkpoint"
-                )
-        for kind in ("master", *(moments if state["step"] else ())):
-            key = f"optimizer.{held.name}.{kind}"
-            key = key if key in stored.tensors else f"model.{held.name}"
-            _require_shape(stored, key, held.shape)
-            state[kind] = _read_run(stored, key, runs, moments_here["stop"] - moments_here["start"])
-        states[by_name[held.name]] = state
-    optimizer.load_state_dict(states)
-
-
-def _read_run(stored: Stored, key: str, runs: Sequence[tuple[Box, tuple[int, int], HeldBox]], elements: int) -> Tensor:
-    """Read the elements of a run, as a flat tensor, from the boxes of a stored tensor that it consists of."""
-    values: Tensor | None = None
-    for run, (first, last), piece in runs:
-        region = stored.region(key, piece.box)
-        values = torch.empty(elements, dtype=region.dtype) if values is None else values
-        view = values[first:last].view(run.shape)
-        view[piece.local.slices_in(_all_of(view))] = region
-    return torch.empty(0) if values is None else values
-
-
-def _kinds(stored: Stored) -> dict[str, set[str]]:
-    """Return stored name -> kinds of optimizer state that a checkpoint has for it."""
     kinds: dict[str, set[str]] = {}
     for key in (*stored.tensors, *stored.numbers):
         first, _, rest = key.partition(".")
         if first == "optimizer":
             name, _, kind = rest.rpartition(".")
             kinds.setdefault(name, set()).add(kind)
-    return kinds
+    slots = list(_states(pipeline, optimizer))
+    if isinstance(optimizer, torch.optim.Optimizer):
+        optimizer.state.clear()
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for parameter, slot in zip(parameters, slots, strict=True):
+            for kind in sorted(kinds.get(slot.held.name, ())):
+                optimizer.state[parameter][kind] = _torch_state(stored, slot.held, kind, parameter.device)
+        return
+    by_name = {pipeline.stored_name(name): name for name, _ in pipeline.named_parameters()}
+    states = {
+        by_name[slot.held.name]: _sliced_state(
+            stored, slot, kinds.get(slot.held.name, set()), optimizer.moments(by_name[slot.held.name])
+        )
+        for slot in slots
+    }
+    optimizer.load_state_dict(states)
 
 
-@torch.no_grad()
-def _load_torch(stored: Stored, pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> None:
-    kinds = _kinds(stored)
-    optimizer.state.clear()
-    for name, held, parameter in _optimized(pipeline, optimizer):
-        for kind in sorted(kinds.get(name, ())):
-            key = f"optimizer.{name}.{kind}"
-            if key in stored.numbers:
-                optimizer.state[parameter][kind] = stored.numbers[key]
-                continue
-            shape = stored.tensors[key]
-            if shape == held.shape and shape:
-                value = held.read(partial(stored.region, key)).to(parameter.device)
-            else:
-                value = stored.region(key, Box((0,) * len(shape), shape))
-                value = value if value.ndim == 0 else value.to(parameter.device)
-            optimizer.state[parameter][kind] = value
+def _torch_state(stored: Stored, held: Holder, kind: str, device: torch.device) -> Tensor | Number:
+    key = f"optimizer.{held.name}.{kind}"
+    if key in stored.numbers:
+        return stored.numbers[key]
+    shape = stored.tensors[key]
+    if shape == held.shape and shape:
+        return held.read(partial(stored.region, key)).to(device)
+    value = stored.region(key, Box((0,) * len(shape), shape))
+    return value.to(device) if value.ndim else value  # torch keeps the number of steps on the CPU
+
+
+def _sliced_state(stored: Stored, slot: _State, present: set[str], moments: tuple[str, ...]) -> dict[str, Any]:
+    held, start, stop = slot.held, slot.start, slot.stop
+    if present - {"master"} and present - {"master"} != {"step", *moments}:
+        expected = " and ".join([", ".join(("step", *moments[:-1])), *moments[-1:]])
+        raise CheckpointError(
+            f"the optimizer's state of {held.name!r}: expected {expected}, or none of them; found "
+            f"{', '.join(sorted(present - {'master'}))}"
+        )
+    state: dict[str, Any] = {"start": start, "stop": stop, "step": 0.0}
+    if "step" in present:
+        key = f"optimizer.{held.name}.step"
+        _require_shape(stored, key, ())
+        state["step"] = stored.region(key, Box((), ())).double().item()
+        if not 0 <= state["step"] <= MOST_STEPS:
+            raise CheckpointError(f"{held.name!r}: expected a number of steps, found {state['step']} in the checkpoint")
+    for kind in ("master", *(moments if state["step"] else ())):
+        key = f"optimizer.{held.name}.{kind}"
+        key = key if key in stored.tensors else f"model.{held.name}"
+        _require_shape(stored, key, held.shape)
+        state[kind] = held.read(partial(stored.region, key), start, stop)
+    return state

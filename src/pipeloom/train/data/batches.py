@@ -134,25 +134,8 @@ class Rows(Protocol):
         """Return `rows` random rows, which depend on (seed, step) alone."""
 
 
-class TextRows:
-    """Windows of one text in memory: [length], of any integer type."""
-
-    def __init__(self, text: Tensor, seq_len: int) -> None:
-        self._text, self._length = text, seq_len
-
-    @property
-    def count(self) -> int:
-        return (len(self._text) - 1) // self._length
-
-    def take(self, numbers: Tensor) -> Batch:
-        return _windows(self._text, numbers * self._length, self._length)
-
-    def anywhere(self, rows: int, seed: int, step: int) -> Batch:
-        return sample(self._text, seed, step, rows, self._length)
-
-
 class SpanRows:
-    """Windows of the documents of a store, joined end to end wherever they are stored."""
+    """Windows of documents, joined end to end wherever they are stored."""
 
     def __init__(self, tokens: np.ndarray, spans: Spans, seq_len: int) -> None:
         self.stored, self._spans, self._length = tokens, runs(spans), seq_len
@@ -172,7 +155,8 @@ class SpanRows:
         return self._at(numbers * self._length)
 
     def anywhere(self, rows: int, seed: int, step: int) -> Batch:
-        return self._at(_starts(self.tokens, seed, step, rows, self._length))
+        generator = torch.Generator().manual_seed(stable_seed("batch", seed, step))
+        return self._at(torch.randint(0, self.tokens - self._length, (rows,), generator=generator))
 
     def _at(self, starts: Tensor) -> Batch:
         whole = torch.from_numpy(np.stack([self._window(int(start)) for start in starts]).astype(np.int64))
@@ -358,8 +342,7 @@ class Batches:
         """Raise ConfigError for data that is too short, or a `data.sampling` that it does not support."""
         train, data = config.train, config.data
         if isinstance(text, Tensor):
-            require_length(len(text), train.seq_len, "training text")
-            text = TextRows(text, train.seq_len)
+            text = windows_of(text, train.seq_len, "training text")
         self._rows, self._train = text, train
         order = data.sampling
         if order == "auto":
@@ -419,18 +402,13 @@ class Batches:
         return Batch(*whole).rows(order)  # type: ignore[arg-type]
 
 
-def sample(text: Tensor, seed: int, step: int, rows: int, seq_len: int) -> Batch:
-    """Return `rows` windows of `text` ([length]) that start anywhere, and depend on (seed, step) alone.
+def windows_of(text: Tensor, seq_len: int, what: str) -> SpanRows:
+    """Return the windows of one text in memory ([length], of any integer type), which messages call `what`.
 
     Raises ConfigError if the text is shorter than a window and the token after it.
     """
-    require_length(len(text), seq_len, "training text")
-    return _windows(text, _starts(len(text), seed, step, rows, seq_len), seq_len)
-
-
-def _starts(tokens: int, seed: int, step: int, rows: int, seq_len: int) -> Tensor:
-    generator = torch.Generator().manual_seed(stable_seed("batch", seed, step))
-    return torch.randint(0, tokens - seq_len, (rows,), generator=generator)
+    require_length(len(text), seq_len, what)
+    return SpanRows(text.numpy(), Spans(np.array([0]), np.array([len(text)])), seq_len)
 
 
 def spread(text: Tensor | Rows, rows: int, seq_len: int, most: int) -> list[Batch]:
@@ -439,15 +417,8 @@ def spread(text: Tensor | Rows, rows: int, seq_len: int, most: int) -> list[Batc
     The last batch may have fewer rows. Raises ConfigError for a tensor that is too short for one window.
     """
     if isinstance(text, Tensor):
-        require_length(len(text), seq_len, "held-out text")
-        text = TextRows(text, seq_len)
+        text = windows_of(text, seq_len, "held-out text")
     room = text.count
     count = min(rows * most, room)
     numbers = torch.tensor([at * room // count for at in range(count)])
     return [text.take(part) for part in torch.split(numbers, rows)]
-
-
-def _windows(text: Tensor, starts: Tensor, seq_len: int) -> Batch:
-    at = starts[:, None] + torch.arange(seq_len + 1)
-    whole = text[at].to(torch.int64)
-    return Batch(whole[:, :-1].contiguous(), whole[:, 1:].contiguous())

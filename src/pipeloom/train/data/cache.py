@@ -21,9 +21,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from pipeloom.cores import usable_cores
 from pipeloom.errors import ConfigError, UsageError
-from pipeloom.limits import CONFIG_BYTES, expanded, open_file, read_json
+from pipeloom.limits import CONFIG_BYTES, expanded, open_file, read_json, usable_cores
 
 FORMAT = 1
 INDEX = "index.json"

@@ -10,7 +10,9 @@ import glob
 import gzip
 import importlib
 import json
+import logging
 import os
+import re
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -139,6 +141,7 @@ _SUFFIXES: dict[str, FileKind] = {
 }
 _WORDS = {"text": "text", "jsonl": "JSON lines", "parquet": "Parquet", "tokens": "tokens", "dataset": "a dataset"}
 _SNIFFED = 65_536  # bytes at the start of a text that are examined for JSON
+_ARRAY = re.compile(rb"\s*\[\s*\{")  # the beginning of a JSON array of objects
 _PART = 2**20  # most characters of a text that are tokenized at once; a longer one is cut after a line
 _ROWS = 1_000  # rows of a table that are read at once
 
@@ -221,9 +224,7 @@ def find(name: str, kind: str) -> Source:
         several = " and ".join(f"{sum(kind_of(file) == each for file in files)} of {each}" for each in sorted(kinds))
         raise ConfigError(f"{option}: it holds files of several kinds, {several}; set data.format to the one to read")
     if kinds == {"text"}:
-        _refuse_tables(files, option)
-        for file in files:
-            _refuse_records(file, option)
+        _refuse_records(files, option)
     return Source(name, kinds.pop(), tuple(files))
 
 
@@ -241,48 +242,37 @@ def _is_dataset(path: Path) -> bool:
     )
 
 
-def _refuse_tables(files: Sequence[Path], option: str) -> None:
-    """Raise ConfigError for a source of nothing but tables or JSON arrays of objects, whose commas are hardly meant as text.
+def _refuse_records(files: Sequence[Path], option: str) -> None:
+    """Raise ConfigError for tables, JSON arrays of objects and JSON lines, whose commas and braces are hardly meant as text.
 
-    Among other files, as in a folder of source code, they are text.
+    Tables and arrays are text among other files, as in a folder of source code.
     """
     suffixes = {file.suffix.lower() for file in files}
-    what = "tables" if suffixes <= {".csv", ".tsv"} else "JSON arrays of objects" if suffixes == {".json"} else ""
-    if what and (suffixes != {".json"} or all(_is_array(file) for file in files)):
+    if suffixes <= {".csv", ".tsv"} or (suffixes == {".json"} and all(_ARRAY.match(_head(file)) for file in files)):
+        what = "JSON arrays of objects" if suffixes == {".json"} else "tables"
         raise ConfigError(
             f'{option}: its files are {what}; set data.format = "dataset" to train on a column (data.field), or "text" to train '
             "on them as they are"
         )
+    for file in files:
+        head = _head(file)
+        lines = [line for line in head.split(b"\n") if line.strip()][:3]
+        if len(head) == _SNIFFED and len(lines) < 3:
+            del lines[-1:]
+        if lines and all(map(_is_object, lines)) and (len(lines) > 1 or file.suffix.lower() == ".json"):
+            raise ConfigError(
+                f'{option}: {shortened(str(file))} is JSON lines; set data.format = "jsonl" to train on a field of each '
+                '(data.field), or "text" to train on it as it is'
+            )
 
 
-def _is_array(file: Path) -> bool:
-    """Return whether a file begins like a JSON array of objects."""
+def _head(file: Path) -> bytes:
+    """Return the first bytes of a text; none of a file that cannot be read, which is refused where it is read in full."""
     try:
         with open_file(file, "a text") as opened:
-            head = opened.read(_SNIFFED).removeprefix(codecs.BOM_UTF8).lstrip()
+            return opened.read(_SNIFFED + len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)[:_SNIFFED]
     except (OSError, UsageError):
-        return False  # the error is raised again when the file is read
-    return head.startswith(b"[") and head[1:].lstrip().startswith(b"{")
-
-
-def _refuse_records(file: Path, option: str) -> None:
-    """Raise ConfigError for JSON lines in a file that is named like a text: their braces are hardly meant as text."""
-    try:
-        with open_file(file, "a text") as opened:
-            head = opened.read(_SNIFFED).removeprefix(codecs.BOM_UTF8)
-    except (OSError, UsageError):
-        return  # the error is raised again when the file is read
-    lines = [line for line in head.split(b"\n") if line.strip()][:3]
-    if len(head) == _SNIFFED and len(lines) < 3:
-        lines = lines[:-1]
-    if not lines or not lines[0].lstrip().startswith(b"{"):
-        return
-    objects = [_is_object(line) for line in lines]
-    if all(objects) and (len(objects) > 1 or file.suffix.lower() == ".json"):
-        raise ConfigError(
-            f'{option}: {shortened(str(file))} is JSON lines; set data.format = "jsonl" to train on a field of each '
-            '(data.field), or "text" to train on it as it is'
-        )
+        return b""
 
 
 def _is_object(line: bytes) -> bool:
@@ -335,7 +325,7 @@ class _Fields:
             f"{known or 'no fields'}); name the field to train on with data.field"
         )
 
-    def choose_column(self, names: Sequence[str], where: str = "it") -> None:
+    def choose_column(self, names: Sequence[str], where: str) -> None:
         """Choose the field from a table's columns. Raises ConfigError if the table, which messages call `where`, lacks it."""
         self.choose(names)
         if self.name not in names:
@@ -434,67 +424,45 @@ def _text(file: Path, source: Source, fields: _Fields) -> Iterator[Record | BadR
         start = end
 
 
-def _package(name: str, source: Source) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise ConfigError(
-            f'data.source = "{shortened(source.name)}": reading {_WORDS[source.kind]} needs the package '
-            f'{name.partition(".")[0]}: pip install "pipeloom[data]"'
-        ) from None
-
-
-def _parquet(file: Path, source: Source, fields: _Fields) -> Iterator[Record | BadRecord]:
-    parquet = _package("pyarrow.parquet", source)
-    with open_file(file, "a table") as opened:
-        try:
-            table = parquet.ParquetFile(opened)
-            fields.choose_column(table.schema_arrow.names, str(file))
-            number = 0
-            for batch in table.iter_batches(batch_size=_ROWS, columns=[fields.name]):
-                for value in batch.column(0).to_pylist():
-                    number += 1
-                    yield fields.value(f"{file}, row {number}", value)
-        except ConfigError:
-            raise
-        except Exception as error:
-            words = next(iter(str(error).splitlines()), type(error).__name__)
-            raise ConfigError(
-                f'data.source = "{shortened(source.name)}": {file} is not a Parquet file: {shortened(words)}'
-            ) from None
-
-
 def _dataset(file: Path, source: Source, fields: _Fields) -> Iterator[Record | BadRecord]:
-    """Yield the documents of files that `datasets` reads, a thousand rows at a time.
+    """Yield the documents of a Parquet file, or of all files that `datasets` reads, a thousand rows at a time.
 
     A directory written by `Dataset.save_to_disk` is memory-mapped; everything else is streamed.
     """
-    datasets = _package("datasets", source)
-    option = f'data.source = "{shortened(source.name)}"'
-    number = 0
+    option, number = f'data.source = "{shortened(source.name)}"', 0
+    try:
+        datasets: Any = importlib.import_module("datasets")
+        datasets.logging.set_verbosity(logging.CRITICAL)  # its errors are raised too, and reported below
+    except ImportError:
+        raise ConfigError(
+            f'{option}: reading {_WORDS[source.kind]} needs the package datasets: pip install "pipeloom[data]"'
+        ) from None
+    place, where = (str(file), str(file)) if source.kind == "parquet" else (name_of(source.name), "it")
     with tempfile.TemporaryDirectory(prefix="pipeloom-") as scratch:  # for locks, which streaming leaves in its cache
         try:
-            dataset = _opened_dataset(datasets, source, scratch)
+            dataset = _opened_dataset(datasets, source, file, scratch)
             if isinstance(dataset, dict):
                 if "train" not in dataset:
                     raise ConfigError(f'{option}: it has no split "train", only {", ".join(dataset)}')
                 dataset = dataset["train"]
-            fields.choose_column(dataset.column_names or list(next(iter(dataset), {})))
+            fields.choose_column(dataset.column_names or list(next(iter(dataset), {})), where)
             for batch in dataset.select_columns([fields.name]).iter(batch_size=_ROWS):
                 for value in batch[fields.name]:
                     number += 1
-                    yield fields.value(f"{name_of(source.name)}, row {number}", value)
+                    yield fields.value(f"{place}, row {number}", value)
         except ConfigError:
             raise
         except Exception as error:
             words = next(iter(str(error).splitlines()), type(error).__name__)
             after = f" after row {number}" if number else ""
-            raise ConfigError(f"{option}: datasets cannot read it{after}: {shortened(words)}") from None
+            raise ConfigError(f"{option}: datasets cannot read {where}{after}: {shortened(words)}") from None
 
 
-def _opened_dataset(datasets: Any, source: Source, scratch: str) -> Any:
+def _opened_dataset(datasets: Any, source: Source, file: Path, scratch: str) -> Any:
     """Return a dataset, or a dictionary of its splits; no script of a directory is run, and nothing is downloaded."""
     path = expanded(source.name).absolute()
+    if source.kind == "parquet":
+        return datasets.load_dataset("parquet", data_files=str(file.absolute()), streaming=True, cache_dir=scratch)
     if path.is_dir() and _is_dataset(path):
         return datasets.load_from_disk(str(path))
     if path.is_dir():
@@ -506,7 +474,7 @@ def _opened_dataset(datasets: Any, source: Source, scratch: str) -> Any:
 _READERS: dict[str, Callable[[Path, Source, _Fields], Iterator[Record | BadRecord]]] = {
     "text": _text,
     "jsonl": _json_lines,
-    "parquet": _parquet,
+    "parquet": _dataset,
     "dataset": _dataset,
 }
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.config import Layout
-from pipeloom.config.sizes import LayerSize, layer_sizes
+from pipeloom.config.stages import LayerSize, layer_sizes
 from pipeloom.errors import ConfigError, PipeloomError, UsageError
 from pipeloom.ops.deferred import WeightGradContext, defer_weight_gradients
 from pipeloom.ops.layer import KEYWORD, MicrobatchContext

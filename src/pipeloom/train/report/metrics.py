@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from pipeloom.config import Config
-from pipeloom.cores import usable_cores
+from pipeloom.limits import usable_cores
 from pipeloom.schedule import Timeline, simulate
 
 # dense bf16 FLOP/s, from the vendors' data sheets

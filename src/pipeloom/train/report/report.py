@@ -305,3 +305,59 @@ class Report:
             elif path in self._unwritten:
                 note = "  (incomplete)"
             self.say(f"{words}{path}{note}")
+
+    def conclude(
+        self,
+        traces: Sequence[Timeline],
+        losses: tuple[float, float, int],
+        unit: str,
+        written: str,
+        crowded: str,
+    ) -> None:
+        """Report the end of the run: losses, bubble, a sample, and the paths of its files.
+
+        Args:
+            traces: measured steps; none where all steps were made before, or the last one ended the measuring for a search.
+            losses: on the held-out text before and after training, and the number of its targets.
+            unit: the word for a target.
+            written: the sample.
+            crowded: how many ranks share how many cores; "" where each has its own.
+        """
+        before, after, count = losses
+        if traces:
+            self.draw(typical(traces), traces)
+        self.say(f"\nheld-out loss: {after:.4f} nats per {unit} (before training {before:.4f}; {count:,} {unit}s)")
+        if traces:
+            self._say_bubble(typical(traces), crowded)
+        self.record("sample", text=written)
+        self.say("sample:\n" + "\n".join(f"  | {line}" for line in written.split("\n")))
+        self.say_files(drawn=bool(traces))
+
+    def _say_bubble(self, measured: Timeline, crowded: str) -> None:
+        """Report bubble rate and step time, measured and simulated with the measured costs."""
+        prediction = simulated(measured)
+        self.say(
+            f"bubble rate, Σ idle / (p · makespan): measured {measured.bubble_rate:.4f}, simulated with the measured stage "
+            f"costs {prediction.bubble_rate:.4f}"
+            + (
+                f" ({crowded}: CPU cores are oversubscribed, so idle time includes waiting for a core)"
+                if crowded
+                else ""
+            )
+        )
+        self.say(f"step: measured {measured.makespan:.3f} s, simulated {prediction.makespan:.3f} s")
+        self.record(
+            "bubble",
+            ranks=measured.schedule.ranks,
+            shared_cores=crowded,
+            measured=measured.bubble_rate,
+            simulated=prediction.bubble_rate,
+            makespan_measured=measured.makespan,
+            makespan_simulated=prediction.makespan,
+        )
+
+
+def typical(traces: Sequence[Timeline]) -> Timeline:
+    """Return the trace with the median makespan, excluding the first trace (warm-up) unless it is the only one."""
+    settled = sorted(list(traces)[1:] or traces, key=lambda timeline: timeline.makespan)
+    return settled[len(settled) // 2]

@@ -11,9 +11,8 @@ from typing import Literal
 
 from pipeloom.config import Config, Layout, held_parameters, parameter_count
 from pipeloom.config.hub import is_directory
-from pipeloom.cores import usable_cores
 from pipeloom.errors import CapacityError, ConfigError, printable
-from pipeloom.limits import MOST_LOCAL_WORKERS, MOST_THREADS, WORKER_BYTES, expanded
+from pipeloom.limits import MOST_LOCAL_WORKERS, MOST_THREADS, WORKER_BYTES, expanded, usable_cores
 from pipeloom.train.data.sources import STDLIB, is_plain_text, read_corpus, require_length
 
 _STARTED_BY = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")

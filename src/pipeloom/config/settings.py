@@ -1,0 +1,517 @@
+"""Loading of configurations: the package's default, a file and those that it extends, flags. One error holds all problems.
+
+A configuration is merged key by key before it is validated, and the origin of each key is recorded: messages name it, and so does
+the `config.toml` of a run.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import resources
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from pipeloom.config.adapter import ADAPTER_CONFIG, adapter_keys
+from pipeloom.config.checks import CLASS_KEYS
+from pipeloom.config.hub import is_directory, own_sizes, sizes
+from pipeloom.config.layout import Layout, examine, read_schedule
+from pipeloom.config.problems import sentences
+from pipeloom.config.sections import COMPUTED, SECTIONS, Config
+from pipeloom.errors import ConfigError, PipeloomError, UsageError, did_you_mean, echo, shortened
+from pipeloom.limits import (
+    CONFIG_BYTES,
+    MOST_NESTED,
+    TOKENIZER_BYTES,
+    depth,
+    expanded,
+    number,
+    read_file,
+    read_json,
+)
+from pipeloom.schedule.families import canonical_name
+from pipeloom.schedule.files import names_a_file
+
+BUILT_IN = ("default", "tiny", "moe")
+SHORT = {"html": "log.html"}  # flag that all commands share -> the key that it sets
+CODE_KEYS = ("schedule.name", *(f"model.{key}" for key in CLASS_KEYS))  # keys that may name the user's code
+_PATH_KEYS = ("model.source", "model.weights", "lora.adapter", "data.tokenizer")
+
+
+def load(path: str | Path | None = None, *overrides: Mapping[str, Any]) -> Config:
+    """The configuration of a file (None: the package's default), then `overrides` ("section.key" -> value) in order.
+
+    Raises ConfigError with every problem of every key; `resolve` finds contradictions between keys.
+    """
+    config, problems, _ = _validate(merge(path, *overrides))
+    if problems or config is None:
+        raise ConfigError(list(problems.values()))
+    return config
+
+
+def load_layout(
+    path: str | Path | None = None,
+    *overrides: Mapping[str, Any],
+    world_size: int | None = None,
+    folder: Path | None = None,
+) -> Layout:
+    """`resolve(load(path, *overrides))` with the problems of both in one ConfigError.
+
+    `world_size` is the number of workers that torchrun started; it determines an axis of -1, and is a problem where it differs
+    from the layout's. Code that a key names as `module:function` is imported from the folder of the file that names it; where
+    `overrides` name it, from `folder` (None: the working directory). Raises ScheduleError when all keys are valid but the
+    schedule cannot run.
+    """
+    merged = merge(path, *overrides)
+    config, wrong, fallback = _validate(merged)
+    problems = list(wrong.values())
+    resolved = config or fallback
+    if resolved is None:
+        raise ConfigError(problems)
+    sizes: list[str] = []
+    if not any(key.startswith("parallel") for key in wrong):
+        resolved, sizes = _computed(resolved, world_size)
+    folders = {key: _folder(merged.origins.get(key, ""), folder) for key in CODE_KEYS}
+    try:
+        layout, more = examine(
+            resolved, {*wrong, "parallel"} if sizes and COMPUTED in _axes(resolved).values() else wrong, folders
+        )
+    except PipeloomError:
+        if problems:
+            raise ConfigError(problems) from None
+        raise
+    problems += more
+    problems += [problem for problem in sizes if problem not in problems]
+    if problems or layout is None:
+        raise ConfigError(problems)
+    return replace(layout, origins=_origins(merged, config or resolved, resolved))
+
+
+def _folder(origin: str, given: Path | None) -> Path:
+    """Return the folder from which code is imported that a key with this origin names."""
+    return Path(origin).absolute().parent if Path(origin).is_file() else (given or Path())
+
+
+def _origins(merged: Merged, before: Config, after: Config) -> dict[str, str]:
+    """ "section.key" -> the origin of its value in `after`; `before` has the values of files and flags alone."""
+    origins = dict(merged.origins)
+    for section, table in after.model_dump().items():
+        for key, value in table.items():
+            name = f"{section}.{key}"
+            if getattr(getattr(before, section), key) != value:
+                origins[name] = "environment (WORLD_SIZE)"
+            origins.setdefault(name, origins.get(section, "default"))
+    return origins
+
+
+@dataclass
+class Merged:
+    """Tables merged so far.
+
+    Attributes:
+        values: section -> key -> value, as TOML gives them.
+        origins: "section.key" -> file or flag that set it last.
+        given: the keys that a file of the user's or a flag sets, not only the package's own configurations.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    given: set[str] = field(default_factory=set)
+
+    def lay(self, tables: Mapping[str, Any], origin: str | None, *, default: bool = False) -> None:
+        """Merge `tables` over the present values. Chunks and options belong to a schedule: naming another family drops them.
+
+        Args:
+            origin: the name of the file; None: flags.
+            default: whether the tables are one of the package's own configurations.
+        """
+        named, before = tables.get("schedule"), self.values.get("schedule")
+        if isinstance(named, dict) and isinstance(before, dict):
+            name = before.get("name")
+            if _family(named.get("name", name)) != _family(name):
+                before.pop("chunks", None)
+                before["options"] = {}
+        for section, table in copy.deepcopy(dict(tables)).items():
+            _overlay(self.values, section, table)
+            for key in [f"{section}.{key}" for key in table] if isinstance(table, dict) else [section]:
+                self.origins[key] = origin or f"--{key}"
+                if not default:
+                    self.given.add(key)
+
+    def adopt(self, values: Mapping[str, Any], origin: str) -> None:
+        """Set keys ("section.key" -> value) that neither a file of the user's nor a flag sets."""
+        for key, value in values.items():
+            section, _, name = key.partition(".")
+            if key not in self.given and isinstance(table := self.values.get(section), dict):
+                table[name] = value
+                self.origins[key] = origin
+
+    def text(self, key: str) -> str:
+        """Return the text at "section.key"; "" if there is none."""
+        section, _, name = key.partition(".")
+        table = self.values.get(section)
+        value = table.get(name) if isinstance(table, dict) else None
+        return value if isinstance(value, str) else ""
+
+
+def _overlay(table: dict[str, Any], key: str, value: Any) -> None:
+    """Set a key of `table`; a table is merged into one that is there."""
+    if isinstance(value, dict) and isinstance(table.get(key), dict):
+        for inner, deeper in value.items():
+            _overlay(table[key], inner, deeper)
+    else:
+        table[key] = value
+
+
+def _family(name: object) -> object:
+    """Return a schedule's name for comparisons: two names of one family are equal."""
+    return canonical_name(name) if isinstance(name, str) else name
+
+
+def merge(path: str | Path | None, *overrides: Mapping[str, Any]) -> Merged:
+    """The merged tables, not validated. Raises ConfigError for files that cannot be read.
+
+    Files that a key names give values of other keys, in place of the package's own but not of the user's: a schedule its sizes, a
+    model, an adapter or a tokenizer theirs. Existing paths become absolute, so that a run's `config.toml` and checkpoints name
+    them wherever they are read.
+    """
+    merged = Merged()
+    merged.lay(built_in("default"), "default", default=True)
+    if path is not None and str(path) != "default":
+        _lay_file(merged, Path(path))
+    for layer in overrides:
+        merged.lay(_nested(layer), None)
+    name = merged.text("schedule.name")
+    if name and names_a_file(name) and Path(name).is_file():
+        schedule = read_schedule(name)
+        merged.adopt({"parallel.pp": schedule.ranks, "schedule.microbatches": schedule.microbatches}, name)
+    _adopt_model_sizes(merged)
+    if adapter := merged.text("lora.adapter"):
+        _adopt_adapter(merged, adapter)
+    for key in _PATH_KEYS:
+        file = expanded(merged.text(key))
+        if merged.text(key) not in ("", "auto", "bytes") and os.path.exists(file):
+            section, _, name = key.partition(".")
+            merged.values[section][name] = str(file.absolute())
+    return merged
+
+
+def _adopt_model_sizes(merged: Merged) -> None:
+    """Take the sizes of a model in a directory, or the vocabulary size of a tokenizer for our own decoder."""
+    source, weights, tokenizer = (merged.text(key) for key in ("model.source", "model.weights", "data.tokenizer"))
+    if source:
+        _adopt_sizes(merged, "source", source, sizes(source))
+    elif weights and is_directory(weights):
+        _adopt_sizes(merged, "weights", weights, own_sizes(weights))
+    elif tokenizer not in ("", "auto", "bytes") and (size := vocabulary_size(tokenizer)) is not None:
+        merged.adopt({"model.vocab_size": size}, tokenizer)
+
+
+def _adopt_sizes(merged: Merged, which: str, directory: str, sizes: Mapping[str, Any]) -> None:
+    """Take the sizes of the model in the directory that `model.which` names. Raises ConfigError for others that the user gave."""
+    model = merged.values["model"]
+    for key in sorted(merged.given):
+        section, _, name = key.partition(".")
+        if section != "model" or name == which or name not in model:
+            continue
+        if which == "weights" and name not in sizes:
+            continue  # how our own decoder trains, such as dropout
+        if model[name] != sizes.get(name):
+            raise ConfigError(
+                f'{key} = {model[name]}: the model of model.{which} = "{directory}" sets it; leave it out'
+            )
+    merged.adopt({f"model.{name}": value for name, value in sizes.items()}, f"{directory}/config.json")
+
+
+def _adopt_adapter(merged: Merged, adapter: str) -> None:
+    """Take the options of an adapter in a directory. Raises ConfigError for other ones that the user gave."""
+    options, section = adapter_keys(adapter), merged.values["lora"]
+    for name in ("r", "lora_alpha", "target_modules"):
+        given = section.get(name)
+        value = list(given) if isinstance(given, tuple) else given
+        if f"lora.{name}" in merged.given and value != options[name]:
+            raise ConfigError(f'lora.{name} = {given}: the adapter of lora.adapter = "{adapter}" sets it; leave it out')
+    merged.adopt({f"lora.{name}": value for name, value in options.items()}, f"{adapter}/{ADAPTER_CONFIG}")
+
+
+def vocabulary_size(tokenizer: str) -> int | None:
+    """One more than the largest token id of `tokenizer`, a file or a directory; None where its JSON does not give it.
+
+    Errors in the file are reported when the tokenizer itself is loaded.
+    """
+    path = expanded(tokenizer)
+    path = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        content: Any = read_json(path, TOKENIZER_BYTES, "a tokenizer")
+        words = content["model"]["vocab"]
+        numbers = [len(words) - 1] if isinstance(words, list) else list(words.values())
+        numbers += [token["id"] for token in content.get("added_tokens") or []]
+        return int(max(numbers)) + 1 if numbers else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, UsageError):
+        return None
+
+
+def _validate(merged: Merged) -> tuple[Config | None, dict[str, str], Config | None]:
+    """(the configuration or None, key -> problem, the configuration with wrong keys set back to the default's)."""
+    try:
+        return Config.model_validate(merged.values), {}, None
+    except ValidationError as error:
+        problems = sentences(error, merged.values, merged.origins)
+    repaired = built_in("default")
+    for section, table in merged.values.items():
+        if section in repaired and isinstance(table, dict):
+            repaired[section] |= {key: value for key, value in table.items() if f"{section}.{key}" not in problems}
+    try:
+        return None, problems, Config.model_validate(repaired)
+    except ValidationError:
+        return None, problems, None
+
+
+def _axes(config: Config) -> dict[str, int]:
+    return {axis: getattr(config.parallel, axis) for axis in ("pp", "dp", "tp")}
+
+
+def _computed(config: Config, world_size: int | None) -> tuple[Config, list[str]]:
+    """Return `config` with the axis that is -1 computed from the number of workers, and the problems of that number."""
+    axes = _axes(config)
+    known = {axis: size for axis, size in axes.items() if size != COMPUTED}
+    if world_size is None or len(known) < len(axes) - 1:
+        return config, []
+    product, workers = " x ".join(f"{axis} {size}" for axis, size in known.items()), prod(known.values())
+    for axis in axes.keys() - known.keys():  # one at most
+        if world_size % workers:
+            below = world_size // workers * workers
+            return config, [
+                f"parallel.{axis} = -1: {product} = {workers} does not divide the {world_size} workers of WORLD_SIZE; "
+                f"start {f'{below} or ' if below else ''}{below + workers} workers"
+            ]
+        parallel = config.parallel.model_copy(update={axis: world_size // workers})
+        return config.model_copy(update={"parallel": parallel}), []
+    if workers == world_size:
+        return config, []
+    fitting = [
+        f"parallel.{axis} = {world_size * size // workers}"
+        for axis, size in axes.items()
+        if world_size * size % workers == 0
+    ]
+    advice = f"start {workers} workers" + (f", or set {' or '.join(fitting)}" if fitting else "")
+    return config, [
+        f"parallel.pp = {axes['pp']}: {product} needs {workers} workers, but WORLD_SIZE is {world_size}; {advice}"
+    ]
+
+
+# -- files
+
+
+def built_in(name: str) -> dict[str, Any]:
+    """The tables of a configuration that comes with the package."""
+    text = resources.files("pipeloom.config").joinpath(f"{name}.toml").read_text(encoding="utf-8")
+    return read_toml(Path(f"{name}.toml"), text)
+
+
+def _lay_file(merged: Merged, path: Path, extended_by: tuple[Path, ...] = ()) -> None:
+    """Merge the file at `path` into `merged`, after the file that it extends.
+
+    A name in BUILT_IN that is not a file stands for the package's own configuration. Raises ConfigError for a file that cannot
+    be read, and for a cycle of `extends`.
+    """
+    if str(path) in BUILT_IN and not path.exists():
+        merged.lay(built_in(str(path)), str(path), default=True)
+        return
+    resolved = path.resolve()
+    if resolved in extended_by:
+        names = " -> ".join(file.name for file in (*extended_by[extended_by.index(resolved) :], resolved))
+        raise ConfigError(f"{path}: extends forms a cycle: {names}")
+    tables = read_toml(path)
+    parent = tables.pop("extends", None)
+    if isinstance(parent, str):
+        beside = path.parent / parent
+        ours = parent in BUILT_IN and not beside.exists()
+        _lay_file(merged, Path(parent) if ours else beside, (*extended_by, resolved))
+    elif parent is not None:
+        raise ConfigError(f"{path}: extends is {echo(parent)}; it must be the name of a TOML file, in quotes")
+    merged.lay(tables, str(path))
+
+
+def read_toml(path: Path, text: str | None = None) -> dict[str, Any]:
+    """Return the tables of a TOML file (of `text`, where it is given).
+
+    Raises ConfigError with the reason; for malformed TOML it begins with file:line:column.
+    """
+    name = shortened(str(path))
+    try:
+        if text is None:
+            text = read_file(path, CONFIG_BYTES, "a configuration").decode("utf-8")
+        tables = tomllib.loads(text)
+    except FileNotFoundError:
+        near = did_you_mean(path.name, [p.name for p in path.parent.glob("*.toml")]) if path.parent.is_dir() else ""
+        raise ConfigError(f"there is no file {name}{near}") from None
+    except UsageError as error:
+        raise ConfigError(str(error)) from None
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name} is not UTF-8 text (byte {error.start})") from None
+    except tomllib.TOMLDecodeError as error:
+        message, _, place = str(error).rpartition(" (at ")
+        if place.startswith("line "):
+            line, _, column = place.removeprefix("line ").removesuffix(")").partition(", column ")
+        else:  # "at end of document"
+            line, column = str(len((text or "").splitlines()) or 1), "1"
+        raise ConfigError(f"{name}:{line}:{column}: {message or error}") from None
+    except (RecursionError, ValueError) as error:  # a zero byte in the name, a number of thousands of digits
+        raise ConfigError(f"{name} cannot be read: {error}") from None
+    _require_small(tables, name)
+    return tables
+
+
+def _require_small(tables: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError for tables nested too deeply, or a whole number of more than 64 bits."""
+    if depth(tables) > MOST_NESTED:
+        raise ConfigError(f"{where}: tables and lists are nested too deeply; at most {MOST_NESTED} levels")
+    rest: list[tuple[str, Any]] = list(tables.items())
+    while rest:
+        key, value = rest.pop()
+        if isinstance(value, int) and not -(2**63) <= value < 2**64:
+            raise ConfigError(f"{where}: {shortened(key)} is {number(value)}; a whole number has at most 64 bits")
+        if isinstance(value, dict):
+            rest += value.items()
+        elif isinstance(value, list):
+            rest += [(key, item) for item in value]
+
+
+def to_toml(config: Config, origins: Mapping[str, str] | None = None) -> str:
+    """Return every key of `config` as TOML that `load` reads to an equal one; keys without a value are left out.
+
+    Args:
+        origins: "section.key" -> the origin of its value, for a comment at the end of the line.
+    """
+    lines: list[str] = []
+    for section, table in config.model_dump(exclude_none=True).items():
+        lines.append(f"[{section}]")
+        for key, value in table.items():
+            origin = (origins or {}).get(f"{section}.{key}")
+            comment = "  # " + "".join(c if c.isprintable() else "?" for c in origin) if origin is not None else ""
+            lines.append(f"{key} = {_toml(value)}{comment}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, dict):
+        inside = ", ".join(f"{json.dumps(str(key))} = {_toml(item)}" for key, item in value.items())
+        return f"{{{inside}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return repr(value)
+
+
+# -- flags
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
+    """(path of the configuration or None, dotted key -> value) from a command's arguments.
+
+    A value is read as TOML, else taken as text. A switch (a key that is true or false) may stand alone. Raises
+    UsageError for a second path, a flag without a dot, or one without its value.
+    """
+    path: str | None = None
+    overrides: dict[str, Any] = {}
+    rest = list(reversed(arguments))
+    while rest:
+        word = rest.pop()
+        if not word.startswith("-"):
+            if path is not None:
+                raise UsageError(
+                    f"two configurations are named, {path!r:.200} and {word!r:.200}; give one, and flags as --section.key value"
+                )
+            path = word
+            continue
+        flag, equals, text = word.removeprefix("--").partition("=")
+        flag = SHORT.get(flag, flag)
+        if not word.startswith("--") or "." not in flag:
+            raise UsageError(f"there is no option {word!r:.200}{_near_flag(flag)}")
+        key = flag.replace("-", "_")
+        switch = _annotation(key) is bool
+        if not equals:
+            if rest and not rest[-1].startswith("--") and not (switch and _is_path(rest[-1])):
+                text = rest.pop()
+            elif switch:
+                text = "true"
+            else:
+                raise UsageError(f"--{flag} needs a value: --{flag} VALUE")
+        overrides[key] = parse_value(key, text)
+    return path, overrides
+
+
+def parse_value(key: str, text: str) -> Any:
+    """Return the value of `text`, read as TOML if it is valid, else the text itself; for a key that holds text, always text."""
+    kind = _annotation(key)
+    if kind is bool and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):  # TOMLDecodeError is one; so are numbers of thousands of digits
+        value = text if kind in (str, None) else _number(text)
+    only_text = kind is str or all(isinstance(choice, str) for choice in getattr(kind, "__args__", (0,)))
+    return text if only_text and not isinstance(value, str) else value
+
+
+def _nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """section -> key -> value (and deeper for a key that is a table) from dotted keys.
+
+    Raises ConfigError for keys or values that are too large; UsageError for a key that is given both a value and keys below it.
+    """
+    tables: dict[str, Any] = {}
+    for dotted, value in overrides.items():
+        if dotted.count(".") >= MOST_NESTED:
+            raise ConfigError(f"--{shortened(dotted)}: a key has at most {MOST_NESTED} parts")
+        _require_small({dotted: value}, f"--{shortened(dotted)}")
+        table = tables
+        *path, last = dotted.split(".")
+        for part in path:
+            table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                raise UsageError(f"--{dotted}: {part} already has a value that is not a table")
+        table[last] = value
+    return tables
+
+
+def _number(text: str) -> Any:
+    for read in (int, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _is_path(word: str) -> bool:
+    return word.endswith(".toml") or word in BUILT_IN
+
+
+def _annotation(key: str) -> Any:
+    section, _, name = key.partition(".")
+    model_field = SECTIONS[section].model_fields.get(name) if section in SECTIONS else None
+    return model_field.annotation if model_field is not None else None
+
+
+def _near_flag(flag: str) -> str:
+    known = [f"--{section}.{key}" for section, model in SECTIONS.items() for key in model.model_fields]
+    if "." in flag:
+        return did_you_mean(f"--{flag}", known)
+    keys = {name.rpartition(".")[2]: name for name in known}
+    near = difflib.get_close_matches(flag.replace("-", "_"), keys, n=1)
+    return f"; did you mean {keys[near[0]]}?" if near else "; a key is given as --section.key value"

@@ -1,0 +1,443 @@
+"""Export of checkpoints to directories that `transformers` loads, and import of such directories."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from pipeloom.config import ModelSection, load
+from pipeloom.config.checks import CLASS_KEYS
+from pipeloom.config.hub import is_directory, own_values
+from pipeloom.config.sections import LoraSection
+from pipeloom.decoder_shape import DecoderShape
+from pipeloom.errors import CheckpointError, ConfigError
+from pipeloom.limits import expanded
+from pipeloom.models import hf, hub_name, tied
+from pipeloom.models.adapters import LoraOptions, adapter_name, is_adapter, is_transposed, merged
+from pipeloom.models.hf.library import causal_model, read_config, transformers
+from pipeloom.models.names import own_name
+from pipeloom.train.checkpoint.boxes import Box
+from pipeloom.train.checkpoint.folder import newest_checkpoint
+from pipeloom.train.checkpoint.load import Reader, verified
+from pipeloom.train.checkpoint.manifest import BaseWeights
+from pipeloom.train.checkpoint.run import RunFacts, validated
+from pipeloom.train.checkpoint.save import write_whole
+from pipeloom.train.data.sources import FILES
+from pipeloom.train.hub.lora_files import checkpoint_digest, directory_digest, write_adapter
+
+_SHARD_BYTES = 2 * 10**9  # bytes of weights in memory at a time and per file; readers can read parts of a file
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".index.json")
+_COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+_OF_MODEL = ("config.json", "generation_config.json")
+
+
+def export(path: Path, out: Path, merge: bool = False) -> Path:
+    """Write the weights of a checkpoint as a Hugging Face directory: safetensors, an index, and the configuration.
+
+    A checkpoint of adapters becomes a directory of `peft`, with nothing but the adapters.
+
+    Args:
+        path: a checkpoint, or a folder of checkpoints, of which the newest complete one is exported.
+        out: a directory that does not exist, or is empty.
+        merge: add adapters to the weights that they were trained with, and write the whole model.
+
+    Returns:
+        the directory of the exported checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, is not a trainer's, or holds adapters of weights that have changed.
+        ConfigError: the model has no counterpart in `transformers`, `out` is not empty, or there is nothing to merge.
+    """
+    directory = newest_checkpoint(path)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} exists and is not empty; give a new directory")
+    manifest, problem = verified(directory, None)
+    if manifest is None:
+        raise CheckpointError(problem)
+    reader = Reader(directory, manifest)
+    if manifest.base is not None:
+        _export_adapters(reader, manifest.base, out, merge)
+    elif merge:
+        raise ConfigError(f"{directory} holds no adapters to merge; leave --merge out")
+    else:
+        section = _section(reader)
+        _write(out, section, _dtype_of(reader), _layers_of(reader, section), _origin(reader, section))
+        _copy_tokenizer(RunFacts.read(directory).config, out)
+    return directory
+
+
+def _section(reader: Reader) -> ModelSection:
+    """Return the configuration of a checkpoint's model. Raises CheckpointError if the checkpoint does not hold it."""
+    described = RunFacts.read(reader.directory).model(reader.directory)
+    return validated(ModelSection, {**load().model.model_dump(), **described}, reader.directory)
+
+
+def _origin(reader: Reader, section: ModelSection) -> Path | None:
+    """Return the directory that the weights of Pipeloom's decoder were imported from, if it exists and has these sizes."""
+    source = RunFacts.read(reader.directory).source
+    if not source and section.weights:
+        source = section.weights
+        if not is_directory(source):
+            source = _imported_from(Path(source))
+    if source is None or not is_directory(source):
+        return None
+    values = own_values(read_config(source).to_dict())
+    sizes = section.model_dump(mode="json")
+    same = values is not None and all(sizes.get(key) == value for key, value in values.items())
+    return Path(source) if same else None
+
+
+def _imported_from(folder: Path) -> str | None:
+    """Return the directory that a checkpoint was imported from; None if there is no such checkpoint, or it names none."""
+    try:
+        return RunFacts.read(newest_checkpoint(folder)).source
+    except CheckpointError:
+        return None
+
+
+def _copy_tokenizer(config: Mapping[str, Mapping[str, Any]], out: Path) -> None:
+    """Copy the tokenizer that a run's configuration names into the model's directory, if it still exists."""
+    name = config.get("data", {}).get("tokenizer")
+    path = expanded(name) if isinstance(name, str) else Path()
+    if path.is_file():
+        shutil.copyfile(path, out / "tokenizer.json")
+    elif isinstance(name, str) and any((path / file).is_file() for file in FILES):
+        _copy_texts(path, out, _OF_MODEL)
+
+
+def _copy_texts(source: Path, out: Path, without: tuple[str, ...]) -> None:
+    """Copy the text files of a model's directory, such as those of its tokenizer, except for the names in `without`."""
+    for file in sorted(source.iterdir()):
+        if file.is_file() and file.suffix in _COPIED and not file.name.endswith(_WEIGHTS) and file.name not in without:
+            shutil.copyfile(file, out / file.name)
+
+
+def _dtype_of(reader: Reader) -> torch.dtype:
+    kinds = {entry.dtype for key, entry in reader.manifest.tensors.items() if key.startswith("model.")}
+    return torch.bfloat16 if kinds == {"BF16"} else torch.float32
+
+
+def _layers_of(reader: Reader, section: ModelSection) -> Iterator[dict[str, Tensor]]:
+    """Yield the weights of a checkpoint, layer by layer, under their names in `transformers`."""
+    for group in _by_layer([key.partition(".")[2] for key in reader.tensors if key.startswith("model.")]):
+        tensors = {name: reader.region(f"model.{name}", _whole(reader, name)) for name in group}
+        yield {hf.hub_name(name): t for name, t in tensors.items()} if section.source else to_hub(tensors)
+
+
+def _write(
+    out: Path,
+    section: ModelSection,
+    dtype: torch.dtype,
+    layers_of: Iterator[dict[str, Tensor]],
+    origin: Path | None = None,
+) -> None:
+    """Write a model's weights, its configuration, and the tokenizer's files of the directory that it comes from.
+
+    Args:
+        origin: directory that the weights of Pipeloom's decoder were imported from; they are exported with its configuration.
+    """
+    for key in CLASS_KEYS:
+        if getattr(section, key):
+            raise ConfigError(
+                f'model.{key} = "{getattr(section, key)}": no model of transformers computes what your class does'
+            )
+    source = Path(section.source) if section.source else origin
+    config = read_config(source) if source is not None else hub_config(section.shape())
+    config.dtype = dtype
+    model = causal_model(config, dtype)
+    out.mkdir(parents=True, exist_ok=True)
+    writer = _Writer(out)
+    for tensors in layers_of:
+        writer.add(_as_written(model, tensors))
+    writer.finish()
+    if source is not None:
+        _copy_texts(source, out, ("config.json",))
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(out)  # last: without it the directory is not a model
+
+
+def _export_adapters(reader: Reader, base: BaseWeights, out: Path, merge: bool) -> None:
+    """Write a checkpoint's adapters alone, or with `merge` the whole model with the adapters added to its weights."""
+    section = _section(reader)
+    lora = validated(LoraSection, RunFacts.read(reader.directory).config.get("lora"), reader.directory)
+    options = LoraOptions(lora.r, lora.lora_alpha, lora.lora_dropout, lora.target_modules)
+    names = [key.partition(".")[2] for key in reader.tensors if key.startswith("model.") and is_adapter(key)]
+    adapters = {adapter_name(name): reader.region(f"model.{name}", _whole(reader, name)) for name in names}
+    if not merge:
+        write_adapter(out, adapters, options, _hub_source(base), bool(_transposed(base, adapters)))
+        return
+    path = Path(base.path)
+    now = directory_digest(path) if base.kind == "hugging face" else checkpoint_digest(path)
+    if now != base.digest:
+        raise CheckpointError(
+            f"{reader.directory}: its adapters were trained with the weights in {path}, which have changed since"
+        )
+    if base.kind == "hugging face":
+        foreign = hf.layers(path)
+        section = section.model_copy(
+            update={"source": base.path}
+        )  # also for Pipeloom's decoder: tensors get the directory's names
+        _refuse_tied(foreign.tied, adapters)
+        dtype = next(foreign.cut.model.parameters()).dtype
+        _write(out, section, dtype, _merged_layers(foreign, adapters, options.scale))
+        return
+    manifest, problem = verified(path, None)
+    if manifest is None:
+        raise CheckpointError(problem)
+    _refuse_tied(tied(section.shape()), adapters)
+    weights = Reader(path, manifest)
+    added = (merged(tensors, adapters, options.scale) for tensors in _layers_of(weights, section))
+    _write(out, section, _dtype_of(weights), added, _origin(weights, section))
+
+
+def _merged_layers(
+    foreign: hf.ModelLayers, adapters: Mapping[str, Tensor], scale: float
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the weights of a directory with adapters added, layer by layer; a tied weight once."""
+    copies = {hf.hub_name(name) for group in foreign.tied for name in group[1:]}
+    for layer in foreign:
+        built = layer()
+        transposed = any(is_transposed(part) for part in built.modules())
+        state = {hf.hub_name(f"{layer.name}.{name}"): value.detach() for name, value in built.state_dict().items()}
+        yield merged({n: v for n, v in state.items() if n not in copies}, adapters, scale, transposed)
+
+
+def _refuse_tied(ties: Sequence[Sequence[str]], adapters: Mapping[str, Tensor]) -> None:
+    """Raise ConfigError for an adapter of a layer whose weight is tied to another."""
+    shared = {adapter_name(name) for group in ties for name in group}
+    for name in adapters:
+        weight = f"{name.rpartition('.lora_')[0]}.weight"
+        if weight in shared:
+            raise ConfigError(f"{weight} is tied to another weight, so its adapter cannot be merged into it")
+
+
+def _transposed(base: BaseWeights, adapters: Mapping[str, Tensor]) -> list[str]:
+    """Return the adapted layers that store their weights as [inputs, outputs]."""
+    if base.kind != "hugging face":
+        return []
+    adapted = {name.rpartition(".lora_")[0] for name in adapters}
+    model = causal_model(read_config(base.path), None)
+    return [name for name, part in model.named_modules() if name in adapted and is_transposed(part)]
+
+
+def _hub_source(base: BaseWeights) -> str:
+    """Return the Hugging Face directory that adapters belong to; where it is not known, the path of their base weights."""
+    return (None if base.kind == "hugging face" else RunFacts.read(Path(base.path)).source) or base.path
+
+
+def import_directory(source: Path, out: Path) -> tuple[Path, bool]:
+    """Make a checkpoint of step 0 from a Hugging Face directory.
+
+    If Pipeloom's own decoder can compute the model (Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE, Qwen3-MoE), the checkpoint
+    is one of that decoder, for any layout with tensor and expert parallelism; otherwise of the model as `transformers` has it.
+    `model.toml` in `out` is the configuration to train it with. One layer is in memory at a time.
+
+    Returns:
+        (the checkpoint's directory, whether it is of Pipeloom's decoder).
+
+    Raises:
+        ConfigError: `source` is not a model that can be read.
+        CheckpointError: the checkpoint cannot be written.
+    """
+    config = read_config(source)
+    values = own_values(config.to_dict())
+    foreign = hf.layers(source, dtype=None)
+    section = load(
+        None, {f"model.{key}": value for key, value in (values or {"source": str(source.absolute())}).items()}
+    ).model
+    extra = {"batch": 0, "config": {"model": section.model_dump(mode="json")}, "source": str(source.absolute())}
+    path = write_whole(out, 0, _imported(foreign, values is not None), extra)
+    keys = {"source": section.source} if values is None else {**values, "weights": str(out.absolute())}
+    lines = "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())
+    if values is not None and any(
+        (source / name).is_file() for name in FILES
+    ):  # model.source has its own tokenizer anyway
+        lines += f"\n[data]\ntokenizer = {json.dumps(str(source.absolute()))}\n"
+    (out / "model.toml").write_text(f"[model]\n{lines}", encoding="utf-8")
+    return path, values is not None
+
+
+def _imported(foreign: hf.ModelLayers, ours: bool) -> Iterator[dict[str, Tensor]]:
+    """Yield the weights and buffers of a directory, layer by layer, with the names that they have in a checkpoint.
+
+    Args:
+        ours: whether the checkpoint is of Pipeloom's decoder.
+    """
+    copies = {name for group in foreign.tied for name in group[1:]}
+    for layer in foreign:
+        built: nn.Module = layer()
+        named = {f"{layer.name}.{name}": value.detach() for name, value in built.state_dict().items()}
+        tensors = {name: value for name, value in named.items() if name not in copies}
+        if ours:
+            tensors = from_hub({hf.hub_name(name): value for name, value in tensors.items()})
+            tensors = {own_name(name): value for name, value in tensors.items()}
+        yield tensors
+
+
+def hub_config(shape: DecoderShape) -> Any:
+    """Return the `transformers` configuration of a decoder of `shape`. Raises ConfigError if no model there computes the same."""
+    package = transformers()
+    common = {
+        "num_hidden_layers": shape.num_hidden_layers,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_key_value_heads,
+        "head_dim": shape.head_width,
+        "vocab_size": shape.vocab_size,
+        "tie_word_embeddings": shape.tie_word_embeddings,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    if not shape.num_experts:
+        inner = {"intermediate_size": shape.intermediate_size}
+        if shape.qk_norm:
+            if shape.qkv_bias and not shape.attention_bias:
+                raise ConfigError("Qwen3, the model with qk_norm, has no qkv_bias without attention_bias")
+            return package.Qwen3Config(**common, **inner, attention_bias=shape.attention_bias)
+        if shape.qkv_bias and not shape.attention_bias:
+            return package.Qwen2Config(**common, **inner)
+        return package.LlamaConfig(**common, **inner, attention_bias=shape.attention_bias)
+    if shape.router != "softmax" or shape.capacity_factor or shape.attention_bias:
+        raise ConfigError(
+            f'no model of transformers has router = "{shape.router}", capacity_factor = {shape.capacity_factor:g} and '
+            f"attention_bias = {str(shape.attention_bias).lower()}; only softmax routers without a capacity can be exported"
+        )
+    top_k = {"num_experts_per_tok": shape.num_experts_per_tok}
+    dense = [block for block, experts in enumerate(shape.expert_blocks) if not experts]
+    if shape.qk_norm:
+        if shape.num_shared_experts or shape.qkv_bias:
+            raise ConfigError("Qwen3-MoE, the model of experts with qk_norm, has no shared experts and no qkv_bias")
+        return package.Qwen3MoeConfig(
+            **common,
+            **top_k,
+            num_experts=shape.num_experts,
+            moe_intermediate_size=shape.expert_width,
+            intermediate_size=shape.intermediate_size,
+            norm_topk_prob=shape.norm_topk_prob,
+            mlp_only_layers=dense,
+        )
+    if not shape.num_shared_experts:
+        if dense:
+            raise ConfigError(
+                f"Mixtral, the model without shared experts, has experts in every block, and block {dense[0]} is dense here"
+            )
+        if shape.qkv_bias or not shape.norm_topk_prob:
+            raise ConfigError(
+                "Mixtral, the model without shared experts, has no qkv_bias, and needs norm_topk_prob = true"
+            )
+        return package.MixtralConfig(
+            **common, **top_k, num_local_experts=shape.num_experts, intermediate_size=shape.expert_width
+        )
+    return package.Qwen2MoeConfig(
+        **common,
+        **top_k,
+        num_experts=shape.num_experts,
+        moe_intermediate_size=shape.expert_width,
+        intermediate_size=shape.intermediate_size,
+        shared_expert_intermediate_size=shape.num_shared_experts * shape.expert_width,
+        norm_topk_prob=shape.norm_topk_prob,
+        qkv_bias=shape.qkv_bias,
+        decoder_sparse_step=1,
+        mlp_only_layers=dense,
+    )
+
+
+def to_hub(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Convert weights of Pipeloom's decoder to their form in `transformers`, where experts' gate and up matrices are one."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        if name.endswith("experts.gate_proj.weight"):
+            stem = name.removesuffix("gate_proj.weight")
+            renamed[f"{stem}gate_up_proj"] = torch.cat((tensor, tensors[f"{stem}up_proj.weight"]), dim=1)
+        elif name.endswith("experts.down_proj.weight"):
+            renamed[name.removesuffix(".weight")] = tensor
+        elif not name.endswith("experts.up_proj.weight"):
+            renamed[hub_name(name)] = tensor
+    return renamed
+
+
+def from_hub(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Invert `to_hub`, but for the names: those that `own_name` converts stay as in `transformers`."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        if name.endswith("experts.gate_up_proj"):
+            stem = name.removesuffix("gate_up_proj")
+            renamed[f"{stem}gate_proj.weight"], renamed[f"{stem}up_proj.weight"] = tensor.chunk(2, dim=1)
+        elif name.endswith("experts.down_proj"):
+            renamed[f"{name}.weight"] = tensor
+        else:
+            renamed[name] = tensor
+    return renamed
+
+
+def _as_written(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Convert weights from their form in memory to that in the family's files, in which experts, for instance, are separate."""
+    loading: Any = importlib.import_module("transformers.core_model_loading")
+    converted: dict[str, Tensor] = loading.revert_weight_conversion(model, tensors)
+    return converted
+
+
+def _by_layer(names: list[str]) -> Iterator[list[str]]:
+    """Group the names of a checkpoint: those of one decoder layer together, every other name alone."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        parts = name.split(".")
+        number = next((at for at, part in enumerate(parts) if part.isdecimal()), None)
+        groups.setdefault(name if number is None else ".".join(parts[: number + 1]), []).append(name)
+    yield from groups.values()
+
+
+def _whole(reader: Reader, name: str) -> Box:
+    shape = reader.tensors[f"model.{name}"]
+    return Box((0,) * len(shape), shape)
+
+
+class _Writer:
+    """Writes tensors, in the order in which they are added, into files of at most `_SHARD_BYTES`, and the index of the files."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._waiting: dict[str, Tensor] = {}
+        self._files: list[list[str]] = []
+        self._bytes = self._total = 0
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if self._waiting and self._bytes + tensor.nbytes > _SHARD_BYTES:
+                self._flush()
+            self._waiting[name] = tensor.clone(memory_format=torch.contiguous_format)
+            self._bytes += tensor.nbytes
+            self._total += tensor.nbytes
+
+    def _flush(self) -> None:
+        save_file(self._waiting, self._part(len(self._files)), metadata={"format": "pt"})
+        self._files.append(list(self._waiting))
+        self._waiting, self._bytes = {}, 0
+
+    def _part(self, number: int) -> Path:
+        return self._folder / f"part-{number:05d}.safetensors"
+
+    def finish(self) -> None:
+        self._flush()
+        count = len(self._files)
+        if count == 1:
+            self._part(0).rename(self._folder / "model.safetensors")
+            return
+        index: dict[str, str] = {}
+        for number, names in enumerate(self._files):
+            file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            self._part(number).rename(self._folder / file)
+            index |= dict.fromkeys(names, file)
+        text = json.dumps({"metadata": {"total_size": self._total}, "weight_map": index}, indent=1)
+        (self._folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")

@@ -1,0 +1,286 @@
+"""Generation of text with a model: sampling through a pipeline, and the model of a checkpoint, a run or a directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeloom.config import Layout, load_layout
+from pipeloom.config.adapter import ADAPTER_CONFIG, read_adapter_config
+from pipeloom.config.checks import CLASS_KEYS
+from pipeloom.config.hub import is_directory
+from pipeloom.errors import CheckpointError, ConfigError, UsageError
+from pipeloom.models import names
+from pipeloom.models.hf.library import read_config
+from pipeloom.ops.random_state import stable_seed
+from pipeloom.parallel.tensor import TensorParallel
+from pipeloom.parallel.vocabulary import whole_logits
+from pipeloom.runtime import LocalPipeline, Pipeline
+from pipeloom.train.build import build_pipeline
+from pipeloom.train.checkpoint.folder import newest_checkpoint
+from pipeloom.train.checkpoint.load import load
+from pipeloom.train.checkpoint.run import RunFacts
+from pipeloom.train.collect import sums
+from pipeloom.train.data.sources import BYTES, tokenizer_name
+from pipeloom.train.data.tokenizers import Tokenizer, load_tokenizer
+from pipeloom.train.hub.lora_files import base_weights, begin_weights
+
+PROMPT = "def "
+SAMPLED_TOKENS = 160
+_WINDOW_STEP = 32  # windows grow by this many tokens: larger means fewer distinct shapes, but more padding to compute
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Rule for choosing a token from its logits.
+
+    Attributes:
+        temperature: divisor of the logits; 0: always the most likely token (greedy).
+        top_k: sample from the k most likely tokens; 0: all.
+        top_p: sample from the smallest set of most likely tokens whose probabilities sum to at least p; 1: all.
+        seed: seed of the random draws.
+
+    Raises UsageError for a value outside these ranges.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise UsageError(f"temperature is {self.temperature:g}; it must be 0 (greedy) or above, such as 0.8")
+        if self.top_k < 0:
+            raise UsageError(f"top_k is {self.top_k}; it must be 0 (all tokens) or above")
+        if not 0 < self.top_p <= 1:
+            raise UsageError(f"top_p is {self.top_p:g}; it must be above 0 and at most 1 (all tokens)")
+
+    def choose(self, logits: Tensor, generator: torch.Generator) -> int:
+        """Return the id of a token, given the logits [vocabulary]. Ties go to the lower id."""
+        logits = logits.float().cpu()
+        if self.temperature == 0:
+            return int(logits.argmax())
+        ordered, tokens = (logits / self.temperature).sort(descending=True, stable=True)
+        if self.top_k:
+            ordered, tokens = ordered[: self.top_k], tokens[: self.top_k]
+        shares = torch.softmax(ordered, dim=-1)
+        shares = shares.masked_fill(shares.cumsum(0) - shares >= self.top_p, 0)
+        return int(tokens[torch.multinomial(shares, 1, generator=generator)])
+
+
+@torch.no_grad()
+def extend(
+    pipeline: Pipeline | LocalPipeline,
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    sampling: Sampling,
+    *,
+    ends: Collection[int] = (),
+    context: int | None = None,
+) -> list[list[int]]:
+    """Return up to `count` new tokens for each prompt, on every rank. Collective.
+
+    All prompts go through the pipeline together, padded on the right: attention is causal, so padding changes nothing. The
+    tokens of a prompt depend on its own index and tokens, not on the other prompts.
+
+    Args:
+        ends: tokens that end a sequence; they are its last.
+        context: the longest window, in tokens; None: no limit.
+
+    Raises UsageError for an empty prompt.
+    """
+    for number, prompt in enumerate(prompts):
+        if not prompt:
+            raise UsageError(f"prompt {number} is empty; give it one token at least")
+    texts = [list(prompt) for prompt in prompts]
+    generators = [torch.Generator().manual_seed(stable_seed("sample", sampling.seed, at)) for at in range(len(prompts))]
+    going = set(range(len(texts)))
+    for _ in range(count):
+        recent = [text if context is None else text[-context:] for text in texts]
+        longest = max(len(recent[at]) for at in going)
+        length = -(-longest // _WINDOW_STEP) * _WINDOW_STEP
+        window = torch.zeros(len(texts), length if context is None else min(length, context), dtype=torch.int64)
+        for at in going:
+            window[at, : len(recent[at])] = torch.tensor(recent[at])
+        logits = pipeline.predict(window.to(pipeline.device))
+        tokens = [0.0] * len(texts)
+        if logits is not None:
+            for at in going:
+                tokens[at] = sampling.choose(_whole(pipeline, logits[at, len(recent[at]) - 1]), generators[at])
+        # only the rank with the last stage has logits; the other ranks add 0, so the sum is its choice
+        for at, token in enumerate(sums(pipeline, tokens)):
+            if at in going:
+                texts[at].append(int(token))
+                if int(token) in ends:
+                    going.discard(at)
+        if not going:
+            break
+    return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
+
+
+def generate(pipeline: Pipeline, tokenizer: Tokenizer, seq_len: int, seed: int, prompt: str = PROMPT) -> str:
+    """Return `prompt` and SAMPLED_TOKENS sampled tokens as text, on every rank. Collective.
+
+    The same weights and seed give the same text.
+    """
+    tokens = tokenizer.encode(prompt).tolist() or [0]  # the vocabulary may contain none of the prompt's characters
+    (added,) = extend(pipeline, [tokens], SAMPLED_TOKENS, Sampling(seed=seed), context=seq_len)
+    return printable(tokenizer.decode(torch.tensor([*tokens, *added])))
+
+
+def printable(text: str) -> str:
+    """Return `text` with control characters, which could control a terminal, replaced by U+FFFD, except newlines and tabs."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _whole(pipeline: Pipeline | LocalPipeline, logits: Tensor) -> Tensor:
+    """Return the logits [vocabulary] of one position, from each tensor-parallel rank's part."""
+    if pipeline.mesh.tp.size == 1:
+        return logits
+    shard = next(pipeline.layouts[name].over("tp") for name in names.VOCABULARY_WEIGHTS if name in pipeline.layouts)
+    assert shard is not None
+    return whole_logits(logits, TensorParallel(pipeline.mesh.tp), sum(shard.sizes))
+
+
+# -- the model of a checkpoint, a run or a directory ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model to generate with.
+
+    Attributes:
+        layout: layout that `open_pipeline` builds.
+        checkpoint: checkpoint with its weights; None: they are in the directory that the layout names.
+        hub: Hugging Face directory that its configuration names as its source or for its weights; None: it names none.
+    """
+
+    layout: Layout
+    checkpoint: Path | None
+    hub: Path | None
+
+
+@dataclass(frozen=True)
+class Text:
+    """Conversion of text to tokens and back, and the tokens (`ends`) that end a sequence."""
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+    ends: tuple[int, ...]
+
+
+def open_model(path: Path, prompts: int, flags: Mapping[str, Any], trust_code: bool = False) -> OpenedModel:
+    """Find the model at `path`, and make a layout of it for `prompts` sequences at a time.
+
+    Args:
+        flags: keys of the configuration that the layout has in addition to the model's, such as "parallel.pp".
+        trust_code: import the classes that a checkpoint's model names as `module:class`.
+
+    Raises:
+        CheckpointError: there is no model at `path`.
+        ConfigError: the layout does not fit the model, or the model names classes without `trust_code`.
+    """
+    size = max(1, prompts)
+    layout: dict[str, Any] = {"schedule.name": "gpipe", "schedule.microbatches": size, "train.global_batch_size": size}
+    if (path / ADAPTER_CONFIG).is_file():
+        base = Path(str(read_adapter_config(path, str(path)).get("base_model_name_or_path")))
+        if not (base / "config.json").is_file():
+            raise ConfigError(
+                f"{path / ADAPTER_CONFIG}: the model that it adapts, {base}, is not a Hugging Face directory"
+            )
+        return OpenedModel(
+            load_layout(None, {"model.source": str(base), "lora.adapter": str(path), **layout, **flags}), None, base
+        )
+    if (path / "config.json").is_file():
+        return OpenedModel(load_layout(None, {"model.source": str(path), **layout, **flags}), None, path)
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist; give a checkpoint, a run, or a Hugging Face directory")
+    checkpoint = newest_checkpoint(path)
+    facts = RunFacts.read(checkpoint)
+    config, model = facts.config, facts.model(checkpoint)
+    source, weights = model.get("source"), model.get("weights")
+    hub = source or (weights if isinstance(weights, str) and weights and is_directory(weights) else None)
+    for key in CLASS_KEYS:
+        if model.get(key) and not trust_code:
+            raise ConfigError(
+                f"{checkpoint}: its model contains code, model.{key} = {json.dumps(str(model[key])[:200])}, which would be "
+                "imported and run; --trust-code allows it"
+            )
+    values = {"source": source} if source else {key: value for key, value in model.items() if value is not None}
+    if not config.get("lora", {}).get("r"):
+        values.pop("weights", None)  # the run's initial weights; the checkpoint has its own
+    keys = {f"model.{key}": value for key, value in values.items()}
+    keys |= {f"lora.{key}": value for key, value in config.get("lora", {}).items() if key != "adapter"}
+    for section, key in (("train", "dtype"), ("data", "tokenizer"), ("data", "bos"), ("data", "eos")):
+        if key in config.get(section, {}):
+            keys[f"{section}.{key}"] = config[section][key]
+    return OpenedModel(load_layout(None, {**keys, **layout, **flags}), checkpoint, Path(hub) if hub else None)
+
+
+def open_pipeline(opened: OpenedModel, device: torch.device, watchdog: Any = None) -> Pipeline:
+    """Build this process's part of the model, and load its weights; collective. The pipeline is in evaluation mode."""
+    pipeline = build_pipeline(opened.layout, device, watchdog=watchdog)
+    config = opened.layout.config
+    begin_weights(config, pipeline, opened.checkpoint is not None)
+    if opened.checkpoint is not None:
+        load(opened.checkpoint, pipeline, base=base_weights(config))
+    pipeline.eval()
+    return pipeline
+
+
+def text_of(opened: OpenedModel) -> Text:
+    """Open the tokenizer of `data.tokenizer`; "auto" is that of the model's directory if it has one, else bytes.
+
+    Raises ConfigError if it cannot be read.
+    """
+    data = opened.layout.config.data
+    name = tokenizer_name(data.tokenizer, str(opened.hub or ""))
+    tokenizer = load_tokenizer(name, data.bos, data.eos)
+    begin = [] if tokenizer.bos is None else [tokenizer.bos]
+    tokenizer_ends = () if tokenizer.eos is None or name == BYTES else (tokenizer.eos,)
+    return Text(
+        lambda text: begin + tokenizer.encode(text).tolist(),
+        lambda tokens: tokenizer.decode(torch.tensor(tokens)),
+        _ends(opened.hub) or tokenizer_ends,
+    )
+
+
+def continue_prompts(
+    opened: OpenedModel, pipeline: Pipeline, prompts: Sequence[str], count: int, sampling: Sampling
+) -> list[tuple[str, list[int]]]:
+    """Return (prompt and continuation as text, new tokens) for each prompt; collective, the same on every rank.
+
+    Args:
+        count: most new tokens per prompt.
+
+    Raises UsageError for a prompt without tokens, or with a token outside the model's vocabulary.
+    """
+    text = text_of(opened)
+    encoded = [text.encode(prompt) for prompt in prompts]
+    vocabulary = opened.layout.config.model.vocab_size
+    for prompt, tokens in zip(prompts, encoded, strict=True):
+        unknown = [token for token in tokens if token >= vocabulary]
+        if unknown:
+            raise UsageError(
+                f"token {unknown[0]} of the prompt {prompt[:60]!r} is outside the vocabulary of {vocabulary}"
+            )
+    added = extend(pipeline, encoded, count, sampling, ends=text.ends, context=_context(opened.hub))
+    return [(text.decode([*before, *after]), after) for before, after in zip(encoded, added, strict=True)]
+
+
+def _ends(hub: Path | None) -> tuple[int, ...]:
+    ends = None if hub is None else getattr(read_config(hub), "eos_token_id", None)
+    return () if ends is None else tuple(ends) if isinstance(ends, Collection) else (int(ends),)
+
+
+def _context(hub: Path | None) -> int | None:
+    """Return the most tokens that the model has positions for; None: any number."""
+    most = None if hub is None else getattr(read_config(hub).get_text_config(), "max_position_embeddings", None)
+    return most if isinstance(most, int) and most > 0 else None

@@ -1,0 +1,245 @@
+"""Adapters in training: the source of the frozen weights, and adapters in the file format of `peft`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pipeloom.config import Config
+from pipeloom.config.adapter import ADAPTER_CONFIG
+from pipeloom.config.hub import is_directory
+from pipeloom.errors import CheckpointError, ConfigError
+from pipeloom.limits import expanded
+from pipeloom.models.adapters import LoraOptions, adapter_name, is_adapter
+from pipeloom.models.hf.library import causal_model, read_config
+from pipeloom.models.hf.weights import Folder, PretrainedWeights
+from pipeloom.models.names import hub_name
+from pipeloom.models.stored_tensors import StoredTensors
+from pipeloom.parallel.exchange import all_gather_json
+from pipeloom.runtime import Pipeline
+from pipeloom.train.checkpoint.folder import newest_checkpoint
+from pipeloom.train.checkpoint.load import Reader, agreed_checkpoint, on_every_rank, verified
+from pipeloom.train.checkpoint.manifest import BaseWeights, read_manifest
+from pipeloom.train.checkpoint.state import Holder, holders, require_shapes
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."  # prefix of every name in peft's files
+_SAMPLE = 64  # bytes at each of the start, middle and end of a tensor that a directory's digest reads
+
+
+def base_weights(config: Config) -> BaseWeights | None:
+    """Return the source of the weights that adapters leave frozen; None: the configuration has no adapters.
+
+    Raises CheckpointError or ConfigError if they cannot be read.
+    """
+    if not config.lora.r:
+        return None
+    if config.model.source:
+        path = expanded(config.model.source)
+        return BaseWeights("hugging face", str(path), directory_digest(path))
+    weights = expanded(config.model.weights).absolute()
+    if is_directory(str(weights)):
+        return BaseWeights("hugging face", str(weights), directory_digest(weights))
+    path = newest_checkpoint(weights)
+    return BaseWeights("checkpoint", str(path), checkpoint_digest(path))
+
+
+def directory_digest(path: Path) -> str:
+    """Return the SHA-256 of a Hugging Face directory's configuration, its tensors' names, dtypes and shapes, and samples of each.
+
+    Only samples of the values are read, so that the time does not grow with the size of the tensors.
+    """
+    digest = hashlib.sha256((path / "config.json").read_bytes())
+    for name, entry in sorted(Folder(path).entries.items()):
+        digest.update(f"{name} {entry.dtype} {entry.shape}".encode())
+        with entry.file.open("rb", buffering=0) as file:
+            for at in (0, max(0, entry.size // 2 - _SAMPLE), max(0, entry.size - _SAMPLE)):
+                file.seek(entry.start + at)
+                digest.update(file.read(min(_SAMPLE, entry.size)))
+    return digest.hexdigest()
+
+
+def checkpoint_digest(path: Path) -> str:
+    """Return the SHA-256 of the checksums of a checkpoint's files."""
+    files = read_manifest(path).files
+    return hashlib.sha256(" ".join(f"{name} {files[name].sha256}" for name in sorted(files)).encode()).hexdigest()
+
+
+def begin_weights(config: Config, pipeline: Pipeline, resumed: bool = False) -> None:
+    """Load the initial weights of a run, apart from those of `model.source`; collective.
+
+    `model.weights` holds those of Pipeloom's own decoder, `lora.adapter` those of adapters.
+
+    Args:
+        resumed: whether a checkpoint, which has all trained weights, is loaded afterwards.
+
+    Raises:
+        CheckpointError, ConfigError: weights that are absent or belong to another model; adapters without a layer to adapt.
+    """
+    if config.model.weights and (config.lora.r or not resumed):
+        weights = expanded(config.model.weights).absolute()
+        (read_directory if is_directory(str(weights)) else _read_checkpoint)(weights, pipeline)
+    if config.lora.r:
+        _require_adapters(config, pipeline)
+    if config.lora.adapter and not resumed:
+        read_adapter(expanded(config.lora.adapter), pipeline)
+
+
+@torch.no_grad()
+def read_directory(path: Path, pipeline: Pipeline) -> int:
+    """Load this rank's part of the weights of a Hugging Face directory into Pipeloom's own decoder.
+
+    The gate and up matrices of experts, which `transformers` joins in memory, are read in the form in which the files have them.
+
+    Returns:
+        the number of bytes of tensors that this rank has read.
+
+    Raises:
+        ConfigError: a weight that the directory lacks, or that has another shape.
+    """
+    weights = PretrainedWeights(path, causal_model(read_config(path), None))
+    for held in holders(pipeline):
+        if is_adapter(held.name) or not held.parameter:
+            continue
+        for box, values in held.parts(held.tensor):
+            target = values if values.is_contiguous() else values.contiguous()
+            name, offset, shape = hub_name(held.name), list(box.offset), list(held.shape)
+            stem, _, matrix = name.removesuffix(".weight").rpartition("experts.")
+            if matrix in ("gate_proj", "up_proj") and len(shape) == 3:
+                offset[1] += shape[1] * (matrix == "up_proj")
+                name, shape[1] = f"{stem}experts.gate_up_proj", 2 * shape[1]
+            elif matrix == "down_proj" and len(shape) == 3:
+                name = f"{stem}experts.down_proj"
+            weights.load_part(name, target, offset, shape)
+            if target is not values:
+                values.copy_(target)
+    return weights.folder.bytes_read
+
+
+@torch.no_grad()
+def _read_checkpoint(path: Path, pipeline: Pipeline) -> None:
+    """Load the weights of a checkpoint, except those of adapters; collective."""
+    everyone = pipeline.mesh.everyone
+    group = pipeline.run_control if everyone.size > 1 else None
+    directory = agreed_checkpoint(path, group)
+    with pipeline.waiting("the other ranks to compare a checkpoint's checksums", "load"):
+        manifest, problem = verified(directory, group, everyone.index, everyone.size)
+    if manifest is None:
+        raise CheckpointError(problem)
+    if manifest.base is not None:
+        raise CheckpointError(f"{directory}: it holds adapters only, of the model in {manifest.base.path}")
+    reader = Reader(directory, manifest)
+    here = [held for held in holders(pipeline) if not is_adapter(held.name)]
+    on_every_rank(pipeline, lambda: require_shapes(reader, {held.name: held.shape for held in here}))
+    for held in here:
+        held.tensor.copy_(held.read(partial(reader.region, f"model.{held.name}")))
+
+
+def _require_adapters(config: Config, pipeline: Pipeline) -> None:
+    """Raise ConfigError, on every rank, if no linear layer of the model has an adapter."""
+    mine = [name for name, _ in pipeline.named_parameters() if is_adapter(name)]
+    weights = {
+        name.split(".")[-2] for name, p in pipeline.named_parameters() if p.ndim == 2 and name.endswith(".weight")
+    }
+    facts = [len(mine), sorted(weights)]
+    everyone: list[Any] = [facts]
+    if pipeline.mesh.everyone.size > 1:
+        with pipeline.waiting("the other ranks to count their adapters"):
+            everyone = all_gather_json(facts, pipeline.run_control)
+    if not sum(count for count, _ in everyone):
+        known = sorted({name for _, names in everyone for name in names})
+        raise ConfigError(
+            f"lora.target_modules = {config.lora.target_modules!r}: no linear layer has such a name; the model has "
+            f"weights called {', '.join(known[:20])}"
+        )
+
+
+# -- peft's files --------------------------------------------------------------------------------------------------------
+
+
+def write_adapter(out: Path, tensors: Mapping[str, Tensor], options: LoraOptions, base: str, transposed: bool) -> None:
+    """Write adapters as `peft` does: `adapter_config.json` and `adapter_model.safetensors` in a new directory.
+
+    Args:
+        tensors: name in `transformers` -> tensor.
+        base: directory of the model that they belong to, for `peft`.
+        transposed: whether the layers store their weights as [inputs, outputs].
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    named = {f"{_PREFIX}{name}": tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(named, out / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    modules = sorted({name.rpartition(".lora_")[0] for name in tensors})
+    targets = options.target_modules
+    content = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": options.r,
+        "lora_alpha": options.lora_alpha,
+        "lora_dropout": options.lora_dropout,
+        "target_modules": modules if targets == "all-linear" else targets,
+        "bias": "none",
+        "fan_in_fan_out": transposed,
+        "inference_mode": True,
+    }
+    (out / ADAPTER_CONFIG).write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+@torch.no_grad()
+def read_adapter(folder: Path, pipeline: Pipeline) -> None:
+    """Load this rank's part of adapters in peft's format into a pipeline; collective.
+
+    Raises ConfigError, on every rank, for adapters that only the model or only the file has, or that have another shape.
+    """
+    here = [held for held in holders(pipeline) if is_adapter(held.name)]
+    problem = ""
+    try:
+        keys = _read_parts(folder / ADAPTER_WEIGHTS, here)
+    except ConfigError as error:
+        keys, problem = [], str(error)
+    answers: list[Any] = [[problem, keys, [adapter_name(held.name) for held in here]]]
+    if pipeline.mesh.everyone.size > 1:
+        with pipeline.waiting("the other ranks to read an adapter", "load"):
+            answers = all_gather_json(answers[0], pipeline.run_control)
+    for problem, *_ in answers:
+        if problem:
+            raise ConfigError(problem)
+    _refuse_others(folder, {key for _, keys, _ in answers for key in keys}, {n for *_, names in answers for n in names})
+
+
+def _read_parts(path: Path, here: Iterable[Holder]) -> list[str]:
+    """Fill the tensors in `here` from a file. Return the names of all tensors in the file."""
+    try:
+        file = StoredTensors([path])
+        keys = [key.removeprefix(_PREFIX) for key in file.entries]
+        for held in here:
+            name = adapter_name(held.name)
+            if name not in keys:
+                raise ConfigError(f"{path}: it has no {name}, and the model has an adapter there")
+            shape = file.entries[f"{_PREFIX}{name}"].shape
+            if shape != held.shape:
+                raise ConfigError(f"{path}: {name} is {list(shape)}, and the model's is {list(held.shape)}")
+            for box, values in held.parts(held.tensor):
+                part = torch.empty(box.shape, dtype=values.dtype)
+                file.read_into(f"{_PREFIX}{name}", part, box.offset)
+                values.copy_(part)
+        return keys
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {str(error)[:200]}") from error
+
+
+def _refuse_others(folder: Path, keys: Collection[str], known: Collection[str]) -> None:
+    others = sorted(set(keys) - set(known))
+    if others:
+        raise ConfigError(
+            f"{folder / ADAPTER_WEIGHTS}: it has {others[0]}{f' and {len(others) - 1} more' * (len(others) > 1)}, which the "
+            "model has no linear layer for"
+        )

@@ -1,0 +1,56 @@
+"""What is said of a failure, is said once: one traceback, and a refusal that all workers share."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipeloom.train.workers import launch
+from pipeloom.train.workers.failures import WorkerFailure
+
+TINY = ("train", "tiny", "--train.steps", "3", "--parallel.pp", "2", "--schedule.name", "1f1b")
+
+
+def run(folder: Path, *arguments: str, torchrun: bool = False) -> subprocess.CompletedProcess[str]:
+    how = (
+        ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "pipeloom"]
+        if torchrun
+        else ["pipeloom"]
+    )
+    command = [sys.executable, "-m", *how, *TINY, "--log.dir", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=folder)
+
+
+@pytest.mark.parametrize(("rank", "action"), [(0, "0B1"), (1, "1B1")])
+def test_one_traceback(rank: int, action: str, tmp_path: Path) -> None:
+    ended = run(tmp_path, "--debug.fault", f"raise:{rank}:{action}")
+    assert ended.returncode == 1
+    assert ended.stderr.count("Traceback (most recent call last)") == 1, ended.stderr
+    other = f"[rank {1 - rank}] stopped, because rank {rank} failed: step 0, in B of stage {rank} micro-batch 1"
+    lines = [line for line in ended.stderr.splitlines() if line.startswith(other)]
+    assert len(lines) == 1 or rank == 0  # the launcher may end rank 1 before it has written anything
+    assert all("InjectedFault: --debug.fault raised at" in line for line in lines)
+
+
+def test_one_refusal_of_torchruns_workers(tmp_path: Path) -> None:
+    ended = run(tmp_path, "--train.stepz", "3", torchrun=True)
+    assert ended.stderr.count("train.stepz = 3: there is no such key; did you mean 'steps'?") == 1, ended.stderr
+
+
+def worker(rank: int, text: str) -> Any:
+    return SimpleNamespace(rank=rank, lines=text.splitlines())
+
+
+def test_the_launcher_repeats_no_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 0 has written its own; what the others wrote besides is shown."""
+    failures = {rank: WorkerFailure(rank, time.time(), 2, "refused\nfor two reasons") for rank in range(3)}
+    failures[3] = WorkerFailure(3, time.time(), 2, "another reason")
+    texts = ["", "a warning\nrefused\nfor two reasons", "refused\nfor two reasons", "another reason"]
+    launch.show_output([worker(rank, text) for rank, text in enumerate(texts)], 0, failures)
+    assert capsys.readouterr().err == "[rank 1] a warning\n[rank 3] another reason\n"

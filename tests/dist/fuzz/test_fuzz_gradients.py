@@ -1,0 +1,114 @@
+"""The fuzzer of gradients finds what is planted, shrinks it, and repeats itself; a sample of its cases finds nothing."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+
+from fuzz import gradients
+from fuzz._cases import FAMILIES, Case, draw_case, is_valid
+from fuzz._crew import Crew, Hang
+from fuzz._layers import FROZEN, HOOKS, KINDS, Layout
+from fuzz._runs import observed, reference
+from pipeloom.runtime.stage import InputGradients, Stage
+
+
+def cases(seed: int, count: int) -> list[Case]:
+    return [draw_case(random.Random(f"{seed} {number}")) for number in range(count)]
+
+
+def test_cases_repeat_and_survive_their_text() -> None:
+    drawn = cases(7, 200)
+    assert drawn == cases(7, 200)
+    assert [Case.from_json(case.to_json()) for case in drawn] == drawn
+    assert all(map(is_valid, drawn))
+
+
+def test_everything_is_drawn() -> None:
+    drawn = cases(8, 600)
+    layouts = [layout for case in drawn for layout in case.layouts]
+    assert {layout.kind for layout in layouts} >= KINDS.keys() - {"compiled"}
+    assert {layout.frozen for layout in layouts} == {"", *FROZEN}
+    assert {hook for layout in layouts for hook in layout.hooks} == set(HOOKS)
+    assert {case.schedule for case in drawn} == set(FAMILIES)
+    assert {case.world for case in drawn if case.dp} == {1, 2, 3, 4}
+    assert any(case.ties and case.one_object and case.dp for case in drawn)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "compiled"])
+def test_every_kind_trains_in_one_process(kind: str) -> None:
+    """Between two linear layers, and alone."""
+    opening = ("open",) if kind in ("join", "drop") else ()
+    for layers in (("linear", *opening, kind, "drop"), (kind,)):
+        seen = observed(reference, Case(layers=layers, microbatches=2, rows=(1, 2), steps=2))
+        assert seen.error is None, seen.error
+        assert len(seen.losses) == 2
+        assert any(seen.gradients[1].values()) or layers == (kind,)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_every_hook_fires_in_one_process(hook: str) -> None:
+    case = Case(layers=("linear", str(Layout("mlp", hooks=(hook,)))), microbatches=2, rows=(1, 2))
+    seen = observed(reference, case)
+    assert seen.error is None, seen.error
+    assert seen.counts == ({} if hook == "keep" else {f"l1 {hook}": 2})
+    assert (seen.kept != 0) == (hook == "keep")
+
+
+def test_a_planted_defect_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients that cross a boundary are too large."""
+    right = Stage.backward
+
+    def wrong(self: Stage, *arguments: Any, **keywords: Any) -> InputGradients:
+        values, *by_name = right(self, *arguments, **keywords)
+        return tuple(None if value is None else value * 1.01 for value in values), *by_name
+
+    monkeypatch.setattr(Stage, "backward", wrong)
+    case = Case(
+        layers=("mlp", "layer norm|hooks=output", "conv", "linear"),
+        schedule="interleaved",
+        ranks=2,
+        microbatches=3,
+        rows=(2, 1, 2),
+        recompute="full",
+        steps=2,
+    )
+    runner = gradients.Runner()
+    try:
+        outcome = runner.outcome(case)
+        assert outcome.sort == "gradient"
+        small = gradients.shrunk(runner, case, outcome, None, 0, 0.0).case
+    finally:
+        runner.close()
+    assert small in (
+        Case(layers=("linear", "linear"), ranks=2),
+        Case(layers=("linear", "linear"), schedule="interleaved"),
+    )
+
+
+def _sleep(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def _number(argument: int) -> int:
+    return argument + 1
+
+
+def test_a_hang_is_reported_and_the_crew_goes_on() -> None:
+    crew = Crew(2)
+    try:
+        with pytest.raises(Hang, match=r"processes \[0, 1\] do not end within 1 s"):
+            crew.run(_sleep, 60.0, 1.0, lambda result: False)
+        assert crew.run(_number, 4, 60.0, lambda result: False) == [5, 5]
+    finally:
+        crew.stop()
+
+
+def test_a_sample_of_cases_finds_nothing() -> None:
+    said: list[str] = []
+    findings = gradients.fuzz(seed=13, cases=60, deadline=None, say=said.append)
+    assert not findings, "\n".join(said)
+    assert said[-1].startswith("gradients: seed 13, 60 cases in ")

@@ -1,0 +1,170 @@
+"""The vocabulary over ranks: embedding, loss, and what is never allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from layouts import LENGTH, Way, batch, model, step, tensor_parallel
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pipeloom.errors import UsageError
+from pipeloom.models import cross_entropy
+from pipeloom.parallel.mesh import Axis
+from pipeloom.parallel.sharding import shard_of, shardings_of
+from pipeloom.parallel.tensor import TensorParallel
+from pipeloom.parallel.vocabulary import VocabularyEmbedding, VocabularyHead, whole_logits
+from pipeloom.parallel.vocabulary import cross_entropy as spread_cross_entropy
+from processes import run_ranks
+
+VOCABULARY, WIDTH = 257, 6
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def some_targets() -> Tensor:
+    targets = torch.randint(0, VOCABULARY, (3, LENGTH), generator=torch.Generator().manual_seed(1))
+    targets[0, :3] = torch.tensor([0, VOCABULARY - 1, 64])
+    return targets
+
+
+def loss_and_gradient(compute: Callable[[Tensor], Tensor], logits: Tensor) -> tuple[Tensor, Tensor]:
+    leaf = logits.clone().requires_grad_()
+    loss = compute(leaf)
+    (loss * 3).backward()
+    assert leaf.grad is not None
+    return loss.detach(), leaf.grad
+
+
+def check_loss(tensor: TensorParallel, dtype: torch.dtype, smoothing: float, ignored: bool) -> None:
+    logits, targets = 20 * normal(3, LENGTH, VOCABULARY, dtype=dtype), some_targets()
+    if ignored:
+        targets[1] = -100
+    sharding = shardings_of(VocabularyHead(WIDTH, VOCABULARY, tensor))["weight"]
+    part = shard_of(logits.movedim(-1, 0), sharding, {"tp": tensor.index}).movedim(0, -1)
+    want, gradient = loss_and_gradient(lambda x: cross_entropy(x, targets, smoothing), logits)
+    loss, found = loss_and_gradient(lambda x: spread_cross_entropy(x, targets, tensor, VOCABULARY, smoothing), part)
+    own = shard_of(gradient.movedim(-1, 0), sharding, {"tp": tensor.index}).movedim(0, -1)
+    assert torch.equal(whole_logits(part[0], tensor, VOCABULARY), logits[0])
+    assert loss.dtype == want.dtype
+    assert found.dtype == dtype
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]
+    torch.testing.assert_close(loss, want, rtol=min(tolerance, 1e-5), atol=0)
+    torch.testing.assert_close(found, own, rtol=tolerance, atol=tolerance * float(gradient.abs().max()))
+
+
+def check_embedding(tensor: TensorParallel) -> None:
+    full, tokens, seed = normal(VOCABULARY, WIDTH), some_targets(), normal(3, LENGTH, WIDTH, seed=2)
+    reference = full.clone().requires_grad_()
+    want = F.embedding(tokens, reference)
+    want.backward(seed)
+    module = VocabularyEmbedding(VOCABULARY, WIDTH, tensor)
+    sharding = shardings_of(module)["weight"]
+    with torch.no_grad():
+        module.weight.copy_(shard_of(full, sharding, {"tp": tensor.index}))
+    own = (lambda x: x.chunk(tensor.size, 1)[tensor.index]) if tensor.sequence else (lambda x: x)
+    out = module(tokens)
+    out.backward(own(seed))
+    assert torch.equal(out, own(want))
+    assert reference.grad is not None
+    torch.testing.assert_close(module.weight.grad, shard_of(reference.grad, sharding, {"tp": tensor.index}))
+
+
+def refusals(tensor: TensorParallel) -> list[str]:
+    """Every rank refuses, before it communicates: none is left waiting."""
+    said = []
+    embedding = VocabularyEmbedding(VOCABULARY, WIDTH, tensor)
+    logits = torch.zeros(1, 1, embedding.parts[tensor.index], requires_grad=True)
+    for wrong in (VOCABULARY, -1):
+        for call in (embedding, lambda t: spread_cross_entropy(logits, t, tensor, VOCABULARY)):
+            with pytest.raises(UsageError) as caught:
+                call(torch.tensor([[wrong]]))
+            said.append(str(caught.value))
+    loss = spread_cross_entropy(logits, torch.tensor([[5]]), tensor, VOCABULARY)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="inplace"):
+        loss.backward()
+    return said
+
+
+def check_large_logits(tensor: TensorParallel) -> None:
+    """Logits whose exponentials overflow: the loss and its gradient are those of one process."""
+    full = normal(1, 5, VOCABULARY) * 1000
+    targets = torch.arange(5).unsqueeze(0)
+    reference = full.clone().requires_grad_()
+    want = F.cross_entropy(reference.flatten(0, 1), targets.flatten())
+    want.backward()
+    assert reference.grad is not None
+    own = torch.split(full, tensor.split_unevenly(VOCABULARY), -1)[tensor.index].clone().requires_grad_()
+    loss = spread_cross_entropy(own, targets, tensor, VOCABULARY)
+    loss.backward()
+    torch.testing.assert_close(loss, want)
+    torch.testing.assert_close(
+        own.grad, torch.split(reference.grad, tensor.split_unevenly(VOCABULARY), -1)[tensor.index]
+    )
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that an operation returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.elements = max(self.elements, *sizes, 0)
+        return result
+
+
+def largest_of_a_step(tensor: TensorParallel | None, **changes: Any) -> int:
+    with Largest() as seen:
+        step(model(**changes), Way(smoothing=0.1), tensor)
+    return seen.elements
+
+
+def work(rank: int) -> tuple[list[str], int, int]:
+    for sequence in (False, True):
+        check_embedding(tensor_parallel(sequence))
+    tensor = tensor_parallel(False)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        for smoothing in (0.0, 0.1):
+            check_loss(tensor, dtype, smoothing, ignored=smoothing > 0)
+    check_large_logits(tensor)
+    wide = {"vocab_size": 5000, "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 32}
+    return refusals(tensor), largest_of_a_step(tensor_parallel(True), **wide), largest_of_a_step(None, **wide)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_embedding_and_loss_are_those_of_one_process(ranks: int) -> None:
+    tokens = max(t.numel() for t, _ in batch(5000))
+    for said, largest, alone in run_ranks(work, ranks):
+        assert said == [
+            f"token {VOCABULARY} is outside the vocabulary of 257: ids are 0 to 256",
+            f"target {VOCABULARY} is outside the vocabulary of 257: ids are 0 to 256",
+            "token -1 is outside the vocabulary of 257: ids are 0 to 256",
+            "target -1 is outside the vocabulary of 257: ids are 0 to 256",
+        ]
+        # drawing the first weights makes vocabulary x width, which is less here; logits are the largest in a step
+        assert largest <= max(-(-5000 // ranks) * tokens, 5000 * 16) < alone
+        assert alone == 5000 * tokens
+
+
+def test_the_last_rank_takes_the_remainder() -> None:
+    heads = [VocabularyHead(WIDTH, VOCABULARY, TensorParallel(Axis((0, 1, 2, 3), at, None))) for at in range(4)]
+    assert [head.weight.shape[0] for head in heads] == [64, 64, 64, 65]
+    embedding = VocabularyEmbedding(10, WIDTH, TensorParallel(Axis((0, 1, 2, 3), 3, None)))
+    assert embedding.parts == (2, 2, 2, 4)
+
+
+def test_label_smoothing_of_one_process_is_its_formula() -> None:
+    logits, targets = normal(3, LENGTH, 11, dtype=torch.float64), some_targets() % 11
+    logs = torch.log_softmax(logits, -1)
+    hit = logs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(cross_entropy(logits, targets, 0.1), -(0.9 * hit + 0.1 * logs.mean(-1)).mean())

@@ -1,0 +1,148 @@
+"""What the formulas say that a step sends is what it sends: tensor-parallel collectives, and messages of the pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from layouts import LENGTH, Way, model, step, tensor_parallel
+
+from pipeloom.config import load_layout, parameter_count
+from pipeloom.config.volume import Volume, boundary_bytes, volumes, words
+from pipeloom.parallel import collectives
+from pipeloom.schedule.channels import traffic
+from pipeloom.schedule.families import FAMILIES, build
+from pipeloom.schedule.messages import message_counts, size_words
+from processes import run_ranks
+
+# bytes that leave a rank, over the bytes of the larger of its two tensors and (ranks - 1) / ranks
+MOVES = {"all_reduce": 2.0, "all_gather_single": 1.0, "all_gather_into_tensor": 1.0, "all_to_all_single": 1.0}
+WIDTH = model().hidden_size
+
+
+class _Counter:
+    """torch.distributed, seen by the layers: collectives of hidden states, and the bytes that a ring sends for them."""
+
+    def __init__(self, ranks: int) -> None:
+        self.real, self.ranks = collectives.dist, ranks
+        self.count, self.bytes = 0, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.real, name)
+        if name not in MOVES:
+            return value
+
+        def call(first: torch.Tensor, *others: Any, **keywords: Any) -> Any:
+            if first.shape[-1] == WIDTH:  # not the statistics of the loss
+                whole = first.numel() * first.element_size()
+                self.count += 1
+                self.bytes += MOVES[name] * whole * (self.ranks - 1) / self.ranks
+            return value(first, *others, **keywords)
+
+        return call
+
+
+def sent(rank: int, ranks: int) -> list[tuple[int, float]]:
+    found = []
+    real = collectives.dist
+    for sequence in (False, True):
+        for recompute in (False, True):
+            tensor = tensor_parallel(sequence)
+            counter = _Counter(ranks)
+            collectives.dist = counter  # type: ignore[assignment]
+            try:
+                step(model(), Way(recompute=recompute), tensor)
+            finally:
+                collectives.dist = real
+            found.append((counter.count, counter.bytes))
+    return found
+
+
+def test_tensor_parallel_volume() -> None:
+    ranks = run_ranks(sent, 2, 2)
+    for at, (sequence, recompute) in enumerate((s, r) for s in (False, True) for r in (False, True)):
+        layout = load_layout(
+            "tiny",
+            {
+                f"model.{key}": getattr(model(), key)
+                for key in ("num_hidden_layers", "num_key_value_heads", "vocab_size")
+            }
+            | {"parallel.pp": 1, "parallel.tp": 2, "parallel.sp": sequence, "schedule.name": "1f1b"}
+            | {"train.recompute": "full" if recompute else "none", "train.dtype": "float32"}
+            | {"train.seq_len": LENGTH, "train.global_batch_size": 5, "schedule.microbatches": 2},
+        )
+        (volume,) = volumes(layout)
+        assert volume.kind == "tensor"
+        if sequence and recompute:  # this step runs the output layer again, too, which the trainer does not: its gather
+            extra = 2, (2 - 1) * 5 * LENGTH * WIDTH * 4
+            volume = Volume("tensor", volume.count + extra[0], volume.bytes + extra[1])
+        assert (volume.count, volume.bytes) == (ranks[0][at][0], sum(rank[at][1] for rank in ranks)), (
+            sequence,
+            recompute,
+        )
+
+
+def _layout(**keys: Any) -> Any:
+    sizes = {"train.dtype": "float32", "train.seq_len": 16, "train.global_batch_size": 8, "schedule.microbatches": 4}
+    return load_layout("tiny", {"schedule.name": "1f1b", "parallel.pp": 1} | sizes | keys)
+
+
+def test_pipeline_volume() -> None:
+    """4 micro-batches of 2 sequences cross one boundary, there and back, on each of 2 tensor-parallel ranks."""
+    layout = _layout(**{"parallel.pp": 2})
+    hidden = layout.config.model.hidden_size
+    assert boundary_bytes(layout) == (2 * 16 * hidden * 4,) * 4
+    assert volumes(layout) == (Volume("pipeline", 8, 8 * 2 * 16 * hidden * 4),)
+    half = _layout(**{"parallel.pp": 2, "parallel.tp": 2, "parallel.sp": True})
+    assert volumes(half)[0] == Volume(
+        "pipeline", 16, 8 * 2 * 16 * hidden * 4
+    )  # each of two workers sends half of the tokens
+    narrow = _layout(**{"parallel.pp": 2, "train.dtype": "bfloat16"})
+    assert volumes(narrow)[0].bytes == volumes(layout)[0].bytes / 2
+
+
+def test_data_parallel_volume() -> None:
+    """2 (N - 1) times the gradients in fp32, over all replicas; bfloat16 parameters are gathered narrow with zero1."""
+    keys = {"parallel.dp": 4, "train.global_batch_size": 16}
+    layout = _layout(**keys)
+    assert not layout.config.model.tie_word_embeddings
+    count = parameter_count(layout.config.model)
+    (volume,) = volumes(layout)
+    assert volume == Volume("data", 1, 2 * 3 * 4 * count)
+    (sharded,) = volumes(_layout(**keys, **{"train.dtype": "bfloat16", "optimizer.zero1": True}))
+    assert sharded.bytes == (4 + 2) * 3 * count
+    assert "data " + size_words(volume.bytes) in words(layout)
+
+
+def test_experts_volume() -> None:
+    """Of 2 choices of each of 8 x 16 tokens a half stays on its rank; 4 passes through each block; experts are reduced apart."""
+    keys = {"model.num_experts": 4, "model.num_experts_per_tok": 2, "parallel.dp": 2, "parallel.ep": 2}
+    layout = _layout(**keys)
+    data, experts = volumes(layout)
+    model_ = layout.config.model
+    rows = 8 * 16 * 2
+    assert experts.kind == "experts"
+    assert experts.bytes == 4 * model_.num_hidden_layers * rows * model_.hidden_size * 4 / 2
+    assert experts.count == 4 * model_.num_hidden_layers * 4
+    spread = 3 * model_.hidden_size * model_.expert_width * 4 * model_.num_hidden_layers
+    assert data.bytes == 2 * 1 * 4 * (parameter_count(model_) - spread)  # experts have one replica each
+
+
+def test_dense_blocks_exchange_no_tokens() -> None:
+    keys = {"model.num_experts": 4, "parallel.dp": 2, "parallel.ep": 2, "train.recompute": [0, 1]}
+    blocks = _layout(**keys).config.model.num_hidden_layers
+    every = volumes(_layout(**keys))[1]
+    one = volumes(_layout(**keys, **{"model.moe_layer_freq": blocks}))[1]
+    assert every.count / one.count == every.bytes / one.bytes == (4 * blocks + 2 * 2) / (4 + 2)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_message_counts_are_the_traffic(name: str) -> None:
+    schedule = build(name, 4, 8)
+    found: dict[Any, int] = {}
+    for program in traffic(schedule):
+        for entry in program:
+            for message in entry.sends:
+                found[message.channel] = found.get(message.channel, 0) + 1
+    assert message_counts(schedule) == dict(sorted(found.items()))

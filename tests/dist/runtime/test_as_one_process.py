@@ -1,0 +1,264 @@
+"""Layers as people write them train as in one process, gradients that are None too, or a sentence says why they do not."""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from one_process import Plain, built, differences, in_a_pipeline, one_process
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+import pipeloom as pl
+from fuzz._layers import Straight
+from models import WIDTH, batch, gradients, mse
+from pipeloom.errors import UsageError
+from pipeloom.ops.products import plain_operations_only
+from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
+from pipeloom.schedule.model import Schedule
+from processes import run_ranks
+
+ONE_ROUTE = [pl.schedules.build(name, 2, 4) for name in ("1f1b", "zb-h1", "zbv")]
+SPLIT = pl.schedules.build("zb-h1", 2, 4)
+
+schedules = pytest.mark.parametrize("schedule", ONE_ROUTE, ids=lambda schedule: schedule.name)
+
+
+# -- inputs and gradients ----------------------------------------------------------------------------------------------
+
+
+class ByKeyword(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(input=x))
+
+
+@schedules
+def test_a_linear_layer_takes_its_input_by_keyword(schedule: Schedule) -> None:
+    assert differences([ByKeyword, Plain, Plain, ByKeyword], schedule) == []
+
+
+class Rounded(Plain):
+    """Its function gives no gradient to its input: to that of the layer, or to a linear layer inside."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.inside, self.scale = inside, nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Straight.apply(self.linear(x) if self.inside else x, self.scale)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@schedules
+def test_a_function_that_gives_its_input_no_gradient_leaves_none_before_it(schedule: Schedule, inside: bool) -> None:
+    assert differences([Plain, Plain, lambda: Rounded(inside), Plain], schedule) == []
+
+
+class Split(Plain):
+    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+        out = super().forward(x)
+        return out.detach() * 2, out
+
+
+class WantsGradient(Plain):
+    """Asks for the gradient of an input that carries none, as force fields do with positions."""
+
+    def forward(self, positions: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
+        positions.requires_grad_()
+        (force,) = torch.autograd.grad(super().forward(positions).sum(), positions, create_graph=True)
+        return x + force
+
+
+@schedules
+def test_a_layer_asks_for_the_gradient_of_an_input_that_carries_none(schedule: Schedule) -> None:
+    assert differences([Plain, Split, WantsGradient, Plain], schedule) == []
+
+
+class Detaches(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.detach_())
+
+
+@schedules
+def test_a_layer_detaches_its_input_in_place(schedule: Schedule) -> None:
+    assert differences([Plain, Plain, Detaches, Plain], schedule, steps=20) == []
+
+
+class Retains(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x
+        x.retain_grad()
+        return super().forward(x)
+
+
+@schedules
+def test_a_layer_retains_the_gradient_of_its_input(schedule: Schedule) -> None:
+    gradients = []
+    for pipelined in (False, True):
+        modules = built([Plain, Plain, Retains, Plain])
+        if pipelined:
+            in_a_pipeline(modules, schedule, steps=20)
+        else:
+            one_process(modules, schedule.microbatches, steps=20)
+        assert isinstance(modules[2], Retains)
+        gradients.append(modules[2].last.grad)
+    assert torch.allclose(gradients[0], gradients[1], rtol=1e-4)
+
+
+# -- weight gradients that wait ----------------------------------------------------------------------------------------
+
+
+class Clamped(Plain):
+    """A hook changes a gradient in place that a linear layer's output has too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = torch.tanh(self.first(x))
+        inner.register_hook(lambda gradient: gradient.clamp_(-0.001, 0.001))
+        return inner + self.linear(x)
+
+
+def test_a_gradient_that_a_hook_changes_before_its_weight_gradient_is_refused() -> None:
+    layers = [Plain, Clamped, Clamped, Plain]
+    assert differences(layers, ONE_ROUTE[0]) == []
+    with pytest.raises(UsageError, match="changed in place between its I and its W, by a hook on a gradient or by"):
+        differences(layers, SPLIT)
+
+
+class OfABuffer(Plain):
+    """A linear layer of a buffer that each forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(x.mean((0, 1)), 0.3)
+        return x + self.linear(self.mean)
+
+
+def test_an_input_that_another_forward_changes_before_its_weight_gradient_is_refused() -> None:
+    layers = [Plain, Plain, Plain, OfABuffer]
+    assert differences(layers, ONE_ROUTE[0]) == []
+    with pytest.raises(UsageError, match="changed in place between its I and its W"):
+        differences(layers, SPLIT)
+
+
+# -- state of a layer, and recomputation -------------------------------------------------------------------------------
+
+
+class Drawing(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.tanh(self.linear(x)) * (random.random() + np.random.rand()))
+
+
+def test_a_layer_that_is_recomputed_draws_again_what_python_and_numpy_drew() -> None:
+    found = []
+    for pipelined in (False, True):
+        random.seed(0)
+        np.random.seed(0)
+        modules = built([Drawing, Plain, Plain, Plain])
+        found.append(in_a_pipeline(modules, SPLIT, "full") if pipelined else one_process(modules, SPLIT.microbatches))
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for (_, a), (_, b) in zip(*found, strict=True))
+
+
+# -- tensors between stages --------------------------------------------------------------------------------------------
+
+
+class Conjugates(nn.Module):
+    """Complex numbers that are marked as conjugates, and real ones that are marked as negatives."""
+
+    def forward(self, x: Tensor) -> Any:
+        both = torch.complex(x, 2 * x).conj()
+        return both, both.imag
+
+
+class Joins(Plain):
+    def forward(self, both: Tensor, imaginary: Tensor) -> Tensor:  # type: ignore[override]
+        both = both.conj()
+        return super().forward(both.real + 3 * both.imag + imaginary)
+
+
+def conjugates(rank: int, transport: str, checksum: bool) -> tuple[float, dict[str, list[float]]]:
+    options = RuntimeOptions(transport=transport, checksum=checksum, monitor=False)  # type: ignore[arg-type]
+    layers = [Layer(f"layer{at}", lambda m=m: m) for at, m in enumerate(built([Plain, Conjugates, Joins, Plain]))]
+    pipeline = Pipeline(layers, ONE_ROUTE[0], loss=mse, options=options)
+    loss = pipeline.step(*batch(8)).item()
+    pipeline.close()
+    return loss, {name: gradient.tolist() for name, gradient in gradients(pipeline).items()}
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+@pytest.mark.parametrize("transport", ["individual", "batched", "shared"])
+def test_conjugates_and_negatives_cross_as_the_numbers_that_they_are(transport: str, checksum: bool) -> None:
+    want = dict(one_process(built([Plain, Conjugates, Joins, Plain]), 4, steps=1))
+    for loss, found in run_ranks(conjugates, 2, transport, checksum):
+        assert loss == pytest.approx(want["loss 0"].item(), rel=1e-5)
+        for name, gradient in found.items():
+            assert torch.allclose(
+                torch.tensor(gradient), want[f"{name.removeprefix('layer')} in step 0"], rtol=1e-4, atol=1e-6
+            )
+
+
+# -- another linear function in the place of torch's -------------------------------------------------------------------
+
+
+class Doubling(TorchFunctionMode):
+    """Quantization-aware training, say: linear layers get other inputs than they are called with."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            args = (2 * args[0], *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+class InFunctionMode(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        with Doubling():
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@schedules
+def test_a_function_mode_changes_what_linear_layers_compute(schedule: Schedule, recompute: str) -> None:
+    assert differences([InFunctionMode] * 4, schedule, recompute) == []
+
+
+@pytest.mark.parametrize("where", [F, nn.Linear], ids=["functional.linear", "Linear.forward"])
+@schedules
+def test_another_function_in_the_place_of_torchs(
+    schedule: Schedule, where: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "linear" if where is F else "forward"
+    original = getattr(where, name)
+    calls = []
+
+    @functools.wraps(original)
+    def doubled(*args: Any) -> Any:
+        calls.append(args)
+        at = 0 if where is F else 1
+        return original(*args[:at], 2 * args[at], *args[at + 1 :])
+
+    want = one_process(built([Plain] * 4), 4)
+    monkeypatch.setattr(where, name, doubled)
+    assert differences([Plain] * 4, schedule) == []
+    assert len(calls) == 2 * 5 * 4 * 4  # in one process and in the pipeline: 5 steps of 4 micro-batches, 4 layers
+    assert not torch.equal(want[0][1], one_process(built([Plain] * 4), 4)[0][1])
+
+
+def test_a_default_device_leaves_weight_gradients_to_the_pipeline() -> None:
+    """torch.set_default_device is a function mode, too."""
+    assert not plain_operations_only()
+    with torch.device("cpu"):
+        assert not plain_operations_only()
+        with Doubling():
+            assert plain_operations_only()

@@ -1,0 +1,246 @@
+"""What happens when a rank raises, dies, loses a message, or comes with another plan: all ranks end, and say why."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dying import End, mark, run_until_dead, seconds_of
+from torch import Tensor
+
+import pipeloom as pl
+from models import Block, batch, blocks, mse
+from pipeloom.config.fault import parse_fault
+from pipeloom.errors import ConfigError, DistributedError
+from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
+from pipeloom.runtime.loss import LossBroadcast, PendingLoss
+from processes import run_ranks
+
+
+S = pl.schedules
+LOOPED = S.interleaved(3, 7, 2)
+TRANSPORTS = ["shared", "individual"]
+
+
+def train(rank: int, layers: Any, options: RuntimeOptions) -> None:
+    pipeline = Pipeline(layers, LOOPED, loss=mse, options=options)
+    for step in range(4):
+        pipeline.step(*batch(14, seed=step))
+    pipeline.close()
+
+
+def run(folder: Path, fault: str, transport: Any, **options: Any) -> list[End]:
+    chosen = RuntimeOptions(transport=transport, fault=parse_fault(fault), **options)
+    return run_until_dead(train, 3, folder, blocks(6), chosen)
+
+
+class Bad(Block):
+    """Raises at its third forward, as a user's code would, and writes down when."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(4)
+        self.folder = folder
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 3:
+            mark(self.folder)
+            raise ValueError("the user's own words")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_exception_stops_all_ranks_within_two_seconds(transport: Any, tmp_path: Path) -> None:
+    layers = [*blocks(4), Layer("bad", lambda: Bad(tmp_path)), *blocks(6)[5:]]
+    ends = run_until_dead(train, 3, tmp_path, layers, RuntimeOptions(transport=transport))
+    assert time.time() - seconds_of(tmp_path) < 2.0
+    assert [end.code for end in ends] == [6, 1, 6]  # the one that raised ends as its own program decides
+    for end in ends:
+        assert "ValueError: the user's own words" in end.words
+        assert "in forward" in end.words  # its traceback
+        assert "(rank 1, F of stage 4 micro-batch 2)" in end.words
+    for rank in (0, 2):
+        assert f"[rank {rank}] stopped, because rank 1 failed" in ends[rank].words
+        assert f"[rank {rank}] step 0" in ends[rank].words
+
+
+def test_a_fault_raises_at_its_action(tmp_path: Path) -> None:
+    ends = run(tmp_path, "raise:2:5B1", "auto")
+    assert [end.code for end in ends] == [6, 6, 1]
+    assert all("InjectedFault" in end.words and "(rank 2, B of stage 5 micro-batch 1)" in end.words for end in ends)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_lost_message_is_reported_by_every_rank(transport: Any, tmp_path: Path) -> None:
+    """Rank 0 sends the outputs of stage 0 first; its third is micro-batch 2's."""
+    ends = run(tmp_path, "drop-send:0:2", transport, timeout=1.5)
+    assert [end.code for end in ends] == [6, 6, 6]
+    assert max(end.at for end in ends) < 15
+    for rank, end in enumerate(ends):
+        assert "the step stalls: rank" in end.words
+        assert f"[rank {rank}] step 0, " in end.words
+        assert "waits for" in end.words
+    if (
+        transport == "shared"
+    ):  # a message says which it is; on gloo the next one takes its place, and the last one is missed
+        waits = "F of stage 1 micro-batch 2: waits for the output of stage 0 micro-batch 2 from rank 0"
+        assert waits in ends[1].words
+    assert "from rank 0" in ends[1].words
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_killed_rank_is_named(transport: Any, victim: int, tmp_path: Path) -> None:
+    ends = run(tmp_path, f"kill:{victim}:1", transport)
+    assert max(end.at for end in ends) < 15
+    assert [end.code for end in ends] == [-9 if rank == victim else 6 for rank in range(3)], [end.words for end in ends]
+    for rank, end in enumerate(ends):
+        if rank != victim:
+            assert f"because rank {victim} is gone" in end.words, end.words
+            assert f"[rank {rank}] " in end.words
+    assert any("waits for" in end.words or "never sent the loss" in end.words for end in ends)
+
+
+def train_slowly(rank: int, layers: Any, options: RuntimeOptions) -> None:
+    """As `train`, but what it asks of the loss's rank comes a second late."""
+    start = LossBroadcast.start
+
+    def late(self: LossBroadcast, share: Tensor | None) -> PendingLoss:
+        time.sleep(1.0 if share is None else 0.0)
+        return start(self, share)
+
+    LossBroadcast.start = late  # type: ignore[method-assign]
+    pipeline = Pipeline(layers, LOOPED, loss=mse, options=options)
+    for step in range(4):
+        pipeline.step(*batch(14, seed=step))
+
+
+def test_a_rank_that_died_before_its_loss_was_asked_for_is_named(tmp_path: Path) -> None:
+    options = RuntimeOptions(transport="individual", fault=parse_fault("kill:2:1"))
+    ends = run_until_dead(train_slowly, 3, tmp_path, blocks(6), options)
+    assert [end.code for end in ends] == [6, 6, -9], [end.words for end in ends]
+    assert all("because rank 2 is gone" in end.words for end in ends[:2])
+
+
+def test_the_death_of_the_stores_host_ends_all(tmp_path: Path) -> None:
+    ends = run(tmp_path, "kill:0:1", "auto")
+    assert [end.code for end in ends] == [-9, 6, 6]
+    assert max(end.at for end in ends) < 15
+    assert all("rank 0" in end.words and "gone" in end.words for end in ends[1:])
+
+
+def test_a_rank_that_leaves_its_schedule_is_named(tmp_path: Path) -> None:
+    """A rank that leaves its schedule without a word: its peers stall, and every rank ends."""
+
+    def work(rank: int) -> None:
+        options = RuntimeOptions(timeout=1.5)
+        pipeline = Pipeline(blocks(6), LOOPED, loss=mse, options=options)
+        pipeline.step(*batch(14))
+        if rank == 1:
+            time.sleep(60)
+        pipeline.step(*batch(14))
+
+    ends = run_until_dead(work, 3, tmp_path)
+    assert [end.code for end in ends] == [6, 6, 6]
+    assert "the step stalls" in ends[0].words
+    assert "[rank 1] between actions, step 0" in ends[1].words
+    assert all("rank 1 (process " in end.words and "is busy: between actions" in end.words for end in ends)
+
+
+def refusal(make: Callable[[], Pipeline]) -> str:
+    """The words of the error that `make` ends with."""
+    try:
+        make().close()
+    except (DistributedError, ConfigError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def handshakes(rank: int) -> dict[str, str]:
+    plain = RuntimeOptions(monitor=False)
+
+    def pipeline(schedule: pl.Schedule = LOOPED, options: RuntimeOptions = plain, **more: Any) -> str:
+        return refusal(lambda: Pipeline(blocks(6), schedule, loss=mse, options=options, **more))
+
+    odd = rank == 2
+    found = {
+        "nothing": pipeline(),
+        "m": pipeline(S.interleaved(3, 8 if odd else 7, 2)),
+        "schedule": pipeline(S.looped_bfs(3, 7, 2) if odd else LOOPED),
+        "rounds": pipeline(S.interleaved(3, 8, 2, rounds="head" if odd else "tail")),
+        "order of stages": pipeline(S.gpipe(3, 4) if not odd else reversed_gpipe()),
+        "stages": pipeline(stages=[2, 1, 1, 1, 1, 0] if odd else [1] * 6),
+        "transport": pipeline(options=replace(plain, transport="individual" if odd else "shared")),
+        "overlap": pipeline(options=replace(plain, transport="individual", overlap_p2p=not odd)),
+        "shapes": pipeline(options=replace(plain, shapes="each" if odd else "once")),
+        "sizes": pipeline(options=replace(plain, microbatch_sizes=(1, 1, 1, 1, 1, 1, 3) if odd else None)),
+        "tied": pipeline(tied=[("block0.linear.weight", "block1.linear.weight")] if odd else ()),
+        "too few processes": pipeline(S.interleaved(4, 7, 1)),
+        "main gradients": pipeline(options=replace(plain, main_gradients=odd)),
+        "recompute": pipeline(options=replace(plain, recompute="full" if odd else frozenset(["block1"]))),
+        "what may differ": pipeline(options=replace(plain, timeout=100.0 + rank, trace=odd)),
+        "still well": pipeline(),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        if odd:
+            patch.setattr("platform.python_version", lambda: "4.0")
+        found["versions"] = pipeline()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "pipeloom.runtime.health.handshake.source_digests", lambda _: {"source of pipeloom/runtime": str(rank & 2)}
+        )
+        found["source"] = pipeline()
+    dist.barrier()
+    return found
+
+
+def reversed_gpipe() -> pl.Schedule:
+    programs = [[f"{2 - r}F{mb}" for mb in range(4)] + [f"{2 - r}B{mb}" for mb in range(4)] for r in range(3)]
+    return pl.Schedule.of(programs, placement=[2, 1, 0], microbatches=4, name="gpipe")
+
+
+def test_the_handshake_names_every_difference_on_every_rank() -> None:
+    for rank, found in enumerate(run_ranks(handshakes, 3)):
+        wanted = {
+            "nothing": "",
+            "m": "micro-batches: 7 on rank 0, 8 on rank 2",
+            "schedule": "schedule: Schedule(interleaved",
+            "rounds": "rounds='tail'",
+            "order of stages": "placement: [0, 1, 2] on rank 0, [2, 1, 0] on rank 2",
+            "stages": "layers of each stage: [1, 1, 1, 1, 1, 1] on rank 0, [2, 1, 1, 1, 1, 0] on rank 2",
+            "transport": "options.transport: shared on rank 0, individual on rank 2",
+            "overlap": "options.overlap_p2p: True on rank 0, False on rank 2",
+            "main gradients": "options.main_gradients: False on rank 0, True on rank 2",
+            "recompute": "options.recompute: ['block1'] on rank 0, full on rank 2",
+            "what may differ": "",
+            "versions": f"torch {torch.__version__}, Python 4.0 on rank 2",
+            "source": "source of pipeloom/runtime: 0 on rank 0, 2 on rank 2",
+            "shapes": "options.shapes: once on rank 0, each on rank 2",
+            "sizes": "sizes of the micro-batches: None on rank 0, [1, 1, 1, 1, 1, 1, 3] on rank 2",
+            "tied": "tied weights: [] on rank 0, [['block0.linear.weight', 'block1.linear.weight']] on rank 2",
+            "too few processes": "ConfigError: the schedule has 4 ranks, and the pipeline 3 processes",
+            "still well": "",
+        }
+        for case, words in wanted.items():
+            assert (words in found[case]) if words else not found[case], (rank, case, found[case])
+            if words and case != "too few processes":
+                assert found[case].startswith("DistributedError: the ranks disagree"), found[case]
+
+
+def absent(rank: int) -> str:
+    if rank == 1:
+        time.sleep(2.5)
+        return ""
+    options = RuntimeOptions(monitor=False, timeout=1.0)
+    return refusal(lambda: Pipeline(blocks(2), S.gpipe(2, 2), loss=mse, options=options))
+
+
+def test_the_handshake_names_a_rank_that_does_not_come() -> None:
+    assert "rank 1 did not join the handshake within 1 s" in run_ranks(absent, 2)[0]

@@ -1,0 +1,107 @@
+"""A failure in one of several pipelines ends all of them, and every rank says who it was and where it stood."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dying import End, mark, run_until_dead, seconds_of
+from torch import Tensor
+
+import pipeloom as pl
+from models import Block, batch, blocks, mse
+from pipeloom.config.fault import parse_fault
+from pipeloom.errors import DistributedError
+from pipeloom.mesh_shape import MeshShape
+from pipeloom.parallel.mesh import Mesh
+from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
+from processes import run_ranks
+
+
+S = pl.schedules
+SCHEDULE = S.interleaved(2, 4, 2)
+
+
+class Bad(Block):
+    """Raises at its third forward on the second replica."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(3)
+        self.folder = folder
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 3 and x.shape[0] == 2:
+            mark(self.folder)
+            raise ValueError("the user's own words")
+        return super().forward(x)
+
+
+def train(rank: int, layers: Any, options: RuntimeOptions) -> None:
+    mesh = Mesh.of(MeshShape(2, 2))
+    assert mesh is not None
+    pipeline = Pipeline(layers, SCHEDULE, loss=mse, mesh=mesh, options=options)
+    for step in range(4):
+        pipeline.step(*batch(4 * (1 + mesh.place.dp), seed=step))  # replica 1 has 2 rows a micro-batch
+    pipeline.close()
+
+
+def ends_of(folder: Path, layers: Any, **options: Any) -> list[End]:
+    return run_until_dead(train, 4, folder, layers, RuntimeOptions(**options))
+
+
+def test_an_exception_in_one_pipeline_stops_all(tmp_path: Path) -> None:
+    """Ranks 0 and 2 are replica 0's pipeline, 1 and 3 replica 1's."""
+    ends = ends_of(tmp_path, [*blocks(3), Layer("bad", lambda: Bad(tmp_path))])
+    assert time.time() - seconds_of(tmp_path) < 3.0
+    assert [end.code for end in ends] == [6, 6, 6, 1]
+    for number, end in enumerate(ends):
+        assert "ValueError: the user's own words" in end.words
+        assert "(rank 3 (pp 1, dp 1), F of stage 3 micro-batch 2)" in end.words
+        if number != 3:
+            assert "stopped, because rank 3 (pp 1, dp 1) failed" in end.words
+            assert f"[rank {number}] (pp {number // 2}, dp {number % 2}) step 0" in end.words
+
+
+def test_a_fault_is_made_in_the_first_pipeline(tmp_path: Path) -> None:
+    ends = ends_of(tmp_path, blocks(4), fault=parse_fault("raise:1:3B1"))
+    assert [end.code for end in ends] == [6, 6, 1, 6]
+    assert all("(rank 2 (pp 1, dp 0), B of stage 3 micro-batch 1)" in end.words for end in ends)
+
+
+@pytest.mark.parametrize("transport", ["shared", "individual"])
+def test_a_killed_rank_ends_the_other_pipeline_too(transport: Any, tmp_path: Path) -> None:
+    """Its replica meets it only in the sum of the gradients."""
+    ends = ends_of(tmp_path, blocks(4), fault=parse_fault("kill:1:1"), transport=transport)
+    assert max(end.at for end in ends) < 20
+    assert [end.code for end in ends] == [6, 6, -9, 6]
+    for number in (0, 1, 3):
+        assert f"[rank {number}] " in ends[number].words
+    assert "rank 2 (pp 1, dp 0) is gone" in ends[0].words
+
+
+def test_a_lost_message_stalls_all_and_is_named(tmp_path: Path) -> None:
+    ends = ends_of(tmp_path, blocks(4), fault=parse_fault("drop-send:0:2"), timeout=1.5, transport="shared")
+    assert [end.code for end in ends] == [6, 6, 6, 6]
+    for end in ends:
+        assert "the step stalls: rank" in end.words, end.words
+    waits = "waits for the output of stage 2 micro-batch 0 from rank 0 (pp 0, dp 0)"
+    assert waits in ends[2].words
+
+
+def disagreeing(rank: int) -> str:
+    mesh = Mesh.of(MeshShape(1, 2))
+    assert mesh is not None
+    try:
+        Pipeline(blocks(2), S.gpipe(1, 2 + rank), loss=mse, mesh=mesh)
+    except DistributedError as error:
+        return str(error)
+    return ""
+
+
+def test_replicas_that_run_another_schedule_are_named() -> None:
+    for words in run_ranks(disagreeing, 2):
+        assert "micro-batches: 2 on rank 0, 3 on rank 1" in words

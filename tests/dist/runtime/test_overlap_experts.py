@@ -1,0 +1,113 @@
+"""The decoder with experts under overlapped pairs: bitwise one action after the other, in every way of running it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import pipeloom as pl
+from models import gradients
+from pipeloom.config import MeshShape, ModelSection, load
+from pipeloom.models import layers, token_loss
+from pipeloom.models.gate import gates_of, take_loads
+from pipeloom.ops.deferred import WeightGradQueue
+from pipeloom.parallel.dispatch import ExpertParallel
+from pipeloom.parallel.mesh import Mesh
+from pipeloom.runtime import LocalPipeline, RuntimeOptions
+from pipeloom.schedule.model import Schedule
+from pipeloom.schedule.transforms import unpair
+from processes import run_ranks
+
+LENGTH, ROWS = 8, 7
+SHAPES: list[dict[str, Any]] = [
+    {"router": "softmax", "num_shared_experts": 1, "aux_loss_coef": 0.1, "z_loss_coef": 0.01},
+    {
+        "router": "gshard",
+        "capacity_factor": 1.2,
+        "dropout": 0.1,
+        "num_hidden_layers": 4,
+        "moe_layer_freq": (0, 1, 1, 0),
+    },
+]
+OPTIONS = [RuntimeOptions(), RuntimeOptions(recompute="full")]
+
+
+def schedules() -> list[Schedule]:
+    build = pl.schedules.build
+    return [build("1f1b-overlap", 1, 3), build("interleaved-overlap", 2, 4, 2)]
+
+
+def shape_of(changes: dict[str, Any]) -> ModelSection:
+    small = {"num_hidden_layers": 2, "num_experts": 4, "moe_intermediate_size": 24, "hidden_size": 32}
+    return load("tiny", {f"model.{key}": value for key, value in {**small, **changes}.items()}).model
+
+
+def one_step(
+    shape: ModelSection, schedule: Schedule, options: RuntimeOptions, expert: ExpertParallel
+) -> tuple[float, dict[str, torch.Tensor], list[Any], float]:
+    pipeline = LocalPipeline(
+        layers(shape, 5, torch.float32, "cpu", None, expert), schedule, loss=token_loss(shape), options=options
+    )
+    generator = torch.Generator().manual_seed(7 + expert.axis.index)
+    tokens, targets = torch.randint(0, 256, (2, ROWS, LENGTH), generator=generator)
+    loss = pipeline.step(tokens, targets).item()
+    loads = [take_loads(gate).tolist() for gate in gates_of(pipeline.modules.values())]
+    stood = pipeline.exposed or 0.0
+    return loss, gradients(pipeline), loads, stood
+
+
+def _both_ways(rank: int, world: int, levels: bool) -> list[str]:
+    """What differs between pairs and one action after the other."""
+    mesh = Mesh.of(MeshShape(dp=world, ep=world, ep_nodes=2 if levels else 1))
+    assert mesh is not None
+    expert = ExpertParallel(mesh.ep, 2, mesh.inside, mesh.across) if levels else ExpertParallel(mesh.ep)
+    differences = []
+    for changes in SHAPES[: 1 if levels else None]:
+        shape = shape_of(changes)
+        for schedule in schedules():
+            for options in OPTIONS[: 1 if levels else None]:
+                label = f"{changes['router']} {schedule.name} {options}"
+                found = one_step(shape, schedule, options, expert)
+                want = one_step(shape, unpair(schedule), options, expert)
+                if found[0] != want[0] or found[2] != want[2]:
+                    differences.append(f"{label}: loss {found[0]} {want[0]}, loads {found[2]} {want[2]}")
+                if found[1].keys() != want[1].keys():
+                    differences.append(f"{label}: gradients of other weights")
+                differences += [f"{label}: {k}" for k, g in found[1].items() if not torch.equal(g, want[1][k])]
+                if not found[3] > 0:
+                    differences.append(f"{label}: no communication was waited for")
+    return differences
+
+
+@pytest.mark.parametrize(("world", "levels"), [(2, False), (4, True)])
+def test_pairs_are_bitwise_one_after_the_other(world: int, levels: bool) -> None:
+    for differences in run_ranks(_both_ways, world, world, levels, timeout=240):
+        assert differences == []
+
+
+def _unpaid(rank: int) -> list[str]:
+    """Mutation: the second weight gradient that a micro-batch owes is lost while pairs run."""
+    mesh = Mesh.of(MeshShape(dp=2, ep=2))
+    assert mesh is not None
+    shape, schedule = shape_of(SHAPES[0]), schedules()[0]
+    expert = ExpertParallel(mesh.ep)
+    want = one_step(shape, schedule, RuntimeOptions(), expert)
+    put = WeightGradQueue.put
+    calls = 0
+
+    def forgetful(self: WeightGradQueue, *arguments: Any, **more: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls != 2:
+            put(self, *arguments, **more)
+
+    WeightGradQueue.put = forgetful  # type: ignore[method-assign]
+    found = one_step(shape, schedule, replace(RuntimeOptions()), expert)
+    return [name for name, gradient in found[1].items() if not torch.equal(gradient, want[1][name])]
+
+
+def test_a_lost_weight_gradient_shows() -> None:
+    assert all(len(different) == 1 for different in run_ranks(_unpaid, 2))

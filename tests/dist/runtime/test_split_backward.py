@@ -1,0 +1,331 @@
+"""I now, W later: gradients equal the fused backward's, for every kind of layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
+
+import pipeloom as pl
+from models import WIDTH, Block, batch, gradients, mse, serial, worst
+from pipeloom.ops import deferred
+from pipeloom.ops.deferred import add_weight_gradient
+from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions, tied_weights
+from pipeloom.runtime.batch import split_sizes
+from pipeloom.schedule.actions import Action
+from pipeloom.schedule.model import Schedule
+from processes import run_ranks
+
+
+def zero_bubble(m: int = 6) -> Schedule:
+    return pl.schedules.build("zb-h1", 2, m)
+
+
+def agree(layers: list[Layer], schedule: Schedule, rows: int = 13, tolerance: float = 1e-6) -> LocalPipeline:
+    """A step of `schedule` has the loss and gradients of one process; returns the pipeline."""
+    x, y = batch(rows)
+    pipeline = LocalPipeline(layers, schedule, loss=mse)
+    loss = pipeline.step(x, y)
+    want_loss, want = serial(layers, x, y, split_sizes(rows, schedule.microbatches))
+    assert abs(loss - want_loss) <= 1e-6
+    assert worst(gradients(pipeline), want) <= tolerance
+    return pipeline
+
+
+def seeded(seed: int, make: Callable[[], nn.Module]) -> Layer:
+    def build() -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return make()
+
+    return Layer(f"layer{seed}", build)
+
+
+class LinearLast(nn.Module):
+    """Its last operation hands the output's gradient to a linear layer as it is: the queue holds the received buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(x))
+
+
+class Shared(nn.Module):
+    """One weight used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(torch.tanh(self.linear(x)))  # type: ignore[no-any-return]
+
+
+class Recomputed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+class Counted(torch.autograd.Function):
+    """A function that owns input and weight, and counts its backwards."""
+
+    runs = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        Counted.runs += 1
+        x, weight = ctx.saved_tensors
+        (g,) = gradients
+        return g @ weight.t(), x.flatten(0, -2).t() @ g.flatten(0, -2)
+
+
+class Owner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Counted.apply(x, self.weight)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Two(nn.Module):
+    """Two outputs, from one linear layer each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.left(x), self.right(x)
+
+
+class Join(nn.Module):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return a * torch.tanh(b)
+
+
+@pytest.mark.parametrize("make", [LinearLast, Shared, Recomputed, Owner, lambda: Block(1)])
+def test_gradients_are_those_of_the_fused_backward(make: Callable[[], nn.Module]) -> None:
+    agree([seeded(i, make) for i in range(4)], zero_bubble())
+
+
+def test_a_custom_function_runs_its_backward_once() -> None:
+    layers = [seeded(i, Owner) for i in range(4)]
+    x, y = batch(13)
+    pipeline = LocalPipeline(layers, zero_bubble(6), loss=mse)
+    Counted.runs = 0
+    pipeline.step(x, y)
+    assert Counted.runs == 4 * 6
+
+
+class Mixed(nn.Module):
+    """fp32 weights, products in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.block(x).float()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("schedule", [zero_bubble(), pl.schedules.build("1f1b", 2, 6, None, {"cooldown": "split"})])
+def test_autocast_inside_a_layer(schedule: Schedule) -> None:
+    pipeline = agree([seeded(i, Mixed) for i in range(4)], schedule, tolerance=2e-3)
+    assert {gradient.dtype for gradient in gradients(pipeline).values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_whole_backwards_beside_split_ones_add_in_place(split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where any backward is split, the layers' own function adds all weight gradients, autograd those of no micro-batch."""
+    schedule = pl.schedules.build("1f1b", 2, 6, None, {"cooldown": "split"} if split else None)
+    assert sum(str(cell).count("B") for program in schedule.programs for cell in program) == 12 - split
+    added: list[nn.Parameter] = []
+    queued: list[Any] = []
+    put = deferred.WeightGradQueue.put
+
+    def note(queue: deferred.WeightGradQueue, *work: Any, **more: Any) -> None:
+        queued.append(work)
+        put(queue, *work, **more)
+
+    def add(weight: nn.Parameter, *rest: Any) -> None:
+        added.append(weight)
+        add_weight_gradient(weight, *rest)
+
+    monkeypatch.setattr(deferred, "add_weight_gradient", add)
+    monkeypatch.setattr(deferred.WeightGradQueue, "put", note)
+    agree([seeded(i, Shared) for i in range(2)], schedule)
+    assert len(added) == (2 * 2 * 6 if split else 0)
+    assert len(queued) == (2 if split else 0)  # a backward that is one B keeps nothing for later
+
+
+def test_a_linear_layer_with_a_forward_of_its_own_keeps_it() -> None:
+    """As an adapter that replaces it: what it computes stays, split or not."""
+
+    def adapted() -> nn.Module:
+        block = Block(2)
+        linear = next(part for part in block.modules() if type(part) is nn.Linear)
+        usual = linear.forward
+        linear.forward = lambda x: 2 * usual(x)  # type: ignore[method-assign]
+        return block
+
+    agree([seeded(i, adapted) for i in range(4)], zero_bubble())
+
+
+def test_a_weight_that_is_computed_from_others_gets_its_gradient_by_autograd() -> None:
+    def pruned() -> nn.Module:
+        block = Block(2)
+        linear = next(part for part in block.modules() if type(part) is nn.Linear)
+        prune.custom_from_mask(linear, "weight", torch.ones_like(linear.weight).triu())
+        return block
+
+    pipeline = agree([seeded(i, pruned) for i in range(4)], zero_bubble())
+    assert sum(name.endswith("weight_orig") for name in gradients(pipeline)) == 4
+
+
+def test_a_hook_on_a_weights_gradient_fires() -> None:
+    def masked() -> nn.Module:
+        block = Block(2)
+        for part in block.modules():
+            if type(part) is nn.Linear:
+                part.weight.register_hook(lambda gradient: gradient.triu())
+        return block
+
+    pipeline = agree([seeded(i, masked) for i in range(4)], zero_bubble())
+    for name, gradient in gradients(pipeline).items():
+        assert not name.endswith("linear.weight") or torch.equal(gradient, gradient.triu())
+
+
+def test_several_outputs_cross_the_boundary() -> None:
+    agree([seeded(0, Two), Layer("join", Join)], zero_bubble())
+
+
+@pytest.mark.parametrize("frozen", [1, 2, 3])
+def test_the_first_trainable_stage_after_frozen_ones_gets_its_gradient(frozen: int) -> None:
+    def build(i: int) -> nn.Module:
+        return Block(i).requires_grad_(i >= frozen)
+
+    agree([Layer(f"block{i}", lambda i=i: build(i)) for i in range(4)], pl.schedules.build("zb-h1", 4, 6))
+
+
+def test_activations_go_at_i_and_weight_inputs_at_w() -> None:
+    """Between I and W only what the weight gradient needs is alive."""
+    pipeline = agree([seeded(i, LinearLast) for i in range(2)], zero_bubble())
+    assert pipeline.peak_activations == pl.simulate(zero_bubble()).peak_activations
+
+
+def _changed(schedule: Schedule, edit: Callable[[list[list[Any]]], None]) -> Schedule:
+    programs = [list(program) for program in schedule.programs]
+    edit(programs)
+    return Schedule.of(programs, placement=schedule.placement, microbatches=schedule.microbatches)
+
+
+def test_mutations_are_refused_or_wrong() -> None:
+    """W dropped, W doubled, I of the wrong micro-batch: `check` refuses; run unchecked, the gradients are wrong."""
+    schedule = zero_bubble(4)
+    layers = [seeded(i, LinearLast) for i in range(2)]
+    x, y = batch(9)
+    _, want = serial(layers, x, y, split_sizes(9, 4))
+    last = Action("W", 1, 3)
+    dropped = _changed(schedule, lambda p: p[1].remove(last))
+    doubled = _changed(schedule, lambda p: p[1].append(last))
+    first = schedule.programs[1].index(Action("I", 1, 0))
+    swapped = _changed(schedule, lambda p: p[1].__setitem__(first, Action("I", 1, 1)))
+    for broken in (dropped, doubled, swapped):
+        with pytest.raises(pl.ScheduleError):
+            pl.check(broken)
+    pipeline = LocalPipeline(layers, dropped, loss=mse, check_first=False)
+    pipeline.step(x, y)
+    assert worst(gradients(pipeline), want) > 1e-2
+
+
+class LinearFirst(nn.Module):
+    """Its first operation is a linear layer: the queue holds the received activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.up(x))
+
+
+def _late(m: int) -> Schedule:
+    """Two ranks whose W all come at the end: every received tensor is held while later ones arrive."""
+    orders = [
+        [("F", mb) for mb in range(m)] + [("I", mb) for mb in range(m)],
+        [(kind, mb) for mb in range(m) for kind in "FI"],
+    ]
+    programs = [
+        [Action(kind, rank, mb) for kind, mb in (*order, *(("W", mb) for mb in range(m)))]
+        for rank, order in enumerate(orders)
+    ]
+    return Schedule.of(programs, placement=(0, 1), microbatches=m)
+
+
+def _ends() -> list[Layer]:
+    """Each of two stages begins and ends with a linear layer."""
+    return [seeded(i, make) for i, make in enumerate((LinearFirst, LinearLast, LinearFirst, LinearLast))]
+
+
+def _work(rank: int, schedule: Schedule, transport: str) -> list[tuple[dict[str, Any], int]]:
+    """The gradients of four steps as lists, and the buffers made until then."""
+    pipeline = Pipeline(_ends(), schedule, loss=mse, options=RuntimeOptions(transport=transport))
+    x, y = batch(17)
+    found = []
+    for _ in range(4):  # buffers are used again from the second step on
+        pipeline.zero_grad()
+        pipeline.step(x, y)
+        values = {name: gradient.tolist() for name, gradient in gradients(pipeline).items()}
+        found.append((values, pipeline.stats.receive_buffers))
+    pipeline.close()
+    return found
+
+
+@pytest.mark.parametrize("transport", ["shared", "individual"])
+@pytest.mark.parametrize("schedule", [pl.schedules.build("zb-h2", 2, 8), _late(8)], ids=["zb-h2", "late"])
+def test_what_was_received_is_not_overwritten_while_a_weight_gradient_waits(schedule: Schedule, transport: str) -> None:
+    """zb-h2's last rank holds activations, the other schedule's ranks hold all that they receive."""
+    x, y = batch(17)
+    _, want = serial(_ends(), x, y, split_sizes(17, 8))
+    results = run_ranks(_work, 2, schedule, transport)
+    for step in range(4):
+        got = {name: torch.tensor(value) for found in results for name, value in found[step][0].items()}
+        assert worst(got, want) <= 1e-6
+    for found in results:
+        assert found[-1][1] <= found[1][1] + 2, "the pool does not grow"
+
+
+def _forgetful(rank: int) -> dict[str, Any]:
+    """Gradients as lists: tensors would leave with this process."""
+    pipeline = Pipeline([seeded(i, LinearLast) for i in range(2)], pl.schedules.build("dualpipe", 2, 4), loss=mse)
+    tied_weights.sum_over = lambda holders, rank, weights, parts, group: list(parts)  # type: ignore[assignment]
+    x, y = batch(9)
+    pipeline.step(x, y)
+    found = {name: gradient.tolist() for name, gradient in gradients(pipeline).items()}
+    pipeline.close()
+    return found
+
+
+def test_a_replicas_gradient_forgotten_is_seen() -> None:
+    x, y = batch(9)
+    _, want = serial([seeded(i, LinearLast) for i in range(2)], x, y, split_sizes(9, 4))
+    found = {name: torch.tensor(values) for name, values in run_ranks(_forgetful, 2)[0].items()}
+    assert worst(found, want) > 1e-2

@@ -1,0 +1,54 @@
+"""Our schedules, written as CSV, train through torch's own pipeline runtime to the same gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch_runtime import TorchPipeline
+
+import pipeloom as pl
+from models import batch, blocks, serial, worst
+from processes import run_ranks
+
+S = pl.schedules
+SCHEDULES = [
+    S.gpipe(2, 4),
+    S.one_f_one_b(2, 4),
+    S.interleaved(2, 4, 2),
+    S.interleaved(2, 4, 2, group_size=4),
+    S.looped_bfs(2, 4, 2),
+    *(S.build(name, 2, 4) for name in ("zb-h1", "interleaved-zb", "zbv", "v-half", "dualpipev")),
+]
+
+
+def work(rank: int, folder: Path) -> list[dict[str, Any]]:
+    reports = []
+    for schedule in SCHEDULES:
+        layers = blocks(schedule.stages)
+        pipeline = TorchPipeline(rank, layers, schedule, folder)
+        x, y = batch(8)
+        losses = pipeline.step(x, y)
+        want_loss, want = serial(layers, x, y, [2] * 4)
+        got = pipeline.gradients()
+        own = {f"block{stage}" for stage in schedule.stages_of[rank]}
+        reports.append(
+            {
+                "worst": worst(got, {name: grad for name, grad in want.items() if name.partition(".")[0] in own}),
+                "parameters": len(got),
+                "loss": (sum(losses) / 4, want_loss.item()) if losses else None,
+            }
+        )
+    return reports
+
+
+@pytest.mark.torch_behaviour
+def test_torch_trains_our_csv_to_serial_gradients(tmp_path: Path) -> None:
+    everyone = run_ranks(work, 2, tmp_path)
+    for at, schedule in enumerate(SCHEDULES):
+        reports = [ranks[at] for ranks in everyone]
+        assert sum(report["parameters"] for report in reports) == 4 * schedule.stages
+        assert all(report["worst"] <= 1e-6 for report in reports), (schedule, reports)
+        (loss,) = [report["loss"] for report in reports if report["loss"]]
+        assert loss[0] == pytest.approx(loss[1], rel=1e-6)

@@ -1,0 +1,145 @@
+"""`verify` over data, tensor and sequence parallel layouts; and what it says when a sum is forgotten."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeloom.config import Layout, load_layout
+from pipeloom.mesh_shape import MeshShape
+from pipeloom.models import tied
+from pipeloom.parallel.data import GradientSync
+from pipeloom.parallel.mesh import Mesh
+from pipeloom.parallel.sharding import ParameterSharding, Shard, shard_of
+from pipeloom.runtime import grad_sync as gradients
+from pipeloom.train.report.verify import RankTensors, compare, pipeline_step, serial_step, whole
+from processes import run_ranks
+from paths import ROOT
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.timeout(280)
+def test_a_sample_of_all_layouts_passes() -> None:
+    """10 layouts on up to 8 processes; `pipeloom verify --matrix tests/data/verify_parallel.toml` runs them all."""
+    command = [
+        sys.executable,
+        "-m",
+        "pipeloom",
+        "verify",
+        "--matrix",
+        "tests/data/verify_parallel_quick.toml",
+        "--json",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=260, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    report = json.loads(done.stdout)
+    assert done.returncode == 0, report
+    assert len(report["layouts"]) == 10
+    assert not report["skipped"]
+    assert all(layout["worst_error"] <= 1e-5 for layout in report["layouts"])
+
+
+BASE = {"model.num_key_value_heads": 4, "schedule.microbatches": 2, "model.tie_word_embeddings": True}
+MUTATIONS: dict[str, dict[str, Any]] = {
+    "sound": {"parallel.tp": 2, "parallel.sp": True, "parallel.dp": 2},
+    "no sum over tp": {"parallel.tp": 2, "parallel.sp": True, "parallel.dp": 2},
+    "no sum over dp": {"parallel.dp": 2},
+    "no sum over ties": {"parallel.dp": 2},
+    "shares of one replica": {"parallel.dp": 2},
+    "sound slices": {"parallel.dp": 2, "parallel.pp": 2, "optimizer.zero1": True},
+    "sound slices of tensor parallel layers": {"parallel.dp": 2, "parallel.tp": 2, "optimizer.zero1": True},
+    "half of a slice": {"parallel.dp": 2, "optimizer.zero1": True},
+}
+
+
+def layout_of(name: str) -> Layout:
+    keys = {"parallel.pp": 2 if name == "no sum over ties" else 1, "schedule.name": "1f1b"}
+    return load_layout("tiny", {**BASE, **keys, **MUTATIONS[name]})
+
+
+def mutated(rank: int, name: str) -> list[Any] | None:
+    """A step with something left out; what rank 0 finds."""
+    mesh = Mesh.of(layout_of(name).mesh)
+    assert mesh is not None
+    if name == "no sum over tp":
+        sync_finish = GradientSync.finish
+
+        def forgotten(self: GradientSync) -> None:
+            for bucket in self.buckets:
+                bucket.partial = False
+            sync_finish(self)
+
+        GradientSync.finish = forgotten  # type: ignore[method-assign]
+    elif name == "no sum over dp":
+        start = GradientSync.begin
+        GradientSync.begin = lambda self: (setattr(self, "syncing", False), start(self))[1]  # type: ignore[method-assign]
+    elif name == "no sum over ties":
+        gradients.ties.sum_over = lambda holders, rank, weights, parts, group: list(parts)  # type: ignore[assignment]
+    elif name == "shares of one replica":
+        from pipeloom.runtime import pipeline
+
+        pipeline.sum_over_replicas = lambda weight, **_: weight
+    elif name == "half of a slice":
+        finish = GradientSync.finish
+
+        def halved(self: GradientSync) -> None:
+            finish(self)
+            for bucket in self.buckets:
+                if self.sharded:
+                    bucket.part[len(bucket.part) // 2 :] = 0
+
+        GradientSync.finish = halved  # type: ignore[method-assign]
+    found = pipeline_step(layout_of(name), CPU, mesh)
+    return [(loss, {key: None if g is None else g.numpy() for key, g in held.items()}) for loss, held in found]
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_what_is_left_out_is_seen(name: str) -> None:
+    layout = layout_of(name)
+    found = run_ranks(mutated, layout.world_size, name)[0]
+    from pipeloom.train.report.verify import ComparedStep
+
+    steps = [
+        ComparedStep(loss, {key: None if g is None else torch.from_numpy(g) for key, g in held.items()})
+        for loss, held in found
+    ]
+    result = compare(steps, serial_step(layout, CPU), tied(layout.config.model), 1e-5)
+    assert result.passed == name.startswith("sound"), (result.loss_error, max(result.errors.values()))
+
+
+def test_parts_are_joined_and_every_copy_comes_once() -> None:
+    shape = MeshShape(1, 2, 2)
+    sharding = ParameterSharding((Shard("tp", 0, (2, 3)),))
+    full = torch.arange(20.0).reshape(5, 4)
+    holdings = []
+    for number in range(4):
+        place = shape.place(number)
+        part = shard_of(full + 100 * place.dp, sharding, place._asdict())
+        values = {"cut": part, "whole": torch.full((2,), float(number)), "none": None}
+        holdings.append(RankTensors(place, values, {"cut": sharding, "whole": ParameterSharding(), "none": sharding}))
+    found = whole(holdings)
+    assert torch.equal(found[0]["cut"], full)
+    assert torch.equal(found[2]["cut"], full + 100)
+    assert "cut" not in found[1]
+    assert [each["whole"][0].item() for each in found] == [0.0, 1.0, 2.0, 3.0]
+    assert found[0]["none"] is None
+
+
+def test_a_part_that_has_no_gradient_is_no_gradient_of_the_whole() -> None:
+    shape = MeshShape(1, 1, 2)
+    sharding = ParameterSharding((Shard("tp", 0, (2, 2)),))
+    parts = [torch.ones(2, 3), None]
+    holdings = [RankTensors(shape.place(number), {"cut": parts[number]}, {"cut": sharding}) for number in range(2)]
+    joined = whole(holdings)[0]["cut"]
+    assert joined is not None
+    assert joined.shape == (4, 3)
+    assert not joined.isfinite().any()

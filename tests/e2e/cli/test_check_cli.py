@@ -1,0 +1,94 @@
+"""`pipeloom check`: 0 with one line, 3 with the reason, 2 for what is no readable file."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pipeloom as pl
+from paths import DATA
+from pipeloom.schedule.csv_form import to_csv
+from pipeloom.schedule.json_form import to_json
+
+Run = Callable[[str], Any]
+GOLDEN = DATA / "torch"
+
+
+def test_a_good_file_is_one_line(pipeloom: Run) -> None:
+    path = GOLDEN / "interleaved.csv"
+    ended = pipeloom(f"check {path}")
+    assert ended == (0, f"{path}: ok; ranks 4, stages 8, micro-batches 8, actions 128\n", "")
+    found = json.loads(pipeloom(f"check {path} --json").out)
+    assert found == {"ok": True, "name": "interleaved", "ranks": 4, "stages": 8, "microbatches": 8, "actions": 128}
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "reason"),
+    [
+        ("0F0,0F1,0B0\n1F0,1F1,1B0,1B1", 3, "stage 0 micro-batch 1 (rank 0) has no backward"),
+        ("0F0,0B0,0B0\n1F0,1B0", 3, "rank 0, action 2: 0B0 appears twice"),
+        ("0F0,0F7,0B0,0B7\n1F0,1F1,1B0,1B1", 3, "{path}:1:5: 0F7 names micro-batch 7 of 2"),
+        ("0F0,0F1,0B0,0B1,1B1\n1F0,1F1,1B0", 3, "1B1 is on the wrong rank; stage 1 is placed on rank 1"),
+        ("0F0,0B0\n1F0garbage,1B0", 3, "{path}:2:1: '1F0garbage' is not an action"),
+        ("0B0,0F0\n1F0,1B0", 3, "the schedule deadlocks; the shortest cycle:"),
+        ("hello world\n", 2, "{path} is not a schedule: none of its cells is an action"),
+        ("", 2, "{path}: the file contains no actions"),
+        ("{", 2, "{path}:1:2: this is not JSON"),
+        ('{"format": "pipeloom.schedule/9"}', 2, "this version reads 'pipeloom.schedule/1'"),
+    ],
+)
+def test_bad_files(pipeloom: Run, tmp_path: Path, text: str, code: int, reason: str) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_text(text)
+    ended = pipeloom(f"check {path}")
+    assert (ended.code, ended.out) == (code, "")
+    assert reason.format(path=path) in ended.err
+    as_json = pipeloom(f"check {path} --json")
+    assert (as_json.code, as_json.err) == (code, "")
+    assert reason.format(path=path) in json.loads(as_json.out)["error"]["message"]
+
+
+def test_a_directory_and_a_missing_file(pipeloom: Run, tmp_path: Path) -> None:
+    assert pipeloom(f"check {tmp_path}").code == 2
+    assert pipeloom(f"check {tmp_path}/none.csv").code == 2
+
+
+def test_receive_depth_and_transport_reach_the_proof(pipeloom: Run, tmp_path: Path) -> None:
+    """Rank 1 uses micro-batch 1 before 0, so that two receives must be open at once."""
+    path = tmp_path / "swapped.csv"
+    path.write_text("0F0,0F1,0B1,0B0\n1F1,1F0,1B1,1B0\n")
+    assert pipeloom(f"check {path}").code == 0
+    ended = pipeloom(f"check {path} --receive-depth 1")
+    assert ended.code == 3
+    assert "receive depth 1 deadlocks" in ended.err
+    assert pipeloom(f"check {path} --receive-depth 2").code == 0
+    assert pipeloom(f"check {path} --receive-depth 0").code == 2
+    assert pipeloom(f"check {path} --transport batch").code == 2
+
+
+def test_the_batched_transport_runs_what_the_individual_one_runs(pipeloom: Run, tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(to_csv(pl.schedules.looped_bfs(ranks=2, microbatches=5)))
+    assert pipeloom(f"check {path} --transport individual").code == 0
+    assert pipeloom(f"check {path} --transport batched").code == 0
+
+
+def test_paper_rounds_are_refused_from_a_file_in_under_a_second(tmp_path: Path) -> None:
+    path = tmp_path / "paper.json"
+    path.write_text(to_json(pl.schedules.interleaved(ranks=4, microbatches=5, chunks=3, rounds="paper")))
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ended = subprocess.run(
+        [sys.executable, "-m", "pipeloom", "check", path], capture_output=True, text=True, timeout=60
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime - before.ru_utime  # of the processor: others may hold it meanwhile
+    assert ended.returncode == 3
+    assert "deadlocks" in ended.stderr
+    assert seconds < 1.5  # 1 s on an idle machine

@@ -1,0 +1,191 @@
+"""`pipeloom train` and `verify` as a user runs them: real workers, real training, faults on purpose."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paths import DATA
+from pipeloom.config.matrix import expand
+
+pytestmark = pytest.mark.timeout(240)
+CORPUS = "".join(
+    f"line {n}: the loom weaves thread {n * 7919 % 10007} over thread {n * 31 % 997}\n" for n in range(3000)
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "text.txt"
+    path.write_text(CORPUS, encoding="utf-8")
+    return path
+
+
+def command(corpus: Path, log: Path, *flags: str) -> list[str]:
+    words = ["tiny", "--data.source", str(corpus), "--log.dir", str(log), "--train.device", "cpu", *flags]
+    return ["-m", "pipeloom", "train", *words]
+
+
+def pipeloom(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=200)
+
+
+def losses(log: Path) -> list[tuple[int, str]]:
+    """(step, loss as it was written), so that equal means bitwise equal."""
+    (found,) = log.rglob("*.jsonl")
+    rows = [json.loads(line, parse_float=str) for line in found.read_text(encoding="utf-8").splitlines()]
+    return [(row["step"], row["loss"]) for row in rows if "step" in row and "loss" in row and "grad_norm" in row]
+
+
+@pytest.mark.full
+def test_torchrun_gives_the_losses_of_pipeloom_train_bit_for_bit(tmp_path: Path, corpus: Path) -> None:
+    flags = ("--parallel.pp", "4", "--schedule.name", "1f1b", "--train.steps", "3")
+    own = pipeloom(*command(corpus, tmp_path / "own", *flags))
+    assert own.returncode == 0, own.stderr
+    again = pipeloom(*command(corpus, tmp_path / "again", *flags))
+    assert again.returncode == 0, again.stderr
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    other = pipeloom(*torchrun, *command(corpus, tmp_path / "other", *flags))
+    assert other.returncode == 0, other.stderr
+    assert len(losses(tmp_path / "own")) >= 3
+    assert losses(tmp_path / "own") == losses(tmp_path / "again") == losses(tmp_path / "other")
+
+
+def test_a_killed_worker_ends_the_run_with_6_within_15_seconds(tmp_path: Path, corpus: Path) -> None:
+    done = pipeloom(*command(corpus, tmp_path, "--debug.fault", "kill:1:2"))
+    assert done.returncode == 6
+    assert "rank 1 (process " in done.stderr
+    assert "killed by SIGKILL" in done.stderr
+    assert "waits for the " in done.stderr
+
+
+def test_a_worker_killed_from_outside_leaves_no_orphan(tmp_path: Path, corpus: Path) -> None:
+    words = [sys.executable, *command(corpus, tmp_path, "--train.steps", "100000")]
+    run = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    victims = _workers(run.pid, 2)
+    _wait_for_steps(tmp_path, 5)
+    started = time.monotonic()
+    os.kill(victims[1], signal.SIGKILL)
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 6, err
+    assert time.monotonic() - started < 15
+    assert f"rank 1 (process {victims[1]}) failed first: killed by SIGKILL" in err
+    assert not any(Path(f"/proc/{pid}").exists() for pid in victims.values())
+
+
+def test_an_exception_on_one_rank_ends_all_with_its_traceback(tmp_path: Path, corpus: Path) -> None:
+    done = pipeloom(*command(corpus, tmp_path, "--debug.fault", "raise:1:3F2"))
+    assert done.returncode not in (0, 2, 75)
+    assert "--debug.fault raised at 3F2" in done.stderr
+    assert "Traceback" in done.stderr
+    assert "rank 1 (process " in done.stderr
+    (log,) = tmp_path.glob("*/rank_1.log")
+    assert "Traceback" in log.read_text()
+    assert "--debug.fault raised at 3F2" in log.read_text()
+
+
+def test_a_lost_message_ends_with_6_and_a_report_a_rank(tmp_path: Path, corpus: Path) -> None:
+    done = pipeloom(*command(corpus, tmp_path, "--debug.fault", "drop-send:0:3", "--train.timeout", "5"))
+    assert done.returncode == 6
+    assert "[rank 0] " in done.stderr
+    assert "[rank 1] " in done.stderr
+    assert "waits for the output of stage 2 micro-batch" in done.stderr
+    assert done.stderr.splitlines()[-1] == "pipeloom: no rank failed: the run stalled, and its workers were stopped"
+
+
+def test_ctrl_c_exits_130_quietly(tmp_path: Path, corpus: Path) -> None:
+    words = [sys.executable, *command(corpus, tmp_path, "--train.steps", "100000")]
+    run = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    _wait_for_steps(tmp_path, 3)
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 130, err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("matrix", "layouts"),
+    [("verify_quick.toml", 26), pytest.param("verify_families.toml", 132, marks=pytest.mark.full)],
+)
+def test_verify_matrix_passes(matrix: str, layouts: int) -> None:
+    done = pipeloom("-m", "pipeloom", "verify", "--matrix", str(DATA / matrix))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{layouts} of {layouts} layouts pass at 1e-05" in done.stdout
+    assert done.stdout.count("PASS") == layouts
+
+
+def sample_of(matrix: Path, seed: int) -> str:
+    """A matrix with a combination of each table and schedule of `matrix`, chosen at random."""
+    tables = tomllib.loads(matrix.read_text(encoding="utf-8"))
+    chance = random.Random(seed)
+    chosen: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for number, table in enumerate(tables["layout"]):
+        for combination in expand(table):
+            chosen.setdefault((number, combination["schedule.name"]), []).append(combination)
+    head = matrix.read_text(encoding="utf-8").partition("[[layout]]")[0]
+    rows = [chance.choice(choices) for choices in chosen.values()]
+    return head + "\n".join(
+        "[[layout]]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in row.items()) for row in rows
+    )
+
+
+def test_a_sample_of_every_family_passes(tmp_path: Path) -> None:
+    """A size of each family in each table of verify_families.toml, another one in each run; `make full` runs them all."""
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    (tmp_path / "sample.toml").write_text(sample_of(DATA / "verify_families.toml", seed), encoding="utf-8")
+    done = pipeloom("-m", "pipeloom", "verify", "--matrix", str(tmp_path / "sample.toml"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    count = done.stdout.count("PASS")
+    assert count >= 20
+    assert f"{count} of {count} layouts pass at 1e-05" in done.stdout
+
+
+def test_verify_fails_when_microbatches_are_swapped() -> None:
+    flags = ["--debug.fault", "swap-microbatches:0,1", "--train.device", "cpu"]
+    done = pipeloom("-m", "pipeloom", "verify", "tiny", "--json", *flags)
+    assert done.returncode == 1, done.stderr
+    report = json.loads(done.stdout)
+    assert report["passed"] is False
+    assert report["layouts"][0]["failing"]
+
+
+def _workers(launcher: int, count: int) -> dict[int, int]:
+    """rank -> process of the launcher's workers, once all are there."""
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                variables = dict(part.partition("=")[::2] for part in (entry / "environ").read_text().split("\0"))
+            except (OSError, ValueError, UnicodeDecodeError):
+                continue
+            if parent == launcher and "RANK" in variables:
+                found[int(variables["RANK"])] = int(entry.name)
+        if len(found) == count:
+            return found
+        time.sleep(0.1)
+    raise AssertionError(f"{count} workers did not start")
+
+
+def _wait_for_steps(log: Path, steps: int) -> None:
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        files = list(log.rglob("*.jsonl"))
+        if files and files[0].read_text(encoding="utf-8").count('"grad_norm"') >= steps:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"no {steps} steps in 60 s")

@@ -1,0 +1,384 @@
+"""The page in a browser: offline and silent, what the pointer and the keys do, edits, files, hostile names."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pipeloom as pl
+from browser import Opened, browser
+from paths import ROOT
+from pipeloom.draw import html, svg
+from pipeloom.schedule.exposed import Exposed
+from pipeloom.schedule.files import load
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Any]:
+    with browser() as one:
+        yield one
+
+
+def _interleaved(p2p: float = 0.3) -> pl.Timeline:
+    return pl.simulate(pl.schedules.interleaved(ranks=4, microbatches=8), pl.Costs(forward=1.1, p2p=p2p))
+
+
+@pytest.fixture
+def opened(running: Any, tmp_path: Path) -> Iterator[Opened]:
+    page = Opened(running, tmp_path, [_interleaved(), pl.simulate(pl.schedules.zb_h1(ranks=4, microbatches=8))])
+    yield page
+    assert page.said == []
+    assert page.requests == [page.file.as_uri()]
+    page.close()
+
+
+def test_the_card_says_what_a_box_is_and_what_it_waited_for(opened: Opened) -> None:
+    timeline = _interleaved()
+    rank, at = 1, 0
+    opened.page.mouse.move(*opened.place(rank, at))
+    text = opened.page.inner_text("#card")
+    assert text.startswith("F of stage 1, micro-batch 0")
+    assert f"waited {timeline.starts[1][0]:g} for rank 0's F of stage 0 (dependency 1.1, message 0.3)" in text
+    x, y = opened.place(1, 0)
+    left = opened.run("() => pipeloom.panes[0].stage.getBoundingClientRect().left + 62")
+    opened.page.mouse.move((left + x) / 2 - 10, y)
+    assert opened.page.inner_text("#card").startswith("rank 1 is idle")
+    opened.page.mouse.move(5, 5)
+    assert opened.page.is_hidden("#card")
+
+
+def test_the_facts_say_how_many_messages_of_what_size(running: Any, tmp_path: Path) -> None:
+    timelines = [pl.simulate(pl.schedules.one_f_one_b(2, 4), pl.Costs(message=size)) for size in (0, 2**20)]
+    page = Opened(running, tmp_path, timelines, viewport={"width": 420, "height": 800})
+    assert page.run("() => document.documentElement.scrollWidth") == 420  # wide tables scroll by themselves
+    plain, sized = (page.page.inner_text(f".facts >> nth={at}") for at in range(2))
+    assert "8 messages between ranks ·" in plain
+    assert "8 messages between ranks, 8 MiB ·" in sized
+    page.close()
+
+
+def test_the_table_has_the_communications_that_a_step_stood_still_for(running: Any, tmp_path: Path) -> None:
+    """Of the step that was measured; an edited one is simulated and has none."""
+    schedule = pl.schedules.one_f_one_b(ranks=2, microbatches=2)
+    exposed = (Exposed({"tp": 0.25}), Exposed({"tp": 0.5, "all-to-all": 0.125}))
+    measured = replace(pl.simulate(schedule), source="measured", exposed=exposed)
+    page = Opened(running, tmp_path, measured)
+    rows = page.run("() => pipeloom.tableOf(pipeloom.panes[0].schedule, {factor: 1, name: ''}).rows")
+    assert rows[0][3:7] == ["busy", "busy: all-to-all", "busy: tp", "idle"]
+    assert [row[4:6] for row in rows[1:]] == [["0", "0.25"], ["0.125", "0.5"]]
+    page.run("() => pipeloom.move(pipeloom.panes[0], 0, 1, 2)")
+    heads = page.run("() => pipeloom.tableOf(pipeloom.panes[0].schedule, {factor: 1, name: ''}).rows[0]")
+    assert heads[3:5] == ["busy", "idle"]
+    page.close()
+
+
+def test_the_wheel_zooms_under_the_cursor_and_panes_are_linked(opened: Opened) -> None:
+    x, y = map(round, opened.place(2, 7))
+    opened.page.mouse.move(x, y)
+    read = "() => ({time: pipeloom.state.pointer, span: pipeloom.view.end - pipeloom.view.start})"
+    before = opened.run(read)
+    opened.page.mouse.wheel(0, -300)
+    opened.page.wait_for_timeout(50)
+    opened.page.mouse.move(x, y + 1)
+    after = opened.run(read)
+    assert after["span"] < 0.7 * before["span"]
+    assert after["time"] == pytest.approx(before["time"], rel=1e-6)
+    opened.page.keyboard.press("d")
+    shown = opened.run("() => pipeloom.panes.map((pane) => pane.layout.time(500, pipeloom.view))")
+    assert shown[0] == shown[1]
+    opened.page.keyboard.press("0")
+    assert opened.run("() => pipeloom.view.start") == 0
+
+
+def test_a_click_follows_a_micro_batch_and_says_why_it_is_late(opened: Opened) -> None:
+    timeline = _interleaved()
+    rank, at = timeline.critical_path[-1]
+    opened.page.mouse.click(*opened.place(rank, at))
+    words = opened.page.inner_text("#details")
+    assert "On the critical path" in words
+    assert "Why is it late?" in words
+    cell = timeline.schedule.programs[rank][at]
+    assert opened.run("() => pipeloom.state.follow") == cell.microbatch
+    assert opened.run("([rank, at]) => pipeloom.panes[0].schedule.chain(rank, at)", [rank, at]) == [
+        list(place) for place in timeline.critical_path
+    ]
+    count = opened.run("(mb) => pipeloom.panes[0].schedule.cellsOf(mb).length", cell.microbatch)
+    assert count == 16  # F and B of 8 stages
+    opened.page.keyboard.press("Escape")
+    assert opened.page.is_hidden("#details")
+
+
+def _programs(opened: Opened) -> list[list[str]]:
+    return opened.run("() => JSON.parse(pipeloom.panes[0].schedule.json()).programs")
+
+
+def test_a_drag_moves_an_action_and_can_be_undone(opened: Opened, tmp_path: Path) -> None:
+    before = _programs(opened)
+    length = len(before[3])
+    opened.page.keyboard.press("e")
+    opened.page.mouse.move(*opened.place(3, length - 1))
+    opened.page.mouse.down()
+    opened.page.mouse.move(*opened.place(3, length - 3), steps=4)
+    opened.page.mouse.up()
+    moved = _programs(opened)
+    assert sorted(moved[3]) == sorted(before[3])
+    assert moved[3] != before[3]
+    assert moved[:3] == before[:3]
+    assert opened.page.inner_text("#status").startswith(("valid", "the schedule deadlocks"))
+    opened.page.keyboard.press("Control+z")
+    assert _programs(opened) == before
+    assert opened.page.is_hidden("#status")
+    opened.page.keyboard.press("Control+Shift+Z")
+    assert _programs(opened) == moved
+
+
+def test_a_cycle_is_told_in_words(opened: Opened) -> None:
+    opened.page.keyboard.press("e")
+    opened.page.click("header", position={"x": 2, "y": 2})
+    opened.page.mouse.move(*opened.place(2, 0))
+    assert opened.page.is_visible("#card")
+    opened.run("() => pipeloom.move(pipeloom.panes[0], 3, pipeloom.panes[0].schedule.programs[3].length - 1, 0)")
+    assert opened.page.is_hidden("#card")  # another action may lie there now
+    words = opened.page.inner_text("#status")
+    assert words.startswith("the schedule deadlocks; the shortest cycle:")
+    assert opened.run("() => document.getElementById('status').className") == "bad"
+    opened.page.click("#undo")
+    assert opened.page.is_hidden("#status")
+
+
+def test_the_keyboard_does_it_all(opened: Opened) -> None:
+    opened.page.locator(".stage").first.focus()
+    opened.page.keyboard.press("ArrowRight")
+    opened.page.keyboard.press("ArrowRight")
+    opened.page.keyboard.press("ArrowDown")
+    assert opened.run("() => pipeloom.state.selected.rank") == 1
+    assert "of stage" in opened.page.text_content("#spoken")
+    opened.page.keyboard.press("e")
+    before = _programs(opened)
+    opened.page.keyboard.press("Alt+ArrowRight")
+    assert _programs(opened)[1] != before[1]
+    opened.page.keyboard.press("Control+z")
+    for key, flag in (("c", "critical"), ("m", "memory")):
+        was = opened.run(f"() => pipeloom.state.{flag}")
+        opened.page.keyboard.press(key)
+        assert opened.run(f"() => pipeloom.state.{flag}") is not was
+    theme = opened.run("() => pipeloom.state.theme")
+    opened.page.keyboard.press("t")
+    assert opened.run("() => pipeloom.state.theme") != theme
+    span = "() => pipeloom.view.end - pipeloom.view.start"
+    wide = opened.run(span)
+    opened.page.keyboard.press("w")
+    assert opened.run(span) < wide
+    opened.page.keyboard.press("?")
+    assert opened.page.is_visible("#keys")
+    opened.page.keyboard.press("Escape")
+    assert opened.page.is_hidden("#keys")
+
+
+def _saved(opened: Opened, button: str, folder: Path) -> Path:
+    with opened.page.expect_download() as download:
+        opened.page.click(button)
+    path = folder / download.value.suggested_filename
+    download.value.save_as(path)
+    return path
+
+
+def test_files_that_are_saved(opened: Opened, tmp_path: Path) -> None:
+    opened.run("() => pipeloom.move(pipeloom.panes[0], 0, 1, 2)")
+    opened.run("() => { pipeloom.state.active = 0; }")
+    edited = load(_saved(opened, "#json", tmp_path))
+    pl.check(edited)
+    assert edited.name == "interleaved, edited"
+    program = list(_interleaved().schedule.programs[0])
+    program.insert(2, program.pop(1))
+    assert edited.programs[0] == tuple(program)
+    from_csv = load(_saved(opened, "#csv", tmp_path))
+    assert from_csv.programs == edited.programs
+    assert pl.simulate(edited, pl.Costs(forward=1.1, p2p=0.3)).makespan == pytest.approx(
+        opened.run("() => pipeloom.panes[0].schedule.figures.makespan")
+    )
+    drawing = _saved(opened, "#svg", tmp_path).read_text(encoding="utf-8")
+    assert drawing.startswith("<svg")
+    assert "costs of a stage: F 1.1, I 1, W 1; p2p 0.3" in drawing
+    assert _saved(opened, "#png", tmp_path).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "missing"),
+    [
+        (pl.schedules.dualpipe(ranks=4, microbatches=8), "which micro-batch takes which route"),
+        (
+            pl.schedules.zb_h1(ranks=3, microbatches=4).with_tensors([("skip", 0, [2])]),
+            "which tensors stages pass by name",
+        ),
+    ],
+    ids=["two routes", "named tensors"],
+)
+def test_what_csv_cannot_say_is_saved_as_json(
+    schedule: pl.Schedule, missing: str, running: Any, tmp_path: Path
+) -> None:
+    page = Opened(running, tmp_path, pl.simulate(schedule))
+    assert page.page.is_disabled("#csv")
+    assert page.page.get_attribute("#csv", "title") == f"The CSV form cannot say {missing}; save JSON"
+    assert load(_saved(page, "#json", tmp_path)) == schedule
+    page.close()
+
+
+HOSTILE = ["</script><script>document.title='owned'</script>", "\"'`${1}\\u2028&lt;", "שלום עולם <b>", "{{data}}"]
+
+
+def test_hostile_names_are_text(running: Any, tmp_path: Path) -> None:
+    schedules = [pl.Schedule.of([["0F0", "0B0"]], placement=[0], microbatches=1, name=name) for name in HOSTILE]
+    timelines = [pl.simulate(schedule) for schedule in schedules]
+    page = Opened(running, tmp_path, timelines, title=HOSTILE[0])
+    assert page.page.title() == HOSTILE[0]
+    assert page.page.inner_text("h1") == HOSTILE[0]
+    headings = page.page.locator("h2").all_inner_texts()
+    assert headings[:4] == [f"{name}, 1 rank, 1 micro-batch" for name in HOSTILE]
+    text = page.run("() => pipeloom.exportSvg()")
+    page.run(
+        "(text) => { new DOMParser().parseFromString(text, 'image/svg+xml').querySelector('parsererror') && boom(); }",
+        text,
+    )
+    assert page.run("() => document.scripts.length") == 2
+    assert page.said == []
+    assert page.requests == [page.file.as_uri()]
+    page.close()
+
+
+def test_the_policy_stops_other_scripts_and_requests(running: Any, tmp_path: Path) -> None:
+    page = Opened(running, tmp_path, _interleaved())
+    page.run(
+        """() => { const script = document.createElement("script"); script.textContent = "window.owned = 1";
+        document.body.append(script); const image = new Image(); image.src = "https://example.org/x.png"; }"""
+    )
+    page.page.wait_for_timeout(50)
+    assert page.run("() => window.owned") is None
+    assert len([words for words in page.said if "Content Security Policy" in words]) >= 2
+    assert page.failures == ["https://example.org/x.png: csp"]
+    page.close()
+
+
+def test_a_page_of_nothing_and_of_one_action(running: Any, tmp_path: Path) -> None:
+    page = Opened(running, tmp_path, [])
+    assert "nothing to draw" in page.page.inner_text("#panes")
+    assert page.said == []
+    page.close()
+    bare = pl.Schedule.of([[]], placement=[0], microbatches=1, name="bare")
+    lone = pl.Schedule.of([["0F0"]], placement=[0], microbatches=1, name="lone")
+    page = Opened(
+        running,
+        tmp_path,
+        [pl.Timeline(bare, pl.Costs(), ((),), ((),)), pl.Timeline(lone, pl.Costs(), ((0.0,),), ((1.0,),))],
+    )
+    for key in ("ArrowRight", "c", "m", "w", "Escape"):
+        page.page.keyboard.press(key)
+    page.run("() => pipeloom.exportSvg()")
+    assert page.said == []
+    page.close()
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_text_can_be_read_in_both_themes(running: Any, tmp_path: Path, dark: bool) -> None:
+    """Ink on paper has a contrast of at least 4.5 (WCAG 2 AA)."""
+    page = Opened(running, tmp_path, _interleaved(), color_scheme="dark" if dark else "light")
+    assert page.run("() => pipeloom.state.theme") == ("dark" if dark else "light")
+    ratio = page.run(
+        """() => {
+            const light = (text) => { const [r, g, b] = text.match(/\\d+/g).map(Number).map((p) => {
+                p /= 255; return p <= 0.04045 ? p / 12.92 : ((p + 0.055) / 1.055) ** 2.4; });
+                return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+            const paper = light(getComputedStyle(document.body).backgroundColor);
+            return ["h1", ".facts", "#legend span", "td"].map((name) => {
+                const ink = light(getComputedStyle(document.querySelector(name)).color);
+                return (Math.max(ink, paper) + 0.05) / (Math.min(ink, paper) + 0.05); });
+        }"""
+    )
+    assert min(ratio) >= 4.5
+    page.close()
+
+
+def test_65_thousand_actions_are_drawn_by_column(running: Any, tmp_path: Path) -> None:
+    page = Opened(
+        running,
+        tmp_path,
+        pl.simulate(pl.schedules.one_f_one_b(ranks=32, microbatches=1024)),
+        viewport={"width": 2560, "height": 1440},
+    )
+    drawn = page.run("() => pipeloom.panes[0].drawn")
+    assert drawn == {"dense": True, "boxes": 65536}
+    page.run("() => { pipeloom.setView(500, 530); pipeloom.drawNow(); }")
+    assert page.run("() => pipeloom.panes[0].drawn.dense") is False
+    assert page.said == []
+    page.close()
+
+
+def _inside(running: Any, text: str) -> list[str]:
+    """The texts of an SVG that reach out of it, or over another text of their line."""
+    context = running.new_context(offline=True)
+    page = context.new_page()
+    page.set_content(f"<!doctype html><body>{text}")
+    outside = page.evaluate(
+        """() => { const svg = document.querySelector("svg"), view = svg.viewBox.baseVal, out = [];
+        const frame = svg.getBoundingClientRect();
+        const boxes = [...svg.querySelectorAll("text")].map((text) => { const box = text.getBoundingClientRect();
+            return [text.textContent, {x: box.x - frame.x, y: box.y - frame.y, width: box.width, height: box.height}]; });
+        for (const [words, box] of boxes)
+            if (box.x < 0 || box.y < 0 || box.x + box.width > view.width || box.y + box.height > view.height) out.push(words);
+        const wide = boxes.filter(([words]) => words.length > 3);
+        for (const [a, one] of wide) for (const [b, two] of wide)
+            if (one !== two && Math.abs(one.y - two.y) < 4 && one.x < two.x && one.x + one.width > two.x + 0.5)
+                out.push(`${a} / ${b}`);
+        return out; }"""
+    )
+    context.close()
+    return list(outside)
+
+
+@pytest.mark.parametrize("width", [420, 960, 2400])
+def test_no_text_of_an_svg_is_clipped(running: Any, width: int) -> None:
+    timelines = [
+        pl.simulate(pl.schedules.zb_auto(ranks=4, microbatches=12), pl.Costs(1.234, 1.567, 1.8901, 0.123)),
+        pl.simulate(pl.schedules.dualpipev(ranks=4, microbatches=10), pl.Costs(all_to_all=0.345)),
+        pl.simulate(pl.schedules.interleaved(ranks=2, microbatches=4, chunks=12)),
+        pl.simulate(
+            pl.Schedule.of([["0F0", "0B0"]], placement=[0], microbatches=1, name="W" * 150 + " שלום 漢字" * 20)
+        ),
+        pl.simulate(pl.schedules.gpipe(ranks=1100, microbatches=1)),
+    ]
+    for chosen in (timelines[:1], timelines[:3], timelines[3:4], timelines[4:]):
+        assert _inside(running, svg(chosen, width)) == []
+
+
+def test_no_text_of_the_documentation_is_clipped(running: Any) -> None:
+    for path in sorted((ROOT / "docs" / "img").glob("*.svg")):
+        assert _inside(running, path.read_text(encoding="utf-8")) == [], path.name
+
+
+def test_the_saved_svg_clips_nothing(running: Any, tmp_path: Path) -> None:
+    page = Opened(
+        running,
+        tmp_path,
+        [_interleaved(), pl.simulate(pl.schedules.dualpipev(ranks=4, microbatches=10), pl.Costs(all_to_all=0.3))],
+    )
+    text = page.run("() => pipeloom.exportSvg()")
+    page.close()
+    assert _inside(running, text) == []
+
+
+def test_the_page_is_one_file_with_a_strict_policy() -> None:
+    text = html(_interleaved())
+    assert "default-src 'none'; script-src 'sha256-" in text
+    for word in ("src=", "href=", "http://", "@import", "url("):
+        assert word not in text.replace('xmlns="http://www.w3.org/2000/svg"', "").replace('href="${canvas', "").replace(
+            "url(#idle", ""
+        )
+    data = json.loads(text.split('id="data">')[1].split("</script>")[0])
+    assert data["format"] == "pipeloom.page/1"
+    assert list(csv.reader([data["panes"][0]["heading"]]))

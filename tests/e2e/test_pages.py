@@ -1,0 +1,173 @@
+"""Every block of README.md and docs/ runs as it is printed: Python, commands and configurations."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pipeloom as pl
+from documents import FORKING, blocks, run_console, run_python
+from paths import ROOT
+from pipeloom.config import MeshShape, load_layout
+from pipeloom.models import DecoderShape
+from pipeloom.ops.segments import Compute
+from pipeloom.parallel import tensor as linear
+from pipeloom.parallel.mesh import Mesh
+from pipeloom.runtime import Pipeline
+from pipeloom.train.workers import launch
+from processes import run_ranks
+
+PAGES = {path.name: path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+RUN = [name for name, path in PAGES.items() if any(block.language and not block.skipped for block in blocks(path))]
+CHANGES = [
+    (" train (?!.*--train.steps)", "--dry-run"),
+    (" train .*--train.steps", "--train.steps 2 --train.seq_len 32 --train.eval_batches 1"),
+    (" verify --parallel", "--train.seq_len 16 --train.global_batch_size 18"),
+    ("^pipeloom generate", "--tokens 4"),
+    ("^pipeloom search", "--time-limit 0.5"),
+    (" rehearse ", "--steps 2"),
+]
+"""(pattern, words added to the commands in which it is found), so that they end soon: a training command without a number of
+steps is checked by a dry run."""
+PRINTED = {
+    "README.md": ["63.0 0.16666666666666666 (12, 10, 8, 6)", "step 19 loss"],
+    "tutorial.md": ["eager:extra=2", "prediction: costs of", "the schedule deadlocks; the shortest cycle"],
+}
+MY_TOML = """
+extends = "tiny"
+model.num_hidden_layers = 8
+schedule.name = "1f1b"
+data.source = "code/weave.py"
+"""
+MY_EXPERTS = """
+from pipeloom.models.gate import TopKGate
+from pipeloom.parallel.expert import Experts
+
+class SquaredExperts(Experts): pass
+class NeighbourRouter(TopKGate): pass
+"""
+
+
+SHAPE = DecoderShape(2, 32, 4, 2, intermediate_size=64, vocab_size=16)
+TOKENS = torch.randint(16, (8, 16), generator=torch.Generator().manual_seed(0))
+BATCH = {"tokens": TOKENS, "targets": TOKENS.roll(-1, 1), "mask": torch.ones_like(TOKENS)}
+
+
+def own_model() -> dict[str, Any]:
+    names = runpy.run_path(str(ROOT / "examples/own_model.py"))
+    (words, topics), targets, mask = names["batch"](0)
+    batch = dict(words=words, topics=topics, targets=targets, mask=mask, example_batch=torch.rand(4, 8))
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    parts = dict(model=model, layers=names["LAYERS"], tied=names["TIED"], BlockWithHead=names["EarlyHead"])
+    return names | batch | parts | {"schedule": pl.schedules.zbv(ranks=2, microbatches=4)}
+
+
+def checkpoints() -> dict[str, Any]:
+    pipeline = Pipeline([nn.Linear(4, 4) for _ in range(2)], pl.schedules.gpipe(2, 2), loss=nn.functional.mse_loss)
+    return {"pipeline": pipeline, "adam": torch.optim.Adam(pipeline.parameters()), "step": 3, "seen": 7}
+
+
+def experts() -> dict[str, Any]:
+    segmented = dict(nn=nn, Compute=Compute, Dispatch=object, Combine=object)
+    return {"shape": SHAPE, "seed": 0, "spread": None} | segmented | runpy.run_path("my_experts.py")
+
+
+def parallel() -> dict[str, Any]:
+    sizes = dict(hidden=32, heads=4, kv_heads=2, width=8, inner=64, shape=SHAPE, seed=0, x=torch.rand(2, 8, 32))
+    tensor = linear.TensorParallel(Mesh.of(MeshShape(pp=2, dp=2, tp=2)).tp)
+    return vars(linear) | sizes | BATCH | {"tensor": tensor, "schedule": pl.schedules.one_f_one_b(2, 4)}
+
+
+PYTHON: dict[str, tuple[int, Callable[[], dict[str, Any]]]] = {
+    "README.md": (2, dict),
+    "checkpoints.md": (2, checkpoints),
+    "experts.md": (1, experts),
+    "hugging_face.md": (4, lambda: dict(BATCH)),
+    "own_model.md": (2, own_model),
+    "parallel.md": (8, parallel),
+}
+"""Page -> the processes that run its Python blocks, and the names that its blocks use and do not define."""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files that commands of the pages name."""
+    import pyarrow
+    from pyarrow import parquet
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("files")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(launch, "subprocess", FORKING)
+        recipe = next(block for block in blocks(PAGES["hugging_face.md"]) if block.text.startswith("# make.py"))
+        exec(recipe.text, {})
+        config = LlamaConfig.from_pretrained("tiny-llama", num_hidden_layers=8)
+        shutil.copytree("tiny-llama", "my-llama")
+        LlamaForCausalLM(config).save_pretrained("my-llama")
+        for name in ("model", "llama", "hf-model"):
+            shutil.copytree("my-llama", f"path/to/{name}")
+        shutil.copy("my-llama/tokenizer.json", "tokenizer.json")
+        shutil.copy("corpus.jsonl", "my.jsonl")
+        said = [{"role": "user", "content": "What rests?"}, {"role": "assistant", "content": "The shuttle."}]
+        Path("chat.jsonl").write_text(f"{json.dumps({'messages': said})}\n" * 100)
+        for name in ("code", "runs"):
+            Path(name).mkdir()
+        Path("code/weave.py").write_text("weft = 1\n" * 500)
+        parquet.write_table(pyarrow.table({"text": ["The warp is long."] * 500}), "wiki.parquet")
+        Path("my.toml").write_text(MY_TOML)
+        Path("my_experts.py").write_text(MY_EXPERTS)
+        run_console("pipeloom schedule 1f1b --ranks 4 --microbatches 4 --csv > my_schedule.csv", [])
+        shutil.copy("my_schedule.csv", "my.csv")
+        run_console("pipeloom import path/to/llama runs/20260101-120000-zbv", [])
+        run_console("pipeloom train my.toml --log.dir trained --train.steps 5", [])
+        next(Path("trained").iterdir()).rename("runs/20260101-120000-1f1b")
+        Path("runs/20260101-120000-1f1b/step-000005").rename("runs/20260101-120000-1f1b/step-000500")
+    return folder
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_the_blocks_of_a_page_run_in_order(
+    name: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(files, tmp_path / "page")
+    if "runs/20260101" not in PAGES[name].read_text("utf-8"):
+        shutil.rmtree(folder / "runs")  # its patterns name the page's own runs
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(launch, "subprocess", FORKING)
+    printed = ""
+    for block in blocks(PAGES[name]):
+        if block.skipped:
+            continue
+        file = re.match(r"# (\w+\.py)\n", block.text)
+        if file is not None:
+            Path(file[1]).write_text(block.text, "utf-8")
+        elif block.language == "python":
+            world, prepare = PYTHON.get(name, (1, dict))
+            printed += run_ranks(run_python, world, block.text, prepare)[0]
+        elif block.language == "sh":
+            printed += run_console(block.text, CHANGES)
+        elif block.language == "toml":
+            Path("block.toml").write_text(block.text, "utf-8")
+            load_layout("block.toml")
+    for words in PRINTED.get(name, ()):
+        assert words in printed
+
+
+def test_few_blocks_do_not_run_and_each_says_why() -> None:
+    every = [block for path in PAGES.values() for block in blocks(path)]
+    assert sum(block.skipped for block in every) <= 15
+    assert {block.language for block in every} == {"", "python", "sh", "toml"}
+    assert not [block.text for block in every if not block.language and re.match("(pipeloom|python) ", block.text)]
+    marks = sum(path.read_text("utf-8").count("<!-- not run: ") for path in PAGES.values())
+    assert marks == sum(block.skipped for block in every), "a mark is right before its block"

@@ -1,0 +1,251 @@
+"""A run that is killed or told to stop goes on where it was: `pipeloom train` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoint_runs import command, environment, runs, steps_of, wait_for, words
+from checkpoint_states import Run, contents, layout_of
+from pipeloom import checkpoint
+from pipeloom.train.checkpoint.folder import complete
+from pipeloom.train.loop import Trainer
+from pipeloom.train.workers.context import SAVE, Requests
+from processes import run_ranks
+
+pytestmark = pytest.mark.timeout(300)
+MOE = (
+    *("--model.num_experts", "4", "--model.router", "sigmoid", "--parallel.pp", "1", "--parallel.dp", "2"),
+    *("--parallel.ep", "2", "--schedule.name", "1f1b", "--schedule.microbatches", "4"),
+)
+
+
+@pytest.mark.parametrize("flags", [pytest.param((), id="dense", marks=pytest.mark.full), pytest.param(MOE, id="moe")])
+def test_four_and_four_steps_are_eight(flags: tuple[str, ...], tmp_path: Path) -> None:
+    """Killed after a checkpoint, resumed: the files of the last step are those of an undisturbed run, byte for byte."""
+    base = ("--model.dropout", "0.1", "--train.steps", "8", "--checkpoint.every", "4", *flags)
+    straight = command(tmp_path, "straight", *base)
+    assert straight.returncode == 0, straight.stderr
+    killed = command(tmp_path, "again", *base, "--debug.fault", "kill:0:6")
+    assert killed.returncode == 6, killed.stderr
+    (folder,) = runs(tmp_path / "again")
+    assert [step for step, _ in complete(folder)] == [4]
+    resumed = command(tmp_path, "again", *base, "--checkpoint.resume", "auto")
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"resumed after step 4 from {folder / 'step-000004'}" in resumed.stdout
+    took = re.search(r"\((\d+\.\d) s to load, (\d+\.\d) s since the worker's start\)", resumed.stdout)
+    assert took is not None
+    assert float(took[1]) <= float(took[2]) < 300
+    assert runs(tmp_path / "again") == [folder]  # in the same folder
+    assert json.loads((folder / "exit.json").read_text())["exit_code"] == 0
+    (other,) = runs(tmp_path / "straight")
+    wanted, found = contents(other / "step-000008"), contents(folder / "step-000008")
+    assert wanted.keys() == found.keys()
+    assert [key for key, value in wanted.items() if not torch.equal(value, found[key])] == []
+    assert steps_of(folder)[-4:] == steps_of(other)[-4:]
+    assert [step for step, _ in steps_of(folder)] == [*range(1, 7), *range(5, 9)]
+
+
+def test_sigterm_saves_and_the_next_run_goes_on_with_the_next_batch(tmp_path: Path) -> None:
+    run = subprocess.Popen(
+        words(tmp_path, "a", "--train.steps", "100000", "--log.every", "1000"),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
+    )  # fmt: skip
+    wait_for(lambda: any(len(steps_of(folder)) > 3 for folder in runs(tmp_path / "a")), run)
+    run.send_signal(signal.SIGUSR1)
+    (folder,) = runs(tmp_path / "a")
+    wait_for(lambda: len(complete(folder)) == 1, run)
+    (folder / "save").write_text("")
+    wait_for(lambda: len(complete(folder)) == 2 and not (folder / "save").exists(), run)
+    run.send_signal(signal.SIGTERM)
+    try:
+        _, err = run.communicate(timeout=100)
+    finally:
+        run.kill()
+    assert run.returncode == 75, err
+    asked, noted, last = (step for step, _ in reversed(complete(folder)))
+    assert asked < noted <= last == len(steps_of(folder))
+    assert f"stopped after step {last} of 100000, as requested; saved as {folder / f'step-{last:06d}'}" in err
+    assert json.loads((folder / "exit.json").read_text())["exit_code"] == 75
+    assert not list(folder.glob(".*"))
+    again = command(tmp_path, "a", "--train.steps", str(last + 2), "--checkpoint.resume", "auto")
+    assert again.returncode == 0, again.stderr
+    assert [step for step, _ in steps_of(folder)] == [*range(1, last + 3)]
+
+
+def test_who_asks_while_a_checkpoint_is_saved_gets_another_one(tmp_path: Path) -> None:
+    """The one being saved may be seen, complete, before the trainer goes on."""
+    requests, file = Requests(save=True), tmp_path / "save"
+    file.write_text("")
+    seen: list[tuple[bool, bool]] = []
+
+    def save() -> None:
+        seen.append((requests.save, file.exists()))
+        requests.note(signal.SIGUSR1)
+        file.write_text("")
+
+    trainer: Any = SimpleNamespace(_context=SimpleNamespace(requests=requests), _save_file=file, _save=save)
+    Trainer.save_as_asked(trainer, SAVE)
+    assert seen == [(False, False)]
+    assert requests.save
+    assert file.exists()
+
+
+def test_sigterm_to_torchrun_saves_too(tmp_path: Path) -> None:
+    """torchrun passes it on; it ends with 1 itself, so the run's exit.json has the 75."""
+    python, *own = words(tmp_path, "a", "--train.steps", "100000", "--log.every", "1000")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = subprocess.Popen(
+        [python, *launcher, *own], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    )
+    wait_for(lambda: any(len(steps_of(folder)) > 3 for folder in runs(tmp_path / "a")), run)
+    run.send_signal(signal.SIGTERM)
+    try:
+        run.communicate(timeout=100)
+    finally:
+        run.kill()
+    (folder,) = runs(tmp_path / "a")
+    ((last, _),) = complete(folder)
+    assert last == len(steps_of(folder))
+    assert json.loads((folder / "exit.json").read_text())["exit_code"] == 75
+
+
+POINTS = {
+    # where a signal comes, as code in rank 0: (module, function to wrap, whether a checkpoint must be there afterwards)
+    "evaluation": ("pipeloom.train.loop", "Trainer.held_out_loss", False),
+    "save": ("pipeloom.train.checkpoint.save", "publish", True),
+    "asynchronous save": ("pipeloom.train.checkpoint.save", "publish", True),
+    "start-up": ("pipeloom.train.loop", "build_pipeline", False),
+}
+WRAP = """
+import importlib.abc, importlib.machinery, os, signal, sys
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != {module!r} or os.environ.get("RANK") != "0":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        run = spec.loader.exec_module
+        def exec_module(module):
+            run(module)
+            *owners, last = {function!r}.split(".")
+            owner = module
+            for part in owners:
+                owner = getattr(owner, part)
+            plain = getattr(owner, last)
+            def wrapped(*arguments, **keywords):
+                setattr(owner, last, plain)  # once: a second signal would end the run at once
+                os.kill(os.getppid(), signal.{number})
+                import time
+                time.sleep(0.5)
+                return plain(*arguments, **keywords)
+            setattr(owner, last, wrapped)
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.mark.parametrize(
+    ("point", "number", "code"),
+    [
+        pytest.param("evaluation", "SIGTERM", 75, marks=pytest.mark.full),
+        pytest.param("save", "SIGTERM", 75, marks=pytest.mark.full),
+        pytest.param("save", "SIGINT", 130, marks=pytest.mark.full),
+        ("asynchronous save", "SIGTERM", 75),
+        pytest.param("asynchronous save", "SIGINT", 130, marks=pytest.mark.full),
+        ("start-up", "SIGTERM", 75),
+    ],
+)
+def test_a_signal_at_any_moment(point: str, number: str, code: int, tmp_path: Path) -> None:
+    module, function, saved = POINTS[point]
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(WRAP.format(module=module, function=function, number=number))
+    asynchronous = point == "asynchronous save"
+    flags = ("--train.steps", "1000", "--checkpoint.every", "2", "--checkpoint.asynchronous", str(asynchronous).lower())
+    done = command(tmp_path, "a", *flags, PYTHONPATH=str(tmp_path / "site"))
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    (folder,) = runs(tmp_path / "a")
+    steps = [step for step, _ in complete(folder)]
+    if asynchronous:  # training has gone on beside the writer
+        assert f"stopped after step {steps[0]} of 1000" in done.stderr
+        assert len(steps) >= 2
+    else:
+        assert steps == ([3, 2] if saved else [])  # it goes on to the end of a step
+    assert not list(folder.glob(".*"))
+
+
+SCHEDULES = [("1f1b", {}), ("zbv", {}), ("interleaved", {"schedule__chunks": 2})]
+
+
+def resumed_losses(rank: int, folder: str) -> list[list[float]]:
+    """Ten losses on each layout of two ranks, resumed from one checkpoint."""
+    found = []
+    changes: list[tuple[str, dict[str, Any]]] = [
+        ("one", {"parallel__pp": 2, "schedule__name": name, "schedule__microbatches": 4, **more})
+        for name, more in SCHEDULES
+    ]
+    changes += [("zero", {}), ("tp 2", {}), ("dp 2", {"schedule__microbatches": 4})]
+    for name, change in changes:
+        run = Run(layout_of(name, **change))
+        checkpoint.load(folder, run.pipeline, run.optimizer)
+        found.append(run.steps(10))
+        run.pipeline.close()
+    return found
+
+
+def test_any_layout_and_schedule_goes_on_with_the_same_losses(tmp_path: Path) -> None:
+    """Dropout is on: masks are a function of the sample, so neither dp nor the micro-batches change them."""
+    straight = Run(layout_of("one"))
+    straight.steps(3)
+    checkpoint.save(tmp_path, 3, straight.pipeline, straight.optimizer)
+    wanted = straight.steps(10)
+    for losses in run_ranks(resumed_losses, 2, str(tmp_path), timeout=200.0)[0]:
+        assert losses == pytest.approx(wanted, rel=1e-5)
+
+
+def test_an_invalid_newest_checkpoint_is_named_and_the_one_before_it_taken(tmp_path: Path) -> None:
+    base = ("--train.steps", "4", "--checkpoint.every", "1")
+    assert command(tmp_path, "a", *base).returncode == 0
+    (folder,) = runs(tmp_path / "a")
+    assert [step for step, _ in complete(folder)] == [4, 3, 2]  # checkpoint.keep is 3
+    file = folder / "step-000004/rank-00001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-9] ^= 4
+    file.write_bytes(data)
+    exact = command(tmp_path, "a", *base, "--checkpoint.resume", "4")
+    assert exact.returncode == 5
+    (line,) = [line for line in exact.stderr.splitlines() if "expected" in line]
+    assert f"{file}: expected SHA-256" in line
+    assert "Traceback" not in exact.stderr
+    absent = command(tmp_path, "a", *base, "--checkpoint.resume", "1")
+    assert absent.returncode == 5
+    assert "has no complete checkpoint of that step; it has 2, 3, 4" in absent.stderr
+    again = command(tmp_path, "a", *base, "--checkpoint.resume", "auto")
+    assert again.returncode == 0, again.stderr
+    assert f"{file}: expected SHA-256" in again.stdout
+    assert "taking the one before it" in again.stdout
+    assert f"resumed after step 3 from {folder / 'step-000003'}" in again.stdout
+    other = command(tmp_path, "b", *base, "--checkpoint.dir", str(folder))
+    assert other.returncode == 2
+    assert "it has checkpoints up to step 4, which new ones would be mixed with" in other.stderr
+
+
+def test_a_failed_run_is_started_again_by_itself(tmp_path: Path) -> None:
+    base = ("--train.steps", "6", "--checkpoint.every", "2")
+    done = command(tmp_path, "a", *base, "--train.restarts", "2", "--debug.fault", "kill:1:4")
+    assert done.returncode == 0, done.stderr
+    assert "restart 1 of 2" in done.stderr
+    (folder,) = runs(tmp_path / "a")
+    # the fault is made in step 4 of any attempt, so the first one ends there and the second begins behind it
+    assert [step for step, _ in steps_of(folder)] == [1, 2, 3, 4, 5, 6]

@@ -1,0 +1,158 @@
+"""Conversations: answers are learned, the rest is read; templates; what is no conversation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from corpora import config, data, documents, json_lines, tokenizer_file
+from pipeloom.errors import ConfigError
+from pipeloom.train.data.batches import PackedRows
+from pipeloom.train.data.prepare import prepare
+from pipeloom.train.data.tokenizers import load_tokenizer
+
+CHAT = [
+    {"role": "system", "content": "Weave."},
+    {"role": "user", "content": "red wool"},
+    {"role": "assistant", "content": "the loom weaves red wool"},
+    {"role": "user", "content": "and blue"},
+    {"role": "assistant", "content": "blue thread over red"},
+]
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+def chats(count: int = 40) -> list[dict[str, Any]]:
+    return [{"messages": [*CHAT[:-1], {"role": "assistant", "content": text}]} for text in documents(count, 12)]
+
+
+def learned(rows: Any, tokenizer: Any) -> tuple[list[str], list[str]]:
+    """The texts of each document of the first rows, and of what is learned of it; tokens of special kinds as they are."""
+    whole, answers = [], []
+    batch = rows.take(torch.arange(rows.count))
+    for tokens, targets, positions in zip(batch.tokens, batch.targets, batch.positions, strict=True):
+        starts = [*torch.nonzero(positions == 0).flatten().tolist(), len(tokens)]
+        for start, end in zip(starts, starts[1:], strict=False):
+            counted = targets[start:end]
+            if bool((counted != -100).any()):
+                whole.append(tokenizer.decode(tokens[start:end]))
+                answers.append(tokenizer.decode(counted[counted != -100]))
+    return whole, answers
+
+
+def test_only_answers_are_learned_under_the_simple_template(tmp_path: Path) -> None:
+    json_lines(tmp_path / "chat.jsonl", chats())
+    keys: dict[str, Any] = {"source": str(tmp_path / "chat.jsonl"), "train__seq_len": 400}
+    found = data(tmp_path, **keys)
+    assert isinstance(found.train, PackedRows)
+    whole, answers = learned(found.train, found.tokenizer)
+    want = [text for at, text in enumerate(documents(40, 12)) if at % 20 != 10]
+    start = "<|system|>\nWeave.\n<|user|>\nred wool\n<|assistant|>\nthe loom weaves red wool\n<|user|>\nand blue\n"
+    assert sorted(whole) == sorted(f"{start}<|assistant|>\n{text}" for text in want)
+    assert sorted(answers) == sorted(f"the loom weaves red wool\n{text}\n" for text in want)
+    everything = data(tmp_path, **keys, loss_on="all")
+    _, learned_all = learned(everything.train, found.tokenizer)
+    assert sorted(learned_all) == sorted(f"{start[1:]}<|assistant|>\n{text}\n" for text in want)
+
+
+def directory(path: Path, template: str = TEMPLATE) -> Path:
+    path.mkdir()
+    tokenizer_file(path / "tokenizer.json")
+    described = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|endoftext|>"}
+    (path / "tokenizer_config.json").write_text(json.dumps({**described, "chat_template": template}))
+    return path
+
+
+def test_the_tokenizers_own_template_is_used(tmp_path: Path) -> None:
+    """Training sees the tokens that generation will: those of the prompt alone, and then the answer's."""
+    transformers = pytest.importorskip("transformers")
+    folder = directory(tmp_path / "tokenizer")
+    json_lines(tmp_path / "chat.jsonl", chats())
+    keys: dict[str, Any] = {"source": str(tmp_path / "chat.jsonl"), "tokenizer": str(folder), "train__seq_len": 200}
+    found = data(tmp_path, **keys, model__vocab_size=400)
+    whole, answers = learned(found.train, found.tokenizer)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    first = chats()[0]["messages"]
+    text = theirs.apply_chat_template(first, tokenize=False)
+    assert text.removesuffix("\n") in whole  # the last token is a target only
+    last = first[-1]["content"]
+    assert f"the loom weaves red wool<|endoftext|>\n{last}<|endoftext|>\n" in answers
+    simple = data(tmp_path, **keys, model__vocab_size=400, template="simple")
+    assert "<|assistant|>" in learned(simple.train, found.tokenizer)[0][0]
+    thinking = directory(
+        tmp_path / "thinking", TEMPLATE.replace("[assistant] {% endif %}", "[assistant] <think>{% endif %}")
+    )
+    with pytest.raises(
+        ConfigError, match=r"line 1: .*prompts for an answer with '\[assistant\] <think>', which it does not write"
+    ):
+        data(tmp_path, **keys | {"tokenizer": str(thinking)}, model__vocab_size=400)
+    changing = directory(tmp_path / "changing", "{{ messages | length }}" + TEMPLATE)
+    with pytest.raises(ConfigError, match=r'chat\.jsonl, line 1: .*writes message 3 differently.*"simple"'):
+        data(tmp_path, **keys | {"tokenizer": str(changing)}, model__vocab_size=400)
+
+
+@pytest.mark.parametrize(
+    ("messages", "why"),
+    [
+        ([{"role": "user", "content": "x"}], "so there is nothing to learn"),
+        ([{"role": "user"}], "message 1 is not"),
+        (["x"], "is a list without messages, not a string"),
+        ([*CHAT, {"role": "assistant", "content": "\ud800"}], "message 6 holds half of a surrogate pair"),
+        ("text", "it is a text, and those before are conversations"),
+    ],
+)
+def test_a_bad_conversation_is_named(tmp_path: Path, messages: Any, why: str) -> None:
+    json_lines(tmp_path / "chat.jsonl", [*chats(3), {"messages": messages}, *chats(30)])
+    with pytest.raises(ConfigError, match=rf"chat\.jsonl, line 4: .*{why}"):
+        data(tmp_path, source=str(tmp_path / "chat.jsonl"))
+    found = data(tmp_path, source=str(tmp_path / "chat.jsonl"), on_error="skip")
+    assert "33 documents, 1 bad one left out" in found.words
+
+
+def test_conversations_are_not_cut_anywhere(tmp_path: Path) -> None:
+    json_lines(tmp_path / "chat.jsonl", chats())
+    with pytest.raises(ConfigError, match=r'data\.documents = "concatenate": windows would cut conversations'):
+        prepare(config(tmp_path, source=str(tmp_path / "chat.jsonl"), documents="concatenate"))
+    with pytest.raises(ConfigError, match='"tokenizer": bytes has no chat template; nearest: "simple"'):
+        prepare(config(tmp_path, source=str(tmp_path / "chat.jsonl"), template="tokenizer"))
+
+
+def test_special_tokens_of_a_tokenizer(tmp_path: Path) -> None:
+    name = str(tokenizer_file(tmp_path / "tokenizer.json"))
+    folder = str(directory(tmp_path / "folder"))
+    assert (load_tokenizer(name).bos, load_tokenizer(name).eos) == (None, 0)
+    assert (load_tokenizer(folder).bos, load_tokenizer(folder).eos) == (
+        None,
+        0,
+    )  # it has <s>, and does not begin with it
+    assert (load_tokenizer(folder, bos="<s>", eos="none").bos, load_tokenizer(name, eos="none").eos) == (1, None)
+    assert load_tokenizer(name).vocab_size == 300
+    assert load_tokenizer(name).decode(load_tokenizer(name).encode("red wool\n")) == "red wool\n"
+    with pytest.raises(ConfigError, match=r'data\.eos = "<\|end\|>": .* no such token; did you mean'):
+        load_tokenizer(name, eos="<|end|>")
+    with pytest.raises(ConfigError, match="bytes have no such token"):
+        load_tokenizer("bytes", eos="</s>")
+    (tmp_path / "no.json").write_text("{}")
+    with pytest.raises(ConfigError, match="it is not a tokenizer"):
+        load_tokenizer(str(tmp_path / "no.json"))
+    json_lines(tmp_path / "a.jsonl", [{"text": "x"}])
+    with pytest.raises(ConfigError, match=r"model\.vocab_size = 256: the tokenizer .* has 300 tokens; nearest: 300"):
+        prepare(config(tmp_path, source=str(tmp_path / "a.jsonl"), tokenizer=name, model__vocab_size=256))
+
+
+def test_our_own_decoder_has_as_many_tokens_as_its_tokenizer(tmp_path: Path) -> None:
+    name, folder = str(tokenizer_file(tmp_path / "tokenizer.json")), str(directory(tmp_path / "folder"))
+    assert config(tmp_path).model.vocab_size == 256
+    assert config(tmp_path, tokenizer=name).model.vocab_size == 300
+    assert config(tmp_path, tokenizer=folder).model.vocab_size == 300
+    assert config(tmp_path, tokenizer=name, model__vocab_size=512).model.vocab_size == 512
+    for wrong in ([], {"model": {"vocab": 3}}, {"model": {"vocab": {"a": "b"}}}):
+        (tmp_path / "wrong.json").write_text(json.dumps(wrong))
+        assert config(tmp_path, tokenizer=str(tmp_path / "wrong.json")).model.vocab_size == 256

@@ -1,0 +1,297 @@
+"""Adapters in training: checkpoints without frozen weights, resuming, peft's files in and out, merging, refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hf_families import MODEL_FAMILIES
+from pipeloom import checkpoint
+from pipeloom.config import load, load_layout
+from pipeloom.errors import CheckpointError, ConfigError
+from pipeloom.models.adapters import is_adapter
+from pipeloom.runtime import Pipeline
+from pipeloom.train.build import build_pipeline
+from pipeloom.train.checkpoint import folder as folder_module
+from pipeloom.train.checkpoint import load as load_module
+from pipeloom.train.checkpoint.manifest import read_manifest
+from pipeloom.train.hub import conversion as hub
+from pipeloom.train.hub.generate import open_model, open_pipeline
+from pipeloom.train.hub.lora_files import base_weights, begin_weights
+from pipeloom.train.loop import Trainer
+from pipeloom.train.optimizer import Optimizer
+from processes import run_ranks
+
+WIDE = {"train.dtype": "float64"}  # AdamW's first steps have the size of the rate whatever the gradient's
+FLAGS = {"train.device": "cpu", "train.global_batch_size": 4, "schedule.microbatches": 2, "train.seq_len": 12}
+
+
+def written(folder: Path, family: str = "llama") -> Any:
+    """A model with a vocabulary of bytes, saved in `folder`."""
+    torch.manual_seed(3)
+    kind = getattr(transformers, MODEL_FAMILIES[family].config)
+    config = kind(**{**MODEL_FAMILIES[family].values, "vocab_size": 256, "eos_token_id": None, "attn_pdrop": 0.0})
+    whole = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    whole.save_pretrained(folder)
+    return whole
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, 256, (2, 4, 12), generator=torch.Generator().manual_seed(1))
+
+
+def build(flags: dict[str, Any]) -> tuple[Any, Pipeline, Optimizer]:
+    layout = load_layout(None, {**FLAGS, **flags})
+    pipeline = build_pipeline(layout, torch.device("cpu"))
+    begin_weights(layout.config, pipeline)
+    return layout.config, pipeline, Optimizer.of(pipeline, layout.config)
+
+
+def steps(pipeline: Pipeline, optimizer: Optimizer, count: int) -> list[float]:
+    losses = []
+    for _ in range(count):
+        losses.append(pipeline.step(*tokens()).item())
+        optimizer.step(None, 0.05)
+    return losses
+
+
+def saved(flags: dict[str, Any], folder: Path, count: int = 3) -> Any:
+    """A checkpoint after some steps in `folder`, and the configuration."""
+    config, pipeline, optimizer = build({"parallel.pp": 1, "schedule.name": "1f1b", **flags})
+    steps(pipeline, optimizer, count)
+    saver = checkpoint.Saver(folder, pipeline, optimizer, base=base_weights(config))
+    saver.save(count, {"batch": count, "config": config.model_dump(mode="json")})
+    pipeline.close()
+    return config
+
+
+def logits_of(flags: dict[str, Any], folder: Path) -> Tensor:
+    config, pipeline, _ = build({"parallel.pp": 1, "schedule.name": "1f1b", **flags})
+    checkpoint.load(folder, pipeline, base=base_weights(config))
+    found = pipeline.eval() or pipeline.predict(tokens()[0])
+    pipeline.close()
+    return found
+
+
+def theirs(model: Any) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model.eval()(tokens()[0]).logits
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_an_adapter_trained_here_loads_in_peft_and_merges(family: str, tmp_path: Path) -> None:
+    whole = written(tmp_path / "hub", family)
+    flags = {"model.source": str(tmp_path / "hub"), "lora.r": 4}
+    saved(flags, tmp_path / "run")
+    want = logits_of(flags, tmp_path / "run")
+    assert float((want - theirs(whole)).abs().max()) > 1e-2, "three steps have changed something"
+    names = read_manifest(tmp_path / "run/step-000003").names("model")
+    assert names
+    assert all(is_adapter(name) for name in names)
+    hub.export(tmp_path / "run", tmp_path / "adapter")
+    adapted = peft.PeftModel.from_pretrained(whole, tmp_path / "adapter")
+    assert torch.allclose(theirs(adapted), want, atol=1e-5)
+    hub.export(tmp_path / "run", tmp_path / "merged", merge=True)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert torch.allclose(theirs(again), want, atol=1e-5)
+    opened = open_model(tmp_path / "adapter", 1, {"parallel.pp": 1})
+    pipeline = open_pipeline(opened, torch.device("cpu"))
+    assert torch.allclose(pipeline.predict(tokens()[0]), want, atol=1e-5)
+    pipeline.close()
+
+
+def test_an_adapter_of_peft_loads_here(tmp_path: Path) -> None:
+    """With rank-stabilised scaling, and targets as a list; a wrong one is refused."""
+    whole = written(tmp_path / "hub")
+    options = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], use_rslora=True)
+    adapted = peft.get_peft_model(whole, options)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.2)
+    want = theirs(adapted)
+    adapted.save_pretrained(tmp_path / "theirs")
+    flags = {"model.source": str(tmp_path / "hub"), "lora.adapter": str(tmp_path / "theirs")}
+    config, pipeline, _ = build({"parallel.pp": 1, "schedule.name": "1f1b", **flags})
+    assert (config.lora.r, config.lora.lora_alpha) == (4, 12.0)
+    assert torch.allclose(pipeline.eval() or pipeline.predict(tokens()[0]), want, atol=1e-5)
+    pipeline.close()
+    weights = tmp_path / "theirs/adapter_model.safetensors"
+    found = load_file(weights)
+    first = next(iter(found))
+    save_file({name: value for name, value in found.items() if name != first}, weights)
+    with pytest.raises(ConfigError, match=r"it has no model\.layers"):
+        build({"parallel.pp": 1, "schedule.name": "1f1b", **flags})
+    save_file({**found, first.replace("layers.0", "layers.9"): found[first].clone()}, weights)
+    with pytest.raises(ConfigError, match="which the model has no linear layer for"):
+        build({"parallel.pp": 1, "schedule.name": "1f1b", **flags})
+    settings = tmp_path / "theirs/adapter_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"use_dora": True}))
+    with pytest.raises(ConfigError, match="it uses use_dora, which is not supported"):
+        load_layout(None, {**FLAGS, **flags})
+
+
+def test_training_goes_on_from_a_checkpoint_of_adapters(tmp_path: Path) -> None:
+    """Bit by bit; and not with other weights below the adapters."""
+    written(tmp_path / "hub")
+    flags = {"model.source": str(tmp_path / "hub"), "lora.r": 4, "parallel.pp": 1, "schedule.name": "1f1b"}
+    config, pipeline, optimizer = build(flags)
+    want = steps(pipeline, optimizer, 5)
+    before = {name: p.detach().clone() for name, p in pipeline.named_parameters()}
+    pipeline.close()
+    saved(flags, tmp_path / "run", 3)
+    config, pipeline, optimizer = build(flags)
+    base = base_weights(config)
+    assert checkpoint.load(tmp_path / "run", pipeline, optimizer, base).step == 3
+    assert steps(pipeline, optimizer, 2) == want[3:]
+    assert all(torch.equal(p, before[name]) for name, p in pipeline.named_parameters())
+    assert len(optimizer.state_dict()) == sum(is_adapter(name) for name in before)
+    with pytest.raises(CheckpointError, match="it holds adapters only, of the model in"):
+        checkpoint.load(tmp_path / "run", pipeline)
+    file = tmp_path / "hub/model.safetensors"
+    changed = load_file(file)
+    changed["lm_head.weight"][-1, -1] += 1
+    save_file(changed, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"its adapters were trained with the weights in .* differ"):
+        checkpoint.load(tmp_path / "run", pipeline, optimizer, base_weights(config))
+    pipeline.close()
+    with pytest.raises(CheckpointError, match="have changed since"):
+        hub.export(tmp_path / "run", tmp_path / "out", merge=True)
+
+
+def test_dropout_is_the_same_in_a_resumed_run(tmp_path: Path) -> None:
+    written(tmp_path / "hub", "gpt2")
+    text = torch.randint(0, 256, (400,), generator=torch.Generator().manual_seed(2), dtype=torch.uint8)
+    flags = {"model.source": str(tmp_path / "hub"), "lora.r": 2, "lora.lora_dropout": 0.2, "parallel.pp": 1}
+    flags |= {"schedule.name": "1f1b", "optimizer.lr_schedule": "constant"}
+
+    def train(steps: int, start: int = 0) -> dict[str, Tensor]:
+        config, pipeline, _ = build({**flags, "train.steps": steps})
+        trainer = Trainer(config, pipeline, SimpleNamespace(rank=0, device=torch.device("cpu"), flags=0), None)
+        if start:
+            checkpoint.load(tmp_path / "run", pipeline, trainer.optimizer, base_weights(config))
+            trainer.steps_done = trainer.batch = start
+        trainer.train(text)
+        if steps == 2:
+            checkpoint.Saver(tmp_path / "run", pipeline, trainer.optimizer, base=base_weights(config)).save(2)
+        return {name: p.detach().clone() for name, p in pipeline.named_parameters()}
+
+    whole = train(4)
+    half = train(2)
+    torch.rand(5)
+    resumed = train(4, start=2)
+    assert all(torch.equal(p, resumed[name]) for name, p in whole.items())
+    assert any(not torch.equal(p, half[name]) for name, p in whole.items())
+
+
+def own_flags(folder: str | Path) -> dict[str, Any]:
+    """The keys of our own decoder, imported into `folder`."""
+    values = load(f"{folder}/ckpt/model.toml").model.model_dump(exclude_none=True, exclude={"source"})
+    return {f"model.{key}": value for key, value in values.items()} | {"lora.r": 4, **WIDE}
+
+
+def _own_on_a_mesh(rank: int, folder: str) -> None:
+    layout = {"parallel.pp": 2, "parallel.tp": 2, "parallel.sp": True, "schedule.name": "zbv"}
+    config, pipeline, optimizer = build({**own_flags(folder), **layout})
+    steps(pipeline, optimizer, 3)
+    saver = checkpoint.Saver(f"{folder}/run", pipeline, optimizer, base=base_weights(config))
+    saver.save(3, {"batch": 3, "config": config.model_dump(mode="json")})
+    pipeline.close()
+
+
+def test_adapters_of_our_decoder_trained_on_four_ranks_are_those_of_one(tmp_path: Path) -> None:
+    """tp 2 and pp 2 under ZBV, saved in parts; peft computes what a checkpoint of one process does."""
+    whole = written(tmp_path / "hub")
+    hub.import_directory(tmp_path / "hub", tmp_path / "ckpt")
+    run_ranks(_own_on_a_mesh, 4, str(tmp_path))
+    saved(own_flags(tmp_path), tmp_path / "one")
+    for name in ("run", "one"):
+        hub.export(tmp_path / name, tmp_path / f"{name}-adapter")
+    adapters = [load_file(tmp_path / f"{name}-adapter/adapter_model.safetensors") for name in ("run", "one")]
+    assert adapters[0].keys() == adapters[1].keys()
+    assert all(torch.allclose(value, adapters[1][key], atol=1e-9) for key, value in adapters[0].items())
+    assert json.loads((tmp_path / "run-adapter/adapter_config.json").read_text())["base_model_name_or_path"] == str(
+        tmp_path / "hub"
+    )
+    hub.export(tmp_path / "run", tmp_path / "merged", merge=True)
+    merged = theirs(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32))
+    assert torch.allclose(merged, theirs(peft.PeftModel.from_pretrained(whole, tmp_path / "run-adapter")), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"lora.r": 4}, "there are no pretrained weights to adapt"),
+        ({"lora.r": 4, "model.weights": "absent"}, "there is no such directory"),
+        ({"lora.target_modules": "("}, "it is not a regular expression"),
+        ({"lora.adapter": "absent"}, "adapter_config.json cannot be read"),
+        (
+            {"lora.r": 4, "lora.lora_dropout": 0.1, "parallel.tp": 2, "model.weights": "."},
+            "would drop different inputs",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(flags: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_layout(None, flags)
+
+
+def test_targets_that_no_layer_has_are_refused(tmp_path: Path) -> None:
+    written(tmp_path)
+    flags = {"model.source": str(tmp_path), "lora.r": 4, "lora.target_modules": ["qproj"]}
+    with pytest.raises(ConfigError, match=r"no linear layer has such a name; the model has weights called .*q_proj"):
+        build({**flags, "parallel.pp": 1, "schedule.name": "1f1b"})
+
+
+def test_a_tied_weight_is_not_merged_and_a_whole_model_has_nothing_to_merge(tmp_path: Path) -> None:
+    written(tmp_path / "hub", "llama-tied")
+    flags = {"model.source": str(tmp_path / "hub"), "lora.r": 4, "lora.target_modules": ["lm_head"]}
+    saved(flags, tmp_path / "run", 1)
+    with pytest.raises(ConfigError, match=r"lm_head\.weight is tied to another weight"):
+        hub.export(tmp_path / "run", tmp_path / "out", merge=True)
+    shutil.rmtree(tmp_path / "run")
+    saved({"model.source": str(tmp_path / "hub")}, tmp_path / "run", 1)
+    with pytest.raises(ConfigError, match="holds no adapters to merge"):
+        hub.export(tmp_path / "run", tmp_path / "out", merge=True)
+
+
+def _begin_while_a_run_saves(rank: int, folder: str) -> dict[str, list[float]]:
+    """The first values of each weight here after `begin_weights`; rank 0 looks before the second checkpoint is complete."""
+    if rank == 0:
+        for module in (load_module, folder_module):
+            module.complete = lambda path: [(1, path / "step-000001")]  # type: ignore[attr-defined]
+    config = load_layout(None, {"model.weights": folder, "parallel.pp": 2, **WIDE})
+    pipeline = build_pipeline(config, torch.device("cpu"))
+    begin_weights(config.config, pipeline)
+    values = {name: parameter.detach().flatten()[:3].tolist() for name, parameter in pipeline.named_parameters()}
+    pipeline.close()
+    return values
+
+
+def test_all_ranks_begin_with_the_checkpoint_that_the_first_rank_sees(tmp_path: Path) -> None:
+    pipeline = build_pipeline(
+        load_layout(None, {"parallel.pp": 1, "schedule.name": "1f1b", **WIDE}), torch.device("cpu")
+    )
+    first = {name: parameter.detach().flatten()[:3].tolist() for name, parameter in pipeline.named_parameters()}
+    for step in (1, 2):
+        checkpoint.save(tmp_path, step, pipeline)
+        with torch.no_grad():
+            for parameter in pipeline.parameters():
+                parameter += 1.0
+    pipeline.close()
+    ranks = run_ranks(_begin_while_a_run_saves, 2, str(tmp_path))
+    assert ranks[0] | ranks[1] == first

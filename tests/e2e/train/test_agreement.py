@@ -1,0 +1,169 @@
+"""Workers that are about to train different things are refused before the first step, and told what differs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import pipeloom
+from pipeloom.config import load_layout
+from pipeloom.errors import DistributedError
+from pipeloom.runtime.health import handshake
+from pipeloom.runtime.health.handshake import source_digests, source_facts
+from pipeloom.train.data.sources import Corpus
+from pipeloom.train.workers.context import fingerprint, require_agreement
+from processes import free_port, run_ranks
+
+SAME = {"parallel.pp": 2, "train.device": "cpu"}
+TEXT = Corpus(b"the loom weaves thread over thread\n" * 500, b"over thread\n" * 500, 1, "here")
+# key, what it is on rank 1, how rank 1's value is written
+OTHERS: list[tuple[str, Any, str]] = [
+    ("optimizer.lr", 0.25, "0.25"),
+    ("optimizer.betas", [0.5, 0.75], "[0.5, 0.75]"),
+    ("optimizer.clip_norm", 0.125, "0.125"),
+    ("optimizer.weight_decay", 0.0625, "0.0625"),
+    ("optimizer.warmup_steps", 7, "7"),
+    ("train.seed", 12345, "12345"),
+    ("train.steps", 77, "77"),
+    ("train.label_smoothing", 0.03125, "0.03125"),
+    ("train.dtype", "float64", "float64"),
+    ("model.rope_theta", 123.0, "123.0"),
+    ("model.dropout", 0.0625, "0.0625"),
+    ("data.sampling", "split-then-shuffle", "split-then-shuffle"),
+    ("log.every", 33, "33"),
+    ("parallel.order", "dp-tp-ep-pp", "dp-tp-ep-pp"),
+]
+
+
+def facts_of(corpus: Corpus) -> dict[str, str]:
+    return {"data, to train on": fingerprint(corpus.train), "data, held out": fingerprint(corpus.held_out)}
+
+
+def refusal(layouts: list[Any], rank: int, corpus: Corpus | None) -> str:
+    data = None if corpus is None else facts_of(corpus)
+    context: Any = SimpleNamespace(world_size=2, rank=rank, waiting=lambda what, phase: nullcontext())
+    try:
+        require_agreement(layouts, context, data)
+    except DistributedError as error:
+        return str(error)
+    return ""
+
+
+def disagreements(rank: int) -> dict[str, str]:
+    def layout(**more: Any) -> Any:
+        return load_layout("tiny", SAME | {key: value for key, value in more.items() if rank == 1})
+
+    def text(train: bytes = TEXT.train, held_out: bytes = TEXT.held_out) -> Corpus:
+        return Corpus(train, held_out, 1, "there") if rank == 1 else TEXT
+
+    found = {key: refusal([layout(**{key: value})], rank, TEXT) for key, value, _ in OTHERS}
+    may_differ = {"log.dir": "elsewhere", "train.timeout": 123.0, "data.source": __file__}
+    flipped = bytearray(TEXT.train)
+    flipped[-1] ^= 1
+    found |= {
+        "may differ": refusal([layout(**may_differ)], rank, text()),
+        "a bit of the data": refusal([layout()], rank, text(train=bytes(flipped))),
+        "held out": refusal([layout()], rank, text(held_out=b"short")),
+        "several": refusal([layout(), layout(**{"train.seed": 9})], rank, None),
+        "two at once": refusal([layout(**{"train.seed": 9, "optimizer.lr": 0.5})], rank, TEXT),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handshake, "source_digests", lambda root: {"source of pipeloom/train": "abc" if rank else "def"})
+        found["source"] = refusal([layout()], rank, TEXT)
+    return found
+
+
+def test_what_differs_is_named_by_key_rank_and_value() -> None:
+    zero, one = run_ranks(disagreements, 2)
+    assert zero == one
+    for key, _, shown in OTHERS:
+        (head, line) = zero[key].splitlines()
+        assert head == "the ranks disagree:"
+        assert line.startswith(f"  {key}: ")
+        assert line.endswith(f"on rank 0, {shown} on rank 1"), line
+    assert zero["may differ"] == ""
+    assert "data, to train on: 17500 bytes, SHA-256 " in zero["a bit of the data"]
+    assert "data, held out: " in zero["held out"]
+    assert zero["held out"].endswith(f"{fingerprint(b'short')} on rank 1")
+    assert "layout 1, train.seed: " in zero["several"]
+    assert len(zero["two at once"].splitlines()) == 3
+    assert "source of pipeloom/train: def on rank 0, abc on rank 1" in zero["source"]
+
+
+def test_a_long_text_is_sampled_at_fixed_offsets() -> None:
+    size = 66 * 2**20
+    data = bytearray(size)
+    plain = fingerprint(bytes(data))
+    seconds = time.perf_counter()
+    fingerprint(bytes(data))
+    assert time.perf_counter() - seconds < 5
+    for at in (0, size - 1, 2**20 - 1):
+        data[at] ^= 1
+        assert fingerprint(bytes(data)) != plain
+        data[at] ^= 1
+    assert fingerprint(bytes(data)) == plain
+    assert fingerprint(bytes(data[:-1])) != plain
+
+
+def test_the_source_of_every_package_counts(tmp_path: Path) -> None:
+    source, same, other = Path(pipeloom.__file__).parent, tmp_path / "same", tmp_path / "other"
+    for copy in (same, other):
+        shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    before = source_digests(source)
+    assert before == source_digests(same)
+    assert before.items() <= source_facts().items()
+    with (other / "ops" / "rows.py").open("a") as file:
+        file.write("# another line\n")
+    after = source_digests(other)
+    assert [name for name in before if before[name] != after[name]] == ["source of pipeloom/ops"]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("what", ["lr", "source", "data"])
+def test_workers_that_differ_do_not_train(what: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_bytes(TEXT.train)
+    (tmp_path / "other.txt").write_bytes(TEXT.train.replace(b"loom", b"room"))
+    shutil.copytree(
+        Path(pipeloom.__file__).parent, tmp_path / "copy/pipeloom", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    with (tmp_path / "copy/pipeloom/parallel/mesh.py").open("a") as file:
+        file.write("# another line\n")
+    flags = [
+        "--parallel.pp=2",
+        "--train.device=cpu",
+        "--train.steps=3",
+        f"--log.dir={tmp_path / 'log'}",
+        f"--data.source={tmp_path / 'text.txt'}",
+    ]
+    port = str(free_port())
+    workers = []
+    for rank in range(2):
+        words, environment = list(flags), {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": port}
+        if rank == 1 and what == "lr":
+            words.append("--optimizer.lr=0.25")
+        if rank == 1 and what == "source":
+            environment["PYTHONPATH"] = str(tmp_path / "copy")
+        if rank == 1 and what == "data":
+            words.append(f"--data.source={tmp_path / 'other.txt'}")
+        command = [sys.executable, "-m", "pipeloom", "train", "tiny", *words]
+        workers.append(
+            subprocess.Popen(
+                command, env=os.environ | environment | {"MASTER_ADDR": "127.0.0.1"}, stdout=-1, stderr=-1, text=True
+            )
+        )
+    ends = [worker.communicate(timeout=200) for worker in workers]
+    wanted = {"lr": ", 0.25 on rank 1", "source": "source of pipeloom/parallel: ", "data": "data, to train on: "}
+    for worker, (out, err) in zip(workers, ends, strict=True):
+        assert worker.returncode == 6, out + err
+        assert err.count("the ranks disagree:") == 1
+        assert wanted[what] in err
+        assert "step:" not in out

@@ -1,0 +1,135 @@
+"""Real runs with real faults: a sample of what `python -m tests.faults` goes through."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+import faults
+from faults import LAYOUTS, MARGIN, TIMEOUT, misbehave, problem
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def last_line(outcome: faults.Outcome) -> str:
+    return outcome.words.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("rank", "layout"),
+    [
+        (0, "shared memory"),
+        pytest.param(1, "gloo", marks=pytest.mark.full),
+        pytest.param(2, "tp", marks=pytest.mark.full),
+        (3, "dp"),
+    ],
+)
+def test_a_frozen_rank_is_named_and_killed(rank: int, layout: str, tmp_path: Path) -> None:
+    outcome = faults.signal_rank(tmp_path, rank, LAYOUTS[layout], signal.SIGSTOP)
+    assert not problem(outcome, rank, TIMEOUT + MARGIN + 10.0)  # 10 seconds for a busy machine
+    assert last_line(outcome).endswith("failed first: it was stuck, and was killed; the other 3 were stopped")
+    assert "is stopped (SIGSTOP)" in outcome.words
+    assert outcome.words.count("no progress for 1") >= 1
+    for other in {0, 1, 2, 3} - {rank}:
+        assert f"[rank {other}] " in outcome.words
+    found = faults.exit_file(tmp_path)
+    assert (found["exit_code"], found["ranks"]) == (6, [rank])
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "rank"),
+    [
+        ("in Python", "start-up", 1),
+        ("holding the GIL", "step", 0),
+        pytest.param("holding the GIL", "start-up", 1, marks=pytest.mark.full),
+    ],
+)
+def test_a_rank_that_loops_is_named_and_killed(kind: str, place: str, rank: int, tmp_path: Path) -> None:
+    outcome = misbehave(tmp_path, rank, faults.LOOPS[kind], place)
+    assert not problem(outcome, rank, 1e9)
+    words = "is busy: " if kind == "in Python" else "does not answer: it is frozen, holds Python's global lock"
+    assert words in outcome.words
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("os._exit(0)", "exit code 0"), pytest.param("abort", "killed by SIGABRT", marks=pytest.mark.full)],
+)
+def test_a_rank_that_ends_itself_is_blamed(kind: str, words: str, tmp_path: Path) -> None:
+    outcome = misbehave(tmp_path, 1, faults.LOOPS[kind], "step")
+    assert not problem(outcome, 1, 1e9)
+    assert f"failed first: {words}" in last_line(outcome)
+    assert "stopped, because rank 1 is gone" in outcome.words
+
+
+@pytest.mark.parametrize("place", ["step", pytest.param("start-up", marks=pytest.mark.full)])
+def test_sys_exit_keeps_its_reason(place: str, tmp_path: Path) -> None:
+    outcome = misbehave(tmp_path, 2, "sys.exit('the reason why')", place)
+    assert outcome.code == 1
+    assert "rank 2 (process" in last_line(outcome)
+    assert "the reason why" in outcome.words
+    assert "Traceback" not in outcome.words.partition("SystemExit")[0] or place == "step"
+
+
+def test_a_users_error_that_speaks_of_a_connection_stays_the_users(tmp_path: Path) -> None:
+    code = "raise RuntimeError('Connection reset by peer, says the database')"
+    outcome = misbehave(tmp_path, 1, code, "step")
+    assert outcome.code == 1
+    assert "rank 1 (process" in last_line(outcome)
+    assert "Traceback" in outcome.words
+    assert "RuntimeError: Connection reset by peer, says the database" in outcome.words
+    assert "lost a peer" not in outcome.words
+
+
+@pytest.mark.parametrize("delay", [pytest.param(0.1, marks=pytest.mark.full), 2.0])
+def test_a_kill_at_start_up_is_named_at_once(delay: float, tmp_path: Path) -> None:
+    begun = time.monotonic()
+    run = faults.start(faults.command(tmp_path, *LAYOUTS["gloo"]))
+    victim = faults.workers_of(run.pid, 4)[1]
+    time.sleep(max(0.0, begun + delay - time.monotonic()))
+    os.kill(victim, signal.SIGKILL)
+    outcome = faults.ended(run, time.monotonic(), 60.0)
+    assert not problem(outcome, 1, 15.0)  # 2 seconds; the rest is for a busy machine
+
+
+def test_a_corpus_that_one_rank_cannot_read_ends_all_at_once(tmp_path: Path) -> None:
+    code = "import pathlib, time; pathlib.Path(sys.argv[0]).with_name('at').write_text(str(time.time())); open('/none')"
+    outcome = misbehave(tmp_path, 3, code, "start-up")
+    assert outcome.code == 1
+    assert "FileNotFoundError" in outcome.words
+    assert "rank 3 (process" in last_line(outcome)
+    assert time.time() - float((tmp_path / "at").read_text()) < 15.0  # 2 seconds; the rest is for a busy machine
+
+
+@pytest.mark.full  # tests/e2e/cli/test_strangers.py floods two workers
+def test_strangers_who_connect_change_nothing(tmp_path: Path) -> None:
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "flooded").mkdir()
+    flags = LAYOUTS["gloo"]
+    try:
+        outcome, losses, taken = faults.trained_among_strangers(tmp_path / "flooded", flags)
+    except OSError as reason:
+        pytest.skip(str(reason))
+    assert outcome.code == 0, outcome.words
+    assert int(taken.split()[0]) > 20, "nothing was tried"
+    assert losses == faults.undisturbed(tmp_path / "alone", flags)
+    assert len(losses) == faults.SHORT_RUN
+
+
+@pytest.mark.parametrize("host", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_a_cut_link_ends_both_hosts(host: int, tmp_path: Path) -> None:
+    try:
+        outcomes = faults.cut_link(tmp_path, host, LAYOUTS["gloo"])
+    except OSError as reason:
+        pytest.skip(f"no two network namespaces: {reason}")
+    for here, outcome in enumerate(outcomes):
+        assert len(outcome.ends) == 2
+        assert max(outcome.ends.values()) < TIMEOUT + MARGIN + 10.0
+        for rank in (2, 3) if here == 0 else (0, 1):
+            assert f"rank {rank} " in outcome.words
+        assert "does not answer" in outcome.words
+    assert faults.exit_file(tmp_path)["exit_code"] == 6

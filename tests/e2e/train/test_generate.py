@@ -1,0 +1,148 @@
+"""`pipeloom generate`: greedy text equals that of `transformers`; what limits and seeds do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from hf_families import MODEL_FAMILIES
+from pipeloom.config import load
+from pipeloom.errors import CheckpointError, ConfigError, UsageError
+from pipeloom.models import cross_entropy, hf
+from pipeloom.runtime import LocalPipeline
+from pipeloom.train.checkpoint.save import write_whole
+from pipeloom.train.hub import conversion as hub
+from pipeloom.train.hub.families import SCHEDULES
+from pipeloom.train.hub.generate import Sampling, extend, open_model
+
+PROMPTS = [[5, 9, 11], [7, 8, 9, 10, 11, 12, 13], [3]]
+
+
+def model(family: str) -> Any:
+    torch.manual_seed(3)
+    whole = transformers.AutoModelForCausalLM.from_config(MODEL_FAMILIES[family].build(), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    return whole
+
+
+def greedy(whole: Any, prompt: Sequence[int], count: int) -> list[int]:
+    found = whole.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, pad_token_id=0)
+    return list(found[0, len(prompt) :].tolist())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_greedy_text_is_that_of_transformers(family: str, schedule: str) -> None:
+    """Prompts of different lengths go through together, past the end of the first window of 32 tokens."""
+    whole = model(family)
+    whole.generation_config.eos_token_id = None
+    layers = hf.layers(whole)
+    pipeline = LocalPipeline(layers, SCHEDULES[schedule](), loss=cross_entropy, tied=layers.tied)
+    pipeline.eval()
+    want = [greedy(whole, prompt, 30) for prompt in PROMPTS]
+    assert extend(pipeline, PROMPTS, 30, Sampling(temperature=0)) == want
+    end = want[0][4]
+    stopped = extend(pipeline, PROMPTS, 30, Sampling(temperature=0), ends=[end])
+    assert stopped == [tokens[: tokens.index(end) + 1] if end in tokens else tokens for tokens in want]
+
+
+def test_draws_follow_from_the_seed_and_the_number_of_the_prompt() -> None:
+    layers = hf.layers(model("llama"))
+    pipeline = LocalPipeline(layers, SCHEDULES["1f1b"](), loss=cross_entropy)
+    pipeline.eval()
+    same = [PROMPTS[0]] * 2
+    one, two = extend(pipeline, same, 20, Sampling(2.0, seed=4))
+    assert one != two
+    assert extend(pipeline, [PROMPTS[0], PROMPTS[1]], 20, Sampling(2.0, seed=4))[0] == one
+    assert extend(pipeline, same, 20, Sampling(2.0, seed=5)) != [one, two]
+    assert extend(pipeline, same, 20, Sampling(2.0, top_k=1)) == extend(pipeline, same, 20, Sampling(0.0))
+
+
+def test_top_k_and_top_p_leave_the_likeliest_tokens() -> None:
+    logits = torch.tensor([0.1, 0.4, 0.3, 0.2]).log()
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(sampling: Sampling) -> set[int]:
+        return {sampling.choose(logits, generator) for _ in range(200)}
+
+    assert drawn(Sampling(1.0)) == {0, 1, 2, 3}
+    assert drawn(Sampling(1.0, top_k=2)) == {1, 2}
+    assert drawn(Sampling(1.0, top_p=0.4)) == {1}
+    assert drawn(Sampling(1.0, top_p=0.41)) == {1, 2}
+    assert drawn(Sampling(1.0, top_k=3, top_p=0.9)) == {1, 2, 3}
+    assert drawn(Sampling(0.0)) == {1}
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [({"temperature": -1.0}, "temperature is -1"), ({"top_k": -1}, "top_k is -1"), ({"top_p": 0.0}, "top_p is 0")],
+)
+def test_values_outside_of_their_range_are_refused(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        Sampling(**values)
+
+
+def written(folder: Path) -> Any:
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(**{**MODEL_FAMILIES["llama"].values, "vocab_size": 256, "eos_token_id": None})
+    whole = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    whole.save_pretrained(folder)
+    return whole
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pipeloom", "generate", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("source", "flags"), [("hub", ("--pp", "2")), pytest.param("ckpt", ("--tp", "2"), marks=pytest.mark.full)]
+)
+def test_the_command_gives_the_text_of_a_directory_and_of_its_checkpoint(
+    source: str, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    """On two pipeline ranks, and of our own decoder on two tensor-parallel ranks."""
+    whole = written(tmp_path / "hub")
+    want = greedy(whole, list(b"ab"), 5)
+    hub.import_directory(tmp_path / "hub", tmp_path / "ckpt")
+    ended = run(str(tmp_path / source), *flags, "--prompt", "ab", "--tokens", "5", "--greedy", "--json")
+    assert ended.returncode == 0, ended.stderr
+    (row,) = json.loads(ended.stdout)["sequences"]
+    assert row["tokens"] == want
+    assert row["prompt"] == "ab"
+    assert row["text"].startswith("ab")
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+    from pipeloom.train.hub.generate import open_model
+
+    with pytest.raises(CheckpointError, match="does not exist; give a checkpoint, a run, or a Hugging Face directory"):
+        open_model(tmp_path / "absent", 1, {})
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+        open_model(tmp_path, 1, {})
+    layers = hf.layers(MODEL_FAMILIES["llama"].build())
+    pipeline = LocalPipeline(layers, SCHEDULES["1f1b"](), loss=cross_entropy)
+    with pytest.raises(UsageError, match="prompt 1 is empty"):
+        extend(pipeline, [[1], []], 2, Sampling())
+
+
+def test_a_checkpoint_whose_model_is_code_is_run_when_that_is_allowed_only(tmp_path: Path) -> None:
+    model = load("tiny", {"model.num_experts": 4, "model.experts_class": "no_such_module:Mine"}).model
+    weights = iter([{"norm.weight": torch.ones(32)}])
+    path = write_whole(tmp_path, 0, weights, {"batch": 0, "config": {"model": model.model_dump(mode="json")}})
+    with pytest.raises(ConfigError, match=r'model\.experts_class = "no_such_module:Mine".*--trust-code allows it'):
+        open_model(path, 1, {})
+    with pytest.raises(ConfigError, match="No module named 'no_such_module'"):
+        open_model(path, 1, {}, trust_code=True)
+    with pytest.raises(ConfigError, match="no model of transformers computes"):
+        hub.export(path, tmp_path / "out")

@@ -1,0 +1,153 @@
+"""Training in different layouts of the same run: bit by bit again, and equal to one process."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pipeloom.config import Layout, load_layout
+from pipeloom.train.build import build_pipeline
+from pipeloom.train.data.batches import Batches
+from pipeloom.train.data.tokenizers import ByteTokenizer
+from pipeloom.train.loop import Trainer
+from processes import run_ranks
+
+CPU = torch.device("cpu")
+TEXT = ByteTokenizer().encode("".join(f"def f{number}(x):\n    return x + {number}\n" for number in range(100)))
+STEPS = 3
+ONE = {
+    "parallel.pp": 1,
+    "schedule.name": "1f1b",
+    "schedule.microbatches": 4,
+    "train.global_batch_size": 8,
+    "train.steps": STEPS,
+    "model.num_key_value_heads": 4,
+    "model.tie_word_embeddings": True,
+    "optimizer.clip_norm": 1.0,
+}
+WHOLE_MESH = {
+    **ONE,
+    "parallel.pp": 2,
+    "parallel.dp": 2,
+    "parallel.tp": 2,
+    "parallel.sp": True,
+    "schedule.name": "zb-h1",
+    "schedule.microbatches": 2,
+    "model.dropout": 0.1,
+    "train.recompute": [0, 3],
+}
+REPLICAS: dict[str, dict[str, Any]] = {
+    "dp 2": {"parallel.dp": 2, "schedule.microbatches": 2},
+    "zero1": {"parallel.dp": 2, "schedule.microbatches": 2, "optimizer.zero1": True},
+    "no barrier": {"parallel.dp": 2, "schedule.microbatches": 2, "optimizer.barrier": False},
+    "tp 2": {"parallel.tp": 2, "parallel.sp": True},
+}
+
+
+def layout_of(keys: dict[str, Any]) -> Layout:
+    return load_layout("tiny", keys)
+
+
+def train(rank: int, keys: dict[str, Any]) -> tuple[list[tuple[float, float]], str]:
+    """(loss, norm) of each step, and a fingerprint of this rank's weights after them."""
+    layout = layout_of(keys)
+    pipeline = build_pipeline(layout, CPU)
+    trainer = Trainer(layout.config, pipeline, SimpleNamespace(rank=rank, device=CPU, flags=0), None)
+    pipeline.train()
+    place, replicas = pipeline.mesh.place, pipeline.mesh.shape.dp
+    batches = Batches(TEXT, layout.config, replicas)
+    steps = []
+    for step in range(STEPS):
+        batch = batches.of_step(step).part(place.dp, replicas)
+        if layout.config.optimizer.barrier:
+            outcomes = [trainer.step(batch, 1e-2)]
+        else:
+            outcomes = trainer.step_early(batch, 1e-2, step + 1 == STEPS)
+        steps += [(outcome.loss, outcome.norm) for outcome in outcomes]
+    digest = hashlib.sha256()
+    for _, parameter in sorted(pipeline.named_parameters()):
+        digest.update(parameter.detach().float().numpy().tobytes())
+    pipeline.close()
+    return steps, digest.hexdigest()
+
+
+def twice(rank: int, keys: dict[str, Any]) -> list[Any]:
+    return [train(rank, keys), train(rank, keys)]
+
+
+@pytest.mark.timeout(240)
+def test_two_runs_on_the_whole_mesh_are_equal_bit_by_bit() -> None:
+    """pp 2, dp 2, tp 2 with sequences spread too; dropout and recomputation on; replicas stay equal."""
+    everyone = run_ranks(twice, 8, WHOLE_MESH, timeout=180.0)
+    assert all(first == second for first, second in everyone)
+    assert len({str(steps) for runs in everyone for steps, _ in runs}) == 1
+    for number in (0, 1, 4, 5):  # the same place in the other replica
+        assert everyone[number][0][1] == everyone[number + 2][0][1]
+    assert everyone[0][0][1] != everyone[1][0][1]
+
+
+def all_replicas(rank: int) -> dict[str, Any]:
+    return {name: train(rank, {**ONE, **keys}) for name, keys in REPLICAS.items()}
+
+
+@pytest.mark.timeout(240)
+def test_every_layout_trains_as_one_process() -> None:
+    """The same global batches, clipped by the same norms; with and without sharded optimizer state, and no barrier."""
+    want, _ = train(0, ONE)
+    for found in run_ranks(all_replicas, 2, timeout=180.0):
+        for name, (steps, _) in found.items():
+            assert torch.allclose(torch.tensor(steps), torch.tensor(want), rtol=2e-5), name
+
+
+def bfloat(rank: int) -> Any:
+    keys = {**ONE, "parallel.dp": 2, "schedule.microbatches": 2, "train.dtype": "bfloat16"}
+    return [train(rank, {**keys, "optimizer.zero1": sharded}) for sharded in (False, True)]
+
+
+@pytest.mark.timeout(240)
+def test_bfloat16_trains_close_to_float32() -> None:
+    want, _ = train(0, ONE)
+    for runs in run_ranks(bfloat, 2, timeout=180.0):
+        for steps, _ in runs:
+            assert torch.allclose(torch.tensor(steps), torch.tensor(want), rtol=3e-2)
+        assert torch.allclose(torch.tensor(runs[0][0]), torch.tensor(runs[1][0]), rtol=1e-4)
+
+
+@pytest.mark.timeout(280)
+def test_the_command_trains_on_four_workers_and_says_what_each_holds(tmp_path: Path) -> None:
+    source = tmp_path / "text.py"
+    source.write_bytes(bytes(TEXT.tolist()))
+    axes = ["--parallel.pp", "1", "--parallel.dp", "2", "--parallel.tp", "2", "--train.global_batch_size", "12"]
+    axes += ["--parallel.order", "dp-tp-pp-ep"]
+    others = [
+        "--schedule.name",
+        "1f1b",
+        "--schedule.microbatches",
+        "2",
+        "--train.steps",
+        "2",
+        "--data.source",
+        str(source),
+        "--log.dir",
+        str(tmp_path / "runs"),
+    ]
+    command = [sys.executable, "-m", "pipeloom", "train", "tiny", *axes, *others]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=260, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "2 data-parallel replicas, each layer over 2 ranks, 4 workers" in lines[0]
+    start = next(at for at, line in enumerate(lines) if line.startswith("rank  dp  tp  parameters"))
+    rows = [line.split() for line in lines[start + 1 : start + 5]]
+    assert [row[:3] for row in rows] == [[str(r), str(r % 2), str(r // 2)] for r in range(4)]
+    assert all(len(line) <= 80 for line in lines[start : start + 5])
+    assert any(line.startswith("step: 2/2") for line in lines)

@@ -1,0 +1,200 @@
+"""Training as a whole: the command, its losses bit by bit, its end, and a rank's steps against one process."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pipeloom.config import load_layout
+from pipeloom.train.build import build_pipeline
+from pipeloom.train.data.batches import windows_of
+from pipeloom.train.data.tokenizers import ByteTokenizer
+from pipeloom.train.hub.generate import SAMPLED_TOKENS, generate
+from pipeloom.train.loop import Trainer
+from pipeloom.train.report.verify import make_batch, pipeline_step, serial_step
+from processes import run_ranks
+
+CPU = torch.device("cpu")
+TEXT = "".join(f"def f{number}(x):\n    return x + {number}\n" for number in range(400))
+
+
+def context(rank: int = 0, stop: bool = False) -> Any:
+    return SimpleNamespace(rank=rank, device=CPU, flags=int(stop))
+
+
+def environment() -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+    return {**kept, "OMP_NUM_THREADS": "1"}
+
+
+def train(folder: Path, *flags: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """`pipeloom train tiny` on a small text, its runs below `folder`."""
+    source = folder / "text.py"
+    source.write_text(TEXT)
+    command = [sys.executable, *launcher, "-m", "pipeloom", "train", "tiny"]
+    flags = ("--data.source", str(source), "--log.dir", str(folder / "runs"), *flags)
+    return subprocess.run([*command, *flags], capture_output=True, text=True, timeout=100, env=environment())
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    (log,) = (folder / "runs").glob("*/log.jsonl")
+    return [event for event in map(json.loads, log.read_text().splitlines()) if event["event"] == kind]
+
+
+@pytest.mark.timeout(240)
+def test_two_runs_are_equal_bit_by_bit_and_tell_what_they_did(tmp_path: Path) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    for folder in (first, second):
+        folder.mkdir()
+        done = train(folder, "--train.steps", "6")
+        assert done.returncode == 0, done.stderr
+    assert events(first, "step") == events(second, "step")
+    assert [event["step"] for event in events(first, "step")] == [1, 2, 3, 4, 5, 6]
+    assert events(first, "held-out") == events(second, "held-out")
+    assert events(first, "sample") == events(second, "sample")
+    held_out = events(first, "held-out")[0]
+    assert abs(held_out["before"] - math.log(256)) < 0.5
+    assert held_out["after"] < held_out["before"]
+    shown = re.search(r"^held-out loss: ([\d.]+) nats per byte", done.stdout, re.MULTILINE)
+    assert shown is not None
+    assert float(shown[1]) == pytest.approx(held_out["after"], abs=1e-4)
+    for words in ("bubble rate, Σ idle / (p · makespan): measured 0.", "simulated with the measured stage costs 0."):
+        assert words in done.stdout
+    paths = [re.search(rf"^{word}: +(\S+)", done.stdout, re.MULTILINE) for word in ("log", "trace", "svg")]
+    assert all(match is not None and Path(match[1]).is_file() for match in paths)
+    bubble = events(first, "bubble")[0]
+    assert 0 <= bubble["simulated"] < 1  # either may be the larger in a step of a few milliseconds
+    assert 0 <= bubble["measured"] < 1
+
+
+@pytest.mark.timeout(240)
+def test_torchrun_gives_the_same_bits(tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "a", tmp_path / "b"
+    launchers = {ours: (), theirs: ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")}
+    for folder, launcher in launchers.items():
+        folder.mkdir()
+        done = train(folder, launcher=launcher)
+        assert done.returncode == 0, done.stderr
+    assert events(ours, "step") == events(theirs, "step")
+    assert events(ours, "held-out") == events(theirs, "held-out")
+    for folder in launchers:
+        (run,) = (folder / "runs").iterdir()
+        first, second = (run / f"rank_{rank}.log" for rank in range(2))
+        assert "held-out loss before training: " in first.read_text()
+        assert second.read_text().startswith("--- rank 1, process ")
+
+
+@pytest.mark.timeout(120)
+def test_sigterm_finishes_the_step_and_ends_with_75(tmp_path: Path) -> None:
+    source = tmp_path / "text.py"
+    source.write_text(TEXT)
+    flags = ["--train.steps", "100000", "--data.source", str(source), "--log.dir", str(tmp_path / "runs")]
+    command = [sys.executable, "-m", "pipeloom", "train", "tiny", *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()) as run:
+        killer = threading.Timer(90, run.kill)
+        killer.start()
+        assert run.stdout is not None
+        for line in run.stdout:
+            if line.startswith("step:"):
+                break
+        run.send_signal(signal.SIGTERM)
+        start = time.monotonic()
+        _, errors = run.communicate()
+        killer.cancel()
+    assert run.returncode == 75, errors
+    assert time.monotonic() - start < 20
+    last = events(tmp_path, "step")[-1]["step"]
+    assert f"stopped after step {last} of 100000" in errors
+
+
+@pytest.mark.timeout(120)
+def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
+    done = train(tmp_path, "--train.steps", "50", "--optimizer.lr", "1e30", "--optimizer.min_lr", "1e30")
+    assert done.returncode == 1
+    assert re.search(r"step \d+: .*training diverged: use a smaller optimizer\.lr", done.stderr)
+    assert "Traceback" not in done.stderr
+
+
+def test_one_rank_learns_a_text() -> None:
+    layout = load_layout(
+        "tiny", {"parallel.pp": 1, "schedule.name": "1f1b", "train.steps": 60, "optimizer.lr": 1e-2, "log.every": 20}
+    )
+    pipeline = build_pipeline(layout, CPU)
+    trainer = Trainer(layout.config, pipeline, context(), None)
+    text = ByteTokenizer().encode("abcdefgh" * 40)
+    held_out = [windows_of(text, 16, "text").anywhere(4, 1, 0)]
+    before = trainer.held_out_loss(held_out)
+    trainer.train(text)
+    after = trainer.held_out_loss(held_out)
+    assert abs(before - math.log(256)) < 0.5
+    assert after < 0.2
+    assert len(trainer.log.traces) == 3
+    written = generate(pipeline, ByteTokenizer(), 16, seed=0, prompt="abc")
+    assert len(written) == 3 + SAMPLED_TOKENS
+    assert "abcdefghabcdefgh" in written
+    assert generate(pipeline, ByteTokenizer(), 16, seed=0, prompt="abc") == written
+
+
+def first_norms(rank: int, tie: bool) -> tuple[float, float, dict[str, list[Any]]]:
+    """Loss and norm of two steps on this rank, and its weights after them."""
+    layout = load_layout("tiny", {"model.tie_word_embeddings": tie, "optimizer.clip_norm": 0.1})
+    pipeline = build_pipeline(layout, CPU)
+    trainer = Trainer(layout.config, pipeline, context(rank), None)
+    outcome = trainer.step(make_batch(layout), rate=1e-3)
+    assert not outcome.flags
+    trainer.step(make_batch(layout), rate=1e-3)
+    weights = {name: value.tolist() for name, value in pipeline.named_parameters()}
+    pipeline.close()
+    return outcome.loss, outcome.norm, weights
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_the_norm_over_ranks_is_that_of_one_process(tie: bool) -> None:
+    (loss, norm, weights), (loss1, norm1, weights1) = run_ranks(first_norms, 2, tie)
+    assert (loss, norm) == (loss1, norm1)
+    layout = load_layout("tiny", {"model.tie_word_embeddings": tie})
+    reference = serial_step(layout, CPU)
+    own = [
+        g for name, g in reference.gradients.items() if g is not None and not (tie and name == "head.lm_head.weight")
+    ]
+    assert loss == pytest.approx(reference.loss, rel=1e-6)
+    assert norm == pytest.approx(math.sqrt(sum(g.double().square().sum().item() for g in own)), rel=1e-6)
+    both = {**weights, **weights1}
+    assert len(both) == len(reference.gradients)
+    if tie:
+        assert both["head.lm_head.weight"] == both["model.embed_tokens.weight"]
+
+
+def stop_of(rank: int) -> bool:
+    layout = load_layout("tiny")
+    pipeline = build_pipeline(layout, CPU)
+    outcome = Trainer(layout.config, pipeline, context(rank, stop=rank == 1), None).step(make_batch(layout), 1e-3)
+    pipeline.close()
+    return bool(outcome.flags)
+
+
+def test_all_ranks_stop_when_one_was_told_to() -> None:
+    assert run_ranks(stop_of, 2) == [True, True]
+
+
+def test_one_process_is_a_pipeline_too() -> None:
+    from pipeloom.parallel.mesh import Mesh, PipelineMesh
+
+    layout = load_layout("tiny", {"parallel.pp": 1, "schedule.name": "gpipe"})
+    (found,) = pipeline_step(layout, CPU, Mesh.of_pipeline(PipelineMesh.of([0])))
+    reference = serial_step(layout, CPU)
+    assert found.loss == pytest.approx(reference.loss, rel=1e-6)
+    assert found.gradients.keys() == reference.gradients.keys()

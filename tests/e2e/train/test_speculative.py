@@ -1,0 +1,366 @@
+"""Optimizer steps without a barrier against the same steps with one: bit by bit, also after a step was taken back."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeloom.config import Layout, load_layout
+from pipeloom.models import cross_entropy
+from pipeloom.runtime import Layer, Pipeline
+from pipeloom.runtime.executor import Executor
+from pipeloom.train.build import build_pipeline
+from pipeloom.train.data.batches import Batch
+from pipeloom.train.loop import Trainer
+from pipeloom.train.optimizer import Optimizer
+from pipeloom.train.speculative import OptimizerCopy, Outcome, SpeculativeOptimizer
+from processes import run_ranks
+
+CPU = torch.device("cpu")
+STEPS = 12
+Spoil = Callable[[int, int, Pipeline], None]
+
+
+@dataclass
+class Run:
+    """One rank's training: a value a step, and what it has at the end."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    rolled_back: list[int] = field(default_factory=list)
+    rollbacks: int = 0
+    speculations: int = 0
+    peers_speculated: list[int] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    state: list[torch.Tensor] = field(default_factory=list)
+
+    def final(self, outcome: Outcome | None) -> None:
+        if outcome is None:
+            return
+        if outcome.rolled_back:
+            self.rolled_back.append(len(self.losses))
+        self.losses.append(outcome.loss)
+        self.norms.append(outcome.norm)
+
+
+def batch_of(layout: Layout, step: int) -> Batch:
+    shape = (layout.config.train.global_batch_size, layout.config.train.seq_len)
+    generator = torch.Generator().manual_seed(step)
+    tokens, targets = torch.randint(0, layout.config.model.vocab_size, (2, *shape), generator=generator)
+    return Batch(tokens, targets)
+
+
+def spoiling(pipeline: Pipeline, rank: int, spoil: Spoil, step: SimpleNamespace) -> None:
+    """From now on the gradients of a step are spoilt when it has run, each time that it runs."""
+    plain = pipeline.forward_backward
+
+    def forward_backward(inputs: Any, targets: Any) -> Any:
+        loss = plain(inputs, targets)
+        spoil(rank, step.now, pipeline)
+        return loss
+
+    pipeline.forward_backward = forward_backward  # type: ignore[method-assign]
+    pipeline.step = lambda inputs, targets: forward_backward(inputs, targets).wait()  # type: ignore[method-assign]
+
+
+def train(rank: int, layout: Layout, barrier: bool, spoil: Spoil, steps: int = STEPS, build: Any = None) -> Run:
+    torch.manual_seed(rank)
+    pipeline = build(layout) if build is not None else build_pipeline(layout, CPU)
+    step, run = SimpleNamespace(now=0), Run()
+    spoiling(pipeline, rank, spoil, step)
+    trainer = Trainer(
+        layout.config,
+        pipeline,
+        SimpleNamespace(rank=rank, device=CPU, flags=0),
+        None,  # type: ignore[arg-type]
+    )
+    optimizer = trainer.optimizer
+    speculative = SpeculativeOptimizer(pipeline, optimizer)
+    for now in range(steps):
+        batch = batch_of(layout, now).part(pipeline.mesh.place.dp, layout.mesh.dp)
+        rate = 1e-3 * (now + 1)
+        if barrier:
+            step.now = now
+            outcome = trainer.step(batch, rate)
+            run.final(outcome)
+        else:
+            step.now = now
+            run.final(speculative.step(batch.tokens, batch.targets, rate))
+    if not barrier:
+        run.final(speculative.settle())
+        assert speculative.settle() is None
+    run.rollbacks, run.speculations = speculative.rollbacks, speculative.speculations
+    run.weights = {name: value.detach().clone() for name, value in pipeline.state_dict().items()}
+    run.state = [value for state in optimizer.optimizers[0].state.values() for value in state.values()]
+    pipeline.close()
+    return run
+
+
+def scale(factor: float, at: int, only: int | None = None) -> Spoil:
+    """Multiplies the gradients of step `at` on all ranks, or on one."""
+
+    def spoil(rank: int, step: int, pipeline: Pipeline) -> None:
+        sync = pipeline.sync
+        slices = (
+            [bucket.part for bucket in sync.buckets] if sync is not None else [p.grad for p in pipeline.parameters()]
+        )
+        for gradient in slices:
+            if step == at and only in (None, rank) and gradient is not None:
+                gradient.mul_(factor)
+
+    return spoil
+
+
+def nothing(rank: int, step: int, pipeline: Pipeline) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What a test needs to know of a run without a barrier beside the same with one."""
+
+    losses_equal: bool
+    norms_equal: bool
+    weights_equal: bool
+    state_equal: bool
+    rolled_back: list[int]
+    rollbacks: int
+    speculations: int
+    norms: list[float]
+
+    @property
+    def equal(self) -> bool:
+        return self.losses_equal and self.norms_equal and self.weights_equal and self.state_equal
+
+
+def compare(rank: int, layout: Layout, spoil: Spoil, steps: int = STEPS, build: Any = None) -> Difference:
+    wanted, found = (train(rank, layout, barrier, spoil, steps, build) for barrier in (True, False))
+    return Difference(
+        losses_equal=len(found.losses) == steps and same(found.losses, wanted.losses),
+        norms_equal=same(found.norms, wanted.norms),
+        weights_equal=all(torch.equal(found.weights[name], value) for name, value in wanted.weights.items()),
+        state_equal=len(found.state) == len(wanted.state)
+        and all(torch.equal(a, b) for a, b in zip(found.state, wanted.state, strict=True)),
+        rolled_back=found.rolled_back,
+        rollbacks=found.rollbacks,
+        speculations=found.speculations,
+        norms=wanted.norms,
+    )
+
+
+def same(found: list[float], wanted: list[float]) -> bool:
+    """Bit by bit; NaN equals NaN."""
+    return all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(found, wanted, strict=True))
+
+
+def layout_of(ranks: int, clip_norm: float, **others: Any) -> Layout:
+    overrides = {"parallel.pp": ranks, "optimizer.clip_norm": clip_norm, "schedule.name": "1f1b"}
+    return load_layout("tiny", {**overrides, **others})
+
+
+class Noisy(nn.Module):
+    """Random numbers and a running mean: what a forward pass changes beside gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.dropout = nn.Dropout(0.3)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(self.dropout(x))
+        self.mean.mul_(0.9).add_(y.detach().mean((0, 1)), alpha=0.1)  # type: ignore[operator, union-attr]
+        return x + y - self.mean
+
+
+def noisy_pipeline(layout: Layout) -> Pipeline:
+    first, last = Layer("in", lambda: nn.Embedding(256, 8)), Layer("out", lambda: nn.Linear(8, 256))
+    middle = [Layer(f"noisy{number}", Noisy) for number in range(4)]
+    return Pipeline([first, *middle, last], layout.schedule, loss=cross_entropy)
+
+
+def scenarios(rank: int, ranks: int) -> Mapping[str, Difference]:
+    """All cases of one number of ranks, in one spawn."""
+    name = "zb-h2" if ranks == 4 else "1f1b"
+    options: dict[str, Any] = {"schedule.name": name}
+    found = {"calm": compare(rank, layout_of(ranks, 0.0, **options), nothing)}
+    limit = 1.05 * max(found["calm"].norms)
+    layout = layout_of(ranks, limit, **options)
+    at = 5
+    each = 1.1 * limit / found["calm"].norms[at]
+    found["clipped together"] = compare(rank, layout, scale(each, at))
+    found["clipped for one rank"] = compare(rank, layout, scale(1000.0, at, only=ranks - 1))
+    found["always clipped"] = compare(rank, layout_of(ranks, limit / 1000, **options), nothing, steps=4)
+    found["nan"] = compare(rank, layout, scale(math.nan, at, only=0))
+    found["nan without clipping"] = compare(rank, layout_of(ranks, 0.0, **options), scale(math.inf, at, only=ranks - 1))
+    found["nan at the end"] = compare(rank, layout, scale(math.nan, STEPS - 1, only=0))
+    found["dropout and buffers"] = compare(
+        rank, layout_of(ranks, 0.0), scale(math.nan, at, only=ranks - 1), build=noisy_pipeline
+    )
+    routes: dict[str, Any] = {"schedule.name": "chimera", "schedule.microbatches": 8}
+    found["two routes"] = compare(rank, layout_of(ranks, 0.0, **routes), scale(math.nan, at, only=0))
+    sharded: dict[str, Any] = {"parallel.pp": 1, "parallel.dp": 2, "schedule.microbatches": 2, "optimizer.zero1": True}
+    if ranks == 4:
+        sharded |= {"parallel.pp": 2, "train.dtype": "bfloat16"}
+    found["sharded"] = compare(rank, layout_of(ranks, limit, **sharded), scale(1000.0, at, only=0))
+    found["sharded nan"] = compare(rank, layout_of(ranks, 0.0, **sharded), scale(math.nan, at, only=1))
+    found["sharded nan at the end"] = compare(
+        rank, layout_of(ranks, 0.0, **sharded), scale(math.nan, STEPS - 1, only=1)
+    )
+    tied = {**options, "model.tie_word_embeddings": True}
+    found["tied"] = compare(rank, layout_of(ranks, limit, **tied), scale(1000.0, at, only=0))
+    return found
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=[pytest.mark.full])])
+def test_losses_and_weights_are_those_of_a_barrier(ranks: int) -> None:
+    results: list[Mapping[str, Difference]] = run_ranks(scenarios, ranks, ranks, timeout=200)
+    for name in results[0]:
+        cases = [result[name] for result in results]
+        assert all(case.equal for case in cases), (name, cases)
+        assert len({case.rollbacks for case in cases}) == 1, (name, cases)
+        assert all(len(case.rolled_back) == case.rollbacks for case in cases), name
+    calm, together, one = (
+        [result[name] for result in results] for name in ("calm", "clipped together", "clipped for one rank")
+    )
+    assert [case.rollbacks for case in calm] == [0] * ranks
+    assert [case.speculations for case in calm] == [STEPS - 1] * ranks  # the first waits
+    assert [case.rolled_back for case in together] == [[5]] * ranks
+    assert [case.speculations for case in together] == [STEPS - 2] * ranks  # the one after a clipped one waits
+    assert [case.rolled_back for case in one] == [[5]] * ranks
+    assert [case.speculations for case in one] == [STEPS - 2] * (ranks - 1) + [STEPS - 3]
+    for case in (result["always clipped"] for result in results):
+        assert (case.rollbacks, case.speculations) == (0, 0)
+    for name, at in (
+        ("nan", 5),
+        ("dropout and buffers", 5),
+        ("two routes", 5),
+        ("nan without clipping", 5),
+        ("nan at the end", STEPS - 1),
+        ("tied", 5),
+        ("sharded", 5),
+        ("sharded nan", 5),
+        ("sharded nan at the end", STEPS - 1),
+    ):
+        for case in (result[name] for result in results):
+            assert case.rolled_back == [at], name
+            assert math.isfinite(case.norms[at]) == (name in ("tied", "sharded"))
+
+
+def overlap(rank: int) -> dict[bool, tuple[list[float], list[float]]]:
+    """With and without a barrier: when each step began and ended on this rank; the last rank ends late."""
+    layout = layout_of(2, 0.0)
+    found = {}
+    plain: Any = Executor.run
+    for barrier in (True, False):
+        pipeline = build_pipeline(layout, CPU)
+        begins: list[float] = []
+        ends: list[float] = []
+
+        def late(executor: Any, batch: Any, begins: Any = begins, ends: Any = ends) -> Any:
+            begins.append(time.perf_counter())
+            result = plain(executor, batch)
+            if rank == 1:
+                time.sleep(0.15)
+            ends.append(time.perf_counter())
+            return result
+
+        Executor.run = late  # type: ignore[method-assign, assignment]
+        context: Any = SimpleNamespace(rank=rank, device=CPU, flags=0)
+        trainer = Trainer(layout.config, pipeline, context, None)
+        speculative = SpeculativeOptimizer(pipeline, trainer.optimizer)
+        for step in range(5):
+            if barrier:
+                trainer.step(batch_of(layout, step), 1e-3)
+            else:
+                speculative.step(*batch_of(layout, step)[:2], 1e-3)
+        speculative.settle()
+        pipeline.close()
+        found[barrier] = begins, ends
+    return found
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_is_done_starts_the_next_step() -> None:
+    first, last = run_ranks(overlap, 2)
+    for barrier, early in (
+        (True, 0),
+        (False, 3),
+    ):  # the first step waits for the norm, three follow one that has a next
+        begins, ends = first[barrier][0], last[barrier][1]
+        assert len(begins) == len(ends) == 5
+        assert sum(begin < end for begin, end in zip(begins[1:], ends[:-1], strict=True)) == early
+
+
+def test_one_process_needs_nobody() -> None:
+    layout = load_layout("tiny", {"parallel.pp": 1, "schedule.name": "1f1b", "optimizer.clip_norm": 0.0})
+    calm = compare(0, layout, nothing)
+    assert calm.equal
+    assert calm.rollbacks == 0
+    skipped = compare(0, layout, scale(math.nan, 5))
+    assert skipped.equal
+    assert skipped.rollbacks == 0  # its own norm is the global one: it never speculates wrongly
+
+
+def test_state_that_a_step_made_is_gone_after_it_is_taken_back() -> None:
+    weights = [("a", nn.Parameter(torch.ones(2, 2))), ("b", nn.Parameter(torch.ones(2, 2)))]
+    optimizer = Optimizer(weights, load_layout("tiny", {"optimizer.clip_norm": 0.0}).config.optimizer)
+    a, b = (weight for _, weight in weights)
+    a.grad = torch.ones(2, 2)
+    optimizer.step(None, 0.1)
+    kept = a.detach().clone()
+    copy = OptimizerCopy()
+    copy.take(optimizer)
+    b.grad = torch.ones(2, 2)
+    optimizer.step(None, 0.1)
+    a.grad = torch.ones(2, 2)
+    optimizer.step(None, 0.1)
+    assert not torch.equal(a, kept)
+    assert optimizer.optimizers[0].state[b]["step"] == 1
+    copy.restore(optimizer)
+    assert torch.equal(a, kept)
+    assert torch.equal(b, torch.ones(2, 2))
+    assert set(optimizer.optimizers[0].state) == {a}
+    assert optimizer.optimizers[0].state[a]["step"] == 1
+
+
+def command_losses(rank: int, barrier: bool) -> tuple[list[dict[str, Any]], int]:
+    """What the trainer's own loop reports, and the number of its lines."""
+    options = {"optimizer.barrier": barrier, "train.steps": 7, "log.every": 3, "optimizer.clip_norm": 100.0}
+    layout = load_layout("tiny", options)
+    pipeline = build_pipeline(layout, CPU)
+    steps: list[dict[str, Any]] = []
+
+    def record(event: str, **values: Any) -> None:
+        steps.append(values)
+
+    report: Any = SimpleNamespace(
+        record=record,
+        advance=lambda: None,
+        step=lambda metrics: None,
+        end_progress=lambda: None,
+        figures=lambda step, figures: None,
+    )
+    context: Any = SimpleNamespace(rank=rank, device=CPU, flags=0)
+    trainer = Trainer(layout.config, pipeline, context, report)
+    trainer.train(torch.randint(0, 256, (4000,), generator=torch.Generator().manual_seed(0)))
+    pipeline.close()
+    return steps, len(trainer.log.traces)
+
+
+@pytest.mark.timeout(120)
+def test_the_loop_reports_the_same_steps_without_a_barrier() -> None:
+    wanted, lines = run_ranks(command_losses, 2, True)[0]
+    found, lines_found = run_ranks(command_losses, 2, False)[0]
+    assert [step["step"] for step in found] == [1, 2, 3, 4, 5, 6, 7]
+    assert found == wanted
+    assert lines == lines_found == 3

@@ -1,0 +1,156 @@
+"""Everything that a registered kind must work in, run in a process of its own: a kind cannot be taken back."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import note_kind
+import pipeloom as pl
+from models import batch, blocks, mse
+from pipeloom.config import MeshShape
+from pipeloom.draw import svg, terminal
+from pipeloom.draw.trace import trace
+from pipeloom.errors import UsageError
+from pipeloom.parallel.mesh import Mesh
+from pipeloom.runtime import LocalPipeline, Pipeline
+from pipeloom.schedule.csv_form import from_csv, to_csv
+from pipeloom.schedule.json_form import from_json, to_json
+from pipeloom.schedule.measured import hops
+from processes import free_port, run_ranks
+
+
+def work(rank: int, port: int, results: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    pipeline = Pipeline(blocks(4), note_kind.noted(2, 3), loss=mse)
+    loss = pipeline.step(*batch(6)).item()
+    results.put((rank, loss, list(note_kind.SEEN)))
+    pipeline.close()
+    dist.destroy_process_group()
+
+
+STEPPED: dict[int, Any] = {}
+
+
+def step_weights(modules: tuple[Any, ...], microbatch: int) -> None:
+    """Step and drop the gradients of a stage, in a bubble behind its last backward."""
+    torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.1).step()
+    for module in modules:
+        STEPPED[id(module)] = all(p.grad is not None for p in module.parameters())
+        module.zero_grad()
+
+
+def stepped(rank: int, kind: bool) -> list[Any]:
+    """Two steps of two replicas; the weights of a stage are stepped by an action, or afterwards."""
+    mesh = Mesh.of(MeshShape(dp=2))
+    cells = ["0F0", "1F0", "0F1", "1F1", "1B0", "1B1", *["1STEP1"] * kind, "0B0", "0B1", *["0STEP1"] * kind]
+    schedule = pl.Schedule.of([cells], placement=(0, 0), microbatches=2)
+    pipeline = Pipeline(blocks(4), schedule, loss=mse, mesh=mesh)
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+    losses = []
+    for step in range(2):
+        losses.append(pipeline.step(*batch(4, seed=2 * step + rank)).item())
+        if not kind:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(STEPPED.values())
+    assert len(STEPPED) == 4 * kind
+    weights = [p.tolist() for p in pipeline.parameters()]
+    pipeline.close()
+    return [losses, weights]
+
+
+def gradients_are_there() -> None:
+    """The gradients that an action reads are the sums over the replicas."""
+    pl.register_kind(pl.Kind("STEP", "step", duration=0.1), execute=step_weights)
+    (losses, weights), *others = run_ranks(stepped, 2, True)
+    want_losses, want_weights = run_ranks(stepped, 2, False)[0]
+    assert losses == want_losses
+    assert weights == want_weights
+    assert others[0][1] == weights
+
+
+def check_memory() -> None:
+    """What kinds take from a stage and micro-batch they bring back, whatever share of it is kept until W."""
+    for letter, memory in (("D", (-0.5, 0.0)), ("L", (0.5, 0.0)), ("H", (0.0, -1.0)), ("K", (-1.0, 1.0))):
+        pl.register_kind(pl.Kind(letter, "moved memory", memory=memory))
+
+    def checked(*cells: str, microbatches: int = 1) -> None:
+        pl.check(pl.Schedule.of([list(cells)], placement=[0], microbatches=microbatches))
+
+    checked("0F0", "0D0", "0L0", "0B0")
+    with pytest.raises(
+        pl.ScheduleError, match=r"stage 0 micro-batch 0 .rank 0. falls below zero: 0F0 \+1, 0D0 -0.5, 0B0 -1"
+    ):
+        checked("0F0", "0D0", "0B0")
+    with pytest.raises(pl.ScheduleError, match="falls below zero"):
+        checked("0D0", "0F0", "0B0", "0L0")
+    with pytest.raises(pl.ScheduleError, match=r"is not all freed: 0F0 \+1, 0B0 -1, 0L0 \+0.5"):
+        checked("0F0", "0B0", "0L0")
+    with pytest.raises(pl.ScheduleError, match=r"micro-batch [01] \(rank 0\) falls below zero"):
+        checked("0F0", "0F1", "0D0", "0L1", "0B0", "0B1", microbatches=2)
+    with pytest.raises(pl.ScheduleError, match=r"falls below zero: 0F0 \+1, 0H0 -1, 0I0 \+0, 0W0 -1"):
+        checked("0F0", "0H0", "0I0", "0W0")
+    with pytest.raises(pl.ScheduleError, match=r"falls below zero: 0F0 \+1, 0K0 -1, 0B0 -1"):
+        checked("0F0", "0K0", "0B0")
+
+
+def main() -> None:
+    schedule = note_kind.noted(2, 3)
+    plain = pl.schedules.one_f_one_b(2, 3)
+    pl.check(schedule)
+    assert pl.simulate(schedule).makespan > pl.simulate(plain).makespan
+    assert pl.simulate(schedule).busy[0] == pl.simulate(plain).busy[0] + 3 * 0.5
+    assert from_csv(to_csv(schedule)).programs == schedule.programs
+    assert from_json(to_json(schedule)) == schedule
+    assert pickle.loads(pickle.dumps(schedule)) == schedule
+    timeline = pl.simulate(schedule)
+    assert "N note" in svg([timeline])
+    assert "N note" in terminal(timeline, color=False)
+    assert {event.get("cat") for event in trace(timeline)["traceEvents"]} >= {"note", "forward"}
+    noted_last = [
+        [t for cell in map(str, p) for t in dict.fromkeys((cell, cell.replace("B", "N")))] for p in plain.programs
+    ]
+    late = pl.simulate(pl.Schedule.of(noted_last, placement=range(2), microbatches=3), pl.Costs(p2p=0.25))
+    assert hops(late.schedule, late.starts, late.ends) == [0.25] * 2  # of the actions, not of the notes behind them
+    twice = [[*map(str, program), "0N0"] if not rank else program for rank, program in enumerate(schedule.programs)]
+    with pytest.raises(pl.ScheduleError, match="0N0 appears twice"):
+        pl.check(pl.Schedule.of(twice, placement=range(2), microbatches=3))
+    refused: dict[str, dict[str, Any]] = {
+        "the kind 'N' .note. exists already": {"letter": "N"},
+        "1 to 16 capital letters, not 'n'": {"letter": "n"},
+        "duration is 'furlong'; give a time of at least 0, or forward, backward": {"duration": "furlong"},
+        "duration is -1": {"duration": -1},
+        "duration is nan": {"duration": float("nan")},
+        "memory is .1.0,.; give 2 numbers in a tuple": {"memory": (1.0,)},
+        "memory is 1.0": {"memory": 1.0},
+        "colour is .1.0, inf, 0.0.; give 3 numbers": {"colour": (1.0, float("inf"), 0.0)},
+        "waits_for is 'output'; give Need": {"waits_for": "output"},
+    }
+    for words, values in refused.items():
+        with pytest.raises(UsageError, match=words):
+            pl.register_kind(pl.Kind(**{"letter": "X", "words": "x", **values}))
+    check_memory()
+    local = LocalPipeline(blocks(4), plain, loss=mse).step(*batch(6)).item()
+    context = multiprocessing.get_context("spawn")
+    results, port = context.Queue(), free_port()
+    workers = [context.Process(target=work, args=(rank, port, results)) for rank in range(2)]
+    for worker in workers:
+        worker.start()
+    seen = sorted(results.get(timeout=100) for _ in workers)
+    for worker in workers:
+        worker.join(30)
+    assert [loss for _, loss, _ in seen] == [local, local]
+    assert all(notes == [("Block", mb) for mb in range(3) for _ in range(2)] for _, _, notes in seen)
+    gradients_are_there()
+    print("a registered kind works everywhere")
+
+
+if __name__ == "__main__":
+    main()

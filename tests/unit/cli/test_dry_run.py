@@ -1,0 +1,115 @@
+"""`train --dry-run`: what is refused before a start is refused, all else is printed, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeloom.cli import train
+from pipeloom.cli.dry_run import expected_timeline, rank_parameters, rank_table
+from pipeloom.config import load_layout, parameter_count
+from pipeloom.errors import ConfigError
+from pipeloom.mesh_shape import MeshShape
+
+
+def run(folder: Path, *flags: str) -> int:
+    text = folder / "text.txt"
+    text.write_text("loom " * 4000)
+    return train.command(["tiny", "--data.source", str(text), "--log.dir", str(folder / "runs"), "--dry-run", *flags])
+
+
+def test_it_prints_the_run_and_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "start_workers", lambda *_: pytest.fail("a worker was started"))
+    assert run(tmp_path, "--optimizer.lr_schedule", "wsd", "--checkpoint.every", "5", "--train.device", "cpu") == 0
+    shown = capsys.readouterr().out
+    for words in (
+        "bubble rate",
+        "activations at the peak: rank 0 ",
+        "time of a step: 0.",
+        "messages, the sum over replicas and the optimizer are free",
+        "learning rate (wsd): step 1 ",
+        "around the steps, in this order:\n  record, and bad steps  every step\n  replica check ",
+        "\n  checkpoint             every 5 steps, on SIGUSR1\n",
+        "every 5 steps and at the end",
+        "dry run: 2 workers would start",
+    ):
+        assert words in shown, words
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"train\.seq_len"):
+        run(tmp_path, "--train.device", "cpu", "--train.seq_len", "1000000")
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"model_type": "bert"}, r"BertLMHeadModel .* as in an encoder; supported: causal language models"),
+        (
+            {"architectures": ["BartModel"], "is_encoder_decoder": True},
+            r"BartModel has an encoder and a decoder; supported",
+        ),
+    ],
+)
+def test_a_model_that_is_not_causal_is_refused_before_its_weights_are_read(
+    values: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    sizes = {
+        "num_hidden_layers": 4,
+        "hidden_size": 8,
+        "num_attention_heads": 1,
+        "intermediate_size": 8,
+        "vocab_size": 256,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, **values}))
+    (tmp_path / "model.safetensors").write_text("no weights")
+    (tmp_path / "text.txt").write_text("loom " * 4000)
+    flags = {
+        "model.source": tmp_path,
+        "data.source": tmp_path / "text.txt",
+        "train.seq_len": 16,
+        "parallel.pp": 2,
+        "schedule.name": "1f1b",
+    }
+    with pytest.raises(ConfigError, match=words):
+        train.command(["--dry-run", *(word for key, value in flags.items() for word in (f"--{key}", str(value)))])
+
+
+def test_the_table_of_workers_follows_the_order() -> None:
+    lines = rank_table(MeshShape(pp=2, dp=4, tp=1, ep=2, order="dp-pp-ep-tp"))
+    assert lines[0] == "workers in the order dp-pp-ep-tp, the fastest axis first:"
+    assert [line.split() for line in lines[1:]] == [
+        ["dp", "0", "dp", "1", "dp", "2", "dp", "3"],
+        ["ep", "0", "ep", "0", "ep", "1", "ep", "1"],
+        ["pp", "0", "0", "1", "4", "5"],
+        ["pp", "1", "2", "3", "6", "7"],
+    ]
+    assert rank_table(MeshShape(pp=4)) == []
+    many = rank_table(MeshShape(pp=20, dp=4, tp=4))
+    assert len(many) == 3 + 16 + 1
+    assert max(map(len, many)) <= 85
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"schedule.name": "zbv", "schedule.microbatches": 4},
+        {"schedule.name": "dualpipe", "schedule.microbatches": 4},
+    ],
+)
+def test_ranks_hold_the_whole_model(flags: dict[str, object]) -> None:
+    layout = load_layout("tiny", flags)
+    held = sum(rank_parameters(layout))
+    assert max(rank_parameters(layout)) < 0.8 * held
+    assert held == parameter_count(layout.config.model) * len(layout.schedule.routes)
+    timeline = expected_timeline(layout)
+    assert timeline.schedule == layout.schedule
+    assert min(timeline.busy) > 0.3 * max(timeline.busy)
+    assert 0 <= timeline.bubble_rate < 1

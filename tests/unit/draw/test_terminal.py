@@ -1,0 +1,148 @@
+"""The terminal drawing: to scale, at most as wide as asked, readable without colour."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pipeloom as pl
+from paths import DATA
+from pipeloom.draw import terminal
+from pipeloom.schedule.files import load
+
+GOLDEN = DATA / "torch"
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def _drawn(name: str, ranks: int, microbatches: int, costs: pl.Costs | None = None, width: int = 80) -> list[str]:
+    timeline = pl.simulate(pl.schedules.build(name, ranks, microbatches), costs)
+    return terminal(timeline, width=width, color=False).splitlines()
+
+
+def test_wide_boxes_hold_letter_and_number() -> None:
+    assert _drawn("gpipe", 2, 3)[3:6] == [
+        "rank 0  F0─── F1─── F2─── ··················B0───────── B1───────── B2─────────",
+        "rank 1  ······F0─── F1─── F2─── B0───────── B1───────── B2───────── ············",
+        "        |0          |2          |4          |6          |8          |10",
+    ]
+
+
+def test_narrow_boxes_have_their_number_below() -> None:
+    assert _drawn("1f1b", 4, 8)[3:5] == [
+        "rank 0  F F F F ············B── F B── F B── F B── F B── ··B── ··B── ··B──",
+        "        0 1 2 3             0   4 1   5 2   6 3   7 4     5     6     7",
+    ]
+
+
+def test_numbers_with_two_digits_stand_upright_when_boxes_are_narrow() -> None:
+    lines = _drawn("gpipe", 2, 12)
+    assert lines[3].startswith("rank 0  FFFFFFFFFFFF···B B B ")
+    assert lines[4].startswith("                  11")
+    assert lines[5].startswith("        012345678901   0 1 2 ")
+    assert "digits downwards" in "\n".join(lines)
+
+
+def test_columns_longer_than_actions_keep_the_proportion_of_letters() -> None:
+    lines = _drawn("1f1b", 2, 200, pl.Costs(1, 1, 1))
+    band = lines[3].removeprefix("rank 0  ")
+    assert len(band) == 72
+    assert band.count("F") == pytest.approx(24, abs=1)
+    assert band.count("B") == pytest.approx(48, abs=1)
+    assert "one column is" in "\n".join(lines)
+
+
+@given(
+    name=st.sampled_from(["gpipe", "1f1b", "interleaved", "looped-bfs"]),
+    ranks=st.integers(1, 12),
+    microbatches=st.integers(1, 40),
+    costs=st.tuples(*[st.sampled_from([0.0, 0.3, 1.0, 2.5])] * 3).filter(any),
+    width=st.integers(60, 120),
+)
+@settings(max_examples=60, deadline=None)
+def test_no_line_is_wider_than_asked(
+    name: str, ranks: int, microbatches: int, costs: tuple[float, ...], width: int
+) -> None:
+    forward, backward, p2p = costs
+    if forward + backward == 0:
+        return
+    made = pl.Costs(forward, backward / 2, backward / 2, p2p)
+    lines = _drawn(name, ranks, microbatches, made, width)
+    drawing = lines[3 : next(at for at, line in enumerate(lines) if "|0" in line) + 1]
+    assert max(map(len, drawing)) <= width
+    if width >= 80:
+        assert max(map(len, lines)) <= width
+
+
+def test_every_box_is_at_its_time() -> None:
+    """One column a unit of time: column t of a rank's band is the action that runs from t to t + 1."""
+    timeline = pl.simulate(pl.schedules.interleaved(ranks=4, microbatches=9))
+    lines = terminal(timeline, width=80, color=False).splitlines()
+    for rank in range(4):
+        letters, numbers = (line[8:].ljust(63) for line in lines[3 + 3 * rank : 5 + 3 * rank])
+        expected = ["·"] * 63
+        for cell, start in zip(timeline.schedule.programs[rank], timeline.starts[rank], strict=True):
+            expected[int(start)] = cell.kind
+            assert numbers[int(start)] == str(cell.microbatch)
+        assert [a for a, b in zip(letters, expected, strict=True) if b != "·"] == [b for b in expected if b != "·"]
+        assert letters.count("·") == timeline.idle[rank]
+
+
+def test_figures_say_which_they_are() -> None:
+    text = "\n".join(_drawn("1f1b", 4, 8))
+    assert "makespan          33   lower bound 27, gap 22.2 %   period 33" in text
+    assert "bubble ratio      0.3750  Σ idle / Σ busy (Megatron's figure)" in text
+    assert "bubble rate       0.2727  Σ idle / (p · makespan)" in text
+    assert "span bubble rate  0.2727  1 − busy / largest span" in text
+    assert re.search(r"   0    24     9        6       0          3                 4\n", text)
+    assert "peak memory" not in text
+    heavy = "\n".join(_drawn("1f1b", 4, 8, pl.Costs(activation=2.5)))
+    assert re.search(r"   0 .* 4           10\n", heavy)
+
+
+def test_idle_by_phase_adds_up_in_the_table() -> None:
+    lines = _drawn("interleaved", 4, 9)
+    table = lines[next(at for at, line in enumerate(lines) if line.startswith("rank  busy")) + 1 :]
+    for line in table[:4]:
+        _, busy, idle, warmup, steady, cooldown, *_ = line.split()
+        assert float(idle) == float(warmup) + float(steady) + float(cooldown)
+        assert float(busy) + float(idle) == 63
+
+
+def test_full_rank_units() -> None:
+    assert any(line.rstrip().endswith("12 = 6 full-rank") for line in _drawn("interleaved", 4, 9))
+
+
+def test_pairs_and_split_backward_are_drawn() -> None:
+    text = terminal(pl.simulate(load(GOLDEN / "dualpipev.csv"), pl.Costs(all_to_all=0.3)), color=False)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "a pair F|B is drawn as its F, then its backward" in text
+    for word in ("F forward", "B backward", "I input gradient", "W weight gradient"):
+        assert word in text
+
+
+def test_colour_changes_no_character_of_a_band() -> None:
+    timeline = pl.simulate(pl.schedules.interleaved(ranks=2, microbatches=4))
+    colored, plain = terminal(timeline, color=True), terminal(timeline, color=False)
+    assert ANSI.search(colored)
+    assert not ANSI.search(plain)
+    bare = [line.rstrip() for line in ANSI.sub("", colored).splitlines()]
+    letters = [line.replace("─", " ").rstrip() for line in plain.splitlines()]
+    assert bare[3:8] == letters[3:8]
+
+
+def test_colour_only_on_a_terminal_and_not_with_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeline = pl.simulate(pl.schedules.gpipe(ranks=2, microbatches=2))
+    assert "\x1b" not in terminal(timeline)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert "\x1b" in terminal(timeline)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in terminal(timeline)
+
+
+def test_zero_costs_do_not_break_it() -> None:
+    assert "makespan          0" in "\n".join(_drawn("gpipe", 2, 2, pl.Costs(0, 0, 0)))

@@ -1,0 +1,171 @@
+"""Layers that break the stage contract, and layers that only look as if they did: what `pl.verify` says of each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pipeloom as pl
+from contract_kinds import (
+    HISTORIES,
+    Aliases,
+    Angles,
+    Attribute,
+    Average,
+    ChangesOne,
+    Configuration,
+    Counter,
+    Counting,
+    CountsInConfiguration,
+    Decays,
+    DecaysBias,
+    Drawing,
+    Draws,
+    InABuffer,
+    InAFunction,
+    InATensorHook,
+    InModuleHooks,
+    InPlace,
+    Keeps,
+    Mean,
+    Measures,
+    Notes,
+    OwnGenerators,
+    Pair,
+    ReadsAverage,
+    ReadsCount,
+    Replaced,
+    Statistics,
+    StepsInBackward,
+    Table,
+    TakesAway,
+    With,
+    WritesFirst,
+    graph,
+    sharing,
+)
+from models import batch, mse
+from one_process import Plain
+from pipeloom.errors import PipeloomError, VerifyError
+from pipeloom.runtime import Layer
+
+Make = Callable[[], Sequence[Callable[[], nn.Module]]]
+
+
+def second_and_last(pair: Callable[[], Sequence[Any]]) -> Make:
+    return lambda: (lambda a, b: [Plain, a, Plain, b])(*pair())
+
+
+def every_other(kind: Any) -> Make:
+    return lambda: [Plain, kind, Plain, kind]
+
+
+def all_four(kind: Any) -> Make:
+    return lambda: [kind] * 4
+
+
+def one_for_all(kind: Any, shared: Callable[[], Any]) -> Make:
+    def make() -> Sequence[Callable[[], nn.Module]]:
+        one = shared()
+        return [Plain, lambda: kind(one), Plain, lambda: kind(one)]
+
+    return make
+
+
+GRAPH = "RuntimeError"  # autograd's own words
+# name: layers, and the verdict under 1F1B and under two routes: right, the contract's rule, or the error that names it
+CASES: dict[str, tuple[Make, str, str]] = {
+    **{
+        f"shared by two stages: {kind.__name__}": (
+            second_and_last(lambda kind=kind: sharing(kind)),
+            "results",
+            "results",
+        )  # type: ignore[misc]
+        for kind in (Counter, Attribute, Draws)
+    },
+    "shared by two stages: Statistics": (
+        second_and_last(lambda: sharing(Statistics)),
+        "buffers",
+        "has running statistics",
+    ),
+    **{
+        f"left for a later stage: {way}": (second_and_last(lambda way=way: sharing(way)), "results", "results")  # type: ignore[misc]
+        for way in ("object", "number", "global dict", "global variable", "closure")
+    },
+    "left for a later stage: in place": (second_and_last(lambda: sharing("in place")), "results", "TypeError"),
+    "left for a later stage: a graph": (second_and_last(graph), GRAPH, "TypeError"),
+    **{
+        f"a backward reads another forward's state: {kind.__name__}": (every_other(kind), "backwards", "backwards")
+        for kind in (InAFunction, InATensorHook, InModuleHooks, InABuffer, ReadsCount)
+    },
+    "a forward reads what backwards write": (every_other(ReadsAverage), "results", "results"),
+    "a buffer that backwards write": (every_other(Average), "right", "buffers"),
+    "an optimizer in the backward": (lambda: [Plain, lambda: StepsInBackward(False), Plain, Plain], GRAPH, GRAPH),
+    "an optimizer in the backward, through .data": (
+        lambda: [Plain, lambda: StepsInBackward(True), Plain, Plain],
+        "results",
+        "parameters",
+    ),
+    "generators in attributes and dicts": (all_four(OwnGenerators), "recomputation", "results"),
+    "state in objects and nested dicts": (all_four(Counting), "recomputation", "results"),
+    "state in an attribute": (all_four(Mean), "right", "results"),
+    "an attribute that each forward changes": (all_four(lambda: Replaced(lambda t: t * 1.5)), "right", "results"),
+    **{f"history: {name}": (all_four(kind), "right", "results") for name, kind in HISTORIES.items()},
+    **{
+        f"changed in place: {what}": (all_four(lambda what=what: InPlace(what)), "recomputation", "results")  # type: ignore[misc]
+        for what in ("attribute", "buffers", "parameter", "data", "new data")
+    },
+    "a weight that decays through .data": (all_four(Decays), "backwards", "results"),
+    "a bias that decays": (all_four(DecaysBias), "recomputation", "results"),
+    "an object that says whether a forward runs": (all_four(TakesAway), "AssertionError", "AssertionError"),
+    **{
+        f"two inputs of one memory: {what}": (
+            lambda what=what: [Plain, lambda: Aliases(what), ChangesOne, Plain],
+            *verdicts,
+        )  # type: ignore[misc]
+        for what, verdicts in {
+            "same": ("backwards", "backwards"),
+            "view": ("backwards", "backwards"),
+            "detached": ("changes its input in place", "changes its input in place"),
+        }.items()
+    },
+    **{
+        f"allowed: {kind.__name__}": (every_other(kind), "right", "right")
+        for kind in (Keeps, WritesFirst, Notes, Pair, Table, Drawing, Measures)
+    },
+    "allowed: an attribute replaced by equal values": (all_four(lambda: Replaced(torch.clone)), "right", "right"),
+    "allowed: a counter on a shared object": (one_for_all(CountsInConfiguration, Configuration), "right", "right"),
+    "allowed: a shared table": (one_for_all(With, Angles), "right", "right"),
+}
+
+
+def verdict(make: Make, schedule: pl.Schedule) -> str:
+    x, y = batch(8)
+    layers = [Layer(f"l{at}", each) for at, each in enumerate(make())]
+    try:
+        pl.verify(layers, schedule, x, y, loss=mse, steps=2)
+    except VerifyError as error:
+        rule = re.search(r"own_model.md, '(\w+)'", str(error))
+        return rule[1] if rule else str(error)
+    except PipeloomError as error:
+        return str(error)
+    except Exception as error:
+        return type(error).__name__
+    return "right"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_route(name: str) -> None:
+    make, wanted, _ = CASES[name]
+    assert wanted in verdict(make, pl.schedules.build("1f1b", 2, 4))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_routes(name: str) -> None:
+    make, _, wanted = CASES[name]
+    assert wanted in verdict(make, pl.schedules.build("dualpipe", 2, 4))

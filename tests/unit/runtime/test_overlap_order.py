@@ -1,0 +1,212 @@
+"""The order of a pair's segments, of an action's alone, and what they hold while a communication is under way."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipeloom as pl
+from models import mse
+from pair_schedules import data, split
+from pipeloom.ops.segments import Compute, Done, Pending, Segment, Values, in_order
+from pipeloom.runtime import Layer, LocalPipeline, RuntimeOptions
+from pipeloom.schedule.actions import Action, Pair
+from pipeloom.schedule.model import Schedule, parts
+from segmented import WIDTH, Noted, NotedMove
+
+
+def noted_run(schedule: Schedule, layers: int) -> list[str]:
+    log: list[str] = []
+    pipeline = LocalPipeline([Layer(str(at), partial(Noted, str(at), log)) for at in range(layers)], schedule, loss=mse)
+    pipeline.step(*data(0, schedule.microbatches))
+    return log
+
+
+PAIR = """start B.combine0  F.attention0  start F.dispatch0  wait B.combine0  B.experts0  start B.dispatch0  W.experts0
+          wait F.dispatch0  F.experts0  start F.combine0  wait B.dispatch0  B.attention0  W.attention0  wait F.combine0"""
+
+
+def words(text: str) -> list[str]:
+    return [" ".join(word.split()) for word in text.split("  ") if word.strip()]
+
+
+def test_a_pair_runs_its_segments_in_the_order_of_the_specification() -> None:
+    log = noted_run(pl.schedules.build("1f1b-overlap", 1, 3), 1)
+    first = log.index("start B.combine0")
+    length = len(words(PAIR))
+    assert log[first : first + length] == words(PAIR)
+    assert log[first + length : first + 2 * length] == words(PAIR)
+
+
+def test_layers_of_a_pair_follow_one_another_and_hide_each_others_communication() -> None:
+    """Two layers: the all-to-all between two layer pairs starts before the weight gradient and the forward beside it."""
+    log = noted_run(pl.schedules.build("1f1b-overlap", 1, 2), 2)
+    pair = log[log.index("start B.combine1") :][:28]
+    wanted = """start B.combine1  F.attention0  start F.dispatch0  wait B.combine1  B.experts1  start B.dispatch1  W.experts1
+        wait F.dispatch0  F.experts0  start F.combine0  wait B.dispatch1  B.attention1  start B.combine0  W.attention1
+        wait F.combine0  F.attention1  start F.dispatch1  wait B.combine0  B.experts0  start B.dispatch0  W.experts0
+        wait F.dispatch1  F.experts1  start F.combine1  wait B.dispatch0  B.attention0  W.attention0  wait F.combine1"""
+    assert pair == words(wanted)
+
+
+def test_a_backward_alone_hides_its_communication_behind_its_weight_gradients() -> None:
+    log = noted_run(pl.schedules.build("1f1b", 1, 1), 1)
+    assert log[log.index("start B.combine0") :] == words(
+        """start B.combine0  wait B.combine0  B.experts0  start B.dispatch0  W.experts0
+           wait B.dispatch0  B.attention0  W.attention0"""
+    )
+
+
+def test_an_input_gradient_leaves_all_weight_gradients_to_w() -> None:
+    log = noted_run(split(pl.schedules.build("1f1b-overlap", 1, 2)), 1)
+    pair = [word for word in words(PAIR) if word[0] != "W"]
+    first = log.index("start B.combine0")
+    assert log[first : first + len(pair) + 2] == [*pair, "W.attention0", "W.experts0"]
+
+
+def test_a_quick_communication_is_waited_for_on_the_spot() -> None:
+    """Inside a machine: the turn is kept, and passes at the communication that is worth hiding."""
+    log: list[str] = []
+
+    class TwoLevels(Noted):
+        def segments(self) -> Any:
+            attention, dispatch, experts, *rest = super().segments()
+            inside = NotedMove("inside", log, quick=True)
+            fan_out = Compute("fan out", lambda values: tuple(v * 1.0 for v in values))
+            return (attention, dispatch, fan_out, inside, experts, *rest)
+
+    LocalPipeline([Layer("0", partial(TwoLevels, "0", log))], pl.schedules.build("1f1b-overlap", 1, 2), loss=mse).step(
+        *data(0, 2)
+    )
+    pair = log[log.index("start B.combine0") :]
+    assert pair[: pair.index("wait F.combine0") + 1] == words(
+        """start B.combine0  F.attention0  start F.dispatch0  wait B.combine0  B.experts0  start B.inside  W.experts0
+           wait B.inside  start B.dispatch0
+           wait F.dispatch0  start F.inside  wait F.inside  F.experts0  start F.combine0
+           wait B.dispatch0  B.attention0  W.attention0  wait F.combine0"""
+    )
+
+
+def test_storage_of_what_was_sent_is_let_go() -> None:
+    """While a communication is under way only it, and what autograd saved, hold tensors: not the engine."""
+    seen: list[weakref.ref[Tensor]] = []
+
+    class Watched(Noted):
+        def segments(self) -> Any:
+            first, move, *rest = super().segments()
+
+            def keep(values: Any) -> Any:
+                result = first.run(values)
+                extra = values[0] + 1.0  # used by nobody: no graph holds it
+                seen.append(weakref.ref(extra))
+                return (*result, extra)
+
+            drop = Compute("drop", lambda values: values[:2])
+            return (Compute("attention", keep), move, drop, *rest)
+
+    pipeline = LocalPipeline([Layer("0", partial(Watched, "0", []))], pl.schedules.build("gpipe", 1, 2), loss=mse)
+    pipeline.step(*data(0, 2))
+    gc.collect()
+    assert len(seen) == 2
+    assert all(ref() is None for ref in seen)
+
+
+def test_actions_of_unsegmented_pairs_keep_their_order() -> None:
+    """A pair of stages without communications runs F, then B: what F made is sent before B computes."""
+    log: list[str] = []
+
+    class Plain(Noted):
+        segments = None  # type: ignore[assignment]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self._noted("attention", x)
+
+    schedule = pl.schedules.build("1f1b-overlap", 1, 2)
+    LocalPipeline([Layer("0", partial(Plain, "0", log))], schedule, loss=mse).step(*data(0, 2))
+    assert log == ["F.attention0", "F.attention0", "B.attention0", "B.attention0"]
+    assert Action("F", 0, 1) in parts(schedule.programs[0][1])
+
+
+@pytest.mark.parametrize(("segmented", "transport"), [("0", "auto"), ("", "auto"), ("0", "batched")])
+def test_a_pair_runs_apart_where_nothing_overlaps(segmented: str, transport: Any) -> None:
+    """Neither of its actions waits for the other's message."""
+    schedule = pl.schedules.build("dualpipev", 2, 5)  # stages 0 and 3 on rank 0
+
+    def layer(name: str) -> Layer:
+        return Layer(name, partial(Noted, name, []) if name in segmented else partial(nn.Linear, WIDTH, WIDTH))
+
+    options = RuntimeOptions(transport=transport)
+    pipeline = LocalPipeline([layer(str(at)) for at in range(4)], schedule, loss=mse, options=options)
+    pipeline.step(*data(0, 5))
+    kept = [sum(isinstance(cell, Pair) for cell in program) for program in pipeline.schedule.programs]
+    both = [sum(isinstance(cell, Pair) for cell in program) for program in schedule.programs]
+    assert kept == {"0": [both[0], 0], "": [0, 0]}[segmented]
+    assert pipeline.peak_activations == pl.simulate(schedule).peak_activations
+
+
+class Forwarding:
+    """A communication that hands on what it gets, and takes no None for the gradient of a place that carries."""
+
+    name, quick = "forwarding", False
+
+    def start(self, values: Values) -> Pending:
+        return Done(values)
+
+    def start_backward(self, gradients: Values, saved: Values) -> Pending:
+        assert all(isinstance(gradient, Tensor) for gradient in gradients), gradients
+        return Done(gradients)
+
+
+class Dropping(nn.Module):
+    """What comes of the first place of its communication is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused, self.used = (nn.Parameter(torch.linspace(0.5, 1.5, WIDTH)) for _ in range(2))
+
+    def segments(self, **keywords: Any) -> tuple[Segment, ...]:
+        return (
+            Compute("before", lambda values: (values[0] * self.unused, values[0] * self.used)),
+            Forwarding(),
+            Compute("after", lambda values: (torch.tanh(values[1]),)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return in_order(self.segments(), (x,))[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "1f1b-overlap"])
+def test_every_place_of_a_communication_gets_a_gradient_in_the_backward(name: str) -> None:
+    """Zeros where nothing used it: the other ranks of its group count on the tensor."""
+    x, y = data(0, 4)
+    pipeline = LocalPipeline([Dropping(), Dropping()], pl.schedules.build(name, 2, 4), loss=mse)
+    pipeline.step(x, y)
+    for parameter in (p for n, p in pipeline.named_parameters() if n.endswith("unused")):
+        assert parameter.grad is not None
+        assert not parameter.grad.any()
+
+
+class Widening(Forwarding):
+    """Makes gradients of one column, which would be added to every column."""
+
+    def start_backward(self, gradients: Values, saved: Values) -> Pending:
+        return Done(tuple(gradient[..., :1] for gradient in gradients))
+
+
+class Widened(Dropping):
+    def segments(self, **keywords: Any) -> tuple[Segment, ...]:
+        before, _, after = super().segments()
+        return before, Widening(), after
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "1f1b-overlap"])
+def test_a_communication_that_makes_gradients_of_another_shape_is_an_error(name: str) -> None:
+    pipeline = LocalPipeline([Widened(), Widened()], pl.schedules.build(name, 2, 4), loss=mse)
+    with pytest.raises(RuntimeError, match="ismatch in shape"):
+        pipeline.step(*data(0, 4))

@@ -1,0 +1,187 @@
+"""The CSV form: both ways, torch's own tables, and refusals that point at the place."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from pathlib import Path
+
+import pytest
+
+import pipeloom as pl
+from paths import DATA
+from pipeloom.errors import UsageError
+from pipeloom.schedule.csv_form import from_csv, to_csv
+from pipeloom.schedule.files import load, names_a_file
+
+TORCH = DATA / "torch"
+GOLDEN = ["interleaved", "looped-bfs", "zbv", "interleaved-zb", "dualpipev", "gpipe"]
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (2, 3), (4, 9), (3, 2)])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "looped-bfs"])
+def test_round_trip(name: str, ranks: int, microbatches: int) -> None:
+    made = pl.schedules.build(name, ranks, microbatches)
+    read = from_csv(to_csv(made))
+    assert (read.codes, read.placement, read.microbatches) == (made.codes, made.placement, microbatches)
+    assert read.routes == made.routes
+
+
+def test_split_backward_and_pairs_round_trip() -> None:
+    text = "0F0,0F1,0I0,0W0,0B1\n1F0,(1F1;1B0)OVERLAP_F_B,1B1\n"
+    read = from_csv(text)
+    pl.check(read)
+    assert to_csv(read) == text
+    assert read.has_pairs
+    assert read.splits_backward
+
+
+def test_spaces_quotes_idle_cells_trailing_commas_and_line_ends_do_not_matter() -> None:
+    plain = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+    loose = '\ufeff 0F0 ,"0F1",,,0B0,0B1,,\r\n,, 1F0,1B0,1F1 ,1B1\r\n\r\n'
+    assert from_csv(loose).codes == from_csv(plain).codes
+    assert from_csv("0F0,(0F1 ; 0B0)OVERLAP_F_B,0B1").programs == from_csv("0F0,(0F1;0B0),0B1").programs
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_torch_tables_are_read_and_pass_check(name: str) -> None:
+    schedule = load(TORCH / f"{name}.csv")
+    pl.check(schedule)
+    assert (schedule.name, schedule.ranks, schedule.microbatches) == (name, 4, 8)
+    v_placed = name in ("zbv", "dualpipev")
+    assert schedule.chunks == (1 if name == "gpipe" else 2)
+    assert schedule.placement == ((0, 1, 2, 3, 3, 2, 1, 0) if v_placed else tuple(range(4)) * schedule.chunks)
+
+
+def test_torch_interleaved_is_the_one_made_here() -> None:
+    assert load(TORCH / "interleaved.csv").codes == pl.schedules.interleaved(ranks=4, microbatches=8).codes
+
+
+def test_torch_1f1b_is_refused_with_the_reason() -> None:
+    """torch 2.13 counts the last rank's micro-batches from 1: it runs a ninth one of eight and never the first."""
+    with pytest.raises(pl.ScheduleError, match=r"1f1b\.csv:4:57: 3F8 names micro-batch 8 of 8 \(0\.\.7\)"):
+        load(TORCH / "1f1b.csv")
+
+
+@pytest.mark.torch_behaviour
+@pytest.mark.parametrize("name", [*GOLDEN, "1f1b"])
+def test_golden_files_are_what_torch_makes(name: str) -> None:
+    pytest.importorskip("torch")
+    spec = importlib.util.spec_from_file_location("make_golden", TORCH / "make.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.text(name) == (TORCH / f"{name}.csv").read_text()
+
+
+@pytest.mark.torch_behaviour
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "looped-bfs"])
+def test_our_cells_pass_torch_own_reader_and_validator(name: str) -> None:
+    torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    schedule = pl.schedules.build(name, 4, 9)
+    rows = to_csv(schedule).splitlines()
+    table = {rank: [torch_schedules._Action.from_str(cell) for cell in row.split(",")] for rank, row in enumerate(rows)}
+    placed = torch_schedules._validate_schedule(table, 4, schedule.stages, 9)
+    assert placed == dict(enumerate(schedule.placement))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("0F0,0B0\n1F0garbage,1B0", r"^x:2:1: '1F0garbage' is not an action"),
+        ("0F0, 0Z0", r"^x:1:6: '0Z0' is not an action"),
+        ("0F0,0F7,0B0,0B7\n1F0,1F1,1B0,1B1", r"^x:1:5: 0F7 names micro-batch 7 of 2 \(0\.\.1\)"),
+        ("0F0,0B0\n9F0,9B0", r"^x:2:1: 9F0 names stage 9 of 2 \(0\.\.1\)"),
+        ("0F0,0SEND_F0,0B0", r"^x:1:5: 0SEND_F0 is a communication; .*compute_only"),
+        ("0UNSHARD,0F0,0B0", r"^x:1:1: 0UNSHARD is a communication"),
+        ("0F0,0B0\n\n1F0,1B0", r"^x: rank 1 holds no stage"),
+        ("0F" + "9" * 5000, r"^x:1:1: .* is not an action"),
+    ],
+)
+def test_refusals_say_where(text: str, reason: str) -> None:
+    with pytest.raises(pl.ScheduleError, match=reason):
+        from_csv(text, source="x")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "^x: the file contains no actions"),
+        (",,\n,", "^x: the file contains no actions"),
+        (
+            "hello world",
+            r"^x is not a schedule: none of its cells is an action, such as 0F0, .*the first cell is 'hello world'",
+        ),
+        ("date,price\n2024-01-01,3.5\n", "^x is not a schedule: .*the first cell is 'date'"),
+        ("0REDUCE_GRAD", "^x is not a schedule"),
+    ],
+)
+def test_a_text_without_a_single_action_is_no_schedule(text: str, reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        from_csv(text, source="x")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("0F0,0B0\n1F0,1B0,0F1,0B1\n2F0,2F1,2B0,2B1", None),
+        ("0F0,0F1,0B0\n1F0,1F1,1B0,1B1,0B1", "0B1 is on the wrong rank; stage 0 is placed on rank 0"),
+        ("0F0,0F1,0B0\n1F0,1F1,1B0,1B1", "stage 0 micro-batch 1 .* has no backward"),
+        ("0F0,0F1,0B0,0B1,0B0\n1F0,1F1,1B0,1B1", "0B0 appears twice"),
+        ("0B0,0F0\n1F0,1B0", "deadlocks"),
+        ("0F0,0F1,0B0,0B1,1B1\n1F0,1B0,1F1", "1B1 is on the wrong rank; stage 1 is placed on rank 1"),
+        ("0F0,0F1,0B0,0B1\n1F0,1B0", "stage 1 micro-batch 1 .* has no forward: 1F1 is missing"),
+    ],
+)
+def test_what_check_says_of_a_file(text: str, reason: str | None) -> None:
+    with pytest.raises(pl.ScheduleError, match=reason):
+        pl.check(from_csv(text))
+
+
+def test_two_routes_are_refused_and_json_is_named() -> None:
+    schedule = pl.Schedule.of(
+        [["0F0", "3F1", "0B0", "3B1"], ["1F0", "2F1", "1B0", "2B1"]],
+        placement=[0, 1, 1, 0],
+        microbatches=2,
+        routes=[(0, 1), (2, 3)],
+        route_of=[0, 1],
+    )
+    with pytest.raises(pl.ScheduleError, match=r"2 routes.*JSON"):
+        to_csv(schedule)
+
+
+def test_50k_actions_are_read_and_checked_in_under_a_second() -> None:
+    text = to_csv(pl.schedules.interleaved(ranks=8, microbatches=800, chunks=4))
+    start = time.process_time()
+    schedule = from_csv(text)
+    pl.check(schedule)
+    elapsed = time.process_time() - start
+    assert schedule.actions > 50_000
+    assert elapsed < 1.0
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot read .*none\.csv: No such file"):
+        load(tmp_path / "none.csv")
+    with pytest.raises(UsageError, match="cannot read"):
+        load(tmp_path)
+    (tmp_path / "x.csv").write_bytes(b"\xff\xfe0F0")
+    with pytest.raises(UsageError, match=r"not a text file \(byte 0"):
+        load(tmp_path / "x.csv")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_file"),
+    [("a.csv", True), ("dir/a", True), ("A.JSON", True), ("1f1b", False), ("module.sub:function", False)],
+)
+def test_what_names_a_file(name: str, is_file: bool) -> None:
+    assert names_a_file(name) is is_file
+
+
+def test_tensors_with_names_are_not_left_out() -> None:
+    schedule = pl.schedules.one_f_one_b(3, 4).with_tensors([("skip", 0, [2])])
+    with pytest.raises(
+        pl.ScheduleError, match="passes tensor 'skip' by name between stages, which the CSV form cannot say"
+    ):
+        to_csv(schedule)

@@ -1,0 +1,376 @@
+"""Traces of other programs: dumps with and without labels, clocks that do not agree, Chrome traces, damaged files."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pipeloom as pl
+from pipeloom.errors import PipeloomError
+from pipeloom.schedule.foreign import is_foreign, load_foreign
+from primus_dump import dump
+
+
+def _simulated(name: str, ranks: int, microbatches: int) -> pl.Timeline:
+    """Stages of different costs, in seconds, with hops."""
+    schedule = pl.schedules.build(name, ranks, microbatches)
+    rng = random.Random(3)
+    times = [tuple(round(rng.uniform(0.9, 1.1), 4) * 1e-2 for _ in range(schedule.stages)) for _ in range(3)]
+    return pl.simulate(schedule, pl.Costs(*times, p2p=1e-4))
+
+
+@pytest.mark.parametrize("labels", [True, False], ids=["labels", "no labels"])
+@pytest.mark.parametrize(
+    "name", ["1f1b", "gpipe", "zb-h1", "interleaved", "looped-bfs", "interleaved-zb", "zbv", "1f1b-overlap"]
+)
+def test_the_schedule_of_a_dump_is_found(name: str, labels: bool, tmp_path: Path) -> None:
+    timeline = _simulated(name, 8, 16)
+    found = load_foreign(dump(tmp_path / "dump", timeline, labels=labels, old_keys=labels))
+    assert len(found.timelines) == 2
+    read = found.timelines[-1]
+    assert read.schedule.programs == timeline.schedule.programs
+    assert read.schedule.placement == timeline.schedule.placement
+    assert read.source == "measured"
+    for rank in range(8):
+        taken = [end - start for start, end in zip(read.starts[rank], read.ends[rank], strict=True)]
+        want = [end - start for start, end in zip(timeline.starts[rank], timeline.ends[rank], strict=True)]
+        assert taken == pytest.approx(want)
+    assert found.memory == tuple(10 + 2.5 * peak for peak in timeline.peak_activations)
+
+
+def test_no_message_arrives_before_it_is_sent(tmp_path: Path) -> None:
+    """Ranks whose clocks begin with their own first action are shifted behind what they wait for."""
+    timeline = _simulated("1f1b", 4, 8)
+    folder = dump(tmp_path / "dump", timeline, labels=False, seed=5)
+    read = load_foreign(folder).timelines[0]
+    graph = {
+        (a.kind, a.stage, a.microbatch): read.ends[r][i]
+        for r, p in enumerate(read.schedule.programs)
+        for i, a in enumerate(p)
+    }
+    for rank, program in enumerate(read.schedule.programs):
+        for at, action in enumerate(program):
+            stage, kind, mb = action.stage, action.kind, action.microbatch
+            source = ("F", stage - 1, mb) if kind == "F" else ("B", stage + 1, mb)
+            if source in graph:
+                assert read.starts[rank][at] >= graph[source] - 1e-9
+    assert read.makespan == pytest.approx(timeline.makespan, rel=0.05)
+
+
+def test_a_dump_written_by_hand(tmp_path: Path) -> None:
+    """Two ranks, two micro-batches, no labels: F0 F1 B0 B1 and F0 B0 F1 B1."""
+    (tmp_path / "config.json").write_text('{"pp_size": 2, "vp_size": 1, "num_mbs": 2, "train_iters": 1}')
+    (tmp_path / "pp_rank_0.json").write_text(
+        '{"7": {"total": 12.0, "memory": 3.5, "fwd_start": [0.0, 1.0], "fwd_end": [1.0, 2.0],'
+        ' "bwd_start": [4.0, 7.0], "bwd_end": [6.0, 9.0]}}'
+    )
+    (tmp_path / "pp_rank_1.json").write_text(
+        '{"7": {"total": 12.0, "memory": 2.5, "fwd_start": [1.0, 4.0], "fwd_end": [2.0, 5.0],'
+        ' "bwd_start": [2.0, 5.0], "bwd_end": [4.0, 7.0]}}'
+    )
+    assert is_foreign(tmp_path)
+    (read,) = load_foreign(tmp_path).timelines
+    assert read.schedule.programs == pl.schedules.one_f_one_b(2, 2).programs
+    assert read.makespan == pytest.approx(9e-3)
+    assert read.costs.forward == pytest.approx((1e-3, 1e-3))
+    assert load_foreign(tmp_path).memory == (3.5, 2.5)
+
+
+def test_chrome_traces_of_ours_and_of_torch(tmp_path: Path) -> None:
+    from pipeloom.draw import trace
+
+    timeline = _simulated("zbv", 4, 8)
+    ours = tmp_path / "ours.json"
+    ours.write_text(json.dumps(trace(timeline, 1e6)))
+    read = load_foreign(ours).timelines[0]
+    assert read.schedule.programs == timeline.schedule.programs
+    assert read.makespan == pytest.approx(timeline.makespan)
+    theirs = tmp_path / "theirs.json"
+    events = [
+        {"ph": "X", "name": "PP:0F0", "pid": 11, "ts": 5, "dur": 10},
+        {"ph": "X", "name": "aten::mm", "pid": 11, "ts": 5, "dur": 1},
+    ]
+    events += [
+        {"ph": "X", "name": "PP:1F0", "pid": 12, "ts": 20, "dur": 10},
+        {"ph": "X", "name": "PP:1B0", "pid": 12, "ts": 30, "dur": 10},
+    ]
+    events += [{"ph": "X", "name": "PP:0B0", "pid": 11, "ts": 50, "dur": 20}]
+    theirs.write_text(json.dumps({"schemaVersion": 1, "traceEvents": events}))
+    assert is_foreign(theirs)
+    assert load_foreign(theirs).timelines[0].makespan == pytest.approx(65e-6)
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "words"),
+    [
+        ("config.json", {"pp_size": None}, "the key pp_size is missing"),
+        ("config.json", {"pp_size": -1}, "pp_size is -1; it must be a whole number"),
+        ("config.json", {"pp_size": 3}, r"pp_rank_2\.json is missing"),
+        ("pp_rank_1.json", {"fwd_end": []}, "2 fwd_start and 0 fwd_end"),
+        ("pp_rank_1.json", {"fwd_end": [0.5, 0.6]}, "fwd 0 runs from 1.0 to 0.5"),
+        ("pp_rank_1.json", {"fwd_start": 5}, "fwd_start is 5; it must be a list"),
+        ("pp_rank_1.json", {"fwd_start": ["a", "b"]}, "fwd 0 runs from 'a'"),
+        ("pp_rank_0.json", {"fwd_minibatch": ["a", -1]}, "fwd_minibatch must hold only whole numbers"),
+        ("pp_rank_0.json", {"fwd_chunk": [0]}, "2 fwd_start and 1 fwd_chunk"),
+        ("pp_rank_1.json", {"bwd_start": [0.0, 5.0], "bwd_end": [0.5, 6.0]}, "do not form a schedule"),
+    ],
+)
+def test_a_damaged_dump_is_refused(file: str, change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    test_a_dump_written_by_hand(tmp_path)
+    content = json.loads((tmp_path / file).read_text())
+    (content if file == "config.json" else content["7"]).update(change)
+    (tmp_path / file).write_text(json.dumps(content))
+    with pytest.raises(PipeloomError, match=words):
+        load_foreign(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("trace", "words"),
+    [
+        ({"traceEvents": 5}, "traceEvents is not a list"),
+        ({"traceEvents": [{"ph": "X", "name": "aten::mm", "ts": 1, "dur": 1}]}, "no event has the name of an action"),
+        ({"traceEvents": [{"ph": "X", "name": "0F0", "ts": "x", "dur": 1}]}, "has no ts and dur"),
+        (
+            {"traceEvents": [{"ph": "X", "name": "99999999F0", "ts": 1, "dur": 1}]},
+            "do not name a valid stage or micro-batch 99999999",
+        ),
+        ({"traceEvents": [{"ph": "X", "name": "0F0", "ts": 1, "dur": 1}]}, "has no backward"),
+    ],
+)
+def test_a_damaged_chrome_trace_is_refused(trace: dict[str, Any], words: str, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    file.write_text(json.dumps(trace))
+    with pytest.raises(PipeloomError, match=words):
+        load_foreign(file)
+
+
+def kineto(rank: int, cells: list[tuple[str, float, float]], **more: Any) -> dict[str, Any]:
+    """A trace of one rank as torch's profiler writes it; (name, start, duration) in µs."""
+    events = [
+        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 40 + rank, "tid": 1, "ts": 3.5, "dur": 1.0},
+        {"ph": "X", "cat": "user_annotation", "name": "PP:0SEND_F0", "pid": 40 + rank, "tid": 1, "ts": 4.0, "dur": 9.0},
+        {"ph": "i", "name": "Iteration Start: PyTorch Profiler", "ts": 1.0},
+    ]
+    events += [
+        {"ph": "X", "cat": "user_annotation", "name": name, "pid": 40 + rank, "tid": 1, "ts": start, "dur": took}
+        for name, start, took in cells
+    ]
+    info = {"backend": "nccl", "rank": rank, "world_size": 2}
+    return {"schemaVersion": 1, "distributedInfo": info, "traceEvents": events, **more}
+
+
+FIRST = [("PP:0F0", 0, 10), ("PP:0F1", 10, 10), ("PP:0B0", 40, 20), ("PP:0B1", 70, 20)]
+SECOND = [("PP:1F0", 10, 10), ("PP:1B0", 20, 20), ("PP:1F1", 40, 10), ("PP:1B1", 50, 20)]
+
+
+def later(cells: list[tuple[str, float, float]], by: float) -> list[tuple[str, float, float]]:
+    return [(name, start + by, took) for name, start, took in cells]
+
+
+def folder_of(folder: Path, traces: dict[str, dict[str, Any]]) -> Path:
+    folder.mkdir()
+    for name, trace in traces.items():
+        data = json.dumps(trace).encode()
+        (folder / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    return folder
+
+
+def test_a_folder_of_kineto_traces(tmp_path: Path) -> None:
+    """One file for each rank, on clocks that do not agree, one of them compressed; files of replicas are left out."""
+    traces = {
+        "host-a_41.1.pt.trace.json": kineto(0, FIRST),
+        "host-a_42.1.pt.trace.json.gz": kineto(2, later(SECOND, 1e6)),
+        "host-b_43.1.pt.trace.json": kineto(1, later(FIRST, 5)),
+        "host-b_44.1.pt.trace.json": kineto(3, later(SECOND, 7)),
+    }
+    folder = folder_of(tmp_path / "traces", traces)
+    assert is_foreign(folder)
+    found = load_foreign(folder)
+    (read,) = found.timelines
+    assert read.schedule.programs == pl.schedules.one_f_one_b(2, 2).programs
+    assert read.makespan == pytest.approx(90e-6)
+    assert "2 of 4 files hold the stages of another one" in found.notes[1]
+
+
+def test_steps_of_the_profiler_and_times_of_the_device(tmp_path: Path) -> None:
+    """`ProfilerStep#N` cuts the files into steps, a step that is not whole is left out, and the GPU's times count."""
+    step = [("ProfilerStep#3", 0, 95), ("ProfilerStep#4", 100, 95), ("ProfilerStep#5", 200, 50)]
+    traces = {
+        f"rank{rank}_trace.json": kineto(
+            rank, [*step, *cells, *later(cells, 100), *(later(cells, 200)[:1] if rank else [])]
+        )
+        for rank, cells in enumerate((FIRST, SECOND))
+    }
+    found = load_foreign(folder_of(tmp_path / "steps", traces))
+    assert [timeline.makespan for timeline in found.timelines] == pytest.approx([90e-6, 90e-6])
+    assert "1 of 3 steps" in found.notes[-1]
+    for rank, cells in enumerate((FIRST, SECOND)):
+        on_gpu = [
+            {"ph": "X", "cat": "gpu_user_annotation", "name": name, "pid": 0, "ts": 3 * start, "dur": 3 * took}
+            for name, start, took in cells
+        ]
+        traces[f"rank{rank}_trace.json"]["traceEvents"] += on_gpu
+    found = load_foreign(folder_of(tmp_path / "device", traces))
+    assert [timeline.makespan for timeline in found.timelines] == pytest.approx([270e-6])
+
+
+def test_torchs_gpipe_has_names_of_its_own(tmp_path: Path) -> None:
+    forward = [[("Forward 0", 0, 10), ("Forward 1", 10, 10)], [("Forward 0", 10, 10), ("Forward 1", 20, 10)]]
+    backward = [[("Backward 0", 50, 20), ("Backward 1", 70, 20)], [("Backward 0", 30, 20), ("Backward 1", 50, 20)]]
+    traces = {f"rank_{rank}.json": kineto(rank, forward[rank] + backward[rank]) for rank in range(2)}
+    (read,) = load_foreign(folder_of(tmp_path / "gpipe", traces)).timelines
+    assert read.schedule.programs == pl.schedules.gpipe(2, 2).programs
+
+
+@pytest.mark.parametrize("name", ["zbv", "1f1b-overlap"])
+def test_our_own_trace_cut_into_a_file_for_each_rank(name: str, tmp_path: Path) -> None:
+    from pipeloom.draw import trace
+
+    timeline = _simulated(name, 4, 8)
+    events = trace(timeline, 1e6)["traceEvents"]
+    traces = {f"rank{r}.json": {"traceEvents": [e for e in events if e.get("pid") == r]} for r in range(4)}
+    (read,) = load_foreign(folder_of(tmp_path / "ours", traces)).timelines
+    assert read.schedule.programs == timeline.schedule.programs
+    assert read.makespan == pytest.approx(timeline.makespan)
+
+
+def test_a_missing_rank_of_a_folder_is_named_by_its_stage(tmp_path: Path) -> None:
+    with pytest.raises(PipeloomError, match="stage 0"):
+        load_foreign(folder_of(tmp_path / "half", {"rank1.json": kineto(1, SECOND)}))
+    with pytest.raises(PipeloomError, match="two files are of rank 1"):
+        load_foreign(folder_of(tmp_path / "twice", {"a.json": kineto(1, SECOND), "b.json": kineto(1, SECOND)}))
+    with pytest.raises(PipeloomError, match="no event has the name of an action"):
+        load_foreign(folder_of(tmp_path / "none", {"a.json": kineto(0, [])}))
+    overlapping = [*FIRST[:1], ("PP:0F1", 5, 10), *FIRST[2:]]
+    with pytest.raises(PipeloomError, match=r"rank 0 begins 0F1 0\.005 ms before 0F0 ends"):
+        load_foreign(folder_of(tmp_path / "both", {"a.json": kineto(0, overlapping), "b.json": kineto(1, SECOND)}))
+
+
+CSV = "0F0:1:1,0F1:1:1,,0B0:2:4, 0B1:2:4\n1F0:1:1,1B0:2.5:2,1F1:1:1,1B1:2:2\n"
+
+
+def test_a_csv_with_durations(tmp_path: Path) -> None:
+    """Two steps of 1F1B by hand: 0F0 to 1; 1F0 to 2, 1B0 to 4.5, 0B0 to 6.5; 1F1 to 5.5, 1B1 to 7.5, 0B1 to 9.5."""
+    file = tmp_path / "order.csv"
+    file.write_text(CSV)
+    assert is_foreign(file)
+    first, second = load_foreign(file).timelines
+    assert first.schedule.programs == pl.schedules.one_f_one_b(2, 2).programs
+    assert first.makespan == pytest.approx(9.5e-3)
+    assert first.starts[1] == pytest.approx((1e-3, 2e-3, 4.5e-3, 5.5e-3))
+    assert second.makespan == pytest.approx(12e-3)
+    assert first.costs.forward == pytest.approx((1e-3, 1e-3))
+
+
+@pytest.mark.parametrize("name", ["interleaved", "zbv", "zb-h1", "1f1b-overlap", "looped-bfs"])
+def test_durations_of_a_simulation_give_it_back(name: str, tmp_path: Path) -> None:
+    timeline = pl.simulate(pl.schedules.build(name, 4, 8), pl.Costs(1.1, 0.9, 0.7))
+    rows = [
+        ",".join(
+            f"{cell}:{end - start}"
+            for cell, start, end in zip(program, timeline.starts[rank], timeline.ends[rank], strict=True)
+        )
+        for rank, program in enumerate(timeline.schedule.programs)
+    ]
+    (tmp_path / "x.csv").write_text("\n".join(rows))
+    (read,) = load_foreign(tmp_path / "x.csv").timelines
+    for rank in range(4):
+        assert read.starts[rank] == pytest.approx([1e-3 * start for start in timeline.starts[rank]])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("0F0,0B0\n", "'0F0' has no duration; write milliseconds after each action"),
+        ("0F0:1,0B0:x\n", "a duration is a number of milliseconds"),
+        ("0F0:1,0B0:nan\n", "a duration is a number of milliseconds"),
+        ("0F0:1,0B0:-1\n", "a duration is a number of milliseconds"),
+        ("0F0:1,0B0:1:2\n", "'0B0:1:2' has 2 durations, and the first cell 1"),
+        ("", "contains no actions"),
+        ("0F0:1,0B0:1,0REDUCE_GRAD:1\n", "REDUCE_GRAD takes no duration"),
+        ("0F0:1,:2\n", "':2' is a duration without an action"),
+        ("0B0:1,0F0:1\n", "waits for F of stage 0"),
+    ],
+)
+def test_a_damaged_csv_is_refused(text: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "x.csv"
+    file.write_text(text)
+    with pytest.raises(PipeloomError, match=words):
+        load_foreign(file)
+
+
+ODD: dict[str, Any] = {
+    "an iteration is missing": (1, lambda it: {"8": it}, "no iteration in common"),
+    "NaN": (0, lambda it: {"7": it | {"fwd_start": [math.nan, 1.0]}}, "fwd 0 runs from nan to 1.0"),
+    "infinite": (0, lambda it: {"7": it | {"fwd_end": [1.0, math.inf]}}, "fwd 1 runs from 1.0 to inf"),
+    "huge": (0, lambda it: {"7": it | {"fwd_end": [1.0, 1e300]}}, r"fwd 1 runs from 1\.0 to 1e\+300"),
+    "a bool": (0, lambda it: {"7": it | {"fwd_start": [False, 1.0]}}, "fwd 0 runs from False"),
+    "microseconds": (
+        1,
+        lambda it: {
+            "7": {key: [1e3 * t for t in value] if isinstance(value, list) else value for key, value in it.items()}
+        },
+        "total is 12 ms, but the events of rank 1 span 6000",
+    ),
+    "overlap": (0, lambda it: {"7": it | {"fwd_end": [1.5, 2.0]}}, "rank 0 begins 0F1 0.5 ms before 0F0 ends"),
+    "no event": (0, lambda it: {"7": {}}, "rank 0 .*F|do not form a schedule"),
+    "not an object": (0, lambda it: {"7": [it]}, "an iteration must be an object"),
+    "a list": (0, lambda it: [it], "no iteration in common|not"),
+    "too few": (
+        1,
+        lambda it: {"7": it | {"fwd_start": [1.0], "fwd_end": [2.0]}},
+        "1F1|micro-batch 1|do not form a schedule",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_an_odd_dump_is_refused_in_one_sentence(name: str, tmp_path: Path) -> None:
+    rank, change, words = ODD[name]
+    test_a_dump_written_by_hand(tmp_path)
+    file = tmp_path / f"pp_rank_{rank}.json"
+    file.write_text(json.dumps(change(json.loads(file.read_text())["7"])))
+    with pytest.raises(PipeloomError, match=words) as error:
+        load_foreign(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_odd_dumps_that_are_right_all_the_same(tmp_path: Path) -> None:
+    """Unsorted events, an iteration of one rank alone, memory that is no number, wgrad on one rank of two, and one rank."""
+    test_a_dump_written_by_hand(tmp_path)
+    first, second = (json.loads((tmp_path / f"pp_rank_{rank}.json").read_text())["7"] for rank in range(2))
+    for side in ("start", "end"):
+        first[f"fwd_{side}"].reverse()
+    second |= {"wgrad_start": [3.0, 6.0], "wgrad_end": [4.0, 7.0], "bwd_end": [3.0, 6.0], "memory": math.nan}
+    (tmp_path / "pp_rank_0.json").write_text(json.dumps({"7": first, "8": first}))
+    (tmp_path / "pp_rank_1.json").write_text(json.dumps({"7": second}))
+    found = load_foreign(tmp_path)
+    (read,) = found.timelines
+    assert [str(cell) for cell in read.schedule.programs[1]] == ["1F0", "1I0", "1W0", "1F1", "1I1", "1W1"]
+    assert [str(cell) for cell in read.schedule.programs[0]] == ["0F0", "0F1", "0B0", "0B1"]
+    assert read.makespan == pytest.approx(9e-3)
+    assert found.memory == (3.5, 0.0)
+    assert "1 iteration is not in every rank's file" in found.notes[-1]
+    alone = pl.simulate(pl.schedules.one_f_one_b(1, 3), pl.Costs().scaled(1e-3))
+    assert load_foreign(dump(tmp_path / "alone", alone, labels=False)).timelines[0].makespan == pytest.approx(9e-3)
+
+
+def test_keys_that_stand_twice_and_sizes_that_are_too_large(tmp_path: Path) -> None:
+    test_a_dump_written_by_hand(tmp_path)
+    text = (tmp_path / "pp_rank_0.json").read_text()
+    (tmp_path / "pp_rank_0.json").write_text(text.replace('"memory"', '"total"'))
+    with pytest.raises(PipeloomError, match="the key 'total' appears twice"):
+        load_foreign(tmp_path)
+    (tmp_path / "pp_rank_0.json").write_text(text)
+    (tmp_path / "config.json").write_text('{"pp_size": 2, "vp_size": 9, "num_mbs": 100000}')
+    with pytest.raises(PipeloomError, match="900,000 forwards, but the files have at most 2"):
+        load_foreign(tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(PipeloomError, match=r"cannot read .*config\.json"):
+        load_foreign(tmp_path)

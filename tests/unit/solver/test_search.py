@@ -1,0 +1,206 @@
+"""`pl.search`: proven literals, never worse than the families, within the memory, the same for the same seed."""
+
+from __future__ import annotations
+
+import time
+from random import Random
+from typing import Any
+
+import pytest
+
+import pipeloom as pl
+from pipeloom.errors import CapacityError, PipeloomError, UsageError
+from pipeloom.schedule import Costs, check, simulate
+from pipeloom.schedule.families import build
+from pipeloom.solver import Progress
+
+UNEVEN = Costs(10, 12, 8, 1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "memory", "most"), [(4, 8, 2, 41), (4, 8, 3, 31), (8, 16, 6, 61), (8, 24, 6, 87)]
+)
+def test_literals(ranks: int, microbatches: int, memory: int, most: float) -> None:
+    found = pl.search(ranks, microbatches, memory=memory, iterations=8000)
+    assert found.timeline.makespan <= most
+    assert found.lower_bound <= found.value
+    assert max(found.timeline.peak_memory) <= memory
+    check(found.schedule)
+
+
+def random_costs(random: Random, stages: int) -> Costs:
+    def values(low: int, high: int) -> tuple[float, ...]:
+        return tuple(float(random.randint(low, high)) for _ in range(stages))
+
+    return Costs(
+        values(5, 15), values(5, 15), values(0, 12), random.choice([0.0, 1.0, 2.5]), held=random.choice([1, 0.5])
+    )
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("objective", ["makespan", "span"])
+def test_never_worse_than_the_families_that_fit(seed: int, objective: Any) -> None:
+    random = Random(seed)
+    ranks, chunks = random.choice([(2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (4, 2)])
+    microbatches = random.randint(1, 3 * ranks)
+    costs = random_costs(random, ranks * chunks)
+    memory = max(chunks, random.choice([0.5, 0.75, 1, 2]) * ranks * chunks)
+    found = pl.search(ranks, microbatches, costs, memory, chunks=chunks, objective=objective, iterations=150)
+    check(found.schedule)
+    assert max(found.timeline.peak_memory) <= memory + 1e-9
+    assert 0 < found.lower_bound <= found.value
+    best = best_family(ranks, microbatches, chunks, costs, memory, objective)
+    assert found.value <= best + 1e-9
+
+
+def best_family(ranks: int, microbatches: int, chunks: int, costs: Costs, memory: float, objective: str) -> float:
+    """The least value of the families with this many chunks that fit, built and simulated one by one."""
+    values = [float("inf")]
+    for name in pl.schedules.FAMILIES:
+        options = {"memory": memory} if name == "zb-auto" else {}
+        try:
+            made = build(name, ranks, microbatches, None, options, costs)
+            timeline = simulate(made, costs)
+        except PipeloomError:
+            continue
+        if len(made.routes) == 1 and made.chunks == chunks and max(timeline.peak_memory) <= memory + 1e-9:
+            values.append(timeline.makespan if objective == "makespan" else max(timeline.spans))
+    return min(values)
+
+
+def test_fewer_chunks_count_too() -> None:
+    """The families of one chunk are among the starts of two, their stages cut in half."""
+    memory = 8
+    whole = simulate(pl.schedules.zb_h1(4, 8), Costs(2, 2, 2))
+    found = pl.search(4, 8, Costs(1, 1, 1), memory, chunks=2, iterations=0)
+    assert found.timeline.makespan <= whole.makespan
+
+
+def test_the_same_for_the_same_seed() -> None:
+    first, second = (pl.search(4, 9, UNEVEN, 3, iterations=700, seed=5) for _ in range(2))
+    assert first.schedule == second.schedule
+    assert (first.value, first.iterations, first.origin) == (second.value, second.iterations, second.origin)
+
+
+def test_more_moves_are_never_worse_and_do_find_something() -> None:
+    values = [pl.search(6, 12, UNEVEN, 4, iterations=moves).value for moves in (0, 3000)]
+    assert values[1] < values[0]
+
+
+def test_a_reached_bound_is_a_proof_and_ends_the_search() -> None:
+    found = pl.search(4, 16, UNEVEN, 8, chunks=2)
+    assert found.proved
+    assert found.gap == 0
+    assert found.value == found.lower_bound == 1005
+    assert found.iterations == 0
+
+
+def test_one_rank_and_one_microbatch() -> None:
+    assert pl.search(1, 3, iterations=5).value == 9
+    assert pl.search(3, 1, memory=1, iterations=5).value == 7
+
+
+def test_a_given_placement_is_kept() -> None:
+    found = pl.search(2, 5, memory=4, placement=[0, 1, 1, 0], iterations=300)
+    assert found.schedule.placement == (0, 1, 1, 0)
+    odd = pl.search(2, 4, memory=6, placement=[0, 0, 1, 0], iterations=300)
+    assert odd.schedule.placement == (0, 0, 1, 0)
+    check(odd.schedule)
+
+
+def test_a_time_limit_holds() -> None:
+    before = time.process_time()
+    found = pl.search(8, 32, UNEVEN, 12, chunks=2, time_limit=1.5)
+    assert time.process_time() - before < 6  # of this process: on a busy machine it takes longer
+    check(found.schedule)
+
+
+def test_an_interrupt_keeps_the_best() -> None:
+    def stop(now: Progress) -> None:
+        if now.iterations > 20:
+            raise KeyboardInterrupt
+
+    found = pl.search(4, 8, UNEVEN, 2, progress=stop)
+    assert found.interrupted
+    assert found.iterations < 2000
+    check(found.schedule)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"memory": 0}, UsageError, "memory is 0"),
+        ({"memory": 0.5}, CapacityError, "takes 1"),
+        ({"memory": 1, "chunks": 2}, CapacityError, "takes 2"),
+        ({"placement": "lop"}, UsageError, "did you mean 'loop'"),
+        ({"placement": [0, 1, 2]}, UsageError, "without a stage"),
+        ({"placement": [0, 1, 2, 7]}, UsageError, "names rank 7"),
+        ({"placement": [0, 1, 2, 3], "chunks": 2}, UsageError, "chunks is 2"),
+        ({"objective": "spam"}, UsageError, "did you mean 'span'"),
+        ({"time_limit": -1}, UsageError, "time_limit is -1"),
+        ({"iterations": -1}, UsageError, "iterations is -1"),
+        ({"chunks": 0}, UsageError, "chunks is 0"),
+        ({"costs": Costs(forward=(1.0, 2.0))}, UsageError, "forward has 2 values"),
+    ],
+)
+def test_refusals(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        pl.search(4, 8, **{"iterations": 10, **arguments})
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6])
+def test_families_of_pairs_stay_whole_where_pairs_gain(share: float) -> None:
+    costs = Costs(weight_grad=1 - share, all_to_all=share)
+    best = best_family(4, 12, 2, costs, 16, "makespan")
+    found = pl.search(4, 12, costs, 16, chunks=2, iterations=50)
+    assert found.schedule.has_pairs
+    assert found.lower_bound <= found.value <= best + 1e-9
+    check(found.schedule)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches", "chunks", "limit"), [(64, 512, 4, 5), (256, 1024, 1, 30)])
+def test_first_answer_for_large_sizes(ranks: int, microbatches: int, chunks: int, limit: float) -> None:
+    answers: list[Progress] = []
+    found = pl.search(ranks, microbatches, UNEVEN, chunks=chunks, time_limit=limit, progress=answers.append)
+    assert answers[0].seconds < limit
+    family = build("interleaved" if chunks > 1 else "1f1b", ranks, microbatches, chunks if chunks > 1 else None)
+    assert found.value <= simulate(family, UNEVEN).makespan
+
+
+def test_a_repeated_stretch_beats_interleaved_within_less_memory() -> None:
+    """A size above those that are searched move by move; interleaved would hold 78 stage-micro-batches, here 64 fit."""
+    answers: list[Progress] = []
+    found = pl.search(16, 448, UNEVEN, 64, chunks=4, placement="loop", iterations=0, progress=answers.append)
+    check(found.schedule)
+    assert "repeated" in found.origin
+    assert max(found.timeline.peak_memory) <= 64
+    interleaved = simulate(build("interleaved", 16, 448, 4), UNEVEN)
+    assert max(interleaved.peak_memory) > 64
+    assert found.value < interleaved.makespan
+    assert found.gap < 0.01
+
+
+def test_an_interrupt_during_the_search_of_one_period_keeps_the_best() -> None:
+    seen: list[float] = []
+
+    def stop(now: Progress) -> None:
+        seen.append(now.value)
+        if now.iterations:
+            raise AssertionError("the local search has begun")
+        if now.value < 2500:  # the best family takes 2620
+            raise KeyboardInterrupt
+
+    found = pl.search(8, 32, UNEVEN, 8, chunks=2, placement="vee", progress=stop)
+    assert found.interrupted
+    assert found.origin == "one period"
+    assert found.value == min(seen)
+    check(found.schedule)
+
+
+def test_a_size_that_no_cheap_family_fits_has_an_answer_soon() -> None:
+    """Half of the memory of 1F1B, two chunks, above the sizes that are searched move by move."""
+    answers: list[Progress] = []
+    found = pl.search(16, 700, UNEVEN, 16, chunks=2, placement="vee", iterations=0, progress=answers.append)
+    check(found.schedule)
+    assert max(found.timeline.peak_memory) <= 16
+    assert answers[0].value < 1.6 * found.lower_bound

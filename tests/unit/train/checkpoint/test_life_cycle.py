@@ -1,0 +1,67 @@
+"""Runs that begin and end: in one process, without workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+import pipeloom as pl
+from checkpoint_runs import run_here, runs, steps_of
+from pipeloom import checkpoint
+from pipeloom.errors import CheckpointError
+from pipeloom.runtime import Pipeline
+from pipeloom.train.checkpoint.folder import newest_checkpoint
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.mark.parametrize("steps", [2, 1])
+def test_a_run_whose_steps_are_done_evaluates(steps: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_here(tmp_path, "a", {"train.steps": 2})
+    (first,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("held-out loss: ")]
+    run_here(tmp_path, "a", {"train.steps": steps, "checkpoint.resume": "auto"})
+    said = capsys.readouterr().out
+    assert f"all {steps} steps are done (train.steps): the checkpoint is of step 2" in said
+    assert first in said
+    assert "timeline.svg" not in said  # no step was measured
+    (folder,) = runs(tmp_path / "a")
+    assert len(steps_of(folder)) == 2
+
+
+def test_a_run_names_the_folder_of_its_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`export`, `generate` and `checkpoint.resume` take a run's folder, wherever the run saved."""
+    elsewhere = tmp_path / "elsewhere"
+    run_here(tmp_path, "a", {"train.steps": 1, "checkpoint.dir": str(elsewhere)})
+    (folder,) = runs(tmp_path / "a")
+    assert newest_checkpoint(folder) == elsewhere / "step-000001"
+    run_here(tmp_path, "b", {"train.steps": 1, "checkpoint.resume": str(folder)})
+    assert f"resumed after step 1 from {elsewhere / 'step-000001'}" in capsys.readouterr().out
+    (elsewhere / "step-000001").rename(tmp_path / "moved")
+    with pytest.raises(
+        CheckpointError, match=f"holds no complete checkpoint, nor does {elsewhere}, the checkpoint.dir"
+    ):
+        newest_checkpoint(folder)
+
+
+def test_what_an_interrupted_save_left_goes_when_the_run_is_claimed(tmp_path: Path) -> None:
+    """Also where its last save was the one that was interrupted, and no other follows."""
+    run_here(tmp_path, "a", {"train.steps": 1})
+    (folder,) = runs(tmp_path / "a")
+    (folder / ".step-000002.partial").mkdir()
+    run_here(tmp_path, "a", {"train.steps": 1, "checkpoint.resume": "auto"})
+    assert not list(folder.glob(".*"))
+
+
+def test_a_save_that_fails_before_it_writes_leaves_nothing(tmp_path: Path) -> None:
+    def broken() -> Any:
+        raise ValueError("no state today")
+
+    optimizer: Any = SimpleNamespace(state_dict=broken)
+    pipeline = Pipeline([nn.Linear(2, 2)], pl.schedules.gpipe(1, 1), loss=nn.functional.mse_loss)
+    with pytest.raises(ValueError, match="no state today"):
+        checkpoint.save(tmp_path, 1, pipeline, optimizer)
+    assert list(tmp_path.iterdir()) == []

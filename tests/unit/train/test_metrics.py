@@ -1,0 +1,132 @@
+"""The log line, the run's folder, and what is measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from pipeloom import Costs, schedules, simulate
+from pipeloom.config import load, load_layout
+from pipeloom.errors import ConfigError
+from pipeloom.schedule import timeline_form
+from pipeloom.train.hub.generate import printable
+from pipeloom.train.report.metrics import StepMetrics, memory_in_use, model_flops_utilization, shared_cores, simulated
+from pipeloom.train.report.report import Report, make_folder, typical
+
+FIGURES = StepMetrics(
+    step=10,
+    loss=2.34567,
+    grad_norm=0.5,
+    lr=1e-3,
+    step_time=0.5,
+    tps=8192.0,
+    memory=2**29,
+    mfu=None,
+    bubble_measured=0.4,
+    bubble_simulated=0.25,
+)
+CPU = torch.device("cpu")
+
+
+def test_the_line_is_names_and_values_that_anybody_parses() -> None:
+    line = FIGURES.line(200)
+    found = dict(re.findall(r"(\w+): +(\S+)", line))
+    assert found == {
+        "step": "10/200",
+        "loss": "2.3457",
+        "grad_norm": "0.500",
+        "lr": "1.00e-03",
+        "memory": "0.50GiB",
+        "tps": "8,192",
+        "mfu": "n/a",
+        "step_time": "0.500s",
+        "bubble_rate": "40.0%",
+    }
+    assert "(simulated 25.0%)" in line
+    assert "mfu: 41.5%" in dataclasses.replace(FIGURES, mfu=0.415).line(200)
+    experts = dataclasses.replace(FIGURES, expert_load=1.254, expert_drops=0.031, all_to_all=0.0124).line(200)
+    assert experts == f"{line}  expert_load: 1.25x  expert_drops: 3.1%  all_to_all: 0.012s exposed"
+
+
+def test_a_measured_step_is_simulated_with_its_own_costs() -> None:
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=4)
+    timeline = simulate(schedule, Costs(forward=(1.0, 2.0)))
+    assert simulated(timeline).makespan == timeline.makespan
+
+
+def test_the_typical_trace_is_the_median_of_all_but_the_first() -> None:
+    schedule = schedules.gpipe(ranks=2, microbatches=2)
+    traces = [simulate(schedule, Costs(forward=cost)) for cost in (50, 3, 1, 2)]
+    assert typical(traces) is traces[3]
+    assert typical(traces[:1]) is traces[0]
+
+
+def test_memory_is_that_of_a_process_with_torch() -> None:
+    assert 2**26 < memory_in_use(CPU) < 2**40
+
+
+def test_utilization_is_known_where_the_peak_is() -> None:
+    assert model_flops_utilization(load("tiny"), 1.0, CPU, 2) is None
+
+
+def test_shared_cores_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
+    assert shared_cores(4, CPU) == "4 ranks on 2 cores"
+    assert shared_cores(2, CPU) == ""
+    assert shared_cores(4, torch.device("cuda", 0)) == ""
+
+
+def test_each_run_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    config = load("tiny", {"log.dir": str(tmp_path / "runs"), "schedule.name": "examples.mine:make"})
+    folders = [make_folder(config) for _ in range(3)]
+    assert len({folder.root for folder in folders}) == 3
+    assert folders[0].root.name.endswith("examples.mine-make")
+    assert load(folders[0].root / "config.toml") == config
+
+
+def test_a_folder_that_cannot_be_made_is_refused_by_the_key(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"log\.dir"):
+        make_folder(load("tiny", {"log.dir": str(tmp_path / "file" / "runs")}))
+
+
+def test_the_log_keeps_every_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    timeline = simulate(schedules.interleaved(ranks=2, chunks=2, microbatches=5))
+    measured = dataclasses.replace(timeline, source="measured")
+    loss = torch.tensor(2.0).sqrt().item()
+    with Report(load("tiny", {"log.dir": str(tmp_path)})) as report:
+        report.record("step", step=1, loss=loss)
+        report.advance()
+        report.step(FIGURES)
+        report.draw(measured, [measured])
+    first, second = map(json.loads, report.folder.log.read_text().splitlines())
+    assert first == {"event": "step", "step": 1, "loss": loss}
+    assert second == {"event": "figures", **dataclasses.asdict(FIGURES)}
+    assert capsys.readouterr().out == FIGURES.line(4) + "\n"
+    events = json.loads(report.folder.trace.read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == timeline.schedule.actions
+    svg = ElementTree.fromstring(report.folder.svg.read_text())
+    assert svg.tag.endswith("svg")
+    assert "measured" in report.folder.svg.read_text()
+    assert timeline_form.load(report.folder.timelines) == (measured,)
+    assert "pipeloom.page/1" in report.folder.page.read_text()
+
+
+def test_the_page_goes_where_it_is_asked_for(tmp_path: Path) -> None:
+    measured = dataclasses.replace(simulate(schedules.gpipe(ranks=2, microbatches=2)), source="measured")
+    with Report(load("tiny", {"log.dir": str(tmp_path), "log.html": str(tmp_path / "page.html")})) as report:
+        report.draw(measured, [measured])
+    assert (tmp_path / "page.html").is_file()
+    assert not report.folder.page.exists()
+    with pytest.raises(ConfigError, match=r"log\.html = .*no folder"):
+        load_layout("tiny", {"log.html": str(tmp_path / "none" / "page.html")})
+
+
+def test_a_sample_cannot_steer_the_terminal() -> None:
+    assert printable("def f():\n\treturn '\x1b[2J\r\x00ä'") == "def f():\n\treturn '\ufffd[2J\ufffd\ufffdä'"
