@@ -272,6 +272,8 @@ class Pipeline:
                 `RuntimeOptions.shared_targets`).
             DistributedError: ranks of one replica passed different batches (see `RuntimeOptions.check_every`).
         """
+        self._keywords.require("step", keywords)
+        require_targets("step", targets)
         return self.forward_backward(inputs, targets, **keywords).wait()
 
     def forward_backward(self, inputs: Any, targets: Any = None, **keywords: Any) -> PendingLoss:
@@ -279,7 +281,7 @@ class Pipeline:
         status, begun = self._status, time.monotonic()
         first = status.phase == "first step"
         self._before_step({"inputs": inputs, "targets": targets, **keywords})
-        batch = self._split("step", inputs, targets, keywords, self.schedule.microbatches)
+        batch = self._split("forward_backward", inputs, targets, keywords, self.schedule.microbatches)
         buffers = self._checksums_of_replicas() if first else {}
         self._gradients.begin()
         executor = self._executor(None)
@@ -358,7 +360,8 @@ class Pipeline:
             ):
                 self._gradients.wait_for_weights()
                 mine = replicas.replicated(self._assembly, self.mesh)
-                differences = replicas.compare({key: each.tensor for key, each in mine.items()}, self.run_control)
+                tensors = {key: each.tensor for key, each in mine.items()}
+                differences = replicas.compare(tensors, self.run_control, self.mesh.shape)
                 replicas.require_alike(differences, self.mesh)
                 if differences and self.options.init == "check":
                     raise DistributedError(
